@@ -64,7 +64,7 @@ def ledger(module: ModuleType) -> Operations:
     sizes, slot = (4, 64, 4096), (0, 0, 1 << 20)
 
     def bound(run: int) -> None:
-        batch = book.publish(KEYS, 256, slot, 0, 0, 0, True)
+        batch = book.open(KEYS, 256, slot, 0, 0, 0, True)
         book.set_result(batch, 64, 64)
         while (lease := book.claim(0, run)) is not None:
             book.fill_run(0, *lease)
@@ -72,7 +72,7 @@ def ledger(module: ModuleType) -> Operations:
         book.retire(batch)
 
     def arrival() -> None:
-        batch = book.publish(KEYS, 256, slot, 0, 0, 0, False)
+        batch = book.open(KEYS, 256, slot, 0, 0, 0, False)
         book.set_result(batch, 64, 64)
         first = book.describe(batch)[1]
         while (lease := book.claim(0, 1)) is not None:
@@ -85,7 +85,7 @@ def ledger(module: ModuleType) -> Operations:
     for each in (book, full):
         each.open_epoch(0)
     for _ in range(16):
-        full.publish(KEYS, 256, slot, 0, 0, 0, False)
+        full.open(KEYS, 256, slot, 0, 0, 0, False)
     names = {"bound": bound, "arrival": arrival, "ledger": book, "full": full}
     return {
         "a batch of 256 in one run": ("bound(256)", names),

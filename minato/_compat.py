@@ -1,6 +1,7 @@
 """Private names of torch, CPython, NumPy, Ray and others that minato uses: each one here, with a reason and a probe.
 
-No other module of the package reaches for a private name of another package. Two files are quarantined exceptions:
+No other module of the package reaches for a private name of another package, except that the loader and its iterator
+override methods of torch's classes that are probed here. Two files are quarantined exceptions:
 ``transforms/rng_memory.py`` writes to the memory of random generators, and ``_core/tensor_memory.py`` finds fields of
 tensors. Both verify what they find, have a fallback of public calls, and obey :func:`may_access_memory`.
 

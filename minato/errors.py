@@ -33,7 +33,7 @@ class NotPicklableError(MinatoError, TypeError, AttributeError, PicklingError):
 
 
 class CoverageError(MinatoError, RuntimeError):
-    """A pass has ended, and what it delivered is not what the sampler asked for."""
+    """An epoch has ended, and what it delivered is not what the sampler asked for."""
 
 
 class ErrorBudgetError(MinatoError, RuntimeError):

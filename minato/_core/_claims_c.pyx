@@ -56,11 +56,11 @@ cdef class Claims(Records):
         self.worker_at(worker)
         mn_end(&self.ledger, worker, samples, busy_ns, idle_ns)
 
-    def reserve(self, uint32_t worker, uint64_t position, bint late=False):
+    def reserve(self, uint32_t worker, uint64_t position, bint slow=False):
         """Take a place for a finished sample.
 
         Args:
-            late: Take the newest open place, unless the consumer is waiting for a batch.
+            slow: Take the newest open place, unless the consumer is waiting for a batch.
 
         Returns:
             ``(place, batch, k)``: the place is number k of the batch.
@@ -68,7 +68,7 @@ cdef class Claims(Records):
         cdef uint64_t place
         cdef uint32_t batch
         self.worker_at(worker)
-        place = mn_reserve(&self.ledger, position, late)
+        place = mn_reserve(&self.ledger, position, slow)
         batch = mn_load_relaxed_u32(&mn_at(&self.ledger, place).batch)
         return place, batch, place - mn_load_relaxed_u64(&self.batch_at(batch).first)
 

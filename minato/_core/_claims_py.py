@@ -58,27 +58,27 @@ class Claims(Records):
                         return index, 0, 0
                 self._header["orphans_checked"] = self._header["orphaned"]
             tail = int(self._header["tail"])
-            seq = int(self._header["head"])
-            early = self._claim_hinted(worker, seq) if max_run else None
+            position = int(self._header["head"])
+            early = self._claim_hinted(worker, position) if max_run else None
             if early is not None:
                 index = int(self._positions[early & self._mask]["batch"])
                 return index, early - self._range(index).start, 1
             passed_over = tail  # the first free sample that is left to another worker
-            while seq < tail:
-                position = self._positions[seq & self._mask]
-                if self._ticket(seq) & STATE == FREE and int(position["position"]) == seq:
-                    index = int(position["batch"])
+            while position < tail:
+                record = self._positions[position & self._mask]
+                if self._ticket(position) & STATE == FREE and int(record["position"]) == position:
+                    index = int(record["batch"])
                     is_theirs = int(self._batches[index]["owner"]) not in (0, worker + 1)
-                    if not is_theirs and (max_run or not self._follows(seq, index)):
+                    if not is_theirs and (max_run or not self._follows(position, index)):
                         break
-                    passed_over = min(passed_over, seq)
-                seq += 1
-            self._header["head"] = min(seq, passed_over)
-            if seq == tail:
+                    passed_over = min(passed_over, position)
+                position += 1
+            self._header["head"] = min(position, passed_over)
+            if position == tail:
                 return None
-            index = int(self._positions[seq & self._mask]["batch"])
+            index = int(self._positions[position & self._mask]["batch"])
             end = self._range(index).stop
-            claimed = range(seq, min(seq + max_run, end) if max_run else end)
+            claimed = range(position, min(position + max_run, end) if max_run else end)
             count = 0
             for other in claimed:
                 ticket = self._ticket(other)
@@ -86,8 +86,8 @@ class Claims(Records):
                     break
                 self._set_ticket(other, ticket | CLAIMED | worker << 48)
                 count += 1
-            self._header["head"] = min(seq + count, passed_over)
-            return index, seq - self._range(index).start, count
+            self._header["head"] = min(position + count, passed_over)
+            return index, position - self._range(index).start, count
 
     def lease_words(self, worker: int) -> memoryview:
         """What ``lease`` reads, as int64 memory for ``run_samples``: position + 1, started_ns, step."""
@@ -100,11 +100,11 @@ class Claims(Records):
         for name, more in (("samples", samples), ("busy_ns", busy_ns), ("idle_ns", idle_ns)):
             record[name] = int(record[name]) + more  # NumPy 1 makes a float of uint64 + int
 
-    def reserve(self, worker: int, position: int, late: bool = False) -> tuple[int, int, int]:
+    def reserve(self, worker: int, position: int, slow: bool = False) -> tuple[int, int, int]:
         """Take a place for a finished sample.
 
         Args:
-            late: Take the newest open place, unless the consumer is waiting for a batch.
+            slow: Take the newest open place, unless the consumer is waiting for a batch.
 
         Returns:
             ``(place, batch, k)``: the place is number k of the batch.
@@ -113,7 +113,7 @@ class Claims(Records):
             ticket = self._ticket(position)
             place = ticket & NUMBER
             if not place:
-                take = self._take_newest if late and not self.waiting else self._take_oldest
+                take = self._take_newest if slow and not self.waiting else self._take_oldest
                 place = take(self._epoch_slot_of(position), position)
                 self._set_ticket(position, ticket | place)
             place -= 1
@@ -146,8 +146,8 @@ class Claims(Records):
         """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
         with self._locked():
             first = self._range(batch).start + k
-            for seq in range(first, first + count):
-                self._fill_one(seq, seq)
+            for position in range(first, first + count):
+                self._fill_one(position, position)
             return self._complete(worker, batch)
 
     def skip(self, worker: int, position: int) -> tuple[int, int]:
@@ -216,10 +216,10 @@ class Claims(Records):
 
     # ---- inner parts, called with the lock held ---------------------------------------------
 
-    def _follows(self, seq: int, batch: int) -> bool:
+    def _follows(self, position: int, batch: int) -> bool:
         """Whether a worker that claims whole batches leaves a sample to the one that has, or will have, the first."""
         first = self._range(batch).start
-        return seq != first and self._ticket(first) & STATE != DONE
+        return position != first and self._ticket(first) & STATE != DONE
 
     def _claim_hinted(self, worker: int, front: int) -> int | None:
         """Claim the hinted sample that should be started first, if one should by now; returns its position."""
@@ -228,19 +228,22 @@ class Claims(Records):
             least, chosen = front + 1, -1
             for i in range(used):
                 word = int(hints[i])
-                seq = (word & NUMBER) - 1
-                if word and seq < front:
+                position = (word & NUMBER) - 1
+                if word and position < front:
                     hints[i] = 0  # claims in order have reached it
-                elif word and max(seq - (word >> 48), 0) < least:
-                    least, chosen = max(seq - (word >> 48), 0), i
+                elif word and max(position - (word >> 48), 0) < least:
+                    least, chosen = max(position - (word >> 48), 0), i
             if chosen < 0:
                 return None
-            seq = (int(hints[chosen]) & NUMBER) - 1
+            position = (int(hints[chosen]) & NUMBER) - 1
             hints[chosen] = 0
-            ticket = self._ticket(seq)
-            if ticket & STATE == FREE and self._positions[seq & self._mask]["position"] == seq:
-                self._set_ticket(seq, ticket | CLAIMED | worker << 48)
-                return seq
+            ticket = self._ticket(position)
+            if (
+                ticket & STATE == FREE
+                and self._positions[position & self._mask]["position"] == position
+            ):
+                self._set_ticket(position, ticket | CLAIMED | worker << 48)
+                return position
         return None
 
     def _fill_one(self, position: int, place: int) -> None:
@@ -252,13 +255,13 @@ class Claims(Records):
         record = self._batches[batch]
         # The last place is most often the last one to be filled.
         if int(record["state"]) & 15 != OPEN or any(
-            self._place(seq) & STATE != FILLED for seq in reversed(self._range(batch))
+            self._place(position) & STATE != FILLED for position in reversed(self._range(batch))
         ):
             return NOT_COMPLETE
         # What to do follows from what lies at the places, so that nothing a dead worker said of itself outlives it.
         flags = 0
-        for seq in self._range(batch):
-            flags |= 1 << (int(self._positions[seq & self._mask]["blob"]) & KIND_MASK)
+        for position in self._range(batch):
+            flags |= 1 << (int(self._positions[position & self._mask]["blob"]) & KIND_MASK)
         record["flags"] = flags
         if (
             flags & (FAILED | ENDED)
@@ -271,12 +274,12 @@ class Claims(Records):
         self._set_state(batch, COLLATING, worker)
         return MUST_COLLATE
 
-    def _take(self, places: Iterable[int], epoch_slot: int, seq: int) -> int:
+    def _take(self, places: Iterable[int], epoch_slot: int, position: int) -> int:
         """Bind the first open place of the pass among these to a sample; returns place + 1, 0 if there is none."""
         for place in places:
             # An open place says its own number, so none is taken for one that has gone round the ring.
             if self._place(place) == place + 1 and self._is_in_epoch_slot(place, epoch_slot):
-                self._positions[place & self._mask]["place"] = BOUND | (seq + 1)
+                self._positions[place & self._mask]["place"] = BOUND | (position + 1)
                 return place + 1
         return 0
 
@@ -285,22 +288,22 @@ class Claims(Records):
         batch = int(self._positions[place & self._mask]["batch"])
         return self._epoch_slot_of(place) == epoch_slot and place in self._range(batch)
 
-    def _take_oldest(self, epoch_slot: int, seq: int) -> int:
+    def _take_oldest(self, epoch_slot: int, position: int) -> int:
         record = self._epoch_slots[epoch_slot]
-        place = self._take(range(int(record["cursor"]), int(record["limit"])), epoch_slot, seq)
+        place = self._take(range(int(record["cursor"]), int(record["limit"])), epoch_slot, position)
         if not place:
             raise AssertionError("as many places are open as samples are unplaced")
         record["cursor"] = place
         return place
 
-    def _take_newest(self, epoch_slot: int, seq: int) -> int:
+    def _take_newest(self, epoch_slot: int, position: int) -> int:
         record = self._epoch_slots[epoch_slot]
         places = range(int(record["limit"]) - 1, int(record["cursor"]) - 1, -1)
-        return self._take(places, epoch_slot, seq) or self._take_oldest(epoch_slot, seq)
+        return self._take(places, epoch_slot, position) or self._take_oldest(epoch_slot, position)
 
-    def _held(self, seq: int) -> int:
+    def _held(self, position: int) -> int:
         """The place (+ 1) that a worker took for this sample before it died, 0 if there is none."""
-        held = np.flatnonzero(self._positions["place"] == BOUND | (seq + 1))
+        held = np.flatnonzero(self._positions["place"] == BOUND | (position + 1))
         return int(self._positions["position"][held[0]]) + 1 if held.size else 0
 
     def _give_back(self, place: int) -> None:

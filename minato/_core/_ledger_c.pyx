@@ -36,7 +36,7 @@ from minato._core.ledger cimport (
     mn_is_collating,
     mn_open_epoch,
     mn_prepare,
-    mn_publish,
+    mn_open,
     mn_reoffer,
     mn_reopen_places,
     mn_retire,
@@ -75,13 +75,13 @@ cdef class Ledger(Claims):
         self.in_flight = {}
 
     def open_epoch(self, uint32_t epoch_slot):
-        """Start an epoch: its samples take places after the last published one."""
+        """Start an epoch: its samples take places after the last opened one."""
         if epoch_slot >= MN_EPOCH_SLOTS:
             raise IndexError(f"epoch slot {epoch_slot} is not below {MN_EPOCH_SLOTS}")
         mn_open_epoch(&self.ledger, epoch_slot)
 
     def has_room(self, uint64_t count):
-        """Whether a batch of ``count`` samples can be published now."""
+        """Whether a batch of ``count`` samples can be opened now."""
         cdef uint64_t tail = mn_tail(&self.ledger)
         cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else tail
         return (
@@ -89,7 +89,7 @@ cdef class Ledger(Claims):
             and tail + count - base <= self.ledger.header.position_capacity
         )
 
-    def publish(
+    def open(
         self,
         indices,
         uint32_t count,
@@ -152,7 +152,7 @@ cdef class Ledger(Claims):
                 bound,
             )
         self.in_flight[index] = tail
-        mn_publish(&self.ledger, index, wake)
+        mn_open(&self.ledger, index, wake)
         return index
 
     def bind_late(self, uint32_t old, uint32_t new):

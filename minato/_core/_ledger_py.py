@@ -52,18 +52,18 @@ class Ledger(Claims):
         ] = {}  # records of the batches in flight, oldest first: their first positions
 
     def open_epoch(self, epoch_slot: int) -> None:
-        """Start an epoch: its samples take places after the last published one."""
+        """Start an epoch: its samples take places after the last opened one."""
         with self._locked():
             self._epoch_slots[epoch_slot] = (self._header["tail"], self._header["tail"])
 
     def has_room(self, count: int) -> bool:
-        """Whether a batch of ``count`` samples can be published now."""
+        """Whether a batch of ``count`` samples can be opened now."""
         tail = int(self._header["tail"])
         base = next(iter(self._live.values()), tail)
         batches, positions = self.capacity
         return len(self._live) < batches and tail + count - base <= positions
 
-    def publish(
+    def open(
         self,
         indices: Sequence[int] | None,
         count: int,
@@ -112,11 +112,11 @@ class Ledger(Claims):
             index = next(i for i, state in enumerate(states) if state & 15 == VACANT)
             tail = int(self._header["tail"])
             for k in range(count):
-                seq = tail + k
-                own = seq + 1
-                self._positions[seq & self._mask] = (
+                position = tail + k
+                own = position + 1
+                self._positions[position & self._mask] = (
                     FREE | own if bound else FREE, BOUND | own if bound else own, 0, 0,
-                    0 if indices is None else indices[k], 0, seq, index,
+                    0 if indices is None else indices[k], 0, position, index,
                     0 if occurrences is None else occurrences[k],
                 )  # fmt: skip
             generation = (int(self._batches[index]["state"]) >> 16) + 1
@@ -135,16 +135,16 @@ class Ledger(Claims):
         """Give every unplaced sample of batch ``old`` a place: in batch ``new``, or else the oldest open one."""
         with self._locked():
             epoch_slot = int(self._batches[old]["epoch_slot"])
-            for seq in self._range(old):
-                ticket = self._ticket(seq)
+            for position in self._range(old):
+                ticket = self._ticket(position)
                 if ticket & STATE in (DONE, CANCELLED) or ticket & NUMBER:
                     continue
                 place = (
-                    self._held(seq)
-                    or self._take(self._range(new), epoch_slot, seq)
-                    or self._take_oldest(epoch_slot, seq)
+                    self._held(position)
+                    or self._take(self._range(new), epoch_slot, position)
+                    or self._take_oldest(epoch_slot, position)
                 )
-                self._set_ticket(seq, ticket | place)
+                self._set_ticket(position, ticket | place)
 
     def state(self, batch: int) -> int:
         """OPEN, COLLATING, READY or CLOSED (VACANT after ``retire``)."""
@@ -158,7 +158,10 @@ class Ledger(Claims):
         of its pass are settled.
         """
         with self._locked():
-            return all(self._ticket(seq) & STATE in (DONE, CANCELLED) for seq in self._range(batch))
+            return all(
+                self._ticket(position) & STATE in (DONE, CANCELLED)
+                for position in self._range(batch)
+            )
 
     def fill_skipped(self, epoch_slot: int) -> None:
         """Fill the places that are left over when all samples of a pass are settled and some of them are skipped."""
@@ -166,9 +169,9 @@ class Ledger(Claims):
             for index in self._live:
                 if int(self._batches[index]["epoch_slot"]) != epoch_slot:
                     continue
-                for seq in self._range(index):
-                    if self._place(seq) & STATE != FILLED:
-                        there = self._positions[seq & self._mask]
+                for position in self._range(index):
+                    if self._place(position) & STATE != FILLED:
+                        there = self._positions[position & self._mask]
                         there["blob"], there["place"] = SKIP_BLOB, FILLED
             # The next claim looks for full batches without a collating worker.
             self._header["orphaned"] += 1
@@ -177,14 +180,14 @@ class Ledger(Claims):
     def skipped(self, batch: int) -> list[int]:
         """Positions of those samples of a settled batch that have no result."""
         with self._locked():
-            return [seq for seq in self._range(batch) if self._ticket(seq) == DONE]
+            return [position for position in self._range(batch) if self._ticket(position) == DONE]
 
     def cancel(self, batch: int) -> None:
         """Cancel the unclaimed samples of this batch."""
         with self._locked():
-            for seq in self._range(batch):
-                if self._ticket(seq) & STATE == FREE:
-                    self._set_ticket(seq, CANCELLED)
+            for position in self._range(batch):
+                if self._ticket(position) & STATE == FREE:
+                    self._set_ticket(position, CANCELLED)
 
     def close(self, batch: int) -> bool:
         """Forbid that anybody collates or publishes this batch any more; its places can still be filled.
@@ -216,35 +219,35 @@ class Ledger(Claims):
             base = next(iter(self._live.values()), tail)
             released = 0
             # Backwards, so that a worker that claims the first sample of a batch finds the others free.
-            for seq in reversed(range(base, tail)):
-                ticket = self._ticket(seq)
-                if not self._is_claimed(seq, worker):
+            for position in reversed(range(base, tail)):
+                ticket = self._ticket(position)
+                if not self._is_claimed(position, worker):
                     continue
                 place = ticket & NUMBER
                 if not place:
                     # A place that the worker had taken without having said so on the ticket is open again.
-                    held = self._held(seq)
+                    held = self._held(position)
                     if held:
                         self._give_back(held)
                 else:
                     there = self._positions[(place - 1) & self._mask]
-                    record = self._batches[int(self._positions[seq & self._mask]["batch"])]
-                    empty = self._place(place - 1) == BOUND | (seq + 1)
+                    record = self._batches[int(self._positions[position & self._mask]["batch"])]
+                    empty = self._place(place - 1) == BOUND | (position + 1)
                     if empty and record["bound"] and record["result"]:
                         # The result of the whole batch is there: the worker was about to fill its places.
-                        there["place"] = FILLED | (seq + 1)
+                        there["place"] = FILLED | (position + 1)
                         empty = False
                     if not empty:
                         # Once filled, the place may long have been delivered and have come round the ring.
                         skipped = (
-                            int(there["place"]) == FILLED | (seq + 1)
+                            int(there["place"]) == FILLED | (position + 1)
                             and int(there["blob"]) & KIND_MASK == SKIP_BLOB
                         )
-                        self._set_ticket(seq, DONE if skipped else DONE | place)
+                        self._set_ticket(position, DONE if skipped else DONE | place)
                         continue
                     there["blob"] = 0
-                self._set_ticket(seq, FREE | place)
-                self._header["head"] = min(int(self._header["head"]), seq)
+                self._set_ticket(position, FREE | place)
+                self._header["head"] = min(int(self._header["head"]), position)
                 released += 1
             for index in self._live:
                 if self._is_collating(index, worker):
@@ -260,8 +263,8 @@ class Ledger(Claims):
         with self._locked():
             tail = int(self._header["tail"])
             return any(
-                self._is_claimed(seq, worker)
-                for seq in range(next(iter(self._live.values()), tail), tail)
+                self._is_claimed(position, worker)
+                for position in range(next(iter(self._live.values()), tail), tail)
             ) or any(self._is_collating(index, worker) for index in self._live)
 
     def is_unfinished(self, worker: int, position: int) -> bool:
@@ -322,8 +325,8 @@ class Ledger(Claims):
 
     # ---- inner parts, called with the lock held ---------------------------------------------
 
-    def _is_claimed(self, seq: int, worker: int) -> bool:
-        ticket = self._ticket(seq)
+    def _is_claimed(self, position: int, worker: int) -> bool:
+        ticket = self._ticket(position)
         return ticket & STATE == CLAIMED and (ticket >> 48) & 0x3FFF == worker
 
     def _is_collating(self, batch: int, worker: int) -> bool:

@@ -255,16 +255,16 @@ class Records:
         with self._locked():
             first = self._range(batch).start + k
             return [
-                int(self._positions[seq & self._mask]["index"])
-                for seq in range(first, first + count)
+                int(self._positions[position & self._mask]["index"])
+                for position in range(first, first + count)
             ]
 
     def occurrences(self, position: int, count: int) -> list[int] | None:
         """How often the index of each of ``count`` samples from this position on came before; None: of none it did."""
         with self._locked():
             found = [
-                int(self._positions[seq & self._mask]["occurrence"])
-                for seq in range(position, position + count)
+                int(self._positions[each & self._mask]["occurrence"])
+                for each in range(position, position + count)
             ]
         return found if any(found) else None
 
@@ -287,8 +287,8 @@ class Records:
         """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
         with self._locked():
             found = []
-            for seq in self._range(batch):
-                record = self._positions[seq & self._mask]
+            for position in self._range(batch):
+                record = self._positions[position & self._mask]
                 blob = int(record["blob"])
                 found.append((blob & KIND_MASK, blob & ~KIND_MASK, int(record["blob_nbytes"])))
             return found
@@ -326,14 +326,14 @@ class Records:
         with self._locked():
             found = []
             for place in self._range(batch):
-                seq = (self._place(place) & NUMBER) - 1
-                sample = self._positions[seq & self._mask]
-                known = sample["position"] == seq and sample["cost_ns"]
+                position = (self._place(place) & NUMBER) - 1
+                sample = self._positions[position & self._mask]
+                known = sample["position"] == position and sample["cost_ns"]
                 if known and not self._batches[sample["batch"]]["indices"]:
                     there = self._positions[place & self._mask]
                     ragged = 1 << (int(there["blob"]) & KIND_MASK) == RAGGED
                     nbytes = int(there["blob_nbytes"]) if ragged else 0
-                    found.append((seq, int(sample["index"]), int(sample["cost_ns"]), nbytes))
+                    found.append((position, int(sample["index"]), int(sample["cost_ns"]), nbytes))
             return found
 
     def num_slow(self, batch: int) -> int:
@@ -342,15 +342,15 @@ class Records:
             slow_ns = int(self._header["slow_ns"])
             count = 0
             for place in self._range(batch) if slow_ns else ():
-                seq = (self._place(place) & NUMBER) - 1
-                sample = self._positions[seq & self._mask]
-                count += bool(sample["position"] == seq and sample["cost_ns"] > slow_ns)
+                position = (self._place(place) & NUMBER) - 1
+                sample = self._positions[position & self._mask]
+                count += bool(sample["position"] == position and sample["cost_ns"] > slow_ns)
             return count
 
     def occupants(self, batch: int) -> list[int]:
         """Position of the sample that lies at each place of a full batch; -1: none does."""
         with self._locked():
-            return [(self._place(seq) & NUMBER) - 1 for seq in self._range(batch)]
+            return [(self._place(position) & NUMBER) - 1 for position in self._range(batch)]
 
     # ---- inner parts, called with the lock held ---------------------------------------------
 
@@ -359,19 +359,19 @@ class Records:
         first = int(record["first"])
         return range(first, first + int(record["count"]))
 
-    def _ticket(self, seq: int) -> int:
-        return int(self._positions[seq & self._mask]["ticket"])
+    def _ticket(self, position: int) -> int:
+        return int(self._positions[position & self._mask]["ticket"])
 
-    def _set_ticket(self, seq: int, word: int) -> None:
-        self._positions[seq & self._mask]["ticket"] = word
+    def _set_ticket(self, position: int, word: int) -> None:
+        self._positions[position & self._mask]["ticket"] = word
 
-    def _place(self, seq: int) -> int:
-        return int(self._positions[seq & self._mask]["place"])
+    def _place(self, position: int) -> int:
+        return int(self._positions[position & self._mask]["place"])
 
     def _set_state(self, batch: int, code: int, worker: int = 0) -> None:
         state = int(self._batches[batch]["state"])
         self._batches[batch]["state"] = state >> 16 << 16 | worker << 4 | code
 
-    def _epoch_slot_of(self, seq: int) -> int:
-        batch = int(self._positions[seq & self._mask]["batch"])
+    def _epoch_slot_of(self, position: int) -> int:
+        batch = int(self._positions[position & self._mask]["batch"])
         return int(self._batches[batch]["epoch_slot"])

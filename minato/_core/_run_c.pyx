@@ -1,4 +1,4 @@
-"""Running the samples of a lease one after the other."""
+"""Running the samples of a claimed run one after the other."""
 
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int64_t, uint64_t

@@ -1,4 +1,4 @@
-"""Running the samples of a lease one after the other."""
+"""Running the samples of a claimed run one after the other."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ typedef struct {
     uint32_t reserved;
     mn_u64 head; /* version << 48 | first position that may have a free ticket */
     uint64_t pad_head[7];
-    mn_u64 tail; /* position after the last published one */
+    mn_u64 tail; /* position after the last opened one */
     uint64_t pad_tail[7];
     mn_event_count work; /* workers sleep here for tickets */
     uint64_t pad_work[7];
@@ -66,7 +66,9 @@ typedef struct {
     mn_u64 hints[MN_HINTS]; /* samples to start early: by how many samples << 48 | position + 1; 0: none */
 } mn_header;
 
-/* One sample in flight. `ticket` and `place` are the only truth about it. */
+/* One sample in flight. `ticket` and `place` are the only truth about it: both sides change them, by
+ * compare-and-swap. The training process writes the other words before it frees the ticket, except `blob`,
+ * `blob_nbytes` and `cost_ns`, which belong to the worker that holds the ticket. */
 typedef struct {
     mn_u64 ticket; /* state << 62 | worker << 48 | place + 1 */
     mn_u64 place;  /* state << 62 | ticket's position + 1; while open, its own position + 1 */
@@ -100,7 +102,8 @@ typedef struct {
     mn_u64 slot_end;
 } mn_batch;
 
-/* Written by its worker alone, read by everybody. */
+/* Written by its worker alone while that lives, by the training process once it is dead; read by everybody.
+ * The first three words are the lease: what the worker is on. */
 typedef struct {
     mn_u64 position; /* position + 1 that it works on, 0: none */
     mn_u64 started_ns;

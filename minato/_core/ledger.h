@@ -7,7 +7,7 @@
  * Two rules order everything else:
  *   - data first, then the one store that makes it count: a place that is filled has its data, or lies in a
  *     batch whose result is set;
- *   - publish stores a record's tickets last: a worker that looked at the record before it came round the
+ *   - open stores a record's tickets last: a worker that looked at the record before it came round the
  *     ring can claim a ticket as soon as that is free.
  *
  * Functions with a batch, a worker or an epoch slot take its number; callers check that it is in range.
@@ -395,14 +395,14 @@ static inline void mn_end(const mn_ledger *ledger, uint32_t worker, uint64_t sam
     mn_store_relaxed_u64(&record->idle_ns, mn_load_relaxed_u64(&record->idle_ns) + idle_ns);
 }
 
-/* Take a place for a finished sample; `late`: the newest open one, unless the consumer is waiting. */
-static inline uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, int late) {
+/* Take a place for a finished sample; `slow`: the newest open one, unless the consumer is waiting. */
+static inline uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, int slow) {
     mn_position *record = mn_at(ledger, position);
     uint32_t epoch_slot = mn_load_relaxed_u32(&mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch))->epoch_slot);
     uint64_t word = mn_load_acquire_u64(&record->ticket);
     uint64_t place = word & MN_NUMBER;
     if (place == 0) {
-        uint64_t taken = late && !mn_load_acquire_u64(&ledger->header->waiting)
+        uint64_t taken = slow && !mn_load_acquire_u64(&ledger->header->waiting)
                              ? mn_take_newest(ledger, epoch_slot, position)
                              : mn_take_oldest(ledger, epoch_slot, position);
         mn_cas_seq_cst_u64(&record->ticket, word, word | taken);
@@ -504,7 +504,7 @@ static inline uint64_t mn_tail(const mn_ledger *ledger) {
     return mn_load_relaxed_u64(&ledger->header->tail); /* the consumer alone writes it */
 }
 
-/* Start an epoch: its samples take places after the last published one. */
+/* Start an epoch: its samples take places after the last opened one. */
 static inline void mn_open_epoch(const mn_ledger *ledger, uint32_t epoch_slot) {
     mn_epoch_slot *here = mn_epoch_slot_at(ledger, epoch_slot);
     uint64_t tail = mn_tail(ledger);
@@ -528,7 +528,7 @@ typedef struct {
     int64_t epoch, seed;
 } mn_batch_fields;
 
-/* Fill in a vacant record; the indices of its samples follow by mn_set_sample, then mn_publish offers them. */
+/* Fill in a vacant record; the indices of its samples follow by mn_set_sample, then mn_open offers them. */
 static inline void mn_prepare(const mn_ledger *ledger, uint32_t index, const mn_batch_fields *fields) {
     mn_batch *batch = mn_batch_at(ledger, index);
     mn_store_relaxed_u64(&batch->first, mn_tail(ledger));
@@ -563,8 +563,8 @@ static inline void mn_set_sample(const mn_ledger *ledger, uint32_t batch, uint64
     mn_store_release_u64(&record->place, bound ? MN_BOUND | (position + 1) : position + 1);
 }
 
-/* Offer the samples of a prepared batch to the workers. */
-static inline void mn_publish(const mn_ledger *ledger, uint32_t index, int wake) {
+/* Open a prepared batch: workers can claim its samples. */
+static inline void mn_open(const mn_ledger *ledger, uint32_t index, int wake) {
     mn_header *header = ledger->header;
     mn_batch *batch = mn_batch_at(ledger, index);
     uint64_t tail = mn_tail(ledger), end = tail + mn_load_relaxed_u32(&batch->count);

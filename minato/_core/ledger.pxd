@@ -33,7 +33,7 @@ cdef extern from "ledger.h" nogil:
     void mn_end(
         const mn_ledger *ledger, uint32_t worker, uint64_t samples, uint64_t busy_ns, uint64_t idle_ns
     )
-    uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, bint late)
+    uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, bint slow)
     void mn_attach(const mn_ledger *ledger, uint64_t place, uint64_t blob, uint64_t blob_nbytes)
     int mn_fill(const mn_ledger *ledger, uint32_t worker, uint64_t position, uint64_t place)
     int mn_fill_run(const mn_ledger *ledger, uint32_t worker, uint32_t index, uint32_t k, uint32_t count)
@@ -50,7 +50,7 @@ cdef extern from "ledger.h" nogil:
     void mn_set_sample(
         const mn_ledger *ledger, uint32_t batch, uint64_t position, int64_t index, uint32_t occurrence, bint bound
     )
-    void mn_publish(const mn_ledger *ledger, uint32_t index, int wake)
+    void mn_open(const mn_ledger *ledger, uint32_t index, int wake)
     void mn_bind_late(const mn_ledger *ledger, uint32_t old_index, uint32_t new_index)
     bint mn_settled(const mn_ledger *ledger, uint32_t index)
     void mn_strand(const mn_ledger *ledger)

@@ -23,7 +23,7 @@ from minato.batching.layout import read_layout
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import Store, damaged, stored_indices
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.workers.current_sample import indices_of
+from minato.workers.current_sample import describe_indices
 
 __all__ = ["BatchPublisher", "RunAgain"]
 
@@ -156,7 +156,9 @@ class BatchPublisher:
         except settings.catches as raised:
             error: BaseException = raised
             if isinstance(error, StopIteration):
-                name = name or f"the batch of {indices_of(self._ledger, self._indices, batch)}"
+                name = (
+                    name or f"the batch of {describe_indices(self._ledger, self._indices, batch)}"
+                )
                 error = not_the_end(f"collate_fn, called for {name},", error)
             failure = SampleError(settings.describe_error(error))
             offset, nbytes = self._blobs.put_error(batch, failure, ERROR_BLOB)

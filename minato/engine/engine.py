@@ -19,7 +19,6 @@ from minato.delivery.device import device_copier
 from minato.delivery.pinning import Pin, PinCopier
 from minato.delivery.prefetch import Copier, PrefetchReader
 from minato.engine.copied_objects import CopiedObjects
-from minato.engine.cost_history import CostHistoryStore
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
@@ -27,7 +26,7 @@ from minato.engine.pools import make_pool
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError
-from minato.observe.stats.costs import CostStats
+from minato.observe.stats.costs import CostHistoryStore, CostStats
 from minato.observe.stats.epoch_log import EpochLog
 from minato.observe.stats.histograms import merged
 from minato.observe.stats.snapshot import LoaderSnapshot
@@ -425,7 +424,8 @@ def _cost_history(plan: Plan, history: History) -> CostHistoryStore | None:
     """The directory of the costs of earlier programs, if there is one; a new history begins with them."""
     if plan.cost_history is None:
         return None
-    stored = CostHistoryStore(plan.cost_history, plan.worker.pipeline)
+    pipeline = plan.worker.pipeline
+    stored = CostHistoryStore(plan.cost_history, pipeline.dataset, pipeline.transforms.steps)
     if history.costs is None:
         history.costs = stored.costs()
     return stored

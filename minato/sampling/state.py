@@ -154,7 +154,7 @@ def _is_done(value: Any) -> bool:
 
 
 def completed_to_plain(done: Completed) -> dict[str, Any]:
-    """What is done of a pass as plain data."""
+    """What is done of an epoch, as plain data."""
     return {
         "ranges": [list(pair) for pair in done.ranges],
         "batches": done.batches,
@@ -164,7 +164,7 @@ def completed_to_plain(done: Completed) -> dict[str, Any]:
 
 
 def completed_from_plain(plain: dict[str, Any]) -> Completed:
-    """The other way round."""
+    """Rebuild what ``completed_to_plain`` returned."""
     return Completed(
         tuple((first, end) for first, end in plain["ranges"]),
         plain["batches"],

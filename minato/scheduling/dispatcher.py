@@ -467,7 +467,7 @@ class Dispatcher:
                 self._storage.slots.release(indices_slot)
                 raise
         slot, epoch = self._storage.slots.acquire(), self._epoch
-        record = self._ledger.publish(
+        record = self._ledger.open(
             indices=indices if fits_ledger else None,
             count=count,
             slot=(slot.start, slot.start, slot.end),

@@ -111,11 +111,11 @@ class SampleRandomness:
         )
         self._write = writer.write
         self._snapshot = Snapshot([span for generator in self._all for span in generator.spans])
-        self._publish_python, self._publish_numpy, self._publish_torch = (
-            generator.publish for generator in self._all[:3]
+        self._apply_python, self._apply_numpy, self._apply_torch = (
+            generator.apply for generator in self._all[:3]
         )
-        self._publish_own = [
-            generator.publish for generator in own if type(generator) not in rng_memory.AT_ONCE
+        self._apply_own = [
+            generator.apply for generator in own if type(generator) not in rng_memory.AT_ONCE
         ]
 
     def bind(self, epoch: int, key: object, occurrence: int = 0) -> None:
@@ -139,11 +139,11 @@ class SampleRandomness:
         self._write(
             epoch, key if type(key) is int and not occurrence else sample_word(key, occurrence)
         )
-        self._publish_python()
-        self._publish_numpy()
-        self._publish_torch()
-        for publish in self._publish_own:
-            publish()
+        self._apply_python()
+        self._apply_numpy()
+        self._apply_torch()
+        for apply in self._apply_own:
+            apply()
 
     def look(self) -> bool:
         """Search for generators again; returns whether they have changed."""

@@ -50,7 +50,7 @@ class MemoryGenerator(Protocol):
     spans: list[tuple[int, int]]
     """``(address, nbytes)`` of the memory that holds the state, for ``Snapshot``."""
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         """Make the filled memory the generator's state."""
 
     def save_rest(self) -> Any:
@@ -115,7 +115,7 @@ class PythonInMemory:
         self.cells = [(self._address, 0)]
         self.spans = [(self._address, 4 + 4 * WORDS)]
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         self._generator.gauss_next = None
 
     def save_rest(self) -> Any:
@@ -142,7 +142,7 @@ class PythonByCall:
         self.cells: list[tuple[int, int]] = []
         self.spans: list[tuple[int, int]] = []
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         self._generator.setstate((3, (*self._words.tolist(), 0), None))
 
     def save(self) -> Any:
@@ -209,7 +209,7 @@ class NumpyInMemory:
         self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
         self.spans = [(self._words_address, 4 * WORDS + 4), (gauss, _SAVED_GAUSS.size)]
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         """Do nothing: the filled memory is the state."""
 
     def save_rest(self) -> None:
@@ -240,7 +240,7 @@ class NumpyByCall:
         self.cells: list[tuple[int, int]] = []
         self.spans: list[tuple[int, int]] = []
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         if self._twister:
             self._generator.set_state(("MT19937", self._words, 0, 0, 0.0))
         else:
@@ -339,7 +339,7 @@ class BitsInMemory:
         self.cells += [(address + 8, 0), (address + 12, 0)]
         self.spans = [(words, 32), (address + 8, 8)]
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         """Do nothing: the filled memory is the state."""
 
     def save_rest(self) -> None:
@@ -367,7 +367,7 @@ class BitsByCall:
         self.cells: list[tuple[int, int]] = []
         self.spans: list[tuple[int, int]] = []
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         kind = type(self._bits)
         low, high, third, *_ = self._words.view(np.uint64).tolist()
         if kind is np.random.MT19937:
@@ -508,7 +508,7 @@ class TorchByState:
         header = _TORCH_HEADER.pack(self._generator.initial_seed(), WORDS, 1, 1)
         self._memory[:3] = np.frombuffer(header, np.uint64)
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         self._generator.set_state(self._state)
 
     def save(self) -> Any:
@@ -540,7 +540,7 @@ class TorchBySeed(TorchByState):
     def adopt_initial_seed(self) -> None:
         """Do nothing: the initial seed is that of the sample."""
 
-    def publish(self) -> None:
+    def apply(self) -> None:
         self._generator.manual_seed(int(self._words[0]))
 
 
@@ -553,7 +553,7 @@ def torch_generator(
 
 
 AT_ONCE = (NumpyInMemory, BitsInMemory)
-"""Classes whose ``publish`` does nothing."""
+"""Classes whose ``apply`` does nothing."""
 
 
 def own_generator(generator: Any, stream: int) -> MemoryGenerator | None:

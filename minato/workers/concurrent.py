@@ -126,12 +126,12 @@ class Hedging:
 
 
 @dataclass(eq=False)
-class _Lease:
+class _ClaimedRun:
     """Samples that were claimed together.
 
     Attributes:
         first: Position of the batch's sample 0.
-        k: Which sample of the batch is the lease's first.
+        k: Which sample of the batch is the first of the run.
         held: The complete samples, or what they raised, if all are written together; else None.
         missing: Number of these that are not complete.
     """
@@ -283,16 +283,16 @@ class ConcurrentWorker(Worker):
             # First ask how many reads the other workers leave to this one, so that it claims no more than that.
             free = self._read_limit.take(self._number, self._reads.limit - self._reads.outstanding)
             self._read_limit.give_back(self._number, free)
-            lease = (
+            run = (
                 self._ledger.claim(self._number, _ALL_SAMPLES if whole else free) if free else None
             )
-            if lease is None:
+            if run is None:
                 return claimed
             claimed = True
-            self._enter(lease, whole)
+            self._enter(run, whole)
 
     def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:
-        """Queue the reads of a lease."""
+        """Queue the reads of a run."""
         batch, k, count = claimed
         if count == 0:
             self._sink.publish_collated(batch)
@@ -307,11 +307,11 @@ class ConcurrentWorker(Worker):
         if not self._in_flight:
             self._end(0, now_ns())
         held = [None] * count if whole and bound and count == size else None
-        lease = _Lease(batch, first, k, bound, epoch, seed, indices, held, count)
+        run = _ClaimedRun(batch, first, k, bound, epoch, seed, indices, held, count)
         bound_to = seed if self._seeds else None
         occurrences = self._ledger.occurrences(first + k, count) or [0] * count
         for i, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
-            read = Read(index, epoch, bound_to, (lease, i), occurrence=occurrence)
+            read = Read(index, epoch, bound_to, (run, i), occurrence=occurrence)
             self._in_flight[read] = first + k + i
             self._claimed.append(read)
         self._show_oldest()  # before the user's code runs, which may end the process
@@ -366,7 +366,7 @@ class ConcurrentWorker(Worker):
             self._hedging.note(read.duration_ns)
         self._count(reads=1, hedges_won=int(read is not first))
         self._finish(read, position)
-        # The time since the last lease counts as busy: reads were in flight.
+        # The time since the last run counts as busy: reads were in flight.
         self._end(1, self._idle_since)
         self._show_oldest()
 
@@ -374,36 +374,34 @@ class ConcurrentWorker(Worker):
         if self._tracer.enabled:
             ended_ns = read.started_ns + read.duration_ns
             self._tracer.span("read", read.started_ns, ended_ns, {"index": read.key})
-        lease, i = read.tag
+        run, i = read.tag
         runner = self._runner
-        runner.enter(lease.seed)
+        runner.enter(run.seed)
         runner.ahead_ns = read.duration_ns
         samples, error = runner.run(
-            position, lease.epoch, [read.key], lambda _: self._transformed(read)
+            position, run.epoch, [read.key], lambda _: self._transformed(read)
         )
         cost_ns = runner.durations[0]
         self._ledger.note_costs(position, runner.durations, len(samples))
         if error is not None and self._sample_retry is not None:
-            sample, error = self._sample_retry.settle(position, lease.epoch, read.key, error)
+            sample, error = self._sample_retry.settle(position, run.epoch, read.key, error)
             samples = [sample] if error is None else []
-        if lease.held is not None:
-            lease.held[i] = samples[0] if error is None else _Raised(error)
-            lease.missing -= 1
-            if not lease.missing:
-                self._write_held(lease, lease.held)
-        elif lease.bound:
-            k = lease.k + i
-            self._results.bound(lease.batch, position, k, [read.key], samples, error, False)
+        if run.held is not None:
+            run.held[i] = samples[0] if error is None else _Raised(error)
+            run.missing -= 1
+            if not run.missing:
+                self._write_held(run, run.held)
+        elif run.bound:
+            k = run.k + i
+            self._results.bound(run.batch, position, k, [read.key], samples, error, False)
         else:
             sample = samples[0] if error is None else None
             self._results.free(position, read.key, sample, error, cost_ns)
 
-    def _write_held(self, lease: _Lease, held: list[Any]) -> None:
+    def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
-        self._results.bound(
-            lease.batch, lease.first, 0, lease.indices, held[:raised], error, whole=True
-        )
+        self._results.bound(run.batch, run.first, 0, run.indices, held[:raised], error, whole=True)
 
     def _transformed(self, read: Read) -> Any:
         if read.error is not None:

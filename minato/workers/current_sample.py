@@ -11,8 +11,8 @@ from minato._core.ledger import Ledger
 __all__ = [
     "Collation",
     "CurrentSample",
+    "describe_indices",
     "has_begun",
-    "indices_of",
     "read_current_collation",
     "read_current_sample",
     "read_current_work",
@@ -61,10 +61,10 @@ def read_current_collation(
     if position is not None or step > FIRST_COLLATED:
         return None
     batch = FIRST_COLLATED - step
-    return Collation(ledger.describe(batch)[1], indices_of(ledger, read_indices, batch))
+    return Collation(ledger.describe(batch)[1], describe_indices(ledger, read_indices, batch))
 
 
-def indices_of(
+def describe_indices(
     ledger: Ledger, read_indices: Callable[[int, int, int], Sequence[Any]], batch: int
 ) -> str:
     """The indices of the samples in a batch that is about to be collated, for a message: the first few."""

@@ -212,8 +212,8 @@ class ResultWriter:
         if sample is SKIP:
             sink.publish_if_full(*ledger.skip(self._number, position))
             return
-        late = self._slow_to_newest and cost_ns > ledger.slow_ns > 0
-        place, batch, k = ledger.reserve(self._number, position, late)
+        slow = self._slow_to_newest and cost_ns > ledger.slow_ns > 0
+        place, batch, k = ledger.reserve(self._number, position, slow)
         if error is None:
             sink.write_run(batch, k, place, [sample])
         else:

@@ -32,7 +32,7 @@ _WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 2_000_000, 600_000
 It takes three microseconds, but six for each transform where samples have emptied the processor's caches.
 """
 _MEASURE_EVERY, _MEASURE_OFTEN, _EXPENSIVE = 32, 8, 4
-"""Of cheaper samples, every 32nd lease has a sample timed; every 8th from a quarter of that cost on."""
+"""Of cheaper samples, in every 32nd run a sample is timed; every 8th from a quarter of that cost on."""
 _FIRST_GUESS_NS = 4e6
 _RISE, _FALL = 0.2, 0.7
 """The mean cost per sample to start with, and its smoothing."""
@@ -131,7 +131,7 @@ class Runner:
         self._runs = 0
 
     def observe(self, cost_ns: float) -> None:
-        """Update the estimate with the mean cost of the samples of a lease."""
+        """Update the estimate with the mean cost of the samples of a run."""
         # Fast down, slow up: the first samples of a run are often the most expensive, and a straggler is no trend.
         cost_estimate = self.cost_estimate
         weight = _RISE if cost_ns > cost_estimate.mean_ns else _FALL

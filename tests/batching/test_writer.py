@@ -55,7 +55,7 @@ class Desk:
     def open(self, count: int) -> tuple[int, Any, int]:
         slot = self.arena.acquire()
         span = (slot.start, slot.start, slot.end)
-        batch = self.ledger.publish(list(range(count)), count, span, 0, 0, 0, True)
+        batch = self.ledger.open(list(range(count)), count, span, 0, 0, 0, True)
         return batch, slot, self.ledger.describe(batch)[1]
 
     def fill(self, batch: int, k: int, samples: list[Any], worker: int = 0) -> None:

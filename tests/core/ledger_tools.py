@@ -113,10 +113,10 @@ class Desk(Hands):
 
     # ---- the consumer
 
-    def publish(self, count: int, bound: bool = True, epoch_slot: int = 0) -> int:
+    def open(self, count: int, bound: bool = True, epoch_slot: int = 0) -> int:
         keys = list(range(self.next_key, self.next_key + count))
         self.next_key += count
-        return self.ledger.publish(keys, count, SLOT, epoch_slot, 7, 8, bound)
+        return self.ledger.open(keys, count, SLOT, epoch_slot, 7, 8, bound)
 
     def deliver(self, batch: int) -> list[int]:
         """Take a ready batch; returns the positions of the samples in it."""

@@ -59,13 +59,13 @@ def test_memory_that_was_used_before_is_fine(twin: ModuleType) -> None:
     desk = Desk(twin, memory=memory)
     assert desk.claim(0) is None
     desk.ledger.open_epoch(0)
-    batch = desk.publish(4)
+    batch = desk.open(4)
     assert exactly(desk.work(1), range(4))
     assert desk.deliver(batch) == [0, 1, 2, 3]
 
 
 def test_a_second_party_sees_the_same_ledger(desk: Desk) -> None:
-    batch = desk.publish(2)
+    batch = desk.open(2)
     other = desk.twin.Ledger(desk.memory)
     assert other.capacity == desk.ledger.capacity == (4, 16)
     assert other.claim(1, 5) == (batch, 0, 2)
@@ -121,13 +121,13 @@ def test_it_keeps_its_memory(twin: ModuleType) -> None:
 
 
 def test_samples_are_claimed_oldest_first(desk: Desk) -> None:
-    first, second = desk.publish(3), desk.publish(3)
+    first, second = desk.open(3), desk.open(3)
     leases = [desk.claim(worker % 2) for worker in range(7)]
     assert leases == [*((first, k, 1) for k in range(3)), *((second, k, 1) for k in range(3)), None]
 
 
 def test_runs_are_as_long_as_asked_for_and_end_with_their_batch(desk: Desk) -> None:
-    first, second = desk.publish(5), desk.publish(3)
+    first, second = desk.open(5), desk.open(3)
     assert desk.claim(0, 2) == (first, 0, 2)
     assert desk.claim(1, 100) == (first, 2, 3)
     assert desk.claim(0, 100) == (second, 0, 3)
@@ -135,7 +135,7 @@ def test_runs_are_as_long_as_asked_for_and_end_with_their_batch(desk: Desk) -> N
 
 
 def test_a_batch_is_claimed_as_a_whole_by_one_worker(desk: Desk) -> None:
-    first, second = desk.publish(3), desk.publish(2)
+    first, second = desk.open(3), desk.open(2)
     desk.set_ticket(0, claimed(1, 0))  # which is about to claim the others
     assert desk.claim(0, 0) == (second, 0, 2)
     assert desk.claim(0, 0) is None
@@ -144,13 +144,13 @@ def test_a_batch_is_claimed_as_a_whole_by_one_worker(desk: Desk) -> None:
 
 
 def test_what_is_left_of_a_whole_batch_is_claimed_when_its_first_sample_is_done(desk: Desk) -> None:
-    batch = desk.publish(3)
+    batch = desk.open(3)
     desk.fill(1, desk.claim_position(1))
     assert desk.claim(0, 0) == (batch, 1, 2)
 
 
 def test_a_run_ends_where_somebody_else_is_at_work(desk: Desk) -> None:
-    batch = desk.publish(6)
+    batch = desk.open(6)
     desk.claim(0, 6)
     desk.ledger.release(0)
     desk.set_ticket(3, claimed(1, 3))
@@ -159,10 +159,10 @@ def test_a_run_ends_where_somebody_else_is_at_work(desk: Desk) -> None:
 
 
 def test_samples_with_an_owner_are_claimed_by_nobody_else(desk: Desk) -> None:
-    def publish(owner: int) -> int:
-        return desk.ledger.publish([0, 1], 2, SLOT, 0, 0, 0, True, wake=9, owner=owner)
+    def opened(owner: int) -> int:
+        return desk.ledger.open([0, 1], 2, SLOT, 0, 0, 0, True, wake=9, owner=owner)
 
-    of_1, of_any, of_0 = publish(2), publish(0), publish(1)
+    of_1, of_any, of_0 = opened(2), opened(0), opened(1)
     assert desk.claim(2, 9) == (of_any, 0, 2)
     assert desk.claim(2, 9) is None
     assert desk.ledger.unclaimed() == 6  # an upper bound
@@ -178,8 +178,8 @@ def test_samples_with_an_owner_are_claimed_by_nobody_else(desk: Desk) -> None:
 
 def test_unclaimed_counts_what_is_left(desk: Desk) -> None:
     assert desk.ledger.unclaimed() == 0
-    desk.publish(4)
-    desk.publish(2)
+    desk.open(4)
+    desk.open(2)
     assert desk.ledger.unclaimed() == 6
     desk.claim(0, 3)
     assert desk.ledger.unclaimed() == 3
@@ -190,7 +190,7 @@ def test_unclaimed_counts_what_is_left(desk: Desk) -> None:
 @pytest.mark.parametrize("keys", [[0], [5, 4, -1], [-(2**63), 2**63 - 1]])
 def test_plain_integers_can_stand_in_the_ledger(desk: Desk, keys: list[int]) -> None:
     assert desk.ledger.can_hold(keys)
-    batch = desk.ledger.publish(keys, len(keys), SLOT, 0, 0, 0, True)
+    batch = desk.ledger.open(keys, len(keys), SLOT, 0, 0, 0, True)
     assert desk.ledger.indices(batch, 0, len(keys)) == keys
 
 
@@ -203,12 +203,12 @@ def test_all_other_keys_cannot(desk: Desk, keys: Any) -> None:
 
 
 def test_a_worker_learns_what_it_has_claimed(desk: Desk) -> None:
-    desk.publish(2)
-    batch = desk.ledger.publish([-1, 2**63 - 1, -(2**63)], 3, SLOT, 0, -4, -5, False)
+    desk.open(2)
+    batch = desk.ledger.open([-1, 2**63 - 1, -(2**63)], 3, SLOT, 0, -4, -5, False)
     assert desk.ledger.describe(batch) == (1, 2, 3, False, -4, -5, 0, 0, 0)
     assert desk.ledger.indices(batch, 0, 3) == [-1, 2**63 - 1, -(2**63)]
     assert desk.ledger.indices(batch, 1, 1) == [2**63 - 1]
-    pickled = desk.ledger.publish(
+    pickled = desk.ledger.open(
         None, 2, SLOT, 3, 1, 2, True, indices_offset=4096, indices_nbytes=77, wake=0
     )
     assert desk.ledger.describe(pickled) == (1, 5, 2, True, 1, 2, 4096, 77, 3)
@@ -231,7 +231,7 @@ def test_leases_and_activity(desk: Desk) -> None:
 
 
 def test_when_the_samples_at_work_were_begun(desk: Desk) -> None:
-    desk.publish(4)
+    desk.open(4)
     assert desk.ledger.begun() == []
     for worker, started_ns in enumerate((300, 100, 200)):
         words = desk.ledger.lease_words(worker)
@@ -243,7 +243,7 @@ def test_when_the_samples_at_work_were_begun(desk: Desk) -> None:
 
 
 def test_a_bound_batch_is_published_when_its_last_place_is_filled(desk: Desk) -> None:
-    batch = desk.publish(3)
+    batch = desk.open(3)
     desk.claim(0, 3)
     outcomes = [desk.fill(0, position) for position in (2, 0, 1)]
     assert outcomes == [codes.NOT_COMPLETE, codes.NOT_COMPLETE, codes.PUBLISHED]
@@ -252,7 +252,7 @@ def test_a_bound_batch_is_published_when_its_last_place_is_filled(desk: Desk) ->
 
 
 def test_a_run_is_filled_at_once(desk: Desk) -> None:
-    batch = desk.publish(5)
+    batch = desk.open(5)
     assert desk.claim(0, 3) == (batch, 0, 3)
     assert desk.claim(1, 3) == (batch, 3, 2)
     desk.ledger.publish_layout(batch, LAYOUT)
@@ -263,7 +263,7 @@ def test_a_run_is_filled_at_once(desk: Desk) -> None:
 
 
 def test_costs_of_a_full_batch_by_key(desk: Desk) -> None:
-    batch = desk.ledger.publish([70, 71, 72, 73], 4, SLOT, 0, 0, 0, False)
+    batch = desk.ledger.open([70, 71, 72, 73], 4, SLOT, 0, 0, 0, False)
     desk.claim(0, 4)
     desk.ledger.note_costs(0, array.array("q", [500, 600, 0, 9]), 3)
     for position in (1, 0, 2, 3):
@@ -278,7 +278,7 @@ def test_costs_of_a_full_batch_by_key(desk: Desk) -> None:
 
 
 def test_bytes_of_samples_that_do_not_fit_the_layout(desk: Desk) -> None:
-    batch = desk.ledger.publish([70, 71, 72], 3, SLOT, 0, 0, 0, True)
+    batch = desk.ledger.open([70, 71, 72], 3, SLOT, 0, 0, 0, True)
     desk.claim(0, 3)
     desk.ledger.note_costs(0, array.array("q", [5, 6, 7]), 3)
     desk.ledger.attach(0, 8192 | codes.SAMPLE_BLOB, 10)
@@ -289,7 +289,7 @@ def test_bytes_of_samples_that_do_not_fit_the_layout(desk: Desk) -> None:
 
 
 def test_costs_without_integer_keys_are_not_told(desk: Desk) -> None:
-    batch = desk.ledger.publish(None, 1, SLOT, 0, 0, 0, True, indices_offset=128, indices_nbytes=10)
+    batch = desk.ledger.open(None, 1, SLOT, 0, 0, 0, True, indices_offset=128, indices_nbytes=10)
     desk.claim(0)
     desk.ledger.note_costs(0, array.array("q", [500]), 1)
     desk.fill(0, 0)
@@ -297,15 +297,15 @@ def test_costs_without_integer_keys_are_not_told(desk: Desk) -> None:
 
 
 def test_whether_a_sample_has_its_place(desk: Desk) -> None:
-    desk.publish(2, bound=False)
-    new = desk.publish(2, bound=False)
+    desk.open(2, bound=False)
+    new = desk.open(2, bound=False)
     desk.claim(0, 2)
     assert not desk.ledger.is_placed(0)
     desk.ledger.bind_late(0, new)
     assert desk.ledger.is_placed(0)
     assert desk.ledger.is_placed(1)
     assert not desk.ledger.is_placed(2)
-    desk.publish(2)
+    desk.open(2)
     assert desk.ledger.is_placed(4)
 
 
@@ -320,8 +320,8 @@ def order_of_claims(desk: Desk) -> list[int]:
 
 
 def test_a_sample_is_claimed_before_its_turn(desk: Desk) -> None:
-    desk.publish(4)
-    desk.publish(4)
+    desk.open(4)
+    desk.open(4)
     assert desk.ledger.start_early(6, 4)
     assert desk.ledger.start_early(3, 1)
     assert desk.ledger.front == 0
@@ -331,7 +331,7 @@ def test_a_sample_is_claimed_before_its_turn(desk: Desk) -> None:
 
 
 def test_of_several_the_one_that_should_begin_first_does(desk: Desk) -> None:
-    desk.publish(8)
+    desk.open(8)
     for position, ahead in ((4, 1), (5, 60), (7, 6)):
         assert desk.ledger.start_early(position, ahead)
     assert order_of_claims(desk) == [5, 0, 7, 1, 2, 4, 3, 6]
@@ -339,7 +339,7 @@ def test_of_several_the_one_that_should_begin_first_does(desk: Desk) -> None:
 
 
 def test_a_claim_of_several_passes_over_what_began_early(desk: Desk) -> None:
-    batch = desk.publish(6)
+    batch = desk.open(6)
     desk.ledger.start_early(2, 9)
     assert [desk.claim(0, 4) for _ in range(4)] == [
         (batch, 2, 1),
@@ -350,19 +350,19 @@ def test_a_claim_of_several_passes_over_what_began_early(desk: Desk) -> None:
 
 
 def test_hints_may_be_wrong(desk: Desk) -> None:
-    batch = desk.publish(3)
+    batch = desk.open(3)
     assert desk.claim(0) == (batch, 0, 1)
     for position in (0, 1, 1, 2, 40):
         assert desk.ledger.start_early(position, 1000)
     desk.ledger.cancel(batch)
     assert desk.claim(0) is None
-    other = desk.publish(2)
+    other = desk.open(2)
     assert desk.claim(0, 5) == (other, 0, 2)
     assert desk.claim(0) is None
 
 
 def test_a_sample_that_began_early_on_a_dead_worker_goes_out_again(desk: Desk) -> None:
-    batch = desk.publish(4)
+    batch = desk.open(4)
     desk.ledger.start_early(3, 9)
     assert desk.claim(1) == (batch, 3, 1)
     assert desk.ledger.release(1) == 1
@@ -371,7 +371,7 @@ def test_a_sample_that_began_early_on_a_dead_worker_goes_out_again(desk: Desk) -
 
 
 def test_so_many_hints_and_no_more(desk: Desk) -> None:
-    desk.publish(4)
+    desk.open(4)
     assert all(desk.ledger.start_early(position % 4, 1) for position in range(256))
     assert not desk.ledger.start_early(0, 1)
     assert order_of_claims(desk) == [0, 1, 2, 3]
@@ -383,7 +383,7 @@ def test_publishing_wakes_the_workers_and_a_ready_batch_the_consumer(desk: Desk)
     work = gate(desk.memory, desk.ledger.work_events_offset)
     ready = gate(desk.memory, desk.ledger.ready_events_offset)
     for kind, events in ((0, 1), (codes.SAMPLE_BLOB, 2)):
-        batch = desk.publish(1)
+        batch = desk.open(1)
         assert work.events == events
         position = desk.claim_position(0)
         assert ready.events == events - 1
@@ -441,7 +441,7 @@ def test_what_lies_at_the_places_says_what_is_left_to_do(
     desk: Desk, kinds: str, layout: bool, outcome: str
 ) -> None:
     ledger = desk.ledger
-    batch = desk.publish(3)
+    batch = desk.open(3)
     desk.claim(0, 3)
     if layout:
         ledger.publish_layout(batch, LAYOUT)
@@ -469,7 +469,7 @@ def test_what_lies_at_the_places_says_what_is_left_to_do(
 
 
 def test_a_batch_collated_by_one_worker_needs_nothing_else(desk: Desk) -> None:
-    batch = desk.publish(2)
+    batch = desk.open(2)
     desk.claim(0, 2)
     desk.ledger.set_result(batch, 16384 | codes.SAMPLE_BLOB, 20)
     assert desk.ledger.fill_run(0, batch, 0, 2) == codes.PUBLISHED
@@ -477,7 +477,7 @@ def test_a_batch_collated_by_one_worker_needs_nothing_else(desk: Desk) -> None:
 
 
 def test_samples_take_the_oldest_open_place(desk: Desk) -> None:
-    first, second = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    first, second = desk.open(2, bound=False), desk.open(2, bound=False)
     for _ in range(4):
         desk.claim(0)
     for position in (3, 1, 2, 0):
@@ -486,7 +486,7 @@ def test_samples_take_the_oldest_open_place(desk: Desk) -> None:
 
 
 def test_late_samples_take_the_newest_open_place_unless_the_consumer_waits(desk: Desk) -> None:
-    first, second = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    first, second = desk.open(2, bound=False), desk.open(2, bound=False)
     for _ in range(4):
         desk.claim(0)
     desk.fill(0, 0, late=True)
@@ -499,7 +499,7 @@ def test_late_samples_take_the_newest_open_place_unless_the_consumer_waits(desk:
 
 
 def test_reserving_twice_gives_the_same_place(desk: Desk) -> None:
-    batch = desk.publish(4, bound=False)
+    batch = desk.open(4, bound=False)
     position = desk.claim_position(0)
     assert (
         desk.ledger.reserve(0, position) == desk.ledger.reserve(0, position, True) == (0, batch, 0)
@@ -507,8 +507,8 @@ def test_reserving_twice_gives_the_same_place(desk: Desk) -> None:
 
 
 def test_a_bound_sample_reserves_its_own_place(desk: Desk) -> None:
-    desk.publish(2)
-    batch = desk.publish(2)
+    desk.open(2)
+    batch = desk.open(2)
     desk.claim(0, 4)
     desk.claim(0, 4)
     assert desk.ledger.reserve(0, 3, True) == (3, batch, 1)
@@ -517,7 +517,7 @@ def test_a_bound_sample_reserves_its_own_place(desk: Desk) -> None:
 def test_passes_do_not_mix(desk: Desk) -> None:
     """Two runs over the sampler at once, their batches in turn."""
     desk.ledger.open_epoch(1)
-    batches = [desk.publish(2, bound=False, epoch_slot=i % 2) for i in range(4)]
+    batches = [desk.open(2, bound=False, epoch_slot=i % 2) for i in range(4)]
     claims = [desk.claim_position(0) for _ in range(8)]
     for position in reversed(claims):
         desk.fill(0, position, late=position % 3 == 0)
@@ -527,10 +527,10 @@ def test_passes_do_not_mix(desk: Desk) -> None:
 
 
 def test_a_new_pass_takes_no_place_of_an_old_one(desk: Desk) -> None:
-    old = desk.publish(4, bound=False)
+    old = desk.open(4, bound=False)
     desk.claim_position(0)
     desk.ledger.open_epoch(1)
-    new = desk.publish(4, bound=False, epoch_slot=1)
+    new = desk.open(4, bound=False, epoch_slot=1)
     desk.ledger.cancel(old)
     assert exactly(desk.work(1), range(4, 8))
     assert desk.deliver(new) == [4, 5, 6, 7]
@@ -542,12 +542,12 @@ def test_a_place_far_behind_is_not_taken_for_the_one_that_has_its_record(twin: M
     desk = Desk(twin, positions=8)
     desk.ledger.open_epoch(0)
     for _ in range(5):
-        batches = [desk.publish(3, bound=False), desk.publish(3, bound=False)]
+        batches = [desk.open(3, bound=False), desk.open(3, bound=False)]
         desk.work(0, late=True)
         for batch in batches:
             desk.deliver(batch)
             desk.ledger.retire(batch)
-    batch = desk.publish(3, bound=False)
+    batch = desk.open(3, bound=False)
     desk.work(0, late=False)
     assert desk.deliver(batch) == [30, 31, 32]
 
@@ -556,10 +556,10 @@ def test_a_place_far_behind_is_not_taken_for_the_one_that_has_its_record(twin: M
 
 
 def test_overdue_samples_are_bound_to_the_new_batch(desk: Desk) -> None:
-    old = desk.publish(3, bound=False)
+    old = desk.open(3, bound=False)
     desk.claim(0, 2)  # 0 and 1 run, 2 is free
     desk.fill(0, 1)
-    new = desk.publish(4, bound=False)
+    new = desk.open(4, bound=False)
     desk.ledger.bind_late(old, new)
     assert [desk.ledger.reserve(0, 0)[0], desk.ticket(2) & 0xFFFF] == [3, 5]
     for position in range(2, 7):
@@ -571,20 +571,20 @@ def test_overdue_samples_are_bound_to_the_new_batch(desk: Desk) -> None:
 
 
 def test_overdue_samples_beyond_the_new_batch_take_the_oldest_places(desk: Desk) -> None:
-    old = desk.publish(4, bound=False)
-    new = desk.publish(1, bound=False)
+    old = desk.open(4, bound=False)
+    new = desk.open(1, bound=False)
     desk.ledger.bind_late(old, new)
     desk.work(0)
     assert (desk.deliver(old), desk.deliver(new)) == ([1, 2, 3, 4], [0])
 
 
 def test_binding_late_leaves_placed_and_cancelled_samples_alone(desk: Desk) -> None:
-    old = desk.publish(3, bound=False)
+    old = desk.open(3, bound=False)
     desk.claim(0, 2)
     desk.fill(0, 0)
     desk.ledger.reserve(0, 1)
     desk.ledger.cancel(old)
-    new = desk.publish(2, bound=False)
+    new = desk.open(2, bound=False)
     words = [desk.ticket(position) for position in range(3)]
     desk.ledger.bind_late(old, new)
     assert [desk.ticket(position) for position in range(3)] == words
@@ -602,7 +602,7 @@ def test_no_sample_is_later_than_the_bound(twin: ModuleType) -> None:
     lags = []
     live: list[int] = []
     for number in range(total):
-        batch = desk.publish(size, bound=False)
+        batch = desk.open(size, bound=False)
         opened.append(batch)
         live.append(batch)
         for position in range(desk.first(batch), desk.first(batch) + size):
@@ -641,7 +641,7 @@ def delivered_exactly_once(desk: Desk, batches: list[int]) -> bool:
 
 @pytest.mark.parametrize("bound", [True, False])
 def test_killed_after_the_claim(desk: Desk, bound: bool) -> None:
-    batches = [desk.publish(4, bound), desk.publish(4, bound)]
+    batches = [desk.open(4, bound), desk.open(4, bound)]
     desk.claim(0, 3)
     desk.claim(1, 1)
     desk.claim(0, 2)
@@ -654,7 +654,7 @@ def test_killed_after_the_claim(desk: Desk, bound: bool) -> None:
 
 
 def test_killed_before_the_ticket_says_which_place(desk: Desk) -> None:
-    batches = [desk.publish(2, bound=False), desk.publish(2, bound=False)]
+    batches = [desk.open(2, bound=False), desk.open(2, bound=False)]
     desk.claim_position(0)
     desk.set_place(0, BOUND | 1)
     assert desk.claim_position(1) == 1
@@ -666,7 +666,7 @@ def test_killed_before_the_ticket_says_which_place(desk: Desk) -> None:
 
 
 def test_killed_after_the_ticket_says_which_place(desk: Desk) -> None:
-    batches = [desk.publish(2, bound=False), desk.publish(2, bound=False)]
+    batches = [desk.open(2, bound=False), desk.open(2, bound=False)]
     desk.claim_position(0)
     desk.ledger.reserve(0, 0, True)
     assert desk.ledger.release(0) == 1
@@ -678,7 +678,7 @@ def test_killed_after_the_ticket_says_which_place(desk: Desk) -> None:
 @pytest.mark.parametrize("kind", ["SAMPLE_BLOB", "ERROR_BLOB", "TEXT_BLOB"])
 @pytest.mark.parametrize("bound", [True, False])
 def test_what_a_dead_worker_attached_is_forgotten(desk: Desk, kind: str, bound: bool) -> None:
-    batch = desk.publish(2, bound)
+    batch = desk.open(2, bound)
     desk.claim_position(0)
     place = desk.ledger.reserve(0, 0)[0]
     desk.ledger.attach(place, 8192 | getattr(codes, kind), 10)
@@ -691,7 +691,7 @@ def test_what_a_dead_worker_attached_is_forgotten(desk: Desk, kind: str, bound: 
 @pytest.mark.parametrize("filled", range(4))
 def test_a_result_completes_its_batch_however_far_its_worker_came(desk: Desk, filled: int) -> None:
     """The places of such a batch hold nothing, so none of its samples may go out again."""
-    ledger, batch = desk.ledger, desk.publish(3)
+    ledger, batch = desk.ledger, desk.open(3)
     assert ledger.claim(0, 3) == (batch, 0, 3)
     ledger.attach(1, codes.SKIP_BLOB, 0)
     ledger.set_result(batch, 16384 | codes.SAMPLE_BLOB, 20)
@@ -712,7 +712,7 @@ def test_a_result_completes_its_batch_however_far_its_worker_came(desk: Desk, fi
 
 
 def test_the_error_of_a_dead_worker_stays_once_its_place_is_filled(desk: Desk) -> None:
-    ledger, batch = desk.ledger, desk.publish(3)
+    ledger, batch = desk.ledger, desk.open(3)
     ledger.claim(0, 3)
     ledger.attach(1, 16384 | codes.ERROR_BLOB, 20)
     assert ledger.fill_run(0, batch, 1, 1) == codes.NOT_COMPLETE
@@ -727,7 +727,7 @@ def test_the_error_of_a_dead_worker_stays_once_its_place_is_filled(desk: Desk) -
 
 
 def test_what_a_worker_owns_when_it_ends(desk: Desk) -> None:
-    ledger, batch = desk.ledger, desk.publish(2)
+    ledger, batch = desk.ledger, desk.open(2)
     assert not ledger.owns(0)
     ledger.claim(0, 2)
     assert ledger.owns(0)
@@ -746,7 +746,7 @@ def test_what_a_worker_owns_when_it_ends(desk: Desk) -> None:
     assert not ledger.is_unfinished(0, 1)
     ledger.retire(batch)
     assert not ledger.is_unfinished(0, 1)
-    batch = desk.publish(1)
+    batch = desk.open(1)
     ledger.claim(0, 1)
     ledger.set_result(batch, 64 | codes.SAMPLE_BLOB, 1)
     assert ledger.owns(0)  # the place is still to be filled
@@ -754,7 +754,7 @@ def test_what_a_worker_owns_when_it_ends(desk: Desk) -> None:
 
 
 def test_a_sample_without_a_place_is_undecided_while_it_is_claimed(desk: Desk) -> None:
-    old, new = desk.publish(1, bound=False), desk.publish(1, bound=False)
+    old, new = desk.open(1, bound=False), desk.open(1, bound=False)
     position = desk.claim_position(0)
     assert desk.ledger.is_unfinished(0, position)
     desk.ledger.bind_late(old, new)
@@ -768,7 +768,7 @@ def test_a_sample_without_a_place_is_undecided_while_it_is_claimed(desk: Desk) -
 
 @pytest.mark.parametrize("bound", [True, False])
 def test_killed_between_the_place_and_the_ticket(desk: Desk, bound: bool) -> None:
-    batch = desk.publish(2, bound)
+    batch = desk.open(2, bound)
     desk.claim_position(0)
     desk.ledger.reserve(0, 0)
     desk.ledger.publish_layout(batch, LAYOUT)
@@ -784,7 +784,7 @@ def test_killed_between_place_and_ticket_and_found_when_the_place_has_gone_round
     """The batch is delivered, its record used again, and only then somebody notices the death."""
     desk = Desk(twin, batches=3, positions=4)
     desk.ledger.open_epoch(0)
-    first, second = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    first, second = desk.open(2, bound=False), desk.open(2, bound=False)
     for position in range(4):
         assert desk.claim_position(0 if position == 2 else 1) == position
     desk.fill(1, 0)
@@ -797,7 +797,7 @@ def test_killed_between_place_and_ticket_and_found_when_the_place_has_gone_round
     assert desk.claim(1) is None
     assert desk.deliver(first) == [0, 2]
     desk.ledger.retire(first)
-    third = desk.publish(2, bound=False)
+    third = desk.open(2, bound=False)
     assert desk.place(place) == 6
     assert desk.ledger.release(0) == 0
     assert desk.ticket(2) == DONE | 2
@@ -807,7 +807,7 @@ def test_killed_between_place_and_ticket_and_found_when_the_place_has_gone_round
 
 
 def test_a_killed_workers_full_batch_is_published_by_the_next(desk: Desk) -> None:
-    batch = desk.publish(2)
+    batch = desk.open(2)
     desk.claim(0, 2)
     desk.ledger.publish_layout(batch, LAYOUT)
     for position in range(2):  # everything but the look whether the batch is full
@@ -821,7 +821,7 @@ def test_a_killed_workers_full_batch_is_published_by_the_next(desk: Desk) -> Non
 
 def collating(desk: Desk, worker: int) -> int:
     """A batch that this worker has to collate."""
-    batch = desk.publish(2)
+    batch = desk.open(2)
     desk.claim(worker, 2)
     outcome = desk.ledger.fill_run(worker, batch, 0, 2)
     assert outcome == codes.MUST_COLLATE
@@ -859,7 +859,7 @@ def test_an_adopted_batch_is_adopted_again_when_its_new_collator_dies(desk: Desk
 
 
 def test_the_release_of_an_idle_worker_changes_nothing(desk: Desk) -> None:
-    batch = desk.publish(4)
+    batch = desk.open(4)
     desk.claim(1, 2)
     words = [desk.ticket(position) for position in range(4)]
     assert desk.ledger.release(0) == 0
@@ -869,10 +869,10 @@ def test_the_release_of_an_idle_worker_changes_nothing(desk: Desk) -> None:
 
 def test_an_overdue_sample_keeps_one_place_of_the_two_taken_for_it(desk: Desk) -> None:
     """Its worker is killed before it says its place; meanwhile the consumer binds it."""
-    old = desk.publish(2, bound=False)
+    old = desk.open(2, bound=False)
     desk.claim_position(0)
     desk.set_place(0, BOUND | 1)
-    new = desk.publish(2, bound=False)
+    new = desk.open(2, bound=False)
     desk.ledger.bind_late(old, new)
     assert (
         desk.ticket(0) & 0xFFFF
@@ -884,7 +884,7 @@ def test_an_overdue_sample_keeps_one_place_of_the_two_taken_for_it(desk: Desk) -
 def test_an_overdue_sample_gets_a_place_though_its_dead_worker_holds_the_last_one(
     desk: Desk,
 ) -> None:
-    old, new = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    old, new = desk.open(2, bound=False), desk.open(2, bound=False)
     for position in range(4):
         assert desk.claim_position(0 if position == 0 else 1) == position
     for position in (1, 2, 3):
@@ -902,7 +902,7 @@ def test_a_place_taken_twice_for_a_dead_workers_sample_is_of_use_to_others(
     """Only the compiled twin can take two: the pure one finds the first."""
     desk = Desk(twins[1])
     desk.ledger.open_epoch(0)
-    old, new = desk.publish(2, bound=False), desk.publish(2, bound=False)
+    old, new = desk.open(2, bound=False), desk.open(2, bound=False)
     for position in range(4):
         assert desk.claim_position(0 if position == 0 else 1) == position
     desk.set_place(0, BOUND | 1)
@@ -918,7 +918,7 @@ def test_a_place_taken_twice_for_a_dead_workers_sample_is_of_use_to_others(
 
 
 def test_cancelled_samples_are_not_claimed(desk: Desk) -> None:
-    first, second = desk.publish(3), desk.publish(2)
+    first, second = desk.open(3), desk.open(2)
     running = desk.claim_position(0)
     desk.ledger.cancel(first)
     assert [desk.ticket(position) for position in (1, 2)] == [CANCELLED] * 2
@@ -931,7 +931,7 @@ def test_cancelled_samples_are_not_claimed(desk: Desk) -> None:
 
 
 def test_a_closed_batch_is_never_published(desk: Desk) -> None:
-    batch = desk.publish(2)
+    batch = desk.open(2)
     desk.claim(0, 2)
     desk.fill(0, 0)
     assert desk.ledger.close(batch) is True
@@ -966,10 +966,10 @@ def test_room_ends_with_the_records_and_with_the_positions(twin: ModuleType) -> 
     desk.ledger.open_epoch(0)
     assert desk.ledger.has_room(16)
     assert not desk.ledger.has_room(17)
-    batches = [desk.publish(1), desk.publish(1)]
+    batches = [desk.open(1), desk.open(1)]
     assert not desk.ledger.has_room(1)
     with pytest.raises(ValueError, match="there is no room for a batch of 1 samples"):
-        desk.publish(1)
+        desk.open(1)
     desk.work(0)
     desk.ledger.retire(batches[1])
     assert desk.ledger.has_room(14)
@@ -979,11 +979,11 @@ def test_room_ends_with_the_records_and_with_the_positions(twin: ModuleType) -> 
 
 
 def test_retiring_twice_is_an_error(desk: Desk) -> None:
-    batch = desk.publish(1)
+    batch = desk.open(1)
     desk.work(0)
     desk.ledger.retire(batch)
-    assert desk.publish(1) == batch
-    other = desk.publish(1)
+    assert desk.open(1) == batch
+    other = desk.open(1)
     desk.work(0)
     desk.ledger.retire(other)
     with pytest.raises(KeyError):
@@ -1003,7 +1003,7 @@ def test_records_are_used_round_the_ring(twin: ModuleType, bound: bool, late: bo
             batch = live.pop(0)
             seen += desk.deliver(batch)
             desk.ledger.retire(batch)
-        live.append(desk.publish(count, bound))
+        live.append(desk.open(count, bound))
         desk.work(len(seen) % 3, max_run=2, late=late and len(seen) % 2 == 0)
     for batch in live:
         seen += desk.deliver(batch)
@@ -1013,7 +1013,7 @@ def test_records_are_used_round_the_ring(twin: ModuleType, bound: bool, late: bo
 def test_each_use_of_a_record_has_its_own_generation(desk: Desk) -> None:
     generations = []
     for _ in range(3):
-        batch = desk.publish(2)
+        batch = desk.open(2)
         generations.append((batch, desk.ledger.describe(batch)[0]))
         assert desk.ledger.fields(batch) == (generations[-1][1], 0, 2)
         desk.work(0)
@@ -1027,10 +1027,10 @@ def test_each_use_of_a_record_has_its_own_generation(desk: Desk) -> None:
 )
 def test_keys_that_are_none_publish_nothing(desk: Desk, keys: list[object]) -> None:
     with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
-        desk.ledger.publish(keys, 3, SLOT, 0, 0, 0, False)
+        desk.ledger.open(keys, 3, SLOT, 0, 0, 0, False)
     assert desk.claim(0) is None
     assert desk.ledger.has_room(16)
-    batch = desk.publish(16, bound=False)
+    batch = desk.open(16, bound=False)
     assert exactly(desk.work(0), range(16))
     assert desk.deliver(batch) == list(range(16))
 
@@ -1039,7 +1039,7 @@ def test_keys_that_are_none_publish_nothing(desk: Desk, keys: list[object]) -> N
 
 
 def test_the_first_layout_holds(desk: Desk) -> None:
-    batch = desk.publish(2)
+    batch = desk.open(2)
     assert desk.ledger.fields(batch)[1] == 0
     assert desk.ledger.publish_layout(batch, 4096) == 4096
     assert desk.ledger.publish_layout(batch, 8192) == 4096
@@ -1047,14 +1047,14 @@ def test_the_first_layout_holds(desk: Desk) -> None:
 
 
 def test_bytes_of_a_slot_are_given_out_once_and_aligned(desk: Desk) -> None:
-    batch = desk.ledger.publish([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
+    batch = desk.ledger.open([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
     offsets = [desk.ledger.allocate(batch, nbytes) for nbytes in (1, 64, 65, 0, 128)]
     assert offsets == [4160, 4224, 4288, 4416, 4416]
     assert desk.ledger.contents(batch)[5] == 4544 - 4096
 
 
 def test_a_slot_that_is_too_small_says_so_and_stays_as_it_was(desk: Desk) -> None:
-    batch = desk.ledger.publish([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
+    batch = desk.ledger.open([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
     for nbytes in (4097, 1 << 40, (1 << 63) - 1):
         with pytest.raises(MemoryError, match=r"more than the 4096 bytes .*fewer batches"):
             desk.ledger.allocate(batch, nbytes)
@@ -1070,7 +1070,7 @@ def test_a_slot_that_is_too_small_says_so_and_stays_as_it_was(desk: Desk) -> Non
 
 def test_a_skipped_sample_leaves_its_own_place_empty(desk: Desk) -> None:
     ledger = desk.ledger
-    batch = desk.publish(3)
+    batch = desk.open(3)
     assert ledger.claim(0, 3) == (batch, 0, 3)
     first = ledger.describe(batch)[1]
     assert ledger.skip(0, first + 1) == (batch, codes.NOT_COMPLETE)
@@ -1084,8 +1084,8 @@ def test_a_skipped_sample_leaves_its_own_place_empty(desk: Desk) -> None:
 
 def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:
     ledger = desk.ledger
-    old = desk.publish(2, bound=False)
-    new = desk.publish(2, bound=False)
+    old = desk.open(2, bound=False)
+    new = desk.open(2, bound=False)
     first = ledger.describe(old)[1]
     assert ledger.claim(0, 2) == (old, 0, 2)
     assert ledger.skip(0, first) == (old, codes.NOT_COMPLETE)
@@ -1112,7 +1112,7 @@ def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:
 
 def test_a_skip_of_a_worker_that_dies_is_remembered(desk: Desk) -> None:
     ledger = desk.ledger
-    batch = desk.publish(2, bound=False)
+    batch = desk.open(2, bound=False)
     first = ledger.describe(batch)[1]
     assert ledger.claim(0, 2) == (batch, 0, 2)
     ledger.skip(0, first)

@@ -83,7 +83,7 @@ def test_workers_of_every_start_method_share_the_work(twin: ModuleType, method: 
     seen = []
     deadline = time.monotonic() + 40
     for number in range(60):
-        batch = desk.publish(5, bound=number % 2 == 0)
+        batch = desk.open(5, bound=number % 2 == 0)
         while desk.ledger.state(batch) != codes.READY or not desk.ledger.settled(batch):
             assert time.monotonic() < deadline
             time.sleep(0.0005)
@@ -98,7 +98,7 @@ def test_workers_of_every_start_method_share_the_work(twin: ModuleType, method: 
 
 def test_a_process_killed_inside_an_operation_leaves_no_lock(twin: ModuleType) -> None:
     desk, segment = share(twin)
-    batch = desk.publish(8)
+    batch = desk.open(8)
 
     def claim_for_ever() -> None:
         ledger = twin.Ledger(segment.array, None, segment.descriptor)
@@ -122,7 +122,7 @@ def test_processes_wait_for_each_other_at_the_pure_lock(
 ) -> None:
     """Each process allocates bytes of one slot: a lost update would give some of them out twice."""
     desk, segment = share(twins[0])
-    batch = desk.publish(1)
+    batch = desk.open(1)
     rounds, processes = 2000, 3
     offsets = mmap.mmap(-1, 8 * rounds * processes)
 

@@ -34,7 +34,7 @@ pick = st.integers(0, 1 << 30)
 
 @dataclass
 class Open:
-    """A batch that was published and not yet retired."""
+    """A batch that was opened and not yet retired."""
 
     record: int
     first: int
@@ -88,7 +88,7 @@ class Twins(RuleBasedStateMachine):
     # ---- the consumer
 
     @rule(count=st.integers(1, 5), bound=st.booleans(), index=passes, owner=st.integers(0, WORKERS))
-    def publish(self, count: int, bound: bool, index: int, owner: int) -> None:
+    def open_batch(self, count: int, bound: bool, index: int, owner: int) -> None:
         if any(b.cancelled and b.epoch_slot == index for b in self.open):
             return
         if not self.both("has_room", count):
@@ -96,7 +96,7 @@ class Twins(RuleBasedStateMachine):
         keys = list(range(self.next_key, self.next_key + count))
         owner = owner if bound else 0
         fields = (keys, count, SLOT, index, 1, 2, bound)
-        record = self.both("publish", *fields, wake=99, owner=owner)
+        record = self.both("open", *fields, wake=99, owner=owner)
         first = self.both("describe", record)[1]
         assert first == self.next_key
         self.next_key += count
@@ -310,7 +310,7 @@ def test_random_operations(twins: tuple[ModuleType, ModuleType]) -> None:
 
 
 WEIGHTS = {
-    "publish": 8,
+    "open_batch": 8,
     "claim": 10,
     "reserve": 3,
     "fill": 20,
@@ -337,7 +337,7 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
     walk = Twins()
     walk.create(batches=3 + seed % 3, positions=8 << seed % 2)
     arguments = {
-        "publish": lambda: (
+        "open_batch": lambda: (
             *(draw.randint(1, 5), draw.random() < 0.4, draw.randrange(PASSES)),
             draw.choice([0, 0, 1, 2, 3]),
         ),

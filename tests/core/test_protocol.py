@@ -46,7 +46,7 @@ class Words:
         offset += self.batches.nbytes
         self.positions = np.frombuffer(self.memory, spec._POSITION, SIZES[2], offset)
         self.ledger.open_epoch(0)
-        self.batch = self.ledger.publish([7, 8], 2, SLOT, 0, 0, 0, bound)
+        self.batch = self.ledger.open([7, 8], 2, SLOT, 0, 0, 0, bound)
         self.before = self.now()
         self.changed: list[str] = []
 
@@ -210,7 +210,7 @@ def modelled(name: str) -> tuple[str, ...]:
         model = Ledger(Setting(((2,),), max_run=2, collated="yes"))
     run = Alone(model)
     run(model.open_epoch(0))
-    run(model.publish(2, 0, 0))
+    run(model.open(2, 0, 0))
 
     def attach(kind: int) -> Iterator[explore.Op]:
         yield explore.poke(model.blob[0], kind)
@@ -308,9 +308,7 @@ def test_a_worker_delivers_as_is_described(
     ledger.open_epoch(0)
     whole = path.startswith("whole")
     size = count if whole else count + 1
-    batch = ledger.publish(
-        list(range(size)), size, (slot.start, slot.start, slot.end), 0, 0, 0, True
-    )
+    batch = ledger.open(list(range(size)), size, (slot.start, slot.start, slot.end), 0, 0, 0, True)
     assert ledger.claim(0, count) == (batch, 0, count)
     settings = WriterSettings(0, list, True, lambda error: error)
     writer = BatchWriter(settings, ledger=ledger, segment=arena.segment, store=LocalStore())

@@ -219,7 +219,7 @@ class Ledger:
         yield store(self.limit[index], tail)
         yield store(self.cursor[index], (cursor & ~NUMBER) + ONE_VERSION | tail)
 
-    def publish(self, count: int, epoch_slot: int, owner: int) -> Steps:
+    def open(self, count: int, epoch_slot: int, owner: int) -> Steps:
         bound = self.setting.bound
         tail = yield peek(self.tail)
         index = 0
@@ -852,7 +852,7 @@ class Ledger:
             ):
                 break
             owner = state.opened % self.setting.workers + 1 if self.setting.owned else 0
-            record = yield from self.publish(count, epoch_slot, owner)
+            record = yield from self.open(count, epoch_slot, owner)
             recent = (*state.recent, record)
             if not self.setting.bound and len(recent) > self.setting.lag:
                 overdue, *rest = recent

@@ -54,7 +54,7 @@ LONG = {
     "loader.py": {"__init__"},  # torch's arguments and ours, each by its own name
     "sampling/cost_batches.py": {"__init__"},  # options of a sampler
     "sources/ingest/job.py": {"ingest"},  # options of a command
-    "_core/_ledger_py.py": {"publish"},  # fields of a record, without an object per batch
+    "_core/_ledger_py.py": {"open"},  # fields of a record, without an object per batch
 }
 """Functions that may have more parameters."""
 MOST_IMPORTS = 15

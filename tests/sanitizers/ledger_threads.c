@@ -1,6 +1,6 @@
 /* Runs the ledger's protocol in threads, for ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
  *
- * Workers claim samples, write their data into plain memory, and fill places; the consumer publishes batches,
+ * Workers claim samples, write their data into plain memory, and fill places; the consumer opens batches,
  * reads the data of those that are ready, and retires them. The data is not atomic: what orders it are the words
  * of the ledger alone, so a missing order is a race that ThreadSanitizer reports. Now and then a worker leaves
  * everything as it is, as if it were killed, and the consumer releases its samples.
@@ -145,7 +145,7 @@ static void consume(uint64_t batches, int bound) {
                 mn_set_sample(&ledger, index, mn_tail(&ledger) + k, (int64_t)(mn_tail(&ledger) + k), 0, bound);
             if (opened % 5 == 4)
                 mn_add_hint(&ledger, mn_tail(&ledger), 2 * COUNT);
-            mn_publish(&ledger, index, 1);
+            mn_open(&ledger, index, 1);
             live[num_live++] = index;
             opened++;
         }

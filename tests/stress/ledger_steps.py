@@ -45,7 +45,7 @@ OPERATIONS, INSTRUCTIONS, ADOPTION = 12, 400, 150
 
 @dataclass(frozen=True)
 class Scene:
-    """How samples are published and worked on."""
+    """How batches are opened and worked on."""
 
     name: str
     bound: bool = False
@@ -95,16 +95,16 @@ class World:
         self.delivered: list[int] = []
         self.ledger.open_epoch(0)
         for _ in range(2):
-            self.publish()
+            self.open_batch()
 
     # ---- the consumer
 
-    def publish(self) -> None:
+    def open_batch(self) -> None:
         """Open a batch; keys are positions + 1000."""
         start = self.next_position
         keys = [1000 + start + k for k in range(self.SIZE)]
         arguments = (SLOT, self.epoch_slot, 0, 0, self.scene.bound)
-        self.open.append(self.ledger.publish(keys, self.SIZE, *arguments))
+        self.open.append(self.ledger.open(keys, self.SIZE, *arguments))
         self.ledger.start_early(start + self.SIZE - 1, self.SIZE)
         self.wanted.update(keys)
         self.next_position = start + self.SIZE
@@ -142,12 +142,12 @@ class World:
         if result != WHOLE | codes.SAMPLE_BLOB:
             assert [self.values[places[i]] for i in kept] == [keys[i] for i in kept], (batch, keys)
 
-    def publish_more(self, batches: int) -> None:
+    def open_more(self, batches: int) -> None:
         """Go round the ring, as far as there is room."""
         for _ in range(batches):
             if not self.ledger.has_room(self.SIZE):
                 return
-            self.publish()
+            self.open_batch()
             self.work(2)
             self.deliver()
 
@@ -338,11 +338,11 @@ def after_kill(world: World, other: int | None) -> dict[str, Callable[[], None]]
         worker_1()
         world.work(2)
         world.deliver()
-        world.publish_more(5)
+        world.open_more(5)
         world.ledger.release(0)
         world.work(2)
         world.deliver()
-        world.publish_more(5)
+        world.open_more(5)
 
     def abandoned() -> None:
         world.cancel()
@@ -350,7 +350,7 @@ def after_kill(world: World, other: int | None) -> dict[str, Callable[[], None]]
         world.ledger.release(0)
         world.deliver()
         assert world.cancel()
-        world.publish_more(3)
+        world.open_more(3)
 
     return {
         "found at once": found_at_once,
@@ -392,15 +392,15 @@ def finish(world: World) -> None:
     world.deliver()
 
 
-def finish_and_publish(world: World) -> None:
+def finish_and_open(world: World) -> None:
     finish(world)
     while world.ledger.has_room(world.SIZE):
-        world.publish()
+        world.open_batch()
 
 
 def go_round(world: World) -> None:
     finish(world)
-    world.publish_more(7)
+    world.open_more(7)
 
 
 def bind_late(world: World) -> None:
@@ -410,13 +410,13 @@ def bind_late(world: World) -> None:
 
 def abandon(world: World) -> None:
     if world.cancel():
-        world.publish()
-        world.publish()
+        world.open_batch()
+        world.open_batch()
 
 
 def abandon_and_go_round(world: World) -> None:
     if world.cancel():
-        world.publish_more(5)
+        world.open_more(5)
 
 
 def lose_another(world: World) -> None:
@@ -443,7 +443,7 @@ def lose_a_full_batch(world: World) -> None:
 
 MEANWHILE = (
     finish,
-    finish_and_publish,
+    finish_and_open,
     go_round,
     bind_late,
     abandon,
@@ -518,7 +518,7 @@ class ConsumerStop:
                 lambda: world.ledger.release(1),
                 world.bind_late,
                 world.deliver,
-                lambda: world.ledger.has_room(world.SIZE) and world.publish(),
+                lambda: world.ledger.has_room(world.SIZE) and world.open_batch(),
             )
             for number in range(OPERATIONS):
                 pause()

@@ -2,7 +2,7 @@
 
     python -m tests.stress.ledger_stress --seconds 60 --twin c
 
-One consumer publishes batches of numbered samples, in passes of every order. Workers write each number to its place, so
+One consumer opens batches of numbered samples, in passes of every order. Workers write each number to its place, so
 that a sample that is lost, repeated, misplaced or overwritten shows. Every few milliseconds a worker is killed; its
 samples are released only a while later, when its places may have been delivered and used again. Others are stopped
 for a while, which is how a worker looks that the system does not run for some milliseconds. Some passes are abandoned.
@@ -176,14 +176,14 @@ class Crew:
     def start(self, number: int) -> int:
         return fork(Worker(self.plan, self.segment, number).run)
 
-    def act(self, published: bool) -> float:
+    def act(self, opened: bool) -> float:
         """Do what is due; returns when the next thing is."""
         now = time.monotonic()
         busy = {number for _, number in self.dead + self.stopped}
         idle = [number for number in range(self.plan.workers) if number not in busy]
         if now >= self.next_kill and idle:
-            # Workers are at work just after samples were published: hit them there.
-            while published and time.monotonic() < now + self.draw.random() * 3e-4:
+            # Workers are at work just after batches were opened: hit them there.
+            while opened and time.monotonic() < now + self.draw.random() * 3e-4:
                 pass
             number = idle.pop(self.draw.randrange(len(idle)))
             os.kill(self.pids[number], signal.SIGKILL)
@@ -271,8 +271,8 @@ class Consumer:
             begun = progress = time.monotonic()
             end = begun + self.plan.seconds
             while self.passes or time.monotonic() < end:
-                published = self.publish(may_begin=time.monotonic() < end)
-                pause = crew.act(published) - time.monotonic()
+                opened = self.open(may_begin=time.monotonic() < end)
+                pause = crew.act(opened) - time.monotonic()
                 seen = self.gate.events
                 before = self.batches
                 self.deliver()
@@ -298,15 +298,15 @@ class Consumer:
             "released": crew.released,
         }
 
-    def publish(self, may_begin: bool) -> bool:
-        """Publish what there is room for; whether there was any."""
-        published = False
+    def open(self, may_begin: bool) -> bool:
+        """Open as many batches as there is room for; whether there was any."""
+        opened = False
         while True:
             count = self.draw.randint(1, self.plan.largest)
             current = self.passes[-1] if self.passes else None
             if current is None or current.abandoned or len(current.opened) == current.length:
                 if not may_begin or len(self.passes) == PASSES:
-                    return published
+                    return opened
                 used = {one.index for one in self.passes}
                 index = next(index for index in range(PASSES) if index not in used)
                 self.ledger.open_epoch(index)
@@ -314,13 +314,13 @@ class Consumer:
                 current = Pass(index, bound, self.draw.choice([1, 3, 40]))
                 self.passes.append(current)
             if not self.ledger.has_room(count):
-                return published
-            published = True
+                return opened
+            opened = True
             keys = list(range(self.next_key, self.next_key + count))
             self.next_key += count
             number = len(current.opened)
             arguments = (current.index, 0, 0, current.bound)
-            record = self.ledger.publish(
+            record = self.ledger.open(
                 keys, count, SLOT, *arguments, wake=self.draw.choice([count, 1])
             )
             batch = Batch(record, self.ledger.describe(record)[1], keys, number)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minato.workers.current_sample import indices_of
+from minato.workers.current_sample import describe_indices
 
 
 @pytest.mark.parametrize("form", ["py", "c"])
@@ -17,15 +17,15 @@ def test_samples_whose_own_batch_is_gone_are_left_out_of_a_message(form: str) ->
     ledger = ledger.Ledger(mmap.mmap(-1, 1 << 14), (1, 2, 8))
     ledger.open_epoch(0)
     slot = 4096, 4160, 1 << 20
-    first = ledger.publish([10, 11], 2, slot, 0, 0, 0, False)
-    second = ledger.publish([12, 13], 2, slot, 0, 0, 0, False)
+    first = ledger.open([10, 11], 2, slot, 0, 0, 0, False)
+    second = ledger.open([12, 13], 2, slot, 0, 0, 0, False)
     for _ in range(2):
         assert ledger.claim(0, 2) is not None
     # Each batch gets the samples of the other one.
     for position in (2, 3, 0, 1):
         place, _, _ = ledger.reserve(0, position)
         ledger.fill(0, position, place)
-    assert indices_of(ledger, ledger.indices, second) == "indices 10, 11"
+    assert describe_indices(ledger, ledger.indices, second) == "indices 10, 11"
     ledger.retire(first)
-    assert ledger.publish([14, 15], 2, slot, 0, 0, 0, False) == first
-    assert indices_of(ledger, ledger.indices, second) == "indices that are no longer known"
+    assert ledger.open([14, 15], 2, slot, 0, 0, 0, False) == first
+    assert describe_indices(ledger, ledger.indices, second) == "indices that are no longer known"

@@ -44,10 +44,10 @@ class Case:
             slow_to_newest=False,
         )
 
-    def publish(self, count: int) -> int:
+    def open(self, count: int) -> int:
         slot = self.acquire()
         arguments = (slot.start, slot.start, slot.end), 0, 0, 0, self.bound
-        return int(self.ledger.publish(list(range(count)), count, *arguments))
+        return int(self.ledger.open(list(range(count)), count, *arguments))
 
     def result(self, batch: int) -> Any:
         result = self.ledger.contents(batch)[2]
@@ -56,7 +56,7 @@ class Case:
 
 def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
     case = Case(bound=False)
-    old, new = case.publish(1), case.publish(2)
+    old, new = case.open(1), case.open(2)
     assert case.ledger.claim(0, 1) == (old, 0, 1)
     assert case.ledger.claim(0, 2) == (new, 0, 2)
     case.ledger.bind_late(old, new)
@@ -71,7 +71,7 @@ def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_skipped_samples_are_not_collated(whole: bool) -> None:
     case = Case(bound=True)
-    batch = case.publish(3)
+    batch = case.open(3)
     case.ledger.claim(0, 3)
     case.deliver.bound(batch, 0, 0, [0, 1, 2], [SKIP, "b", "c"], None, whole)
     assert case.ledger.state(batch) == READY

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import types
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -15,12 +16,13 @@ from typing import Any
 
 from minato._core.histogram import NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
+from minato.errors import MinatoWarning
 from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
 from minato.observe.stats.size import length_of
 from minato.observe.stats.slowest import NBYTES as SLOWEST_NBYTES
 from minato.observe.stats.slowest import SlowestSamples
 
-__all__ = ["CostStats", "Meters", "fingerprint"]
+__all__ = ["CostHistoryStore", "CostStats", "Meters", "fingerprint"]
 
 _FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "window_full")
 _FORMAT = 1
@@ -173,3 +175,36 @@ def _describe(thing: Any) -> str:
     attributes = getattr(thing, "__dict__", {}).items()
     plain = sorted((key, value) for key, value in attributes if isinstance(value, _PLAIN))
     return f"{kind} {name} {plain}"
+
+
+class CostHistoryStore:
+    """A directory with a file of costs for each dataset, list of transforms and machine.
+
+    Args:
+        directory: Created when the first costs are saved.
+        dataset: It names the file, together with the transforms.
+        transforms: As for :func:`fingerprint`.
+    """
+
+    def __init__(
+        self, directory: str, dataset: Any, transforms: Sequence[Callable[..., Any]]
+    ) -> None:
+        self._directory = directory
+        self._key = fingerprint(dataset, transforms)
+
+    def costs(self) -> Histogram | None:
+        """Costs of samples in the last run; None if none are saved."""
+        kept = CostStats.load(self._directory, self._key)
+        return None if kept is None else kept[1]
+
+    def save(self, costs: CostStats, recent: Histogram) -> None:
+        """Save the costs of all samples and of recent ones; warns if the directory cannot be written."""
+        latest = recent if recent.count else costs.run["total"]
+        try:
+            costs.save(self._directory, self._key, latest)
+        except OSError as error:
+            warnings.warn(
+                f"cost_history={self._directory!r} cannot be written, so the next run starts without it: {error}",
+                MinatoWarning,
+                stacklevel=2,
+            )
