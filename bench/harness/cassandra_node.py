@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import shutil
 import signal
 import socket
@@ -25,6 +26,8 @@ HEAP = "256m"
 START_S = 90.0
 """How long a node may take to answer; 6 s on two idle cores."""
 _STOP_S = 10.0
+_PORTS = (15_000, 32_000)
+"""Below Linux's ephemeral ports, which begin at 32768."""
 
 _CONFIGURATION = """\
 cluster_name: minato
@@ -136,10 +139,19 @@ class Place:
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of loopback that nothing listens on now.
+
+    It is none of those that the kernel gives to clients: before the server takes it, a client's connection could.
+    """
+    draw = random.SystemRandom()  # as the seeds of parallel tests are the same
+    while True:
+        port = draw.randrange(*_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def new_place() -> Place:
