@@ -122,8 +122,8 @@ def seeding(module: ModuleType) -> Operations:
         randomness = rng.SampleRandomness(5)
     memory = np.zeros(624, np.uint64)
     names = {
-        "mix": module.mix,
-        "fill": module.fill,
+        "mix_seed": module.mix_seed,
+        "fill_words": module.fill_words,
         "address": memory.ctypes.data,
         "bind": randomness.bind,
         "bind_thread": rng.SampleRandomness(5, bind_globals=False).bind,
@@ -136,9 +136,9 @@ def seeding(module: ModuleType) -> Operations:
     seed = "random.seed(2); np.random.seed(2); generator.manual_seed(2)"
     draws = "random.random(); np.random.random_sample(); draw.random_()"
     return {
-        "mix": ("mix(1, 2, 3)", names),
-        "fill, 624 uint32": ("fill(address, 624, 1, 2, 4)", names),
-        "fill, 624 uint64": ("fill(address, 624, 1, 2, 8)", names),
+        "mix_seed": ("mix_seed(1, 2, 3)", names),
+        "fill_words, 624 uint32": ("fill_words(address, 624, 1, 2, 4)", names),
+        "fill_words, 624 uint64": ("fill_words(address, 624, 1, 2, 8)", names),
         "bind a sample": ("bind(1, 2)", names),
         "bind a sample, key is text": ("bind(1, 'images/000002.jpg')", names),
         "bind a sample, in a thread": ("bind_thread(1, 2)", names),

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from minato._core.column import Column
+from minato._core import Column
 from minato._core.read_only import ReadOnlyMemory, shared_base, view_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Layout: TypeAlias = tuple[str, int, int, int, tuple[Any, ...], tuple[Any, ...]]
-"""See the pure form of :class:`~minato._core.column.Column`."""
+"""See the pure form of :class:`~minato._core.Column`."""
 
 _log = logging.getLogger("minato")
 

@@ -1,7 +1,7 @@
 """The compiled core: shared-memory primitives that know nothing of loaders.
 
-Every module exists twice, as Cython (``_X_c``) and as pure Python (``_X_py``), and ``X`` picks one
-for the whole process. ``MINATO_NO_EXTENSIONS=1`` picks pure Python, at build time and at run time.
+Every module exists twice, as Cython (``_X_c``) and as pure Python (``_X_py``); this package picks one backend for the
+whole process and offers its names. ``MINATO_NO_EXTENSIONS=1`` picks pure Python, at build time and at run time.
 """
 
 from __future__ import annotations
@@ -9,8 +9,34 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from typing import TYPE_CHECKING
 
-__all__ = ["DUAL_MODULES", "USE_EXTENSIONS", "implementation"]
+__all__ = [
+    "DUAL_MODULES",
+    "EVENT_COUNT_NBYTES",
+    "HISTOGRAM_NBYTES",
+    "USE_EXTENSIONS",
+    "Arrivals",
+    "Column",
+    "EventCount",
+    "Histogram",
+    "Ledger",
+    "Occurrences",
+    "Packer",
+    "SharedWords",
+    "StateSnapshot",
+    "StateWriter",
+    "copy_array",
+    "expired",
+    "fill_words",
+    "implementation",
+    "mix_seed",
+    "now_ns",
+    "run_samples",
+    "run_steps",
+    "sum_of_hashes",
+    "thread_cpu_ns",
+]
 
 DUAL_MODULES = (
     "arrivals",
@@ -49,6 +75,29 @@ def _choose() -> tuple[bool, str]:
 
 
 USE_EXTENSIONS, _REASON = _choose()
+
+if TYPE_CHECKING or not USE_EXTENSIONS:
+    from minato._core._arrivals_py import Arrivals, Occurrences, sum_of_hashes
+    from minato._core._clock_py import expired, now_ns, thread_cpu_ns
+    from minato._core._column_py import Column
+    from minato._core._copy_py import Packer, copy_array
+    from minato._core._histogram_py import HISTOGRAM_NBYTES, Histogram
+    from minato._core._ledger_py import Ledger
+    from minato._core._run_py import run_samples
+    from minato._core._seeding_py import StateSnapshot, StateWriter, fill_words, mix_seed
+    from minato._core._steps_py import run_steps
+    from minato._core._wait_py import EVENT_COUNT_NBYTES, EventCount, SharedWords
+else:
+    from minato._core._arrivals_c import Arrivals, Occurrences, sum_of_hashes
+    from minato._core._clock_c import expired, now_ns, thread_cpu_ns
+    from minato._core._column_c import Column
+    from minato._core._copy_c import Packer, copy_array
+    from minato._core._histogram_c import HISTOGRAM_NBYTES, Histogram
+    from minato._core._ledger_c import Ledger
+    from minato._core._run_c import run_samples
+    from minato._core._seeding_c import StateSnapshot, StateWriter, fill_words, mix_seed
+    from minato._core._steps_c import run_steps
+    from minato._core._wait_c import EVENT_COUNT_NBYTES, EventCount, SharedWords
 
 
 def implementation() -> tuple[str, str]:

@@ -2,9 +2,9 @@ from typing import final
 
 from typing_extensions import Buffer, Self
 
-__all__ = ["NBYTES", "Histogram"]
+__all__ = ["HISTOGRAM_NBYTES", "Histogram"]
 
-NBYTES: int
+HISTOGRAM_NBYTES: int
 
 @final
 class Histogram:

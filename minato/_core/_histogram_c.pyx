@@ -23,9 +23,9 @@ cdef extern from "histogram.h" nogil:
     Py_ssize_t sizeof_histogram "sizeof(mn_histogram)"
 
 
-__all__ = ["NBYTES", "Histogram"]
+__all__ = ["HISTOGRAM_NBYTES", "Histogram"]
 
-NBYTES = sizeof_histogram
+HISTOGRAM_NBYTES = sizeof_histogram
 """Bytes of one histogram: count, total and max, then 720 buckets from byte 64, all uint64."""
 
 
@@ -37,7 +37,7 @@ cdef class Histogram:
     1/32 of it (3.2 %). Values over 2**48 - 1 (78 hours in ns) count as 2**48 - 1.
 
     Args:
-        buffer: Writable, contiguous memory of :data:`NBYTES` bytes, aligned to 8, which the
+        buffer: Writable, contiguous memory of :data:`HISTOGRAM_NBYTES` bytes, aligned to 8, which the
             histogram adopts as it is (zeros are an empty one) and keeps alive. ``None`` gives it
             memory of its own.
 
@@ -54,10 +54,10 @@ cdef class Histogram:
 
     def __cinit__(self, buffer=None):
         if buffer is None:
-            buffer = bytearray(NBYTES)
+            buffer = bytearray(HISTOGRAM_NBYTES)
         PyObject_GetBuffer(buffer, &self.view, PyBUF_WRITABLE)
         if self.view.len != sizeof_histogram:
-            raise ValueError(f"a histogram needs {NBYTES} bytes, this buffer has {self.view.len}")
+            raise ValueError(f"a histogram needs {HISTOGRAM_NBYTES} bytes, this buffer has {self.view.len}")
         if <uintptr_t>self.view.buf % 8:
             raise ValueError("a histogram's memory must be aligned to 8 bytes")
         self.h = <mn_histogram *>self.view.buf

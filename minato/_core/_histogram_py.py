@@ -11,14 +11,14 @@ import numpy as np
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["NBYTES", "Histogram"]
+__all__ = ["HISTOGRAM_NBYTES", "Histogram"]
 
 _TOP = 2**48 - 1
 _BUCKETS = 720
 _COUNT, _TOTAL, _MAX, _FIRST_BUCKET = 0, 1, 2, 8
 _WORD_MASK = 2**64 - 1
 
-NBYTES = 8 * (_FIRST_BUCKET + _BUCKETS)
+HISTOGRAM_NBYTES = 8 * (_FIRST_BUCKET + _BUCKETS)
 """Bytes of one histogram: count, total and max, then 720 buckets from byte 64, all uint64."""
 
 
@@ -44,7 +44,7 @@ class Histogram:
     1/32 of it (3.2 %). Values over 2**48 - 1 (78 hours in ns) count as 2**48 - 1.
 
     Args:
-        buffer: Writable, contiguous memory of :data:`NBYTES` bytes, aligned to 8, which the
+        buffer: Writable, contiguous memory of :data:`HISTOGRAM_NBYTES` bytes, aligned to 8, which the
             histogram adopts as it is (zeros are an empty one) and keeps alive. ``None`` gives it
             memory of its own.
 
@@ -59,11 +59,13 @@ class Histogram:
     __slots__ = ("_buckets", "_words")
 
     def __init__(self, buffer: Buffer | None = None) -> None:
-        view = memoryview(bytearray(NBYTES) if buffer is None else buffer)
+        view = memoryview(bytearray(HISTOGRAM_NBYTES) if buffer is None else buffer)
         if view.readonly:
             raise BufferError("Object is not writable.")
-        if view.nbytes != NBYTES:
-            raise ValueError(f"a histogram needs {NBYTES} bytes, this buffer has {view.nbytes}")
+        if view.nbytes != HISTOGRAM_NBYTES:
+            raise ValueError(
+                f"a histogram needs {HISTOGRAM_NBYTES} bytes, this buffer has {view.nbytes}"
+            )
         array = np.frombuffer(view, dtype=np.uint64)
         if not array.flags.aligned:
             raise ValueError("a histogram's memory must be aligned to 8 bytes")

@@ -14,12 +14,12 @@ cdef extern from "seeding.h" nogil:
     bint mn_cpu_has_avx2()
 
 
-__all__ = ["Snapshot", "StateWriter", "fill", "mix"]
+__all__ = ["StateSnapshot", "StateWriter", "fill_words", "mix_seed"]
 
 cdef bint WIDE_VECTORS = mn_cpu_has_avx2()
 
 
-def mix(seed, epoch, index) -> int:
+def mix_seed(seed, epoch, index) -> int:
     """Return the 64-bit key of a sample; every input bit reaches every output bit.
 
     The inputs count modulo 2**64. For a given seed and epoch no two indices share a key.
@@ -31,13 +31,13 @@ def mix(seed, epoch, index) -> int:
     )
 
 
-def fill(uintptr_t address, long words, key, stream, int width) -> None:
+def fill_words(uintptr_t address, long words, key, stream, int width) -> None:
     """Write ``words`` 32-bit values, a function of key, stream and place alone, to ``address``.
 
     Args:
         address: Writable memory of ``words * width`` bytes, aligned to ``width``.
         words: How many values.
-        key: Usually a result of :func:`mix`; counts modulo 2**64.
+        key: Usually a result of :func:`mix_seed`; counts modulo 2**64.
         stream: Different streams of one key are independent; counts modulo 2**64.
         width: 4 stores uint32; 8 stores the same values as uint64.
 
@@ -82,8 +82,8 @@ cdef class StateWriter:
     """Rewrites the states of several generators for one sample, in one call.
 
     Args:
-        seed: First input of :func:`mix`.
-        blocks: ``(address, words, stream, width)`` of each state, as for :func:`fill`.
+        seed: First input of :func:`mix_seed`.
+        blocks: ``(address, words, stream, width)`` of each state, as for :func:`fill_words`.
         cells: ``(address, value)`` of int32 words that are reset too (positions, caches).
 
     The memory must outlive the writer.
@@ -126,7 +126,7 @@ cdef class StateWriter:
         PyMem_Free(self.cells)
 
     def write(self, epoch, index) -> None:
-        """Fill every block from ``mix(seed, epoch, index)`` and set every cell."""
+        """Fill every block from ``mix_seed(seed, epoch, index)`` and set every cell."""
         cdef uint64_t key = mn_mix(
             self.seed,
             PyLong_AsUnsignedLongLongMask(epoch),
@@ -150,7 +150,7 @@ cdef struct Span:
 
 
 @cython.final
-cdef class Snapshot:
+cdef class StateSnapshot:
     """A copy of some memory, to see whether anything in it changes.
 
     Args:

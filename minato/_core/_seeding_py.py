@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-__all__ = ["Snapshot", "StateWriter", "fill", "mix"]
+__all__ = ["StateSnapshot", "StateWriter", "fill_words", "mix_seed"]
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -25,7 +25,7 @@ def _avalanche(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def mix(seed: int, epoch: int, index: int) -> int:
+def mix_seed(seed: int, epoch: int, index: int) -> int:
     """Return the 64-bit key of a sample; every input bit reaches every output bit.
 
     The inputs count modulo 2**64. For a given seed and epoch no two indices share a key.
@@ -35,13 +35,13 @@ def mix(seed: int, epoch: int, index: int) -> int:
     return _avalanche((key ^ (as_integer(index) & _MASK)) + _GOLDEN)
 
 
-def fill(address: int, words: int, key: int, stream: int, width: int) -> None:
+def fill_words(address: int, words: int, key: int, stream: int, width: int) -> None:
     """Write ``words`` 32-bit values, a function of key, stream and place alone, to ``address``.
 
     Args:
         address: Writable memory of ``words * width`` bytes, aligned to ``width``.
         words: How many values.
-        key: Usually a result of :func:`mix`; counts modulo 2**64.
+        key: Usually a result of :func:`mix_seed`; counts modulo 2**64.
         stream: Different streams of one key are independent; counts modulo 2**64.
         width: 4 stores uint32; 8 stores the same values as uint64.
 
@@ -95,8 +95,8 @@ class StateWriter:
     """Rewrites the states of several generators for one sample, in one call.
 
     Args:
-        seed: First input of :func:`mix`.
-        blocks: ``(address, words, stream, width)`` of each state, as for :func:`fill`.
+        seed: First input of :func:`mix_seed`.
+        blocks: ``(address, words, stream, width)`` of each state, as for :func:`fill_words`.
         cells: ``(address, value)`` of int32 words that are reset too (positions, caches).
 
     The memory must outlive the writer.
@@ -118,8 +118,8 @@ class StateWriter:
         self._cells = [(ctypes.c_int32.from_address(where), value) for where, value in cells]
 
     def write(self, epoch: int, index: int) -> None:
-        """Fill every block from ``mix(seed, epoch, index)`` and set every cell."""
-        key = mix(self._seed, epoch, index)
+        """Fill every block from ``mix_seed(seed, epoch, index)`` and set every cell."""
+        key = mix_seed(self._seed, epoch, index)
         if self._arrays:
             rows = _grow(key, self._streams, self._words)
             for array, row in zip(self._arrays, rows, strict=True):
@@ -129,7 +129,7 @@ class StateWriter:
 
 
 @final
-class Snapshot:
+class StateSnapshot:
     """A copy of some memory, to see whether anything in it changes.
 
     Args:

@@ -29,7 +29,7 @@ def run_steps(
         steps: The transforms, each a callable of one argument.
         value: The sample, or the partial result of an earlier call.
         index: The first step to apply, 0 to ``len(steps)``.
-        deadline_ns: On the clock of :func:`minato._core.clock.now_ns`; 0 or less for none.
+        deadline_ns: On the clock of :func:`minato._core.now_ns`; 0 or less for none.
         laps: Writable int64 memory of ``len(steps)`` words; word *i* receives the duration of
             step *i* in ns once it has run.
         cursor: Writable int64 memory of one word or more; its first word always holds the index

@@ -7,7 +7,7 @@ __all__ = ["seed_of_epoch"]
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _STEPS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)
-"""Of the avalanche in ``mix``: a shift, which is xored, and a factor."""
+"""Of the avalanche in ``mix_seed``: a shift, which is xored, and a factor."""
 
 
 def seed_of_epoch(seed: int, drawn_epoch: int, epoch: int) -> int:
@@ -17,7 +17,7 @@ def seed_of_epoch(seed: int, drawn_epoch: int, epoch: int) -> int:
     """
     if drawn_epoch == epoch:
         return seed
-    # mix begins with avalanche(seed + golden) ^ epoch, and the avalanche is a bijection.
+    # mix_seed begins with avalanche(seed + golden) ^ epoch, and the avalanche is a bijection.
     word = (seed + _GOLDEN) & _MASK
     for shift, factor in _STEPS:
         word = (word ^ word >> shift) * factor & _MASK

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from minato._compat import ExceptionWrapper
+from minato._core import Ledger
 from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
-from minato._core.ledger import Ledger
 from minato._support.exceptions import not_the_end
 from minato._support.pickling import Purpose
 from minato.batching.sample_error import SampleError

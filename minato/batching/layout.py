@@ -14,8 +14,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from minato._core.copy import Packer
-from minato._core.ledger import Ledger
+from minato._core import Ledger, Packer
 from minato._core.sample_spec import flatten
 from minato._core.segment import Segment
 from minato.batching.pinned_slots import Slot

@@ -13,9 +13,8 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from minato._compat import collate_in_own_memory
-from minato._core.clock import now_ns
+from minato._core import Ledger, now_ns
 from minato._core.codes import ERROR_BLOB, FIRST_COLLATED, SAMPLE_BLOB, SKIP_BLOB
-from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._support.exceptions import not_the_end
 from minato.batching.blobs import BlobWriter, GetState, Unsendable, WriterSettings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from minato._core import Ledger
 from minato._core.codes import (
     END_BLOB,
     ERROR_BLOB,
@@ -15,7 +16,6 @@ from minato._core.codes import (
     TEXT_BLOB,
     TEXTS,
 )
-from minato._core.ledger import Ledger
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Layout, read_layout
 from minato.batching.sample_error import raise_sample_error, slot_overflow_error

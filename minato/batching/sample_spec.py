@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Spec: TypeAlias = "tuple[Any, ...]"
-"""A sample as a tree of tuples; see :class:`minato._core.copy.Packer`."""
+"""A sample as a tree of tuples; see :class:`minato._core.Packer`."""
 
 _MAX_DEPTH = 32
 _MAX_NDIM = 64

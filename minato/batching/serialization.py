@@ -12,8 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
+from minato._core import Ledger
 from minato._core.codes import ERROR_BLOB, KIND_MASK, STATE_BLOB
-from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato._support.pickling import Purpose, dumps
 

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from minato._core.clock import now_ns
+from minato._core import Ledger, Packer, now_ns
 from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB, TEXT_BLOB
-from minato._core.copy import Packer
-from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato.batching.blobs import BlobWriter, GetState, WriterSettings
 from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layout

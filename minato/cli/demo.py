@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato._support.loader_class import TorchDataLoader
 from minato.loader import DataLoader
 from minato.observe.report.text import format_value

@@ -22,7 +22,7 @@ import pynvml
 import torch.utils.data
 
 from minato import _core
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato._support.files import open_lines, write_atomically
 from minato._support.loader_class import TorchDataLoader
 from minato._support.text import printable

@@ -10,7 +10,7 @@ from operator import methodcaller
 from typing import Any, Protocol
 
 from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato._support.exceptions import not_the_end
 from minato.batching.pinned_slots import MemoryPinner
 from minato.delivery.accelerator import memory_pinner

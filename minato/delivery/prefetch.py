@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from minato._core import Ledger
 from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
-from minato._core.ledger import Ledger
 from minato._support.exceptions import Postponed
 from minato.batching.arena import Slot
 from minato.batching.reader import BatchReader

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._support import pickling
 from minato._support.exceptions import Postponed, not_the_end

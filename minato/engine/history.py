@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 from minato.engine.spec import LoaderSpec
 from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minato._core.clock import now_ns
-from minato._core.ledger import Ledger
+from minato._core import Ledger, now_ns
 from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity

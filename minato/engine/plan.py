@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from minato._core import mix_seed
 from minato._core.limits import explaining_limits
-from minato._core.seeding import mix
 from minato._system import local_ranks, recent_available_memory_bytes
 from minato.engine.spec import LoaderSpec
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -246,7 +246,7 @@ class Plan:
         round_robin = streams or options.compat == "torch"
         base_seed = epoch.base_seed
         if options.seed is not None:
-            base_seed = mix(options.seed, epoch.number, 0) >> 2
+            base_seed = mix_seed(options.seed, epoch.number, 0) >> 2
         worker = WorkerPlan(
             pipeline=Pipeline.of(spec),
             method=options.worker_kind,

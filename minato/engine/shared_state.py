@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from minato._core.ledger import Ledger
+from minato._core import EventCount, Ledger
 from minato._core.segment import Segment
-from minato._core.wait import EventCount
 from minato.observe.stats.costs import Meters
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.concurrent import SharedReadLimit

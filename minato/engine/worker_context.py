@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._compat import ExceptionWrapper
-from minato._core.clock import now_ns
+from minato._core import Ledger, now_ns
 from minato._core.codes import STARTING
-from minato._core.ledger import Ledger
 from minato._core.read_only import ReadOnlyMemory
 from minato._core.segment import Segment
 from minato._support.exceptions import not_the_end

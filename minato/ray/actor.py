@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minato._compat import ExceptionWithTraceback
-from minato._core.clock import now_ns
-from minato._core.steps import run_steps
+from minato._core import now_ns, run_steps
 from minato._support.pickling import SidePickler
 from minato.observe.stats.size import nbytes_of
 from minato.transforms.compose import Transforms

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minato._compat import kill_actor
-from minato._core.wait import EventCount
+from minato._core import EventCount
 from minato._support.threads import start_thread
 from minato.ray.actor import ActorSpec, SampleServer
 from minato.ray.reads import ActorLost

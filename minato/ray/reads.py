@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato.observe.stats.costs import Meters
 from minato.ray.actor import SampleResult, unpack
 from minato.transforms.rng import current

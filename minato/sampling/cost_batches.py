@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import Sampler
 
-from minato._core.seeding import mix
+from minato._core import mix_seed
 from minato.checks import check_choice, check_whole
 
 __all__ = ["CostBatchSampler"]
@@ -120,7 +120,7 @@ class CostBatchSampler(Sampler[list[int]]):
     def _all_batches(self) -> list[list[int]]:
         """Return the batches of all ranks: those of the first step, of the second, and so on."""
         if self._cut is None or self._cut[0] != self.epoch:
-            random = np.random.default_rng(mix(self._seed, self.epoch, 0))
+            random = np.random.default_rng(mix_seed(self._seed, self.epoch, 0))
             order = random.permutation(self._indices) if self._shuffle else self._indices
             batches: list[list[int]] = []
             for start in range(0, len(order), self._pool):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index as as_integer
 from typing import Any, NamedTuple
 
-from minato._core.arrivals import Arrivals, sum_of_hashes
+from minato._core import Arrivals, sum_of_hashes
 from minato.errors import CoverageError
 from minato.observe.stats.lateness import Lateness
 from minato.sampling.completed import NOTHING, BatchPart, Completed, RankProgress, Tally, merged

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-from minato._core.arrivals import Occurrences
-from minato._core.seeding import mix
+from minato._core import Occurrences, mix_seed
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.sampling.distributed import InterleavedRanks, RankSampler
 from minato.sampling.occurrences import Recurring
@@ -55,7 +54,7 @@ class SeededSampler(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator()
-        generator.manual_seed(mix(self.seed, self.epoch, 0) >> 1)
+        generator.manual_seed(mix_seed(self.seed, self.epoch, 0) >> 1)
         yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
 
 

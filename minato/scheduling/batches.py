@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from minato._core.ledger import Ledger
+from minato._core import Ledger
 from minato.sampling.coverage import Progress
 
 __all__ = [

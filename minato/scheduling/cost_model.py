@@ -9,7 +9,7 @@ import math
 from array import array
 from typing import Any
 
-from minato._core.ledger import Ledger
+from minato._core import Ledger
 
 __all__ = ["CostModel", "EarlyStart"]
 

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from minato._core import EventCount, Ledger
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
-from minato._core.ledger import Ledger
-from minato._core.wait import EventCount
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.coverage import Progress
 from minato.sampling.epoch import NextEpoch

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 from minato.observe.stats.histograms import merged, share_above
 
 __all__ = ["SlowThreshold", "SlowThresholdSettings", "ThresholdDecision"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 
 __all__ = ["ConsumerWait", "Pool"]
 

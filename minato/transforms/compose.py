@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from minato._core.steps import run_steps
+from minato._core import run_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -86,7 +86,7 @@ class Transforms:
     ) -> tuple[Any, int]:
         """Apply the transforms from ``index`` on, until the last one or the deadline.
 
-        Arguments, results and errors are those of :func:`minato._core.steps.run_steps`.
+        Arguments, results and errors are those of :func:`minato._core.run_steps`.
         """
         return run_steps(self.steps, value, index, deadline_ns, laps, cursor)
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from minato._compat import bit_generator_of, numpy_state
-from minato._core.seeding import Snapshot, StateWriter, mix
+from minato._core import StateSnapshot, StateWriter, mix_seed
 from minato.transforms import rng_memory
 from minato.transforms.owned import OwnedGenerators
 
@@ -91,7 +91,7 @@ class SampleRandomness:
         """Whether ``drawn`` can detect draws."""
         self._all: tuple[rng_memory.MemoryGenerator, ...] = ()
         self._own: dict[str, rng_memory.MemoryGenerator] = {}
-        self._snapshot = Snapshot([])
+        self._snapshot = StateSnapshot([])
         self._before: Any = None
         if bind_globals:
             self._attach()
@@ -110,7 +110,9 @@ class SampleRandomness:
             [cell for generator in self._all for cell in generator.cells],
         )
         self._write = writer.write
-        self._snapshot = Snapshot([span for generator in self._all for span in generator.spans])
+        self._snapshot = StateSnapshot(
+            [span for generator in self._all for span in generator.spans]
+        )
         self._apply_python, self._apply_numpy, self._apply_torch = (
             generator.apply for generator in self._all[:3]
         )
@@ -243,7 +245,7 @@ def index_word(key: Any) -> int:
 def sample_word(key: Any, occurrence: int) -> int:
     """Return an integer for an index that was used ``occurrence`` times before in its epoch."""
     word = key if type(key) is int else index_word(key)
-    return mix(word, occurrence, _AGAIN) if occurrence else word
+    return mix_seed(word, occurrence, _AGAIN) if occurrence else word
 
 
 def _digest(key: object) -> bytes:
@@ -295,7 +297,7 @@ def _next_seed(kind: int) -> int | None:
     seed, epoch, key, occurrence = _this_thread.binding
     made = _this_thread.generators_made
     _this_thread.generators_made = made + 1
-    return mix(mix(seed, epoch, sample_word(key, occurrence)), kind, made)
+    return mix_seed(mix_seed(seed, epoch, sample_word(key, occurrence)), kind, made)
 
 
 def python_rng() -> random.Random:

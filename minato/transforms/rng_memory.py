@@ -48,7 +48,7 @@ class MemoryGenerator(Protocol):
     """``(address, words, stream, width)`` for ``StateWriter``."""
     cells: list[tuple[int, int]]
     spans: list[tuple[int, int]]
-    """``(address, nbytes)`` of the memory that holds the state, for ``Snapshot``."""
+    """``(address, nbytes)`` of the memory that holds the state, for ``StateSnapshot``."""
 
     def apply(self) -> None:
         """Make the filled memory the generator's state."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from minato._core.wait import EventCount, SharedWords
+from minato._core import EventCount, SharedWords
 
 __all__ = ["ActiveWorkers"]
 

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from minato._core.clock import now_ns
-from minato._core.histogram import Histogram
-from minato._core.ledger import Ledger
+from minato._core import Histogram, Ledger, now_ns
 from minato._system import available_cores, machine_usage
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.waiting import ConsumerWait, Pool

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from minato._core.clock import now_ns
-from minato._core.histogram import Histogram
-from minato._core.wait import SharedWords
+from minato._core import Histogram, SharedWords, now_ns
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
 from minato.transforms.compose import Transforms

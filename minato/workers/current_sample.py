@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from minato._core import Ledger
 from minato._core.codes import FIRST_COLLATED
-from minato._core.ledger import Ledger
 
 __all__ = [
     "Collation",

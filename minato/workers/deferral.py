@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minato._core.clock import now_ns
-from minato._core.ledger import Ledger
+from minato._core import Ledger, now_ns
 from minato.observe.stats.costs import Meters
 
 __all__ = ["Deferral", "DeferredSample"]

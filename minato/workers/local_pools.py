@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
-from minato._core.wait import EventCount
+from minato._core import EventCount
 from minato._support.threads import start_thread
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, thread_usage

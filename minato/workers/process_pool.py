@@ -31,8 +31,8 @@ from minato._compat import (
     set_signal_handlers,
     withdraw_worker,
 )
+from minato._core import EventCount
 from minato._core.limits import explaining_limits
-from minato._core.wait import EventCount
 from minato._support.pickling import holding_descriptors
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, process_usage

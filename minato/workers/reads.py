@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Generator
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato._support.threads import start_thread
 from minato.transforms.rng import SampleRandomness
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from minato._core.ledger import Ledger
+from minato._core import Ledger
 from minato.sampling.dataset_state import DatasetState
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher

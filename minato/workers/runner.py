@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import thread_time_ns
 from typing import Any, NamedTuple
 
-from minato._core.run import run_samples
+from minato._core import run_samples
 from minato.observe.stats.costs import Meters
 from minato.observe.stats.slowest import UNKNOWN
 from minato.observe.trace.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer

@@ -13,9 +13,8 @@ from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from minato._core.clock import now_ns
+from minato._core import Ledger, now_ns
 from minato._core.codes import STARTING
-from minato._core.ledger import Ledger
 from minato._support.files import anonymous_log
 from minato.errors import SampleTimeoutError
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from time import thread_time_ns
 from typing import Any
 
-from minato._core.clock import now_ns
-from minato._core.steps import run_steps
+from minato._core import now_ns, run_steps
 from minato.observe.stats.costs import Meters
 from minato.observe.stats.size import nbytes_of
 from minato.observe.trace.tracer import NULL_TRACER, Tracer

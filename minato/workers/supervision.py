@@ -24,8 +24,8 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, cast
 
+from minato._core import Ledger
 from minato._core.codes import STARTING
-from minato._core.ledger import Ledger
 from minato._support.threads import start_thread
 from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import MinatoWarning, WorkerDiedError

@@ -8,9 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from minato._core.clock import now_ns
-from minato._core.ledger import Ledger
-from minato._core.wait import EventCount
+from minato._core import EventCount, Ledger, now_ns
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample

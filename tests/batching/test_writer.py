@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate, default_convert
 
+from minato._core import Ledger
 from minato._core.codes import NOT_COMPLETE, OPEN, READY
-from minato._core.ledger import Ledger
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.batching.reader import BatchReader

@@ -126,8 +126,8 @@ def test_twins_write_the_same_bytes(
     twins: tuple[ModuleType, ModuleType], values: list[int]
 ) -> None:
     pure, compiled = twins
-    assert pure.NBYTES == compiled.NBYTES
-    memories = [bytearray(pure.NBYTES), bytearray(pure.NBYTES)]
+    assert pure.HISTOGRAM_NBYTES == compiled.HISTOGRAM_NBYTES
+    memories = [bytearray(pure.HISTOGRAM_NBYTES), bytearray(pure.HISTOGRAM_NBYTES)]
     for twin, memory in zip(twins, memories, strict=True):
         histogram = twin.Histogram(memory)
         for value in values:
@@ -159,7 +159,7 @@ def _record_into(module: str, memory: mmap.mmap, values: list[int]) -> None:
 
 def test_another_process_records_into_shared_memory(twin: ModuleType) -> None:
     values = [3, 1000, 250_000]
-    with mmap.mmap(-1, twin.NBYTES) as memory:
+    with mmap.mmap(-1, twin.HISTOGRAM_NBYTES) as memory:
         reader = twin.Histogram(memory)
         worker = multiprocessing.get_context("fork").Process(
             target=_record_into, args=(twin.__name__, memory, values)
@@ -171,7 +171,7 @@ def test_another_process_records_into_shared_memory(twin: ModuleType) -> None:
 
 
 def test_it_adopts_what_the_memory_holds(twin: ModuleType) -> None:
-    memory = bytearray(twin.NBYTES)
+    memory = bytearray(twin.HISTOGRAM_NBYTES)
     twin.Histogram(memory).record(77_000)
     assert summary(twin.Histogram(memory)) == summary(recorded(twin, [77_000]))
 
@@ -182,19 +182,19 @@ def test_it_adopts_what_the_memory_holds(twin: ModuleType) -> None:
 def test_memory_of_another_size_is_refused(
     twin: ModuleType, difference: int, error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=str(twin.NBYTES)):
-        twin.Histogram(bytearray(twin.NBYTES + difference))
+    with pytest.raises(error, match=str(twin.HISTOGRAM_NBYTES)):
+        twin.Histogram(bytearray(twin.HISTOGRAM_NBYTES + difference))
 
 
 def test_unaligned_memory_is_refused(twin: ModuleType) -> None:
-    memory = memoryview(array.array("Q", bytes(twin.NBYTES + 8))).cast("B")
+    memory = memoryview(array.array("Q", bytes(twin.HISTOGRAM_NBYTES + 8))).cast("B")
     with pytest.raises(ValueError, match="aligned to 8"):
-        twin.Histogram(memory[4 : 4 + twin.NBYTES])
+        twin.Histogram(memory[4 : 4 + twin.HISTOGRAM_NBYTES])
 
 
 def test_read_only_memory_is_refused(twin: ModuleType) -> None:
     with pytest.raises(BufferError):
-        twin.Histogram(bytes(twin.NBYTES))
+        twin.Histogram(bytes(twin.HISTOGRAM_NBYTES))
 
 
 @pytest.mark.parametrize("value", [-1, -(2**80)])

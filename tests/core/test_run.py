@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 
 TWIN = "run"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minato._core import mix_seed
 from minato._core.epochs import seed_of_epoch
-from minato._core.seeding import mix
 
 TWIN = "seeding"
 WORDS = 624
@@ -22,7 +22,7 @@ widths = st.sampled_from([4, 8])
 def filled(twin: ModuleType, key: int, stream: int = 0, words: int = WORDS, width: int = 4) -> Any:
     guard = 0x5A
     memory = np.full(words * width + 8, guard, np.uint8)
-    twin.fill(memory.ctypes.data, words, key, stream, width)
+    twin.fill_words(memory.ctypes.data, words, key, stream, width)
     assert (memory[words * width :] == guard).all()
     return memory[: words * width].view(f"u{width}")
 
@@ -37,9 +37,9 @@ def test_twins_mix_alike(
     twins: tuple[ModuleType, ModuleType], seed: int, epoch: int, index: int
 ) -> None:
     pure, compiled = twins
-    key = pure.mix(seed, epoch, index)
+    key = pure.mix_seed(seed, epoch, index)
     assert 0 <= key < 2**64
-    assert compiled.mix(seed, epoch, index) == key
+    assert compiled.mix_seed(seed, epoch, index) == key
 
 
 @given(key=integers, stream=integers, words=st.integers(0, 700), width=widths)
@@ -52,7 +52,7 @@ def test_twins_fill_alike(
 
 def test_results_are_the_same_in_every_release(twin: ModuleType) -> None:
     """A seed that was written down must give the same samples with the next version."""
-    assert twin.mix(1, 2, 3) == 0xD0734750FDE362B3
+    assert twin.mix_seed(1, 2, 3) == 0xD0734750FDE362B3
     assert filled(twin, 0x0123456789ABCDEF, 2)[[0, 1, 623]].tolist() == [
         3465342382,
         2999012114,
@@ -61,7 +61,7 @@ def test_results_are_the_same_in_every_release(twin: ModuleType) -> None:
 
 
 def test_one_index_has_one_key_in_an_epoch(twin: ModuleType) -> None:
-    keys = {twin.mix(7, 0, index) for index in range(20_000)}
+    keys = {twin.mix_seed(7, 0, index) for index in range(20_000)}
     assert len(keys) == 20_000
 
 
@@ -74,7 +74,7 @@ def test_every_input_bit_reaches_every_key_bit(twin: ModuleType) -> None:
             for values in inputs:
                 flipped = list(values)
                 flipped[which] ^= 1 << bit
-                changed = twin.mix(*values) ^ twin.mix(*flipped)
+                changed = twin.mix_seed(*values) ^ twin.mix_seed(*flipped)
                 flips += [(changed >> i) & 1 for i in range(64)]
             # 40 fair coins: fewer than 4 or more than 36 heads is one case in 10^8 or rarer.
             assert flips.min() >= 4
@@ -111,7 +111,7 @@ def test_the_words_of_one_key_look_random(twin: ModuleType) -> None:
 
 @pytest.mark.parametrize("place", [1, 2, 300, 623])
 def test_one_place_looks_random_over_consecutive_samples(twin: ModuleType, place: int) -> None:
-    words = np.array([filled(twin, twin.mix(5, 0, index))[place] for index in range(2000)])
+    words = np.array([filled(twin, twin.mix_seed(5, 0, index))[place] for index in range(2000)])
     ones = bits(words)
     assert abs(ones.mean(axis=0) - 0.5).max() < 3 / 2000**0.5
     assert abs((ones[1:] == ones[:-1]).mean(axis=0) - 0.5).max() < 3 / 2000**0.5
@@ -133,7 +133,7 @@ def test_streams_and_keys_are_unrelated(twin: ModuleType, key: int) -> None:
 def test_other_widths_are_refused(twin: ModuleType, width: int) -> None:
     memory = np.zeros(8, np.uint64)
     with pytest.raises(ValueError, match="width"):
-        twin.fill(memory.ctypes.data, 1, 1, 1, width)
+        twin.fill_words(memory.ctypes.data, 1, 1, 1, width)
     with pytest.raises(ValueError, match="width"):
         twin.StateWriter(1, [(memory.ctypes.data, 1, 1, width)], [])
 
@@ -142,7 +142,7 @@ def test_other_widths_are_refused(twin: ModuleType, width: int) -> None:
 def test_impossible_lengths_are_refused(twin: ModuleType, words: int) -> None:
     memory = np.zeros(8, np.uint64)
     with pytest.raises(ValueError, match="words"):
-        twin.fill(memory.ctypes.data, words, 1, 1, 4)
+        twin.fill_words(memory.ctypes.data, words, 1, 1, 4)
     with pytest.raises(ValueError, match="words"):
         twin.StateWriter(1, [(memory.ctypes.data, words, 1, 4)], [])
 
@@ -151,9 +151,9 @@ def test_impossible_lengths_are_refused(twin: ModuleType, words: int) -> None:
 def test_keys_are_integers(twin: ModuleType, value: object) -> None:
     memory = np.zeros(8, np.uint64)
     with pytest.raises(TypeError):
-        twin.mix(value, 0, 0)
+        twin.mix_seed(value, 0, 0)
     with pytest.raises(TypeError):
-        twin.fill(memory.ctypes.data, 1, value, 0, 4)
+        twin.fill_words(memory.ctypes.data, 1, value, 0, 4)
     with pytest.raises(TypeError):
         twin.StateWriter(value, [], [])
     with pytest.raises(TypeError):
@@ -174,7 +174,7 @@ def test_a_state_writer_fills_every_block_and_cell(
         [(cells.ctypes.data + 4 * i, value) for i, value in enumerate(values)],
     )
     writer.write(epoch, index)
-    key = twin.mix(seed, epoch, index)
+    key = twin.mix_seed(seed, epoch, index)
     for memory, (words, stream, width) in zip(memories, shapes, strict=True):
         assert np.array_equal(memory[:words], filled(twin, key, stream, words, width))
         assert memory[words] == 0
@@ -190,7 +190,7 @@ def test_a_snapshot_sees_each_change(
     twin: ModuleType, parts: list[bytes], changed: int, bit: int
 ) -> None:
     memory = np.frombuffer(b"".join(part.ljust(20, b"-") for part in parts) + b"-", np.uint8).copy()
-    snapshot = twin.Snapshot(
+    snapshot = twin.StateSnapshot(
         [(memory.ctypes.data + 20 * i, len(part)) for i, part in enumerate(parts)]
     )
     memory[changed % len(memory)] ^= 1 << bit
@@ -207,5 +207,5 @@ def test_a_snapshot_sees_each_change(
 def test_a_seed_of_another_epoch(seed: int, drawn_epoch: int, epoch: int, index: int) -> None:
     other = seed_of_epoch(seed, drawn_epoch, epoch)
     assert -(2**63) <= other < 2**63
-    assert mix(other, epoch, index) == mix(seed, drawn_epoch, index)
+    assert mix_seed(other, epoch, index) == mix_seed(seed, drawn_epoch, index)
     assert seed_of_epoch(other, epoch, drawn_epoch) == seed

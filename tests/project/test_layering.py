@@ -188,8 +188,8 @@ def test_every_folder_is_a_known_part() -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("minato._core.wait", "from minato import errors"),
-        ("minato._core.wait", "from minato.observe.stats import clock"),
+        ("minato._core._wait_py", "from minato import errors"),
+        ("minato._core._wait_py", "from minato.observe.stats import clock"),
         ("minato.observe.stats.report", "from minato.transforms import compose"),
         ("minato.observe.stats.journal", "from minato.observe.report import figures"),
         ("minato.observe.stats.journal", "from minato.observe.trace import tracks"),
@@ -220,9 +220,9 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("minato._core.wait", "from minato._core import USE_EXTENSIONS"),
+        ("minato._core._wait_py", "from minato._core import USE_EXTENSIONS"),
         ("minato.workers.worker", "from minato.transforms.compose import Transforms\nimport torch"),
-        ("minato.workers.worker", "from . import pool\nfrom .._core import ledger"),
+        ("minato.workers.worker", "from . import pool\nfrom .._core import Ledger"),
         ("minato.workers.worker", "from minato.observe.trace import tracks"),
         (
             "minato.delivery.lease",

@@ -58,7 +58,7 @@ LONG = {
 }
 """Functions that may have more parameters."""
 MOST_IMPORTS = 15
-WIRING = {"loader.py", "shared_pool/session.py"}
+WIRING = {"loader.py", "shared_pool/session.py", "_core/__init__.py"}
 """Modules outside ``engine/`` that may import more modules of the package."""
 QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
 """Modules that may use private names of other packages."""
@@ -190,17 +190,27 @@ def load(name: str, half: str) -> ModuleType:
     return importlib.import_module(f"minato._core._{name}_{half}")
 
 
-def dispatched(name: str) -> list[str]:
-    """What the dispatcher of a core module offers, whichever half it picks."""
-    path = CORE / (f"_{name}_py.py" if name in PARTS else f"{name}.py")
-    names = exported(parse(path))
-    assert names, f"{path.name} has no __all__"
+def public_names(name: str) -> list[str]:
+    names = exported(parse(CORE / f"_{name}_py.py"))
+    assert names, f"_{name}_py.py has no __all__"
     return names
 
 
+def test_the_core_offers_the_names_of_all_twins() -> None:
+    from minato import _core
+
+    own = {"DUAL_MODULES", "USE_EXTENSIONS", "implementation"}
+    twins = {public for name in DUAL_MODULES if name not in PARTS for public in public_names(name)}
+    assert set(_core.__all__) == own | twins
+    half = "c" if _core.USE_EXTENSIONS else "py"
+    for name in DUAL_MODULES:
+        for public in set(public_names(name)) & twins:
+            assert getattr(_core, public) is getattr(load(name, half), public)
+
+
 @pytest.mark.parametrize("name", DUAL_MODULES)
-def test_twins_have_a_dispatcher_and_a_stub(name: str) -> None:
-    public = dispatched(name)
+def test_twins_have_the_same_names_and_a_stub(name: str) -> None:
+    public = public_names(name)
     for half in (load(name, "py"), load(name, "c")):
         assert getattr(half, "__all__", public) == public
         assert [missing for missing in public if not hasattr(half, missing)] == []
@@ -248,7 +258,7 @@ def test_twins_agree(name: str) -> None:
         if callable(ours) and signature(theirs) not in (None, signature(ours)):
             differences.append(f"{path}: {signature(ours)} and {signature(theirs)}")
 
-    for public in dispatched(name):
+    for public in public_names(name):
         ours, theirs = getattr(pure, public), getattr(compiled, public)
         if not callable(ours):
             if ours != theirs:

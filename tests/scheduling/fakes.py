@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from minato._core import EventCount, Ledger
 from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB
-from minato._core.ledger import Ledger
 from minato._core.segment import Segment
-from minato._core.wait import EventCount
 from minato.scheduling.assignment import AnyWorker
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule

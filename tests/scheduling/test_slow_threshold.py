@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 from minato.observe.stats.histograms import share_above
 from minato.scheduling.slow_threshold import SlowThreshold, SlowThresholdSettings, ThresholdDecision
 

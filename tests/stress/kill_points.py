@@ -36,7 +36,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import minato
 import minato.engine.engine
-from minato._core.ledger import Ledger
+from minato._core import Ledger
 from minato.batching.sample_error import wrapped
 from minato.engine.shared_state import SharedState
 from minato.workers.pool import thread_usage

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from minato._core.wait import EVENT_COUNT_NBYTES, EventCount
+from minato._core import EVENT_COUNT_NBYTES, EventCount
 from minato._system import machine_usage
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.active_workers import ActiveWorkers

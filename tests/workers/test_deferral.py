@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato import DataLoader
+from minato._core import EventCount, Ledger
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
-from minato._core.ledger import Ledger
-from minato._core.wait import EventCount
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
 from minato.observe.stats.costs import Meters

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from minato._core import EVENT_COUNT_NBYTES, EventCount
 from minato._core.segment import Segment
-from minato._core.wait import EVENT_COUNT_NBYTES, EventCount
 from minato.batching.sample_error import wrapped
 from minato.workers import supervision
 from minato.workers.local_pools import InlinePool, ThreadPool

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from minato._core import Ledger
 from minato._core.codes import READY, SKIPPED
-from minato._core.ledger import Ledger
 from minato.batching.arena import Arena
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter, WriterSettings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from minato import DataLoader
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
 from minato.workers import runner

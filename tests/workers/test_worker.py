@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from minato._core import EventCount
 from minato._core.codes import (
     ERROR_BLOB,
     MUST_COLLATE,
@@ -15,7 +16,6 @@ from minato._core.codes import (
     SKIP_BLOB,
     STATE_BLOB,
 )
-from minato._core.wait import EventCount
 from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
 from minato.workers.active_workers import ActiveWorkers

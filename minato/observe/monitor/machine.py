@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato._system import (
     disk_read_bytes,
     machine_usage,

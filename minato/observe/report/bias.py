@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 from minato.observe.report.figures import Bias
 from minato.observe.stats.lateness import DeliveredSample
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 
 __all__ = ["Headroom"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 from minato.observe.report import html, text
 from minato.observe.report.bias import Labels, bias_of
 from minato.observe.report.figures import (

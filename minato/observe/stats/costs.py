@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from minato._core.histogram import NBYTES, Histogram
+from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
 from minato.errors import MinatoWarning
 from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
@@ -57,16 +57,19 @@ class Meters:
         count = len(_FIXED) + num_steps
         nbytes = self.nbytes(num_steps)
         memory = memoryview(bytearray(nbytes) if buffer is None else buffer).cast("B")
-        self.all = [Histogram(memory[i * NBYTES : (i + 1) * NBYTES]) for i in range(count)]
+        self.all = [
+            Histogram(memory[i * HISTOGRAM_NBYTES : (i + 1) * HISTOGRAM_NBYTES])
+            for i in range(count)
+        ]
         """In this order: total, cpu, size, transforms, dataset, deferred, window_full, then the steps."""
         self.total, self.cpu, self.size, self.transforms, self.dataset, *rest = self.all
         self.deferred, self.window_full, *self.steps = rest
-        self.slowest = SlowestSamples(memory[count * NBYTES :])
+        self.slowest = SlowestSamples(memory[count * HISTOGRAM_NBYTES :])
 
     @staticmethod
     def nbytes(num_steps: int) -> int:
         """Bytes of one worker's meters: about 6 KiB for each transform and 48 KiB for the rest."""
-        return (len(_FIXED) + num_steps) * NBYTES + SLOWEST_NBYTES
+        return (len(_FIXED) + num_steps) * HISTOGRAM_NBYTES + SLOWEST_NBYTES
 
 
 class CostStats:
@@ -117,7 +120,7 @@ class CostStats:
             recent: Total times to start the next run with (``SlowThreshold.recent``); by default those of the run.
         """
         content = {
-            "format": [_FORMAT, NBYTES],
+            "format": [_FORMAT, HISTOGRAM_NBYTES],
             "names": self.names,
             "run": {name: to_words(values) for name, values in self.run.items()},
             "recent": to_words(self.run["total"] if recent is None else recent),
@@ -136,7 +139,7 @@ class CostStats:
         try:
             with open(open_regular(Path(folder) / f"{key}.json", os.O_RDONLY), "rb") as file:
                 content = json.loads(file.read(_LONGEST_FILE_BYTES))
-            if content["format"] != [_FORMAT, NBYTES]:
+            if content["format"] != [_FORMAT, HISTOGRAM_NBYTES]:
                 return None
             profile = cls()
             profile.names = tuple(content["names"])

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from minato._core.clock import now_ns
-from minato._core.histogram import Histogram
+from minato._core import Histogram, now_ns
 from minato.observe.stats.lateness import Lateness, Reservoir
 from minato.observe.stats.slowest import SlowSample, slowest_of
 from minato.observe.stats.snapshot import (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from minato._core.histogram import NBYTES, Histogram
+from minato._core import HISTOGRAM_NBYTES, Histogram
 
 __all__ = ["EMPTY", "Summary", "from_words", "merged", "share_above", "to_words"]
 
@@ -74,7 +74,7 @@ def share_above(values: Histogram, limit: int) -> float:
 
 def to_words(values: Histogram) -> dict[str, int]:
     """The words of a histogram that are not zero, by their number as a string, for JSON."""
-    memory = bytearray(NBYTES)
+    memory = bytearray(HISTOGRAM_NBYTES)
     Histogram(memory).merge(values)
     return {str(i): word for i, word in enumerate(memoryview(memory).cast("Q")) if word}
 
@@ -85,7 +85,7 @@ def from_words(words: Mapping[str, int]) -> Histogram:
     Raises:
         ValueError, IndexError, TypeError: The words are corrupt.
     """
-    memory = bytearray(NBYTES)
+    memory = bytearray(HISTOGRAM_NBYTES)
     view = memoryview(memory).cast("Q")
     for i, word in words.items():
         view[int(i)] = word

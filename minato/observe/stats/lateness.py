@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 
 __all__ = ["DeliveredSample", "Lateness", "Reservoir"]
 

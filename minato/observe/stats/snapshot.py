@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 from minato.observe.stats.histograms import EMPTY
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato.errors import MinatoWarning
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.track import Track

@@ -22,7 +22,7 @@ Args: TypeAlias = Mapping[str, Any]
 
 
 class Tracer(Protocol):
-    """Records what one thread does. Times are in ns, on the clock of :func:`minato._core.clock.now_ns`.
+    """Records what one thread does. Times are in ns, on the clock of :func:`minato._core.now_ns`.
 
     Attributes:
         enabled: Whether events are recorded; checked where even the construction of an event is expensive.

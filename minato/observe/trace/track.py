@@ -12,7 +12,7 @@ import warnings
 import weakref
 from typing import Any, NamedTuple
 
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato._support.files import open_lines, open_regular, write_all
 from minato._system import environment, local_rank
 from minato.errors import MinatoWarning

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minato import DataLoader, StragglerPolicy
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 from minato.observe.report.bias import bias_of
 from minato.observe.stats.lateness import DeliveredSample
 from tests.datasets import Numbers, Sleepy

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minato._core.histogram import NBYTES, Histogram
+from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato.observe.stats.costs import CostStats, Meters, fingerprint
 from minato.observe.stats.histograms import Summary, from_words, merged, share_above, to_words
 from minato.scheduling.slow_threshold import SlowThreshold
@@ -169,7 +169,7 @@ def test_nothing_is_above_in_an_empty_histogram():
 
 
 WORDS = st.dictionaries(
-    st.integers(-3, NBYTES // 8 + 3).map(str) | st.text(max_size=3),
+    st.integers(-3, HISTOGRAM_NBYTES // 8 + 3).map(str) | st.text(max_size=3),
     st.integers(-1, 5) | st.integers(0, 2**64) | st.none() | st.floats(),
     max_size=8,
 )
@@ -177,7 +177,7 @@ WORDS = st.dictionaries(
 
 def consistent(words: dict[int, int]) -> dict[str, int]:
     """The words of a histogram that may have been: what its buckets count, is its count."""
-    memory = bytearray(NBYTES)
+    memory = bytearray(HISTOGRAM_NBYTES)
     values = Histogram(memory)
     for bucket, count in words.items():
         for _ in range(count):
@@ -190,7 +190,7 @@ WORDS = WORDS | st.dictionaries(st.integers(0, 2**62), st.integers(0, 30), max_s
 )
 HISTORIES = st.fixed_dictionaries(
     {
-        "format": st.just([1, NBYTES]),
+        "format": st.just([1, HISTOGRAM_NBYTES]),
         "names": st.lists(st.sampled_from(["total", "cpu", "x"]), max_size=4) | st.integers(),
         "run": st.dictionaries(st.sampled_from(["total", "cpu", "x"]), WORDS | st.none()),
         "recent": WORDS | st.none(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from minato._core.histogram import Histogram
+from minato._core import Histogram
 from minato.observe.stats.epoch_log import EpochLog, Timeline
 from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import LoaderSnapshot, MachineSnapshot, Metrics, WorkerActivity

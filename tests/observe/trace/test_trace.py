@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from minato import DataLoader, ErrorPolicy, StragglerPolicy
-from minato._core.clock import now_ns
+from minato._core import now_ns
 from minato.delivery import device
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace import track as track_module
