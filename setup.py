@@ -19,6 +19,7 @@ DIRECTIVES = {
     "cdivision": True,
     "initializedcheck": False,
     "embedsignature": True,
+    "freethreading_compatible": True,
     "show_performance_hints": True,
 }
 CHECKED = {"boundscheck": True, "wraparound": True, "initializedcheck": True}

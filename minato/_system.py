@@ -127,6 +127,11 @@ def available_cores(whole_node: bool = False) -> float:
     return max(cores if whole_node else cores / local_ranks(), 1.0)
 
 
+def has_gil() -> bool:
+    """Whether threads of this process run Python code one at a time."""
+    return getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
 def affinity_cores() -> int:
     """Cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

@@ -6,7 +6,6 @@ import os
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,6 +20,7 @@ def environment() -> dict[str, str]:
     import torch
 
     import minato
+    from minato import _system
 
     implementation, reason = minato.implementation()
     return {
@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
         "kernel": f"{platform.system()} {platform.release()}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "global interpreter lock": "on" if _has_gil() else "off",
+        "global interpreter lock": "on" if _system.has_gil() else "off",
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "minato": f"{minato.__version__}, {implementation} core ({reason})",
@@ -60,10 +60,6 @@ def sleep_cost_s(asked_s: float, repeats: int = 50) -> float:
         time.sleep(asked_s)
         taken_s.append(time.perf_counter() - begun)
     return statistics.median(taken_s)
-
-
-def _has_gil() -> bool:
-    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def _cpu_model() -> str:

@@ -114,6 +114,7 @@ cdef class Arrivals:
         return self.prefix_
 
     @property
+    @cython.critical_section
     def beyond(self):
         """The numbers above that have arrived or were skipped, ascending."""
         cdef int64_t number
@@ -123,6 +124,7 @@ cdef class Arrivals:
             if self.states[number & self.mask] == SETTLED
         ]
 
+    @cython.critical_section
     def ask(self, indices) -> None:
         """Number further indices; an empty batch takes a number too."""
         cdef uint64_t hashed
@@ -135,6 +137,7 @@ cdef class Arrivals:
         if count == 0:
             self._append(BLANK, 0)
 
+    @cython.critical_section
     def deliver(self, list positions not None, int64_t start) -> None:
         """Note that indices have arrived, those with the numbers ``position - start``.
 
@@ -153,6 +156,7 @@ cdef class Arrivals:
                 self.strays_ += 1
         self._advance()
 
+    @cython.critical_section
     def skip(self, list positions not None, int64_t start) -> None:
         """Mark indices that will not arrive, so that the epoch does not wait for them."""
         cdef int64_t number
@@ -163,6 +167,7 @@ cdef class Arrivals:
                 self.skipped_numbers.add(number)
         self._advance()
 
+    @cython.critical_section
     def drop(self) -> None:
         """Wait for nothing more."""
         cdef int64_t number

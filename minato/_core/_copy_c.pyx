@@ -1,7 +1,7 @@
 """Copies of samples to their place in a batch, and of whole arrays."""
 
 from cpython.dict cimport PyDict_Next, PyDict_Size
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.list cimport PyList_GET_SIZE
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
@@ -251,9 +251,9 @@ cdef class Packer:
         cdef char *place = NULL if base is NULL else base + node.offset + k * node.nbytes
         cdef Py_ssize_t child
         cdef Py_ssize_t cursor = 0
-        cdef PyObject *found_key
-        cdef PyObject *found
-        cdef object key, value
+        cdef PyObject *borrowed_key
+        cdef PyObject *borrowed
+        cdef object found_key, key, value
         i += 1
         if node.kind == TENSOR:
             return i if write_tensor(&TORCH, node, x, place, aside, held, moves) else -1
@@ -267,11 +267,10 @@ cdef class Packer:
             aside.append(x)
         elif node.kind == LIST:
             for child in range(node.length):
-                # looked up each time: the GIL may have been released for a copy
+                # looked up each time: another thread may have changed the list
                 if PyList_GET_SIZE(x) != node.length:
                     return -1
-                value = <object> PyList_GET_ITEM(x, child)
-                i = self.write(i, value, base, k, aside, held, moves)
+                i = self.write(i, (<list> x)[child], base, k, aside, held, moves)
                 if i < 0:
                     return -1
             return i if PyList_GET_SIZE(x) == node.length else -1
@@ -286,11 +285,12 @@ cdef class Packer:
             if type(x) is not dict or PyDict_Size(x) != node.length:
                 return -1
             for child in range(node.length):
-                if not PyDict_Next(x, &cursor, &found_key, &found):
-                    return -1
-                value = <object> found
+                with cython.critical_section(x):  # what PyDict_Next finds is borrowed
+                    if not PyDict_Next(x, &cursor, &borrowed_key, &borrowed):
+                        return -1
+                    found_key, value = <object> borrowed_key, <object> borrowed
                 key = <object> PyTuple_GET_ITEM(<object> node.exact, child)
-                if found_key is not <PyObject *> key and not same_key(<object> found_key, key):
+                if found_key is not key and not same_key(found_key, key):
                     return -1
                 i = self.write(i, value, base, k, aside, held, moves)
                 if i < 0:

@@ -134,7 +134,7 @@ cdef class StateWriter:
         )
         cdef Py_ssize_t i
         cdef Block *block
-        # The GIL stays held: to other Python threads the new states appear all at once.
+        # Where there is a GIL it stays held: to other Python threads the new states appear all at once.
         for i in range(self.block_count):
             block = &self.blocks[i]
             mn_fill(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import struct
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -155,7 +155,8 @@ class LocalStore(Store):
 
     def __init__(self) -> None:
         self._values: dict[int, Any] = {}
-        self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
+        self._offset = 0
+        self._lock = threading.Lock()
 
     def sweep(self, ledger: Ledger) -> None:
         """Remove objects of interrupted workers, to which no batch in flight refers. No worker may run meanwhile."""
@@ -176,7 +177,8 @@ class LocalStore(Store):
         self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
         """Store a reference to an object."""
-        offset = next(self._offsets)
+        with self._lock:
+            self._offset = offset = self._offset + _ALIGNMENT
         self._values[offset] = value
         return offset, 0
 

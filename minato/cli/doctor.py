@@ -10,6 +10,7 @@ import mmap
 import multiprocessing
 import os
 import platform
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,6 +181,7 @@ def machine() -> list[Finding]:
     return [
         _distribution(),
         *_versions(),
+        _gil(),
         _kernel(),
         _cores(),
         _cpu_quota(),
@@ -227,6 +229,19 @@ def _versions() -> Iterator[Finding]:
 def _numbers(version: str) -> tuple[int, ...]:
     parts = version.partition("+")[0].split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def _gil() -> Finding:
+    if not _system.has_gil():
+        return Finding("GIL", "ok", "off: worker threads run Python code at the same time")
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return Finding("GIL", "ok", "on")
+    return Finding(
+        "GIL",
+        "note",
+        "on, in a Python that can do without",
+        "import no extension module that asks for the GIL, or set PYTHON_GIL=0; until then worker threads take turns",
+    )
 
 
 def _kernel() -> Finding:

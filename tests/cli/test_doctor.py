@@ -13,6 +13,7 @@ import re
 import resource
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,28 @@ def test_a_start_method_that_is_slow_is_a_note(monkeypatch: pytest.MonkeyPatch) 
         finding = found("start method")
         assert finding.state == ("note" if method == "spawn" else "ok")
         assert ("forkserver" in finding.remedy) == (method == "spawn")
+
+
+@pytest.mark.parametrize(
+    ("has_gil", "could_do_without", "state", "value"),
+    [
+        (True, False, "ok", "on"),
+        (True, True, "note", "on, in a Python that can do without"),
+        (False, True, "ok", "off: worker threads run Python code at the same time"),
+    ],
+)
+def test_a_gil_that_need_not_be_on_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+    has_gil: bool,
+    could_do_without: bool,
+    state: str,
+    value: str,
+) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: has_gil, raising=False)
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(could_do_without))
+    finding = found("GIL")
+    assert (finding.state, finding.value) == (state, value)
+    assert ("PYTHON_GIL=0" in finding.remedy) == (state == "note")
 
 
 def test_what_the_compiled_core_contains_is_no_limit_of_its_own(

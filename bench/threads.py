@@ -1,0 +1,158 @@
+"""Worker threads against worker processes, on samples whose Python code holds the GIL, where there is one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from bench.harness import report
+from bench.harness.datasets import Sample, Work
+from bench.harness.loaders import STANDARD, Contender, minato_loader, named
+from bench.harness.suite import Row, measure
+
+STEPS = 30_000
+WORDS, LINES = 4096, 60
+HEAD = """\
+# Worker threads without a GIL
+
+Written by `python -m bench.threads` on a free-threaded Python, where threads run Python code at the same time. The
+samples are mostly Python code that releases no GIL. *num_workers=0* is the main process alone, all others have two
+workers; everything else stays at its default. Loaders take turns; every sample is checked. Figures are medians of
+{repeats} repeats, with the minimum and maximum in brackets. *Ideal*: the calls of `dataset[i]` alone, divided by the
+workers.
+"""
+
+
+class Numbers(Dataset[Sample]):
+    """Python code that uses nothing but its own objects: steps of a generator of pseudorandom numbers; int64, ()."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        state = index + 1
+        for _ in range(STEPS):
+            state = (state * 48271) % 2147483647
+        return torch.tensor(state), index
+
+    def content(self, index: int) -> Sample:
+        """The same: all of it is work."""
+        return self[index]
+
+
+class Lines(Dataset[Sample]):
+    """Lines split into words, which a dictionary maps to numbers, all shared by the threads; int64, (words,)."""
+
+    def __init__(self, count: int) -> None:
+        draw = random.Random(0)
+        words = [f"w{number:x}" for number in range(WORDS)]
+        self.numbers = {word: number for number, word in enumerate(words)}
+        self.lines = [" ".join(draw.choices(words, k=50)) for _ in range(1024)]
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        found = []
+        for line in range(index, index + LINES):
+            for word in self.lines[line % len(self.lines)].split():
+                found.append(self.numbers[word.lower()])
+        return torch.tensor(found), index
+
+    def content(self, index: int) -> Sample:
+        """The same: all of it is work."""
+        return self[index]
+
+
+class Patches(Dataset[Sample]):
+    """Small images, changed patch by patch with small calls of NumPy; float32, (3, 96, 96)."""
+
+    def __init__(self, count: int) -> None:
+        self.images = np.random.default_rng(0).random((64, 3, 96, 96), np.float32)
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        image = self.images[index % len(self.images)].copy()
+        for row in range(0, 96, 8):
+            for column in range(0, 96, 8):
+                patch = image[:, row : row + 8, column : column + 8]
+                patch -= patch.mean()
+                patch /= patch.std() + np.float32(1e-3)
+        return torch.from_numpy(image), index
+
+    def content(self, index: int) -> Sample:
+        """The same: all of it is work."""
+        return self[index]
+
+
+CONTENDERS = {
+    **STANDARD,
+    **named(
+        Contender(
+            "minato-threads",
+            "minato, workers='thread'",
+            minato_loader(workers="thread"),
+            keeps_order=True,
+        ),
+        Contender(
+            "minato-main", "minato, num_workers=0", minato_loader(num_workers=0), keeps_order=True
+        ),
+    ),
+}
+
+
+def _row(name: str, title: str, make: Callable[[int], Work], samples: int) -> Row:
+    return Row(
+        name=name,
+        title=f"{title}; batch 16, 2 workers",
+        make=make,
+        samples=samples,
+        short_samples=64,
+        batch_size=16,
+        workers=2,
+        epochs=2,
+        loaders=tuple(CONTENDERS),
+        unit="samples/s",
+    )
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        _row("short", "arithmetic in Python, an epoch of 256 samples", Numbers, 256),
+        _row("own", "arithmetic in Python", Numbers, 1024),
+        _row("shared", "words looked up in a dictionary that all threads share", Lines, 2048),
+        _row("patches", "small calls of NumPy", Patches, 1024),
+    )
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = report.parser("bench.threads", __doc__ or "", 5, ROWS)
+    options = parser.parse_args(arguments)
+    repeats = report.repeats_of(options)
+    page = report.Page("threads", options.out)
+    page.add(HEAD.format(repeats=repeats))
+    rows = [ROWS[name] for name in options.rows]
+    sized = [row.short() if options.short else row for row in rows]
+    results = measure(sized, CONTENDERS, repeats, page.say)
+    page.add("## Efficiency\n", report.overview(results, CONTENDERS))
+    page.add("## All figures\n", *(report.details(result, CONTENDERS) for result in results))
+    page.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)
