@@ -27,7 +27,7 @@ from bench.workloads.payload import stored_object
 from minato.sources.cassandra import Cassandra
 
 NBYTES, COUNT = 60_000, 2000
-BATCH_SIZE, WORKERS, READS, EPOCHS = 32, 4, 16, 3
+BATCH_SIZE, WORKERS, READS, MANY_READS, EPOCHS = 32, 4, 16, 64, 3
 RTT_S = {"0 ms": 0.0, "20 ms": 0.02, "150 ms": 0.15}
 COUNTS = (COUNT, 1000, 400)
 _TABLE = "bench.rows"
@@ -40,7 +40,8 @@ that holds every byte back for half of the round-trip time in each direction. {w
 checked. The first epoch has the start of the workers and their sessions in it. Rows per second: medians of {repeats}
 runs (least and greatest in brackets). *Driver*: one process requests each batch with `execute_concurrent_with_args` and
 collates it, without a loader. Client, proxy and node share the cores of one machine, which limits what can be reached
-at the lowest latency. `minato` and `torch, __getitems__` request the rows of a batch together.
+at the lowest latency. `minato` and `torch, __getitems__` request the rows of a batch together: {batch} in each worker.
+*Ideal*: the most requests that a loader of the table has in flight ({most} in each worker), divided by the round trip.
 """
 
 
@@ -73,7 +74,7 @@ class Rows(Dataset[Any]):
         return torch.frombuffer(bytearray(stored_object(index, NBYTES)), dtype=torch.uint8), index
 
     def ideal(self, batch_size: int, workers: int) -> Ideal:
-        return Ideal(self.rtt_s / (WORKERS * READS) * len(self))
+        return Ideal(self.rtt_s / (WORKERS * MANY_READS) * len(self))
 
 
 def _sample(row: dict[str, Any]) -> Any:
@@ -132,20 +133,20 @@ def _torch_one_by_one(work: Any, arguments: dict[str, Any], seed: int) -> Any:
     return TorchLoader(_OneByOne(work), **arguments)
 
 
-_MANY: dict[str, Any] = {"fetch_concurrency": READS}
+def _reads(reads: int) -> Contender:
+    """minato with that number of rows in flight in each worker."""
+    loader = minato_loader(fetch_concurrency=reads)
+    return Contender(f"minato-{reads}-reads", f"minato, {reads} reads", loader, keeps_order=True)
+
+
 LOADERS = named(
     Contender("driver", "driver", _driver, keeps_order=True),
     Contender("torch-one-by-one", "torch, row by row", _torch_one_by_one, keeps_order=True),
     Contender("torch", "torch, `__getitems__`", _torch, keeps_order=True),
     MINATO,
     MINATO_ANY_ORDER,
-    Contender("minato-reads", f"minato, {READS} reads", minato_loader(**_MANY), keeps_order=True),
-    Contender(
-        "minato-reads-any-order",
-        f"minato, {READS} reads, in_order=False",
-        minato_loader(**_MANY, in_order=False),
-        keeps_order=False,
-    ),
+    _reads(READS),
+    _reads(MANY_READS),
 )
 
 
@@ -179,6 +180,7 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
             epochs=EPOCHS,
             batch=BATCH_SIZE,
             repeats=repeats,
+            most=MANY_READS,
         )
     )
     with cassandra_node.running() as node:
@@ -199,10 +201,10 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
                     unit="samples/s",
                 )
                 (result,) = measure([row], LOADERS, repeats, page.say)
-            page.add(f"## {row.name}, {row.samples} rows\n", _table(result))
+            page.add(f"## {row.name}, {row.samples} rows\n", _table(result, rtt_s))
 
 
-def _table(result: RowResult) -> str:
+def _table(result: RowResult, rtt_s: float) -> str:
     lines = []
     count = result.row.samples
     later = {
@@ -214,5 +216,7 @@ def _table(result: RowResult) -> str:
         ratios = [a / b for a, b in zip(later[name], later["torch"], strict=True)]
         cells = report.spread_text(first, 0), report.spread_text(later[name], 0)
         lines.append([LOADERS[name].label, *cells, report.spread_text(ratios, 2)])
+    if rtt_s:
+        lines.append(["*ideal*", "", f"{WORKERS * MANY_READS / rtt_s:.0f}", ""])
     head = ["loader", "first epoch", "later epochs", "× torch, `__getitems__`, later epochs"]
     return report.table(head, lines)

@@ -80,9 +80,14 @@ class _Way:
         # TCP keeps the order: nothing overtakes what was sent before.
         self._last_due = due = max(begun + link.rtt_s / 2 * worse, self._last_due)
         if due <= now:
-            self.out.write(data)
+            self._deliver(data)
         else:
-            loop.call_at(due, self.out.write, data)
+            loop.call_at(due, self._deliver, data)
+
+    def _deliver(self, data: bytes) -> None:
+        # Who went away meanwhile gets nothing; asyncio would print a warning for each piece.
+        if self.out is not None and not self.out.is_closing():
+            self.out.write(data)
 
     def connect(self, out: asyncio.WriteTransport) -> None:
         self.out = out
