@@ -432,7 +432,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=FOLDER, help="what 'make data' has filled")
     options = parser.parse_args(arguments)
     on_gpu, repeats = torch.cuda.is_available(), report.repeats_of(options)
-    batches, epochs = (4, 1) if options.short else (64, 3)
+    batches, epochs = (2, 1) if options.short else (64, 3)
     what, chosen = trainings(on_gpu, options.data)
     page = report.Page("gpu", options.out)
     page.add(

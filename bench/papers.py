@@ -144,7 +144,7 @@ def costs(name: str, settings: Settings) -> Costs:
     """Measure a workload's samples one after the other."""
     workload = workloads(settings)[name]
     count = len(workload.dataset)
-    indices = range(0, count, max(1, count // 8)) if settings.short else range(count)
+    indices = range(0, count, max(1, count // 4)) if settings.short else range(count)
     draws = min(workload.draws, 2) if settings.short else workload.draws
     _step_times_s(workload, indices[0])  # tables that are made once
     times_s = np.empty((draws, len(indices), 1 + len(workload.transforms)))

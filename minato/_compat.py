@@ -120,7 +120,7 @@ def is_batched(loader: Any) -> bool:
     return bool(loader._auto_collation)
 
 
-def is_constructed(loader: Any) -> bool:
+def is_constructed(loader: object) -> bool:
     """Whether the constructor of torch's class has run; from then on some attributes are fixed.
 
     Programs set the attribute to change such a loader by force.
@@ -128,7 +128,7 @@ def is_constructed(loader: Any) -> bool:
     return bool(getattr(loader, "_DataLoader__initialized", True))
 
 
-def pin_batch(batch: Any, device: Any) -> Any:
+def pin_batch(batch: object, device: object) -> Any:
     """A batch in pinned memory, by torch's rules for containers."""
     return pin_memory.pin_memory(batch, device=device)
 
@@ -196,7 +196,7 @@ def collates_by_default() -> bool:
     return bool(getattr(collate, "default_collate_fn_map", ()) == _DEFAULT_RULES)
 
 
-def collate_in_own_memory(samples: Any) -> Any:
+def collate_in_own_memory(samples: object) -> Any:
     """Collate as ``default_collate`` does, but in a worker into ordinary memory.
 
     ``default_collate`` stacks a worker's tensors in shared memory whose file has a name for a moment; a worker that is
@@ -407,7 +407,7 @@ def kill_actor(ray: Any, actor: Any) -> None:
     inspect.unwrap(ray.kill)(actor)
 
 
-def active_progress_bars(tqdm: Any) -> Any:
+def active_progress_bars(tqdm: object) -> Any:
     """Tqdm's bars on the terminal; empty where it keeps none, or keeps them elsewhere."""
     return getattr(tqdm, "_instances", None) or ()
 

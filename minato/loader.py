@@ -244,7 +244,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         _log.debug("%r is made", self)
 
     @classmethod
-    def from_torch(cls, loader: TorchDataLoader[T_co], /, **arguments: Any) -> DataLoader[T_co]:
+    def from_torch(cls, loader: TorchDataLoader[T_co], /, **arguments: object) -> DataLoader[T_co]:
         """A loader with the arguments of one of torch's.
 
         Args:
@@ -461,7 +461,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     @made_only
     def reproduce(
         self,
-        index: Any,
+        index: object,
         epoch: int | None = None,
         seed: int | None = None,
         occurrence: int = 0,
@@ -510,7 +510,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
         return make_consumers(functools.partial(iter, self), n, devices)
 
-    def __setattr__(self, attr: str, val: Any) -> None:
+    def __setattr__(self, attr: str, val: object) -> None:
         if is_constructed(self) and is_made(self):
             if attr == "name":  # which programs give loaders of any kind
                 self._options = replace(self._options, name=str(val))
@@ -725,7 +725,7 @@ def _torch_arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
     return given if type(sampler) is SequentialSampler else {**given, "sampler": sampler}
 
 
-def _starts_threads(context: Any) -> bool:
+def _starts_threads(context: object) -> bool:
     """Whether the processes of a multiprocessing context are threads."""
     process = getattr(context, "Process", None)
     return isinstance(process, type) and issubclass(process, threading.Thread)

@@ -66,7 +66,7 @@ _NOT_FOR_ACTORS = (
 
 
 def option(
-    default: Any,
+    default: object,
     meaning: str,
     *,
     values: str,
@@ -101,7 +101,7 @@ def _check_fields(group: Any) -> None:
 
 
 def _one_of(*choices: object) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
+    def check(name: str, value: object) -> Any:
         check_choice(name, value, choices)
         return value
 
@@ -109,7 +109,7 @@ def _one_of(*choices: object) -> Callable[[str, Any], Any]:
 
 
 def _whole(least: int | None) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
+    def check(name: str, value: object) -> Any:
         check_whole(name, value, least)
         return value
 
@@ -137,7 +137,7 @@ def _path(name: str, value: Any) -> str | None:
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a path") from None
 
 
-def _on_error(name: str, value: Any) -> Any:
+def _on_error(name: str, value: object) -> Any:
     if not callable(value):
         check_choice(name, value, ("raise", "skip", "retry"))
     return value
@@ -152,13 +152,13 @@ def _max_failures(name: str, value: Any) -> Any:
     return value
 
 
-def _controller(name: str, value: Any) -> Any:
+def _controller(name: str, value: object) -> Any:
     if not isinstance(value, PaperController):
         check_choice(name, value, ("corrected", "paper"))
     return value
 
 
-def _actor_options(name: str, value: Any) -> Any:
+def _actor_options(name: str, value: object) -> Any:
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{name}={value!r} is a {type(value).__name__}: give a dictionary, as {{'num_cpus': 2}}"
@@ -176,7 +176,7 @@ def _seed(name: str, value: Any) -> int | None:
     return None if value is None else (value + _INT64) % (2 * _INT64) - _INT64
 
 
-def _bytes(name: str, value: Any) -> int | None:
+def _bytes(name: str, value: object) -> int | None:
     """A number of bytes, also from a string such as ``"8GB"``."""
     if isinstance(value, str):
         found = _BYTES.fullmatch(value.strip())
@@ -189,13 +189,13 @@ def _bytes(name: str, value: Any) -> int | None:
     return cast("int | None", value)
 
 
-def _name(name: str, value: Any) -> Any:
+def _name(name: str, value: object) -> Any:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a string")
     return value
 
 
-def _device(name: str, value: Any) -> torch.device | None:
+def _device(name: str, value: object) -> torch.device | None:
     del name
     return check_device(value)
 
@@ -214,17 +214,17 @@ def _metrics_address(name: str, value: Any) -> Any:
     return value if value is None or isinstance(value, tuple) else parse_address(value, name)
 
 
-def _errors(name: str, value: Any) -> ErrorPolicy:
+def _errors(name: str, value: object) -> ErrorPolicy:
     return value if isinstance(value, ErrorPolicy) else ErrorPolicy(_on_error(name, value))
 
 
-def _stragglers(name: str, value: Any) -> StragglerPolicy:
+def _stragglers(name: str, value: object) -> StragglerPolicy:
     if value is not None and not isinstance(value, StragglerPolicy):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a StragglerPolicy")
     return value or StragglerPolicy()
 
 
-def _shared_pool(name: str, value: Any) -> SharedPool | None:
+def _shared_pool(name: str, value: object) -> SharedPool | None:
     if value is None or isinstance(value, SharedPool):
         return value
     if not isinstance(value, bool):
@@ -241,7 +241,7 @@ def _fetch(name: str, value: Any) -> FetchOptions:
     return FetchOptions.uncounted(value)
 
 
-def _workers(name: str, value: Any) -> Any:
+def _workers(name: str, value: object) -> Any:
     if not isinstance(value, RayWorkers):
         if value not in ("process", "thread"):
             raise ValueError(
@@ -255,7 +255,7 @@ def _workers(name: str, value: Any) -> Any:
     return value
 
 
-def _num_workers(name: str, value: Any) -> Any:
+def _num_workers(name: str, value: object) -> Any:
     del name
     if value == "auto":
         value = AutoScale()
@@ -263,7 +263,7 @@ def _num_workers(name: str, value: Any) -> Any:
     return StartingWorkers.of(value) if isinstance(value, AutoScale) else value
 
 
-def _pin_memory(name: str, value: Any) -> Any:
+def _pin_memory(name: str, value: object) -> Any:
     if isinstance(value, str):
         check_choice(name, value, (False, True, IN_PLACE))
     return value

@@ -101,7 +101,7 @@ def share(dataset: T) -> T:
     return cast(T, _Walk(lambda value, path: forms[id(value)]).over(dataset))
 
 
-def large_containers(dataset: Any, least: int) -> list[tuple[str, Any]]:
+def large_containers(dataset: object, least: int) -> list[tuple[str, Any]]:
     """Path and value of the lists, tuples and dictionaries of a dataset that :func:`share` could share.
 
     Args:
@@ -126,7 +126,7 @@ class _Walk:
         self._form = form
         self._seen: set[int] = set()
 
-    def over(self, root: Any) -> Any:
+    def over(self, root: object) -> Any:
         """Walk over a dataset or a container; returns the dataset, or the form of the container."""
         if isinstance(root, (*_CONTAINERS, np.ndarray, SharedList, SharedDict)):
             return self._replaced(root, type(root).__qualname__, 0)
@@ -253,7 +253,7 @@ class SharedList(Column, Sequence[T]):
     def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -269,13 +269,13 @@ class SharedList(Column, Sequence[T]):
     def __radd__(self, other: Any) -> list[T]:
         return [*other, *self]
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, copy: object = None) -> np.ndarray[Any, Any]:
         return np.asarray(list(self), dtype)
 
     def __repr__(self) -> str:
         return f"SharedList({_summary(self)})"
 
-    def _read_only(self, *_: Any) -> NoReturn:
+    def _read_only(self, *_: object) -> NoReturn:
         raise TypeError("a SharedList cannot be changed: change the list before minato.share()")
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _read_only
@@ -319,7 +319,7 @@ class SharedDict(Mapping[K, V]):
     def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Self:
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def __getitem__(self, key: K) -> V:
@@ -364,7 +364,7 @@ class SharedDict(Mapping[K, V]):
     def __repr__(self) -> str:
         return f"SharedDict({_summary(self)})"
 
-    def _read_only(self, *_: Any, **__: Any) -> NoReturn:
+    def _read_only(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
             "a SharedDict cannot be changed: change the dictionary before minato.share()"
         )
@@ -393,13 +393,13 @@ def _attach(kind: type[Any], memory: ReadOnlyMemory, layout: Any) -> Any:
     return container
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     if isinstance(one, (np.ndarray, torch.Tensor)):
         return type(one) is type(other) and bool(np.all(np.asarray(one == other)))
     return bool(one == other)
 
 
-def _within(where: Callable[[int], str], key: Any) -> Callable[[int], str]:
+def _within(where: Callable[[int], str], key: object) -> Callable[[int], str]:
     return lambda i: f"{where(i)}[{key!r}]"
 
 
@@ -408,7 +408,7 @@ def _summary(items: Any) -> str:
     return f"{len(items)} items: {shown}{', …' if len(items) > 3 else ''}"
 
 
-def _hash(key: Any) -> int | None:
+def _hash(key: object) -> int | None:
     """A hash that is the same in every process; None for what cannot be a key."""
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))

@@ -11,7 +11,7 @@ from minato._core._seeding_py import _GOLDEN, _MASK, _avalanche
 __all__ = ["Arrivals", "Occurrences", "sum_of_hashes"]
 
 
-def _hash(index: Any, hash_other: Callable[[Any], int]) -> int:
+def _hash(index: object, hash_other: Callable[[Any], int]) -> int:
     number = index if type(index) is int else hash_other(index)
     return _avalanche((number & _MASK) + _GOLDEN)
 

@@ -78,7 +78,7 @@ class Packer:
         self._spec = spec
         self._n = n
 
-    def fits(self, sample: Any) -> bool:
+    def fits(self, sample: object) -> bool:
         """Whether :meth:`pack` could write this sample; nothing is written."""
         room = np.empty(self._item_nbytes, np.uint8)
         try:
@@ -86,7 +86,7 @@ class Packer:
         except Exception:  # only what an unusual sample raises when it is looked at
             return False
 
-    def pack(self, sample: Any, address: int, k: int) -> list[Any] | tuple[()] | None:
+    def pack(self, sample: object, address: int, k: int) -> list[Any] | tuple[()] | None:
         """Write a sample to its place in the region, and nowhere else.
 
         Args:
@@ -207,7 +207,7 @@ def _write(
     raise AssertionError(spec)
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: object) -> bool:
     """Whether it is an ordinary tensor in host memory that needs no gradient and has no lazy operation."""
     return (
         type(x) is torch.Tensor

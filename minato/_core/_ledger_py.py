@@ -6,7 +6,6 @@ The readable specification of the compiled ledger: the same records, each operat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from minato._core._claims_py import Claims
 from minato._core._records_py import (
@@ -44,7 +43,7 @@ class Ledger(Claims):
     """
 
     def __init__(
-        self, buffer: Any, sizes: tuple[int, int, int] | None = None, lock_fd: int = -1
+        self, buffer: object, sizes: tuple[int, int, int] | None = None, lock_fd: int = -1
     ) -> None:
         super().__init__(buffer, sizes, lock_fd)
         self._live: dict[

@@ -14,7 +14,7 @@ __all__ = ["run_steps"]
 
 def run_steps(
     steps: tuple[Callable[[Any], Any], ...],
-    value: Any,
+    value: object,
     index: int,
     deadline_ns: int,
     laps: Buffer | None = None,

@@ -62,7 +62,7 @@ def flatten(spec: tuple[Any, ...]) -> list[SpecNode]:
     raise ValueError(f"not a node of a spec: {spec!r}")
 
 
-def _is_container(tag: Any, exact: Any, length: int) -> bool:
+def _is_container(tag: object, exact: object, length: int) -> bool:
     match tag:
         case "list":
             return exact is list

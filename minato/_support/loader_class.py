@@ -33,7 +33,7 @@ class StandIn(ABCMeta):
     abstract base classes can be mixed into a loader, as with torch's.
     """
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         if cls is _standing_in and isinstance(instance, TorchDataLoader):
             return True
         return super().__instancecheck__(instance)
@@ -44,7 +44,7 @@ class StandIn(ABCMeta):
         return super().__subclasscheck__(subclass)
 
 
-def is_made(loader: Any) -> bool:
+def is_made(loader: object) -> bool:
     """Whether our ``__init__`` made a loader, or it passes on what it is asked to one that was.
 
     A subclass that takes torch's name for its base may set torch's attributes itself. It is a loader of torch's then.
@@ -65,7 +65,7 @@ class _MadeOnly:
         self.__doc__ = method.__doc__
         self._name = method.__name__
 
-    def __get__(self, instance: Any, owner: type) -> Any:
+    def __get__(self, instance: object, owner: type) -> Any:
         if instance is not None and not is_made(instance):
             raise AttributeError(
                 f"{type(instance).__name__!r} object has no attribute {self._name!r}"

@@ -68,11 +68,11 @@ class _StorageBytes:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return _storage_tensor, (pickle.PickleBuffer(self._bytes),)
 
 
-def _storage_tensor(data: Any) -> torch.Tensor:
+def _storage_tensor(data: object) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -167,7 +167,7 @@ class SidePickler(pickle.Pickler):
 class _ChildPickler(reduction.ForkingPickler):
     """Pickles for a child that is being started: as multiprocessing does, and what no child can import by value."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         return _by_value(value, self.dispatch_table) if _stays_behind(value) else NotImplemented
 
 
@@ -177,7 +177,7 @@ class ForChild:
     The start happens within :func:`holding_descriptors`.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._value = value
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -201,13 +201,13 @@ def holding_descriptors() -> Iterator[None]:
             os.close(descriptor)
 
 
-def _for_child(value: Any) -> bytes:
+def _for_child(value: object) -> bytes:
     file = io.BytesIO()
     _ChildPickler(file, 5).dump(value)
     return file.getvalue()
 
 
-def _refuse_shared(value: Any) -> None:
+def _refuse_shared(value: object) -> None:
     storages = torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage
     if isinstance(value, storages) and value.device.type == "cpu" and value.is_shared():
         raise pickle.PicklingError("a tensor in shared memory would become a copy")
@@ -250,7 +250,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _stays_behind(value: Any) -> bool:
+def _stays_behind(value: object) -> bool:
     """Whether no new process can import a class or function: it has no name there, or its main module is left out."""
     if not isinstance(value, (type, FunctionType)) or value.__module__ in ("builtins", None):
         return False
@@ -331,7 +331,7 @@ def _define(data: bytes) -> Any:
     return value
 
 
-def dumps(value: Any, purpose: Purpose = "sample") -> tuple[memoryview, list[memoryview]]:
+def dumps(value: object, purpose: Purpose = "sample") -> tuple[memoryview, list[memoryview]]:
     """Pickle an object; returns the pickle and its buffers as flat bytes, valid while the object is unchanged."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
@@ -347,7 +347,7 @@ def advise(error: Exception) -> None:
         warnings.warn(_ADVICE, stacklevel=2)
 
 
-def check_picklable(name: str, value: Any) -> None:
+def check_picklable(name: str, value: object) -> None:
     """Find out which part of an object cannot be sent to a process that is being started.
 
     Args:
@@ -375,7 +375,7 @@ def check_picklable(name: str, value: Any) -> None:
     ) from error
 
 
-def _failure(value: Any) -> Exception | None:
+def _failure(value: object) -> Exception | None:
     try:
         with pickling_for_a_child():
             _for_child(value)
@@ -384,7 +384,7 @@ def _failure(value: Any) -> Exception | None:
     return None
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):

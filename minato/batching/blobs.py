@@ -69,7 +69,7 @@ class BlobWriter:
         self.has_unsendable = False
         """Whether a sample could not be pickled for another worker."""
 
-    def attach(self, batch: int, place: int, value: Any, kind: int) -> None:
+    def attach(self, batch: int, place: int, value: object, kind: int) -> None:
         """Attach an object to a place; if it cannot be pickled, the error that says so."""
         try:
             offset, nbytes = self.put(batch, value, kind)
@@ -86,7 +86,7 @@ class BlobWriter:
         self._ledger.attach(place, offset | kind, nbytes)
 
     def attach_error(
-        self, batch: int, place: int, error: BaseException, index: Any, state: GetState | None
+        self, batch: int, place: int, error: BaseException, index: object, state: GetState | None
     ) -> None:
         """Attach the exception of a sample, with the state of the dataset after it if there is one."""
         if isinstance(error, StopIteration):
@@ -115,14 +115,14 @@ class BlobWriter:
         self._ledger.attach(place, offset | END_BLOB, nbytes)
 
     def put(
-        self, batch: int, value: Any, kind: int, purpose: Purpose = "sample"
+        self, batch: int, value: object, kind: int, purpose: Purpose = "sample"
     ) -> tuple[int, int]:
         """Put an object into the store; returns its offset and size (see :meth:`Store.put`)."""
         return self._store.put(
             lambda nbytes: self._ledger.allocate(batch, nbytes), value, purpose, kind
         )
 
-    def put_error(self, batch: int, error: Any, kind: int) -> tuple[int, int]:
+    def put_error(self, batch: int, error: object, kind: int) -> tuple[int, int]:
         """Put an error into the store; offset 0 if the slot has no room for it, which the reader then reports."""
         try:
             return self.put(batch, error, kind)

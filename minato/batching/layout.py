@@ -88,7 +88,7 @@ class Layout:
         """Number of ``str`` and ``bytes`` in a sample."""
 
     @staticmethod
-    def infer(sample: Any, likely: Layout | None = None) -> Layout | None:
+    def infer(sample: object, likely: Layout | None = None) -> Layout | None:
         """Derive the layout of batches from a first sample.
 
         Args:
@@ -116,7 +116,7 @@ class Layout:
         """Return the layout that :meth:`to_bytes` wrote, the same object for the same bytes."""
         return _load(data)
 
-    def _fits(self, sample: Any) -> bool:
+    def _fits(self, sample: object) -> bool:
         """Return whether a packer knows that a sample has this layout."""
         if self._packer is None or (self._may_have_formats and formats_matter()):
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from minato._compat import ExceptionWrapper
 from minato._core.limits import slot_overflow
@@ -25,7 +25,7 @@ class SampleError:
     """
 
     def __init__(
-        self, error: ExceptionWrapper | BaseException, key: Any = None, state: Any = None
+        self, error: ExceptionWrapper | BaseException, key: object = None, state: object = None
     ) -> None:
         self.error = error
         self.key = key
@@ -50,7 +50,7 @@ class SampleError:
             del error
 
 
-def raise_sample_error(error: Any) -> NoReturn:
+def raise_sample_error(error: object) -> NoReturn:
     """Raise the exception in an object that was read as an error.
 
     Raises:

@@ -51,7 +51,7 @@ def rules_hold() -> bool:
     return collates_by_default() and not (torch_modes() and torch.empty(0).device.type != "cpu")
 
 
-def describe(sample: Any) -> Spec | None:
+def describe(sample: object) -> Spec | None:
     """Describe a sample as a spec with all offsets 0; None if torch itself has to collate such samples."""
     return _infer(sample, _MAX_DEPTH)
 
@@ -142,7 +142,7 @@ def _keeps_its_format(dim: int, strides: tuple[int, ...]) -> bool:
     return dim in CHANNELS_NDIMS and strides[1] < strides[-1] and formats_matter()
 
 
-def _is_namedtuple(x: Any) -> bool:
+def _is_namedtuple(x: object) -> bool:
     """Return whether torch builds a named tuple again, and reads it as the tuple it is."""
     kind = type(x)
     return (

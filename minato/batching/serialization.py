@@ -51,7 +51,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(
-        self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
+        self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
         """Store an object; returns ``(offset, nbytes)`` for ``get``. The offset is a multiple of 64.
 
@@ -61,7 +61,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
+    def get(self, offset: int, nbytes: int, lease: object = None, kind: int = 0) -> Any:
         """Return the object at ``offset``.
 
         Args:
@@ -84,7 +84,7 @@ class SharedStore(Store):
         self._segment = segment
 
     def put(
-        self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
+        self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
         """Pickle an object into the arena. Raises the exception of its pickling."""
         data, raws = dumps(value, purpose)
@@ -174,7 +174,7 @@ class LocalStore(Store):
         self._values = {offset: value for offset, value in self._values.items() if offset in kept}
 
     def put(
-        self, allocate: Allocate, value: Any, purpose: Purpose = "sample", kind: int = 0
+        self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
         """Store a reference to an object."""
         with self._lock:
@@ -182,7 +182,7 @@ class LocalStore(Store):
         self._values[offset] = value
         return offset, 0
 
-    def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
+    def get(self, offset: int, nbytes: int, lease: object = None, kind: int = 0) -> Any:
         """Return the object itself, and remove it."""
         return self._values.pop(offset)
 

@@ -164,7 +164,7 @@ class BatchWriter:
         batch: int,
         place: int,
         error: BaseException,
-        index: Any,
+        index: object,
         state: GetState | None = None,
     ) -> None:
         """Write the exception of a sample at its place; the caller then fills the place.
@@ -226,7 +226,7 @@ class BatchWriter:
             layout.stack(self._segment.array, offset, count, k, tensors, kept_nbytes)
         return tensors is not None
 
-    def _fields(self, batch: int, sample: Any) -> _Fields | None:
+    def _fields(self, batch: int, sample: object) -> _Fields | None:
         """Return the fields of a batch; None if it has none yet and this sample has no layout."""
         generation, layout_offset, count = self._ledger.fields(batch)
         fields = self._open.get(batch)
@@ -246,7 +246,7 @@ class BatchWriter:
         self._open[batch] = fields
         return fields
 
-    def _infer(self, sample: Any) -> Layout | None:
+    def _infer(self, sample: object) -> Layout | None:
         layout = Layout.infer(sample, self._last)
         if layout is not None:
             self._last = layout

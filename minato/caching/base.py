@@ -116,7 +116,7 @@ class Cache(ABC):
         self.counters.add(hits=1)
         return True, sample
 
-    def put(self, key: bytes, sample: Any) -> None:
+    def put(self, key: bytes, sample: object) -> None:
         """Keep a sample if the quota allows it; after a failure of the store, this process keeps no more."""
         if not self._takes:
             self.counters.add(errors=1)

@@ -71,12 +71,12 @@ class CachedDataset(Dataset[Any]):
             self._cache.put(place, sample)
         return sample
 
-    def _run(self, sample: Any) -> Any:
+    def _run(self, sample: object) -> Any:
         for step in self._steps:
             sample = step(sample)
         return sample
 
-    def _place(self, index: Any) -> bytes:
+    def _place(self, index: object) -> bytes:
         return fingerprint(self._prefix, index)
 
     def _drawn(self) -> Any:
@@ -90,7 +90,7 @@ class CachedDataset(Dataset[Any]):
             torch.random.get_rng_state().numpy().tobytes(),
         )
 
-    def _check(self, before: Any) -> None:
+    def _check(self, before: object) -> None:
         if before != self._drawn():
             raise ValueError(
                 "the dataset, or one of the transforms before the cache, draws random numbers, so that every epoch "

@@ -158,21 +158,21 @@ def _disk() -> Any:
     from diskcache.core import MODE_BINARY, MODE_RAW, UNKNOWN
 
     class Disk(diskcache.Disk):  # type: ignore[misc]
-        def __init__(self, directory: str, **settings: Any) -> None:
+        def __init__(self, directory: str, **settings: object) -> None:
             super().__init__(directory, **settings)
             self.directory = directory
 
-        def get(self, key: Any, raw: bool) -> Any:
+        def get(self, key: object, raw: bool) -> Any:
             return super().get(key, raw) if raw else b""
 
-        def store(self, value: Any, read: bool, key: Any = UNKNOWN) -> Any:
+        def store(self, value: object, read: bool, key: object = UNKNOWN) -> Any:
             if type(value) is not bytes or len(value) < self.min_file_size:
                 return super().store(value, read, key=key)
             filename, full_path = self.filename(key, value)
             _write(full_path, value)
             return len(value), MODE_BINARY, filename, None
 
-        def fetch(self, mode: int, filename: Any, value: Any, read: bool) -> bytes:
+        def fetch(self, mode: int, filename: Any, value: object, read: bool) -> bytes:
             """The entry; empty, which no whole one is, if it is something else."""
             if mode == MODE_RAW and type(value) is bytes:
                 return value

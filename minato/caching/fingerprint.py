@@ -19,7 +19,7 @@ _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 """Types whose ``repr`` is complete."""
 
 
-def fingerprint(*parts: Any) -> bytes:
+def fingerprint(*parts: object) -> bytes:
     """Sixteen bytes that change when the code or the parameters of a part do; the same in every run.
 
     Functions count by their byte code, constants, defaults and closures; objects by the functions of their classes and
@@ -83,7 +83,7 @@ class _Hasher:
         else:
             self._object(value)
 
-    def _object(self, value: Any) -> None:
+    def _object(self, value: object) -> None:
         for base in type(value).__mro__:
             for name, attribute in sorted(vars(base).items()):
                 if isinstance(attribute, FunctionType):

@@ -94,7 +94,7 @@ class Cuda:
         with torch.cuda.stream(self._copies.stream):
             yield
 
-    def copy(self, value: Any) -> Any:
+    def copy(self, value: object) -> Any:
         """Queue a copy, from pinned memory: what is not pinned yet is pinned first."""
         assert self._copies is not None
         if isinstance(value, torch.Tensor):

@@ -103,7 +103,7 @@ def device_copier(
 
 
 def copy_batch(
-    accelerator: Accelerator, host: Any, keep: Callable[[DeviceEvent], None]
+    accelerator: Accelerator, host: object, keep: Callable[[DeviceEvent], None]
 ) -> tuple[Any, DeviceEvent]:
     """Queue the copies of a batch; returns the batch on the device, and the event after its copies.
 
@@ -121,7 +121,7 @@ def copy_batch(
     return batch, event
 
 
-def move_leaves(data: Any, move: Callable[[Any], Any]) -> Any:
+def move_leaves(data: object, move: Callable[[Any], Any]) -> Any:
     """Return a batch with ``move`` applied to each tensor and each object that has torch's ``to``.
 
     Containers are rebuilt by the rules of ``torch.utils.data._utils.pin_memory``.

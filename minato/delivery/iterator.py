@@ -101,7 +101,7 @@ class BatchIterator(TorchIterator):
         if not self._source.begin(self._epoch, self._epoch.batches(self._sampler_iter)):
             self._epoch.prefetches_next = False
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: object, first_iter: bool = False) -> None:
         if os.getpid() != self._owner:
             self._enter_child()
         with self._turn:
@@ -161,7 +161,7 @@ class BatchIterator(TorchIterator):
             raise
         return self._pinned(self._source, batch) if self._pin_memory else batch
 
-    def _pinned(self, source: BatchSource, batch: Any) -> Any:
+    def _pinned(self, source: BatchSource, batch: object) -> Any:
         """Return a batch in pinned memory."""
         start_ns = now_ns()
         with in_profile("minato: pin memory"):

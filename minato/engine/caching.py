@@ -20,7 +20,7 @@ def check_cache(
     cache: Cache,
     options: Options,
     transforms: Transforms,
-    dataset: Any,
+    dataset: object,
     num_workers: int,
     persistent_workers: bool,
 ) -> None:
@@ -59,7 +59,7 @@ def check_cache(
         )
 
 
-def wrap_dataset(cache: Cache, dataset: Any, transforms: Transforms) -> tuple[Any, Transforms]:
+def wrap_dataset(cache: Cache, dataset: object, transforms: Transforms) -> tuple[Any, Transforms]:
     """The dataset with cached transforms that workers read, and the remaining transforms."""
     cut = len(transforms) if cache.after is None else cache.after
     return CachedDataset(dataset, transforms.steps[:cut], cache, generators_created), Transforms(

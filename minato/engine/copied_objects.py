@@ -41,7 +41,7 @@ class CopiedObjects:
     warned = False
     """Whether this process has warned: once is enough."""
 
-    def __init__(self, dataset: Any, pool: _Processes) -> None:
+    def __init__(self, dataset: object, pool: _Processes) -> None:
         found = [
             (_nbytes_of(value), len(value), path)
             for path, value in large_containers(dataset, _LEAST_ITEMS)
@@ -50,7 +50,7 @@ class CopiedObjects:
         self._pool = pool
         self._batches = 0
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, *_: object) -> None:
         """An epoch begins."""
 
     def started(self) -> None:
@@ -65,7 +65,7 @@ class CopiedObjects:
     def finish(self) -> None:
         """The epoch is over."""
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         """The loop gets a batch."""
         self._batches += 1
         if self._batches in _AFTER_BATCHES and self.nbytes and not CopiedObjects.warned:
@@ -93,7 +93,7 @@ def _nbytes_of(container: Any) -> int:
     return sys.getsizeof(container) + sum(map(_size, sample)) * len(container) // len(sample)
 
 
-def _size(item: Any) -> int:
+def _size(item: object) -> int:
     parts: Iterable[Any] = ()
     if isinstance(item, Mapping):
         parts = item.values()

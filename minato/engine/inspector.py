@@ -232,7 +232,7 @@ class Inspector:
         self._refuse_attached("coverage()")
         return self._position.coverage()
 
-    def reproduce(self, index: Any, epoch: int | None, seed: int | None, occurrence: int) -> Any:
+    def reproduce(self, index: object, epoch: int | None, seed: int | None, occurrence: int) -> Any:
         """See ``DataLoader.reproduce``."""
         from minato.workers.fetch import Fetcher
 

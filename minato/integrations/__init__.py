@@ -77,7 +77,7 @@ class _ImportHook:
         loader.exec_module = exec_module
 
 
-def counts_batches(batch_sampler: Any) -> bool:
+def counts_batches(batch_sampler: object) -> bool:
     """Whether the trainer assumes that the k-th batch is the k-th of this batch sampler: Lightning's ``predict``.
 
     Otherwise Lightning needs no adapter: it reconstructs loaders from the names of their arguments.

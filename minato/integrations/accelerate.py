@@ -85,7 +85,7 @@ def _building(build: _Build) -> Iterator[None]:
 
 def _rebuilding_alike(rebuild: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(rebuild)
-    def adapted(dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
+    def adapted(dataloader: object, *arguments: object, **keywords: object) -> Any:
         build = _Build(getattr(dataloader, "_rebuilt", None))
         with _building(build):
             result = rebuild(dataloader, *arguments, **keywords)

@@ -33,7 +33,7 @@ class MetricsCallback(Callback):  # type: ignore[misc]  # untyped here: pyprojec
         self._prefix = prefix
         self._logged_at = -1
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: object) -> None:
         """Warn if there is nothing to log."""
         self._logged_at = -1
         found = trainer.train_dataloader
@@ -45,12 +45,12 @@ class MetricsCallback(Callback):  # type: ignore[misc]  # untyped here: pyprojec
                 stacklevel=2,
             )
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *more: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: object, *more: object) -> None:
         """Log after every ``log_every_n_steps`` steps."""
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self._log(trainer)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: object, pl_module: object) -> None:
         """Log the whole epoch."""
         self._log(trainer)
 

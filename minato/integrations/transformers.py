@@ -24,7 +24,12 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # untyped here: p
         self._prefix = prefix
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any
+        self,
+        args: object,
+        state: Any,
+        control: object,
+        logs: dict[str, Any] | None = None,
+        **more: object,
     ) -> None:
         """Add the metrics, except to the logs of an evaluation."""
         if logs is None or not state.is_world_process_zero:

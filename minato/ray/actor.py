@@ -94,7 +94,7 @@ class SampleServer:
         """Return the process id and the name of the machine."""
         return os.getpid(), platform.node()
 
-    def sample(self, key: Any, epoch: int, seed: int | None, occurrence: int) -> SampleResult:
+    def sample(self, key: object, epoch: int, seed: int | None, occurrence: int) -> SampleResult:
         """Run a sample and return its result, or the exception that it raised.
 
         Args:
@@ -127,7 +127,7 @@ class SampleServer:
         cpu_ns = thread_time_ns() - cpu_ns
         return SampleResult(failed, *parts, laps_ns, cpu_ns, size_bytes, self._cursor[0])
 
-    def _bind(self, seed: int | None, epoch: int, key: Any, occurrence: int) -> None:
+    def _bind(self, seed: int | None, epoch: int, key: object, occurrence: int) -> None:
         if seed is None:
             return
         if self._randomness is None or self._randomness.base_seed != seed:
@@ -142,7 +142,7 @@ def _pickler() -> type[SidePickler]:
     class Pickler(SidePickler, cloudpickle.Pickler):  # type: ignore[misc]
         """Pickles arrays out of band, and definitions of the user's main module by value."""
 
-        def reducer_override(self, value: Any) -> Any:
+        def reducer_override(self, value: object) -> Any:
             reduced = super().reducer_override(value)
             if reduced is NotImplemented:
                 reduced = cloudpickle.Pickler.reducer_override(self, value)
@@ -151,7 +151,7 @@ def _pickler() -> type[SidePickler]:
     return Pickler
 
 
-def _pack(value: Any) -> tuple[bytes, list[Any]]:
+def _pack(value: object) -> tuple[bytes, list[Any]]:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     _pickler()(file, buffers, "result").dump(value)

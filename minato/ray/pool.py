@@ -86,7 +86,7 @@ class ActorGroup:
         for actor in actors:
             self._end(actor)
 
-    def _end(self, actor: Any) -> None:
+    def _end(self, actor: object) -> None:
         with contextlib.suppress(Exception):  # the actor has ended with the connection
             kill_actor(self._ray, actor)
 

@@ -157,7 +157,7 @@ class CostBatchSampler(Sampler[list[int]]):
         return batches
 
 
-def _checked(costs: Any, size: int | None) -> Costs:
+def _checked(costs: object, size: int | None) -> Costs:
     if callable(costs):
         if size is None:
             raise ValueError("costs is a function: give size, the number of samples, too")

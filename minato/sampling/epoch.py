@@ -108,7 +108,7 @@ class Epoch:
         """The seed of another epoch of the same iterator, by the loader's ``seed`` if it has one."""
         return self.drawn_seed_in(epoch) if self._spec.seed is None else self._spec.seed
 
-    def batches(self, indices: Any) -> Iterator[Any]:
+    def batches(self, indices: object) -> Iterator[Any]:
         """The indices of each remaining batch, from ``iter(sampler)``.
 
         Raises:
@@ -127,7 +127,7 @@ class Epoch:
         self._state = self._default = None
         return map(self.progress.requested, batches)
 
-    def _remaining(self, indices: Any) -> Iterator[Any]:
+    def _remaining(self, indices: object) -> Iterator[Any]:
         spec = self._spec
         if spec.streams:
             return sizes_of(indices, spec.batched)
@@ -166,7 +166,7 @@ class Epoch:
             return itertools.chain([first], batches)
         return redrawn(samplers=False)
 
-    def _from_start(self, indices: Any) -> Iterator[Iterator[Any]]:
+    def _from_start(self, indices: object) -> Iterator[Iterator[Any]]:
         """All batches, in one or two parts."""
         sampler = self._spec.index_sampler
         if isinstance(sampler, InterleavedRanks):  # torch iterates over this rank's own sampler
@@ -181,7 +181,7 @@ class Epoch:
         # If the state says that the sampler's last iterator had ended, only the next one starts at the beginning.
         yield batches if first else self._indices(iter(sampler))
 
-    def _indices(self, indices: Any) -> Iterator[Any]:
+    def _indices(self, indices: object) -> Iterator[Any]:
         spec = self._spec
         whole = bool(getattr(spec.dataset, "__getitems__", None))
         batches = index_batches(indices, spec.batched, whole)

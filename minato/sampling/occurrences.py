@@ -45,7 +45,7 @@ class Recurring:
             yield Again(index, occurrence) if occurrence else index
 
 
-def indices_of(batch: Any) -> Any:
+def indices_of(batch: object) -> Any:
     """Return the indices of a batch as the sampler yielded it; ``Again`` stays in a batch that was cut again."""
     return batch.indices if type(batch) is Recurring else batch
 

@@ -136,7 +136,7 @@ class Position:
         )
         return self.last, dataset_states
 
-    def _advance(self, sampler: Any, persists: bool) -> int:
+    def _advance(self, sampler: object, persists: bool) -> int:
         """Go to the next epoch, by ``set_epoch`` of sampler or loader if it was called; returns its ``drawn_epoch``."""
         of_sampler, is_set = epoch_of(sampler), self._is_set
         self._is_set = False
@@ -183,7 +183,7 @@ class Position:
             else last.dataset_states.to_plain(),
         }
 
-    def load(self, spec: SamplingSpec, state: Any, copies: int) -> None:
+    def load(self, spec: SamplingSpec, state: object, copies: int) -> None:
         """Set the state that the next iterator resumes.
 
         Args:

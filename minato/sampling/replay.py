@@ -73,7 +73,7 @@ class OrderRecord:
         self._write({"end": self._batches})
         self._close()
 
-    def _write(self, line: Any) -> None:
+    def _write(self, line: object) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         write_all(self._descriptor, data, self._path)
 
@@ -100,11 +100,11 @@ def _line(raw: bytes) -> Any:
         return None
 
 
-def _is_batch(line: Any) -> bool:
+def _is_batch(line: object) -> bool:
     return isinstance(line, list) and all(map(_is_key, line))
 
 
-def _is_key(index: Any) -> bool:
+def _is_key(index: object) -> bool:
     if type(index) is list:
         return (
             len(index) == 2

@@ -75,7 +75,10 @@ def index_batches(index_sampler: Any, batched: bool, whole: bool = False) -> Ite
 
 
 def counted(
-    batches: Iterator[Any], index_sampler: Any, length: int | None, index_hash: Callable[[Any], int]
+    batches: Iterator[Any],
+    index_sampler: object,
+    length: int | None,
+    index_hash: Callable[[Any], int],
 ) -> Iterator[Any]:
     """Return all batches of an epoch, with each index marked that occurs again in it.
 
@@ -106,7 +109,7 @@ def _may_repeat(sampler: Any) -> bool:
     return type(sampler) not in (SequentialSampler, DistributedSampler, *SEEDED)
 
 
-def _alone(index: Any) -> list[Any]:
+def _alone(index: object) -> list[Any]:
     return [index]
 
 
@@ -115,7 +118,7 @@ def _as_given(indices: Any) -> Any:
     return indices if isinstance(indices, kept) else list(indices)
 
 
-def largest_batch(index_sampler: Any, batched: bool) -> int:
+def largest_batch(index_sampler: object, batched: bool) -> int:
     """Return the largest number of samples in a batch, if ``batch_size`` or a list of batches shows it; else 1."""
     size = getattr(index_sampler, "batch_size", None)
     if batched and isinstance(index_sampler, (list, tuple)):

@@ -55,7 +55,7 @@ def signature(spec: SamplingSpec, sources: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def checked(state: Any, mine: dict[str, Any], copies: int) -> dict[str, Any]:
+def checked(state: object, mine: dict[str, Any], copies: int) -> dict[str, Any]:
     """A copy of a state, if it is one and belongs to a loader with this signature.
 
     Args:
@@ -108,15 +108,15 @@ def _check(name: str, state: dict[str, Any], fits: Callable[[Any], bool]) -> Non
         raise ValueError(f"the state is damaged: {name!r} is {reprlib.repr(state[name])}")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and 0 <= value < _INT64
 
 
-def _is_int64(value: Any) -> bool:
+def _is_int64(value: object) -> bool:
     return isinstance(value, int) and -_INT64 <= value < _INT64
 
 
-def _are_dataset_states(value: Any) -> bool:
+def _are_dataset_states(value: object) -> bool:
     if value is None:
         return True
     return (
@@ -134,7 +134,7 @@ def _are_dataset_states(value: Any) -> bool:
     )
 
 
-def _is_done(value: Any) -> bool:
+def _is_done(value: object) -> bool:
     if not isinstance(value, dict) or value.keys() != {"ranges", "batches", "delivered", "skipped"}:
         return False
     tallies, ranges = (value["delivered"], value["skipped"]), value["ranges"]
@@ -173,7 +173,7 @@ def completed_from_plain(plain: dict[str, Any]) -> Completed:
     )
 
 
-def is_stateful(thing: Any) -> bool:
+def is_stateful(thing: object) -> bool:
     """Whether an object has ``state_dict()``, which takes no arguments, and ``load_state_dict``.
 
     The weights of a module are not the state of its data, and a class has no state.

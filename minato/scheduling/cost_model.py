@@ -27,13 +27,13 @@ class CostModel:
     def __init__(self) -> None:
         self._costs = array("f")  # 0: not seen; single elements are faster than NumPy's
 
-    def predict(self, index: Any) -> float | None:
+    def predict(self, index: object) -> float | None:
         """The cost of a sample in ns; None if it is unknown."""
         if isinstance(index, int) and 0 <= index < len(self._costs):
             return self._costs[index] or None
         return None
 
-    def observe(self, index: Any, cost_ns: float) -> None:
+    def observe(self, index: object, cost_ns: float) -> None:
         """Record the cost of a sample; only indices that are integers from 0 to 2**25 count."""
         if not isinstance(index, int) or not 0 <= index < _MAX_INDICES:
             return

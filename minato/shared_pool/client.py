@@ -152,7 +152,7 @@ class PoolClient:
         if os.getpid() == self._owner:
             self._close_if_unused()
 
-    def _send(self, kind: str, number: int, more: Any = None) -> None:
+    def _send(self, kind: str, number: int, more: object = None) -> None:
         if os.getpid() != self._owner:
             return
         self._outbox.append((kind, number, more))

@@ -143,7 +143,7 @@ class RemoteArena:
             slot.start <= start and start + nbytes <= slot.end for start, nbytes in places if start
         )
 
-    def received(self, descriptor: BatchDescriptor, portion: Any) -> BatchHandle:
+    def received(self, descriptor: BatchDescriptor, portion: object) -> BatchHandle:
         """Return a handle of the batch, which this process opens."""
         return BatchHandle(
             self.segment, descriptor, portion, functools.partial(self._open, descriptor)

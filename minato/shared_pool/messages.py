@@ -126,28 +126,28 @@ def _parsed(data: bytes) -> Any:
         raise ValueError("a message that is nested too deeply") from None
 
 
-def _count(value: Any, limit: int = _LARGEST) -> int:
+def _count(value: object, limit: int = _LARGEST) -> int:
     if type(value) is not int or not 0 <= value < limit:
         raise ValueError("a number is missing or out of range")
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if type(value) is not str:
         raise ValueError("expected a string")
     return value
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _pair(value: object) -> tuple[int, int]:
     first, second = _items(value)
     return _count(first), _count(second)
 
 
-def _pairs(value: Any) -> Pairs:
+def _pairs(value: object) -> Pairs:
     return tuple(map(_pair, _items(value)))
 
 
-def _unflat(value: Any) -> Pairs:
+def _unflat(value: object) -> Pairs:
     """Return the pairs of a flat list."""
     items = _items(value)
     if len(items) % 2 or set(map(type, items)) - {int} or min(items, default=0) < 0:
@@ -156,25 +156,25 @@ def _unflat(value: Any) -> Pairs:
     return tuple(zip(items[::2], items[1::2], strict=True))
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> list[Any]:
     if type(value) is not list:
         raise ValueError("expected a list")
     return value
 
 
-def _slot(value: Any) -> Slot:
+def _slot(value: object) -> Slot:
     start, end = _pair(value)
     if start > end:
         raise ValueError("a slot ends before it starts")
     return Slot(start, end)
 
 
-def _place(value: Any) -> tuple[int, Slot]:
+def _place(value: object) -> tuple[int, Slot]:
     arena, slot = _items(value)
     return _count(arena), _slot(slot)
 
 
-def _descriptor(value: Any) -> BatchDescriptor:
+def _descriptor(value: object) -> BatchDescriptor:
     slot, layout, result, failed, texts, nbytes = _items(value)
     if type(failed) is not bool:
         raise ValueError("expected a bool")
@@ -183,11 +183,11 @@ def _descriptor(value: Any) -> BatchDescriptor:
     )
 
 
-def _tally(value: Any) -> tuple[int, int]:
+def _tally(value: object) -> tuple[int, int]:
     samples, hashes = _items(value)
     return _count(samples), _count(hashes, _MODULUS)
 
 
-def _rank_completed(value: Any) -> RankCompleted:
+def _rank_completed(value: object) -> RankCompleted:
     ranges, batches, delivered, skipped = _items(value)
     return RankCompleted(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))

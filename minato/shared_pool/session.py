@@ -137,8 +137,8 @@ class PoolSession:
         self,
         dataset: Any,
         shuffle: bool | None,
-        sampler: Any,
-        batch_sampler: Any,
+        sampler: object,
+        batch_sampler: object,
         drop_last: bool,
         seed: int | None,
     ) -> tuple[bool | None, Any]:
@@ -321,5 +321,5 @@ class PoolSession:
         return self._server
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -89,7 +89,7 @@ class Cassandra(KeyedSource):
         decode: Callable[[dict[str, Any]], Any] | None = None,
         retry: Retry | None = None,
         make_cluster: Callable[..., Cluster] = Cluster,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         super().__init__(keys, decode, retry)
         self._hosts = [hosts] if isinstance(hosts, str) else list(hosts)
@@ -153,7 +153,7 @@ class Cassandra(KeyedSource):
         """Close the session of this process; the next read opens a new one. The driver keeps one idle thread."""
         self._sessions.close()
 
-    def _fetch(self, key: Any) -> dict[str, Any]:
+    def _fetch(self, key: object) -> dict[str, Any]:
         _, session, select = self._opened()
         return self._sample(key, list(session.execute(select, (key,))))
 
@@ -197,7 +197,7 @@ class Cassandra(KeyedSource):
         )
         return True
 
-    def _completed(self, key: Any, rows: list[Any]) -> Any:
+    def _completed(self, key: object, rows: list[Any]) -> Any:
         return self._decoded(key, self.attempt(f"key {key!r}", lambda: self._sample(key, rows)))
 
     async def __aget__(self, index: int) -> Any:
@@ -206,7 +206,7 @@ class Cassandra(KeyedSource):
         row = await self.attempt_async(f"key {key!r}", lambda: self._fetch_later(key))
         return self._decoded(key, row)
 
-    async def _fetch_later(self, key: Any) -> dict[str, Any]:
+    async def _fetch_later(self, key: object) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[list[Any]] = loop.create_future()
 
@@ -228,7 +228,7 @@ class Cassandra(KeyedSource):
         )
         return self._sample(key, await arrived)
 
-    def _sample(self, key: Any, rows: list[Any]) -> dict[str, Any]:
+    def _sample(self, key: object, rows: list[Any]) -> dict[str, Any]:
         if not rows:
             raise LookupError(key)
         if len(rows) > 1:

@@ -73,7 +73,7 @@ class Objects(KeyedSource):
         decode: Callable[[bytes], Any] | None = None,
         retry: Retry | None = None,
         client_options: dict[str, Any] | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         super().__init__(keys, decode, retry)
         self.place = Place(url)
@@ -200,7 +200,7 @@ def _whole(key: str | Part, value: bytes, size: int) -> bytes:
     return value
 
 
-def _forget(store: Any) -> None:
+def _forget(store: object) -> None:
     """Nothing to do: a store closes its connections when it is collected."""
 
 

@@ -46,7 +46,7 @@ class Postgres(TableSource):
         keys: Sequence[Any] | None = None,
         decode: Callable[[dict[str, Any]], Any] | None = None,
         retry: Retry | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         super().__init__(table, key, columns, where, keys, decode, retry)
         self._settings = Settings({**_parsed(conninfo), **settings})

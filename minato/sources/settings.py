@@ -55,7 +55,7 @@ class Env:
 class _Secret:
     """A secret value: its ``repr`` hides it, and it is pickled only for a worker that is being started."""
 
-    def __init__(self, name: str, value: Any) -> None:
+    def __init__(self, name: str, value: object) -> None:
         self._name = name
         self._value = value
 

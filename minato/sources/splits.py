@@ -130,7 +130,7 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
         raise ValueError(f"{os.fspath(path)!r} holds no splits of format {_FORMAT}") from None
 
 
-def _plain(key: Any) -> Any:
+def _plain(key: object) -> Any:
     """A key as JSON; types that JSON lacks become an object that names the type."""
     if isinstance(key, bytes):
         return {"bytes": key.hex()}
@@ -147,7 +147,7 @@ def _plain(key: Any) -> Any:
     )
 
 
-def _key(plain: Any) -> Any:
+def _key(plain: object) -> Any:
     if not isinstance(plain, dict):
         return plain
     ((kind, value),) = plain.items()

@@ -99,7 +99,7 @@ class TableSource(KeyedSource):
         sample.pop(self.key, None)
         return sample
 
-    def _fetch(self, key: Any) -> dict[str, Any]:
+    def _fetch(self, key: object) -> dict[str, Any]:
         rows, names = self._query(f"{self._select()} = {self.placeholder}", (key,))
         if not rows:
             raise LookupError(key)

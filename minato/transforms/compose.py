@@ -70,7 +70,7 @@ class Transforms:
         length = len(self.steps)
         return {f"transforms[{i - length}]": step for i, step in enumerate(self.steps)}
 
-    def run(self, value: Any) -> Any:
+    def run(self, value: object) -> Any:
         """Return ``value`` after all transforms."""
         for step in self.steps:
             value = step(value)
@@ -78,7 +78,7 @@ class Transforms:
 
     def resume(
         self,
-        value: Any,
+        value: object,
         index: int,
         deadline_ns: int,
         laps: Buffer | None = None,
@@ -140,7 +140,7 @@ def _name(step: Step) -> str:
     return name.replace("<locals>.", "")
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     text = repr(value)
     if len(text) > 80:
         text = text[:77] + "..."

@@ -103,7 +103,7 @@ class OwnedGenerators:
                 self._held.append(generator)
 
 
-def _described(path: str, generator: Any) -> str:
+def _described(path: str, generator: object) -> str:
     kind = type(generator)
     where = f" on {generator.device}" if isinstance(generator, torch.Generator) else ""
     return f"{path} ({kind.__module__}.{kind.__qualname__}{where})"
@@ -149,7 +149,7 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[Found]:
                 continue
 
 
-def _parts(path: str, thing: Any) -> Iterator[Found]:
+def _parts(path: str, thing: object) -> Iterator[Found]:
     """Yield the objects that an object holds, with their paths."""
     if isinstance(thing, _CONTAINERS):
         base = next(each for each in _CONTAINERS if isinstance(thing, each))
@@ -178,7 +178,7 @@ def _parts(path: str, thing: Any) -> Iterator[Found]:
                 yield f"{path}.{name}", value, held.get, name
 
 
-def _attributes(thing: Any) -> dict[str, Any] | None:
+def _attributes(thing: object) -> dict[str, Any] | None:
     try:
         held = object.__getattribute__(thing, "__dict__")
     except Exception:  # a property of that name may raise anything
@@ -240,6 +240,6 @@ def _in_any_process(module: str) -> str:
     return "__main__" if module == "__mp_main__" else module
 
 
-def _is_foreign_generator(thing: Any) -> bool:
+def _is_foreign_generator(thing: object) -> bool:
     """Return whether an object without attributes looks like a generator of another library, for example in C++."""
     return bool(_NAMED_LIKE_ONE.search(type(thing).__name__)) and _attributes(thing) is None

@@ -242,7 +242,7 @@ def index_word(key: Any) -> int:
         return int.from_bytes(_digest(key), "little")
 
 
-def sample_word(key: Any, occurrence: int) -> int:
+def sample_word(key: object, occurrence: int) -> int:
     """Return an integer for an index that was used ``occurrence`` times before in its epoch."""
     word = key if type(key) is int else index_word(key)
     return mix_seed(word, occurrence, _AGAIN) if occurrence else word

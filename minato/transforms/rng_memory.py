@@ -121,7 +121,7 @@ class PythonInMemory:
     def save_rest(self) -> Any:
         return self._generator.gauss_next
 
-    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
         self.load((*copies, rest))
 
     def save(self) -> Any:
@@ -153,7 +153,7 @@ class PythonByCall:
 
     save_rest = save
 
-    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
         self.load(rest)
 
 
@@ -215,7 +215,7 @@ class NumpyInMemory:
     def save_rest(self) -> None:
         """Return None: the spans hold the whole state."""
 
-    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
         self.load(copies)
 
     def save(self) -> Any:
@@ -255,7 +255,7 @@ class NumpyByCall:
 
     save_rest = save
 
-    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
         self.load(rest)
 
 
@@ -345,7 +345,7 @@ class BitsInMemory:
     def save_rest(self) -> None:
         """Return None: the spans hold the whole state."""
 
-    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
         self.load(copies)
 
     def save(self) -> Any:
@@ -359,7 +359,7 @@ class BitsInMemory:
 class BitsByCall:
     """The state of any bit generator of NumPy, by its attribute ``state``."""
 
-    def __init__(self, bits: Any, stream: int) -> None:
+    def __init__(self, bits: object, stream: int) -> None:
         self._bits: Any = bits
         self._words = np.zeros(WORDS if type(bits) is np.random.MT19937 else 8, np.uint32)
         self._increment = _pcg64_increment(stream)
@@ -394,7 +394,7 @@ class BitsByCall:
 
     save_rest = save
 
-    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
         self.load(rest)
 
 
@@ -408,7 +408,7 @@ _PHILOX: dict[str, Any] = {
 _SFC64: dict[str, Any] = {"bit_generator": "SFC64", **_NOTHING_KEPT}
 
 
-def _bits_generator(bits: Any, stream: int) -> MemoryGenerator:
+def _bits_generator(bits: object, stream: int) -> MemoryGenerator:
     order = _pcg64_order()
     known = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM)
     if order is None or _numpy_gauss_offset() is None or type(bits) not in known:
@@ -521,7 +521,7 @@ class TorchByState:
     def save_rest(self) -> Any:
         return None if self.spans else self.save()
 
-    def load_copies(self, copies: list[bytes], rest: Any) -> None:
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
         self.load(_torch_state(_TORCH_KEPT.unpack(b"".join(copies))) if copies else rest)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from minato._core import EventCount, SharedWords
 
@@ -28,7 +27,7 @@ class ActiveWorkers:
 
     NBYTES = 64
 
-    def __init__(self, buffer: Any, offset: int, work: EventCount) -> None:
+    def __init__(self, buffer: object, offset: int, work: EventCount) -> None:
         self._words = SharedWords(buffer, offset, 1)
         self._events = EventCount(buffer, offset + _WORDS_NBYTES)
         self._work = work

@@ -280,7 +280,7 @@ class SampleRetry:
         self._lease = lease
 
     def settle(
-        self, position: int, epoch: int, index: Any, error: BaseException
+        self, position: int, epoch: int, index: object, error: BaseException
     ) -> tuple[Any, BaseException | None]:
         """The outcome of a sample that raised: a sample or SKIP, and None; or None and the error."""
         if not isinstance(error, Exception):

@@ -55,7 +55,7 @@ class Fetcher:
             return self.one
         samples: Iterator[Any] | None = None
 
-        def deal(_: Any) -> Any:
+        def deal(_: object) -> Any:
             nonlocal samples
             if samples is None:
                 fetched = self.many(indices)
@@ -69,7 +69,7 @@ class Fetcher:
 
         return deal
 
-    def single(self, index: Any) -> Any:
+    def single(self, index: object) -> Any:
         """The sample of one index, by a call of its own."""
         return self.each([index])(index)
 

@@ -219,7 +219,7 @@ def _name_modules(used: Iterable[Any]) -> None:
     _server.modules = sorted({*_server.modules, *filter(None, map(_module_of, used))})
 
 
-def _module_of(value: Any) -> str | None:
+def _module_of(value: object) -> str | None:
     name = getattr(value, "__module__", None)
     return name if isinstance(name, str) and name not in ("__main__", "__mp_main__") else None
 

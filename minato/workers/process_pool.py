@@ -261,7 +261,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_parents_workers)
 
 
-def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
+def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: object) -> None:
     """Prepare this process as torch prepares a worker: signal handlers, one thread, seeds, worker info."""
     set_signal_handlers()
     # At exit Python joins the threads of executors; one of them may have forked this process, which would join itself.
@@ -289,7 +289,7 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> None:
+def seed_worker(number: int, num_workers: int, base_seed: int, dataset: object) -> None:
     """Prepare a process that acts for a worker, local or remote: one thread, seeds, worker info."""
     torch.set_num_threads(1)
     seed = base_seed + number
@@ -304,7 +304,7 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: Any) -> 
 
 
 @contextmanager
-def announced(number: int, num_workers: int, base_seed: int, dataset: Any) -> Iterator[None]:
+def announced(number: int, num_workers: int, base_seed: int, dataset: object) -> Iterator[None]:
     """Have torch's ``get_worker_info()`` describe this worker thread; one at a time, as torch keeps one record."""
     with _ANNOUNCED:
         before = announce_worker(number, num_workers, base_seed + number, dataset)

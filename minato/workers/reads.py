@@ -61,7 +61,7 @@ class Read:
 
     def __init__(
         self,
-        key: Any,
+        key: object,
         epoch: int,
         seed: int | None,
         tag: Any,
@@ -374,7 +374,7 @@ class _Bound:
             randomness.restore(state)
 
 
-def reads_of(dataset: Any, limit: int) -> Reads:
+def reads_of(dataset: object, limit: int) -> Reads:
     """Return the kind of reads that the dataset supports.
 
     Args:

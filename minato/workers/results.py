@@ -205,7 +205,12 @@ class ResultWriter:
         sink.publish_if_full(batch, self._ledger.fill_run(self._number, batch, 0, 1))
 
     def free(
-        self, position: int, index: Any, sample: Any, error: BaseException | None, cost_ns: int
+        self,
+        position: int,
+        index: object,
+        sample: object,
+        error: BaseException | None,
+        cost_ns: int,
     ) -> None:
         """Write a sample, or the error that it raised, into a free place."""
         ledger, sink = self._ledger, self._sink
@@ -224,5 +229,5 @@ class ResultWriter:
         return self._fetcher.state if self._fetcher.sends_state else None
 
 
-def _is_skipped(sample: Any) -> bool:
+def _is_skipped(sample: object) -> bool:
     return sample is SKIP

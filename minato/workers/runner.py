@@ -90,7 +90,7 @@ class Runner:
         self,
         settings: RunnerSettings,
         *,
-        lease: Any,
+        lease: object,
         meters: Meters,
         make_randomness: Callable[[int], SampleRandomness] | None = None,
         stage_runner: StageRunner | None = None,
@@ -151,7 +151,9 @@ class Runner:
             if self._stage_runner is not None:
                 self._stage_runner.capture = self._randomness.capture
 
-    def transformed(self, index: Any, value: Any, read_ns: int, transforms: Transforms) -> Any:
+    def transformed(
+        self, index: object, value: object, read_ns: int, transforms: Transforms
+    ) -> Any:
         """The sample of an index whose value was read in another thread in ``read_ns``."""
         if self._stage_runner is None:
             return transforms.run(value)
@@ -399,7 +401,7 @@ def _recorded(
         repeats: The samples have run before, and the earlier results count.
     """
 
-    def fetched(index: Any) -> Any:
+    def fetched(index: object) -> Any:
         begin_ns, position = tracer.now(), lease[0]
         args = {"index": index.key if type(index) is DeferredSample else index, "epoch": epoch}
         try:
@@ -420,7 +422,7 @@ def _recorded(
 def _recorded_batch(fetch: Fetch, tracer: Tracer, batch_size: int, epoch: int) -> Fetch:
     """Return a function like ``fetch``, which loads a whole batch, that also records it."""
 
-    def fetched(index: Any) -> Any:
+    def fetched(index: object) -> Any:
         begin_ns = tracer.now()
         samples = fetch(index)
         count = len(samples) if isinstance(samples, list) else batch_size

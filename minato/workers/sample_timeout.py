@@ -120,7 +120,7 @@ class SampleWatchdog:
                 self._requested = number, process, lease
                 return
 
-    def _finish(self, number: int, process: BaseProcess, lease: Any) -> bool:
+    def _finish(self, number: int, process: BaseProcess, lease: object) -> bool:
         """End a worker whose stack was requested; False while the stack is awaited."""
         if self._ledger.lease(number) != lease or not process.is_alive():
             return True  # the sample or the worker has ended by itself

@@ -396,7 +396,7 @@ class Worker:
             samples, error = self._run_singly(fetcher, position, epoch, indices)
 
     def _write_failed(
-        self, position: int, epoch: int, index: Any, error: BaseException | None, cost_ns: int
+        self, position: int, epoch: int, index: object, error: BaseException | None, cost_ns: int
     ) -> None:
         """Write the outcome of a sample that raised."""
         sample, remaining = None, error

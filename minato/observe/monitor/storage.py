@@ -22,7 +22,7 @@ class StorageCounters:
         reads: The counters of concurrent reads, or None.
     """
 
-    def __init__(self, dataset: Any, cache: Any, reads: Counters | None) -> None:
+    def __init__(self, dataset: object, cache: Any, reads: Counters | None) -> None:
         self._counters = [("source", counters) for counters in _counters_of(dataset)]
         if cache is not None:
             self._counters.append(("cache", cache.counters))
@@ -37,7 +37,7 @@ class StorageCounters:
         return found
 
 
-def _counters_of(dataset: Any) -> Iterator[Counters]:
+def _counters_of(dataset: object) -> Iterator[Counters]:
     seen: set[int] = set()
     left: list[Any] = [dataset]
     while left:

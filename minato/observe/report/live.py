@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 from minato._fork_safety import at_work, forget_in_children
 from minato.observe.report.live_display import Screen, screen_for
@@ -148,7 +147,7 @@ class _Board:
             pause_s = max(screen.every_s, min(least_s, 1.0))
 
 
-def _quietly(write: Callable[..., None], *values: Any) -> bool:
+def _quietly(write: Callable[..., None], *values: object) -> bool:
     """Write, and return whether that succeeded: a closed stream must not end the training."""
     try:
         write(*values)

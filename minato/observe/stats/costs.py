@@ -150,7 +150,7 @@ class CostStats:
             return None
 
 
-def fingerprint(dataset: Any, steps: Sequence[Callable[[Any], Any]] = ()) -> str:
+def fingerprint(dataset: object, steps: Sequence[Callable[[Any], Any]] = ()) -> str:
     """Identify stored costs by type and size of the dataset, the transforms, and the type of machine.
 
     Returns:
@@ -162,7 +162,7 @@ def fingerprint(dataset: Any, steps: Sequence[Callable[[Any], Any]] = ()) -> str
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def _describe(thing: Any) -> str:
+def _describe(thing: object) -> str:
     if isinstance(thing, types.FunctionType):
         code = thing.__code__
         constants = [const for const in code.co_consts if not isinstance(const, types.CodeType)]
@@ -190,7 +190,7 @@ class CostHistoryStore:
     """
 
     def __init__(
-        self, directory: str, dataset: Any, transforms: Sequence[Callable[..., Any]]
+        self, directory: str, dataset: object, transforms: Sequence[Callable[..., Any]]
     ) -> None:
         self._directory = directory
         self._key = fingerprint(dataset, transforms)

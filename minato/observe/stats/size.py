@@ -20,7 +20,7 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
-def nbytes_of(value: Any) -> int:
+def nbytes_of(value: object) -> int:
     """Bytes of the arrays, images, strings and numbers in a sample, at any depth; other objects count as 0.
 
     Images that are decoded when they are used (Pillow's) count with their pixels.

@@ -56,7 +56,7 @@ class SlowestSamples:
         self.floor_ns = 0
         """The cost that a sample must exceed to be kept; valid in the writer only."""
 
-    def offer(self, index: Any, epoch: int, cost_ns: int, stage: int, stage_ns: int) -> None:
+    def offer(self, index: object, epoch: int, cost_ns: int, stage: int, stage_ns: int) -> None:
         """Keep a sample if it is among the slowest."""
         if not self._costs:
             self._take_over()
@@ -103,7 +103,7 @@ def slowest_of(samples: Iterable[SlowSample]) -> list[SlowSample]:
     return list(found.values())[:KEPT]
 
 
-def _identity(index: Any) -> tuple[int, bytes]:
+def _identity(index: object) -> tuple[int, bytes]:
     if type(index) is int and -_INT64 <= index < _INT64:
         return index, b""
     return 0, (repr(index).encode()[:_TEXT].rstrip(b"\0") or b"?")

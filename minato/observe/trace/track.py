@@ -160,7 +160,7 @@ class Track:
         )
         self._events = [(0, 0, named)]  # begin, minus end, line
 
-    def _meta(self, kind: str, **args: Any) -> str:
+    def _meta(self, kind: str, **args: object) -> str:
         return f'{{"ph":"M",{self._where},"name":"{kind}","args":{json.dumps(args)}}},\n'
 
     def slice(
@@ -240,7 +240,7 @@ def _members(args: Args | None) -> str:
     )
 
 
-def _in_json(value: Any) -> str:
+def _in_json(value: object) -> str:
     if type(value) is bool:
         return "true" if value else "false"
     return json.dumps((value if type(value) is str else repr(value))[:_LONGEST_TEXT])

@@ -21,7 +21,7 @@ _FIELD, _ONLY = "field_", "data"
 """Prefix of the columns of a tuple, before their numbers; the column of a sample without parts."""
 
 
-def as_bytes(sample: Any) -> bytes:
+def as_bytes(sample: object) -> bytes:
     """Encode a sample as bytes.
 
     Bytes stay unchanged; an array, tensor or number becomes an ``.npy`` file, a dict or tuple of them an ``.npz``.
@@ -43,7 +43,7 @@ def as_bytes(sample: Any) -> bytes:
     return _npy(sample)
 
 
-def as_row(sample: Any) -> dict[str, Any]:
+def as_row(sample: object) -> dict[str, Any]:
     """Encode a sample as columns: numbers, strings and bytes unchanged, arrays and tensors as ``.npy`` files.
 
     A tuple has the columns ``field_0``, ``field_1`` …, and a sample without parts the column ``data``.
@@ -102,7 +102,7 @@ def _joined(parts: dict[str, Any], prefix: str) -> Any:
     return parts
 
 
-def _npy(value: Any) -> bytes:
+def _npy(value: object) -> bytes:
     if isinstance(value, (bytes, bytearray, memoryview)):
         array: Any = np.frombuffer(bytes(value) + b"\0", f"V{len(value) + 1}")  # there is no V0
     else:
@@ -112,7 +112,7 @@ def _npy(value: Any) -> bytes:
     return to.getvalue()
 
 
-def _array(value: Any) -> Any:
+def _array(value: object) -> Any:
     if not isinstance(value, (np.ndarray, np.generic, torch.Tensor, int, float, complex, str)):
         raise TypeError(
             f"a {type(value).__name__} cannot be written: give encode=, which makes bytes of a sample, or a dict of "
@@ -124,7 +124,7 @@ def _array(value: Any) -> Any:
     return array
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> Any:
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and not value.dim()):
         value = value.item()
     if isinstance(value, bool):
@@ -134,7 +134,7 @@ def _cell(value: Any) -> Any:
     return bytes(value) if isinstance(value, (bytearray, memoryview)) else _npy(value)
 
 
-def _of_cell(cell: Any) -> Any:
+def _of_cell(cell: object) -> Any:
     if isinstance(cell, (bytes, memoryview)) and bytes(cell[:6]) == _ARRAY:
         return _plain(np.lib.format.read_array(io.BytesIO(cell), allow_pickle=False))
     return cell

@@ -274,7 +274,7 @@ class _Chunks:
         stored_bytes = sum(_nbytes(value) for _, value in items)
         return Completed(chunk, stored_bytes, [digest(value) for _, value in items])
 
-    def _encoded(self, chunk: int, number: int, sample: Any) -> Any:
+    def _encoded(self, chunk: int, number: int, sample: object) -> Any:
         try:
             if self._users_encode is not None:
                 sample = self._users_encode(sample)
@@ -345,7 +345,7 @@ def _in_workers(
         yield result
 
 
-def _unchanged(result: Any) -> Any:
+def _unchanged(result: object) -> Any:
     return result
 
 

@@ -128,7 +128,7 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _done(line: Any) -> Completed | None:
+def _done(line: object) -> Completed | None:
     """The chunk that a line describes; None if it describes none."""
     if type(line) is not list or len(line) != len(Completed._fields) or type(line[2]) is not list:
         return None

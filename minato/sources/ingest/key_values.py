@@ -52,7 +52,7 @@ class LMDBStore(SourceStore):
         self._path.mkdir(parents=True, exist_ok=True)
         return lmdb.open(str(self._path), map_size=self._map_size_bytes, readahead=False)
 
-    def key(self, key: Any) -> bytes:
+    def key(self, key: object) -> bytes:
         """The key as bytes."""
         return bytes(super().key(key), "utf-8")
 

@@ -24,7 +24,7 @@ class Store(ABC):
 
     takes_rows: ClassVar[bool] = False
 
-    def key(self, key: Any) -> Any:
+    def key(self, key: object) -> Any:
         """The key in this store of a sample with this key or index.
 
         The keys in stores of bytes are strings; those in stores of rows may also be integers and bytes.
@@ -55,7 +55,7 @@ class SourceStore(Store):
         source: A :class:`~minato.sources.base.KeyedSource`.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: object) -> None:
         self.source: Any = source
 
     def __repr__(self) -> str:
