@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing import reduction
 from types import FunctionType
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -99,6 +99,19 @@ def _rebuild_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+class _Writable(Protocol):
+    """What a pickler needs of a file."""
+
+    def write(self, data: Any, /) -> object:
+        """Take bytes, or an object that holds them."""
+
+
+class _Pieces(list[Any]):
+    """The parts of a pickle: a pickler writes large ``bytes`` on their own, as the object itself."""
+
+    write = list.append
+
+
 class SidePickler(pickle.Pickler):
     """Pickles arrays and plain CPU tensors as out-of-band buffers; strides and shared storages are kept.
 
@@ -112,7 +125,7 @@ class SidePickler(pickle.Pickler):
     """
 
     def __init__(
-        self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], purpose: Purpose = "sample"
+        self, file: _Writable, buffers: list[pickle.PickleBuffer], purpose: Purpose = "sample"
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
         self._purpose = purpose
@@ -331,14 +344,12 @@ def _define(data: bytes) -> Any:
     return value
 
 
-def dumps(value: object, purpose: Purpose = "sample") -> tuple[memoryview, list[memoryview]]:
-    """Pickle an object; returns the pickle and its buffers as flat bytes, valid while the object is unchanged."""
-    file = io.BytesIO()
+def dumps(value: object, purpose: Purpose = "sample") -> tuple[list[memoryview], list[memoryview]]:
+    """Pickle an object; returns the parts of the pickle and its buffers as flat bytes, valid while it is unchanged."""
+    pieces = _Pieces()
     buffers: list[pickle.PickleBuffer] = []
-    SidePickler(file, buffers, purpose).dump(value)
-    raws = [buffer.raw() for buffer in buffers]
-    # Not getbuffer(): CPython 3.12.1 crashes where the garbage collector meets such a view in a reference cycle.
-    return memoryview(file.getvalue()), raws
+    SidePickler(pieces, buffers, purpose).dump(value)
+    return [memoryview(piece) for piece in pieces], [buffer.raw() for buffer in buffers]
 
 
 def advise(error: Exception) -> None:

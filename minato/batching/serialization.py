@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
 import threading
@@ -22,10 +23,11 @@ __all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged", "sto
 Allocate = Callable[[int], int]
 """Allocates a number of bytes; returns their arena offset, a multiple of 64."""
 
-_HEAD = struct.Struct("<QQ")
-"""Number of arrays; checksum of the kind, the spans of pickle and arrays, and the pickle. Spans and pickle follow."""
+_HEAD = struct.Struct("<IIQ")
+"""Numbers of arrays and of payloads; checksum of the kind, the spans, and the pickle without its payloads. The spans of
+the pickle, of the arrays and of the payloads follow, then the pickle, then the arrays."""
 _SPAN = struct.Struct("<QQ")
-_TOP = struct.Struct("<QQQQ")
+_TOP = struct.Struct("<IIQQQ")
 """The head and the span of the pickle."""
 _ALIGNMENT = 64
 
@@ -87,20 +89,25 @@ class SharedStore(Store):
         self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
         """Pickle an object into the arena. Raises the exception of its pickling."""
-        data, raws = dumps(value, purpose)
-        head = _aligned(_HEAD.size + _SPAN.size * (len(raws) + 1))
-        spans, end = [], head
-        for raw in (data, *raws):
+        pieces, raws = dumps(value, purpose)
+        sizes = [piece.nbytes for piece in pieces]
+        payloads = [i for i in range(1, len(pieces)) if _is_payload(pieces[i - 1], sizes[i])]
+        head = _aligned(_HEAD.size + _SPAN.size * (1 + len(raws) + len(payloads)))
+        starts = list(itertools.accumulate(sizes, initial=head))
+        spans, end = [(head, starts[-1] - head)], _aligned(starts[-1])
+        for raw in raws:
             spans.append((end, raw.nbytes))
             end = _aligned(end + raw.nbytes)
+        holes = [(starts[i], sizes[i]) for i in payloads]
         offset = allocate(end)
         memory = self._segment.array[offset : offset + end]
-        for i, span in enumerate(spans):
+        for i, span in enumerate((*spans, *holes)):
             _SPAN.pack_into(memory, _HEAD.size + i * _SPAN.size, *span)
-        for (start, nbytes), raw in zip(spans, (data, *raws), strict=True):
-            memory[start : start + nbytes] = np.frombuffer(raw, np.uint8)
-        checksum = crc32(memory[_HEAD.size : head + data.nbytes], kind)
-        _HEAD.pack_into(memory, 0, len(raws), checksum)
+        begins = (*starts[:-1], *(start for start, _ in spans[1:]))
+        for start, raw in zip(begins, (*pieces, *raws), strict=True):
+            memory[start : start + raw.nbytes] = np.frombuffer(raw, np.uint8)
+        checksum = _checksum(memoryview(memory), starts[-1], holes, kind)
+        _HEAD.pack_into(memory, 0, len(raws), len(holes), checksum)
         return offset, end
 
     def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
@@ -110,10 +117,13 @@ class SharedStore(Store):
             DamagedError: The memory does not hold an object of this kind. It is not unpickled.
         """
         memory = self._segment.array[offset : offset + nbytes]
-        (start, size), *arrays = _checked(memoryview(memory), kind)
-        whole = memoryview(memory.copy()) if lease is None else _spanning(lease, memory)
-        buffers = [whole[first : first + count] for first, count in arrays]
-        return pickle.loads(whole[start : start + size], buffers=buffers)
+        whole = memoryview(memory)
+        (start, size), *arrays = _checked(whole, kind)
+        data = whole[start : start + size]
+        if not arrays:
+            return pickle.loads(data)
+        held = memoryview(memory.copy()) if lease is None else _spanning(lease, memory)
+        return pickle.loads(data, buffers=[held[first : first + count] for first, count in arrays])
 
     def drop(self, offset: int) -> None:
         """Do nothing: the object's memory is reused with its slot."""
@@ -123,22 +133,41 @@ def _checked(whole: memoryview, kind: int) -> list[tuple[int, int]]:
     """Return start and size of the pickle and of each array in the memory of an object.
 
     Raises:
-        DamagedError: The checksum does not match. It does not cover the arrays.
+        DamagedError: The checksum does not match. It does not cover the arrays and payloads.
     """
     nbytes = len(whole)
     if nbytes >= _TOP.size:
-        count, checksum, start, size = _TOP.unpack_from(whole)
-        table, end = _HEAD.size + _SPAN.size * (count + 1), start + size
+        arrays, payloads, checksum, start, size = _TOP.unpack_from(whole)
+        table, end = _HEAD.size + _SPAN.size * (1 + arrays + payloads), start + size
         # The pickle follows the spans: that bounds the number of spans before it is used.
-        bounded = start == _aligned(table) and end <= nbytes
-        if bounded and crc32(whole[_HEAD.size : end], kind) == checksum:
+        if start == _aligned(table) and end <= nbytes:
             spans = [(start, size)]
-            if count:
+            if arrays or payloads:
                 spans = list(_SPAN.iter_unpack(whole[_HEAD.size : table]))
-                end = sum(spans[-1])
-            if _aligned(end) == nbytes:
-                return spans
+            holes = spans[1 + arrays :]
+            if _checksum(whole, end, holes, kind) == checksum:
+                del spans[1 + arrays :]
+                if _aligned(sum(spans[-1])) == nbytes:
+                    return spans
     raise damaged("an object")
+
+
+def _is_payload(before: memoryview, nbytes: int) -> bool:
+    """Whether a part of a pickle is the content of ``bytes`` or a ``bytearray``: ``before`` then ends with its size."""
+    end = bytes(before[-9:])
+    if end[-5:-4] == pickle.BINBYTES:
+        return end[-4:] == nbytes.to_bytes(4, "little")
+    is_wide = end[:1] in (pickle.BINBYTES8, pickle.BYTEARRAY8)
+    return is_wide and end[1:] == nbytes.to_bytes(8, "little")
+
+
+def _checksum(whole: memoryview, end: int, holes: list[tuple[int, int]], checksum: int) -> int:
+    """The checksum of an object up to ``end``, without its head and its ``holes``."""
+    begin = _HEAD.size
+    for start, size in holes:
+        checksum = crc32(whole[begin:start], checksum)
+        begin = start + size
+    return crc32(whole[begin:end], checksum)
 
 
 def _spanning(lease: np.ndarray[Any, Any], memory: np.ndarray[Any, Any]) -> memoryview:

@@ -126,7 +126,7 @@ class PrefetchWindow:
     def observe(self, batch_bytes: int) -> None:
         """Record the size of a returned batch."""
         self._returned += 1
-        if batch_bytes > self.budget_bytes and not self._warned and not self._fixed:
+        if not self._fixed and not self._warned and batch_bytes > self.budget_bytes:
             self._warned = True
             warnings.warn(
                 f"one batch takes {batch_bytes} bytes, more than memory_budget="

@@ -63,6 +63,8 @@ VALUES = {
     "named-tuple": Pair(np.ones(3), torch.zeros(2)),
     "sparse": torch.eye(3).to_sparse(),
     "parameter": torch.nn.Parameter(torch.ones(2)),
+    "large-bytes": [b"ab" * 50_000, bytearray(b"c" * 100_000), "ä" * 50_000, 1, b"d" * 65_536],
+    "long-list": list(range(60_000)),
     "nested": [{"a": torch.ones(2), "b": [np.zeros(1), "text"]}] * 2,
 }
 
@@ -149,6 +151,25 @@ def test_an_object_of_another_kind_is_not_unpickled(memory: Memory) -> None:
         for other in {*range(KIND_MASK + 1)} - {kind}:
             with pytest.raises(DamagedError):
                 memory.store.peek(*where, other)
+
+
+def test_damage_around_large_bytes_is_found(memory: Memory) -> None:
+    """The checksum leaves out their content, and nothing else of the pickle."""
+    content, others = b"content!" * 20_000, list(range(60_000))
+    offset, nbytes = memory.put({"a": others, "b": content, "c": np.ones(3)})
+    stored = memory.segment.array[offset : offset + nbytes]
+    at = stored.tobytes().index(content)
+    outside = (0, 8, 40, at - 1, at - 9, at - 5_000, at + len(content), at + len(content) + 3)
+    for place in outside:
+        stored[place] ^= 1
+        with pytest.raises(DamagedError):
+            memory.store.get(offset, nbytes)
+        stored[place] ^= 1
+    stored[at + 5] ^= 1
+    found = memory.store.get(offset, nbytes)
+    assert found["a"] == others
+    assert len(found["b"]) == len(content)
+    assert found["b"] != content
 
 
 def test_shared_storages_are_sent_once_and_stay_shared(memory: Memory) -> None:
