@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
-__all__ = ["as_path", "check_choice", "check_device", "check_number", "check_whole"]
+__all__ = [
+    "as_path",
+    "check_choice",
+    "check_device",
+    "check_number",
+    "check_platform",
+    "check_whole",
+]
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -67,3 +75,16 @@ def check_device(device: object) -> torch.device | None:
 def as_path(path: str | os.PathLike[str] | None) -> str | None:
     """A path as a string."""
     return None if path is None else os.fspath(path)
+
+
+def check_platform(*, worker_processes: bool, handled_errors: bool) -> None:
+    """This system has what a loader needs: only Linux lets processes share memory and sleep as minato's do."""
+    if sys.platform != "linux" and worker_processes:
+        raise RuntimeError(
+            f"worker processes need Linux, and this is {sys.platform}: use workers='thread' or num_workers=0"
+        )
+    if sys.platform == "win32" and handled_errors:
+        raise RuntimeError(
+            f"errors=ErrorPolicy(...) needs Linux or macOS, and this is {sys.platform}: leave it out, and catch the "
+            "exceptions in the dataset"
+        )

@@ -34,6 +34,7 @@ from minato._compat import (
 )
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato._system import environment
+from minato.checks import check_platform
 from minato.engine.spec import LoaderSpec, WorkerSpec
 from minato.errors import MinatoWarning
 from minato.options import (
@@ -236,6 +237,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
         self._history = self._fresh_history()
+        check_platform(
+            worker_processes=self.num_workers > 0 and options.worker_kind == "process",
+            handled_errors=options.errors.handles_samples
+            or options.errors.sample_timeout is not None,
+        )
         if self.num_workers > 0 and options.worker_kind == "process" and session is None:
             from minato.workers.fork_server import start_early
 

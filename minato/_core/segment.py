@@ -64,6 +64,8 @@ def _undumped(memory: mmap.mmap) -> mmap.mmap:
 
 
 def _private(nbytes: int) -> tuple[int, mmap.mmap]:
+    if sys.platform == "win32":
+        return -1, mmap.mmap(-1, nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # A small batch that is held would otherwise take two megabytes.

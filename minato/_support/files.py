@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
-import grp
 import os
-import pwd
 import secrets
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+if sys.platform != "win32":
+    import fcntl
+    import grp
+    import pwd
 
 __all__ = [
     "PRIVATE",

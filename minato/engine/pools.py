@@ -16,7 +16,6 @@ from minato.engine.worker_context import WorkerContext, initialise, restore, run
 from minato.scheduling.waiting import ConsumerWait
 from minato.transforms import rng_memory
 from minato.workers.current_sample import has_begun, read_current_work
-from minato.workers.fork_server import fork_server_context
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, announced
@@ -140,6 +139,8 @@ def make_pool(
         work.init_fn,
         *pipeline.transforms.steps,
     )
+    from minato.workers.fork_server import fork_server_context  # which Windows cannot import
+
     processes = fork_server_context(plan.pool.context, used)
     is_forked = processes is not plan.pool.context or processes.get_start_method() == "fork"
     settings = ProcessSettings(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -39,6 +39,9 @@ from minato.workers.pool import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.signals import exiting, raise_kept, signals_deferred
 from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, exit_code
+
+if sys.platform != "win32":  # which has threads only
+    import fcntl
 
 __all__ = [
     "ProcessPool",
@@ -279,7 +282,7 @@ def _end_with_parent() -> None:
     side, too, until the kernel has killed them.
     """
     creator = multiprocessing.parent_process()
-    if creator is None or not hasattr(fcntl, "F_SETSIG"):
+    if sys.platform != "linux" or creator is None:
         return
     fcntl.fcntl(creator.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())

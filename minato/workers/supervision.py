@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -59,16 +60,17 @@ _FATAL = 3
 """After this many deaths on a sample the sample is the cause; after as many before a first sample, the start."""
 _HOPELESS = 10
 """The same for deaths between samples by a signal from outside, which may have another cause than the program."""
-_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
 _COLLATION = -1
 """Distinguishes the collation of a batch from its first sample."""
 
-_LIKELY = {
-    signal.SIGKILL: "most often because memory ran out",
-    signal.SIGSEGV: "a fault in compiled code",
-    signal.SIGBUS: "memory that cannot be allocated, or a truncated mapped file",
-    signal.SIGABRT: "an assertion in compiled code",
-}
+if sys.platform != "win32":  # which has threads only
+    _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
+    _LIKELY = {
+        signal.SIGKILL: "most often because memory ran out",
+        signal.SIGSEGV: "a fault in compiled code",
+        signal.SIGBUS: "memory that cannot be allocated, or a truncated mapped file",
+        signal.SIGABRT: "an assertion in compiled code",
+    }
 
 
 # ---- 1. notice ----
