@@ -16,7 +16,7 @@ COMPILED := $(basename $(notdir $(wildcard minato/_core/_*_c.pyx)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install build test test-slow test-pure test-checked test-oldest test-matrix stress lint format docs demo data bench bench-papers bench-peers sdist wheel constraints clean
+.PHONY: help install build test test-slow test-pure test-checked test-oldest test-matrix stress lint format docs demo data bench bench-papers bench-peers gpu sdist wheel constraints clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -139,6 +139,21 @@ bench-papers: build data  ## the papers' experiments on real input (SHORT=1: smo
 
 bench-peers: build  ## compare with other projects' loaders, installed in build/peers (9 GB)
 	$(PY) -m bench.peers $(if $(SHORT),--short)
+
+# On a machine that has nothing but this checkout and a Python with torch: no network, no .venv. minato needs no
+# installation, since every program runs from here; it is compiled in place if there is Cython. The benchmark also runs
+# where tests fail; the target fails then.
+GPU_OUT ?= build/gpu
+
+gpu:  ## all that needs a GPU, with PYTHON's own torch and packages; pages go to GPU_OUT (SHORT=1: smoke run)
+	@$(PYTHON) -c 'import cloudpickle, numpy, psutil, torch; print("torch", torch.__version__, "- GPU:", torch.cuda.is_available())'
+	@$(PYTHON) -c 'import Cython, numpy, setuptools' && $(PYTHON) setup.py --quiet build_ext --inplace \
+	    || echo "not compiled: these figures are of the pure core"
+	@failed=0; \
+	$(PYTHON) -m pytest -p no:cacheprovider --confcutdir=tests/delivery -c /dev/null --rootdir=. -W ignore -ra \
+	    tests/delivery/test_on_a_gpu.py || failed=1; \
+	$(PYTHON) -m bench.gpu $(if $(SHORT),--short) --out $(GPU_OUT) || failed=1; \
+	exit $$failed
 
 sdist: $(INSTALLED)  ## source distribution in dist/
 	$(PY) -m build --no-isolation --sdist

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from tests.selection import mostly_slow
 
 pytest.importorskip("psutil")
 
-from bench import dlio, hyperloader, spdl
+from bench import artifact, dlio, hyperloader, spdl
 from bench.harness import environments
 from bench.workloads import payloads
 from bench.workloads.feeds import FEEDS, Plain
@@ -39,6 +40,38 @@ def test_a_missing_wheel_is_named(capsys):
     with pytest.raises(SystemExit):
         hyperloader.main(["--wheel", "nowhere.whl"])
     assert "nowhere.whl is no file; give hyperloader's wheel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["--artifact", "nowhere"], []])
+def test_a_missing_checkout_of_the_artifact_is_named(given: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        artifact.main(["--short", *given])
+    said = capsys.readouterr().err
+    assert "give a checkout of https://github.com/Rahm-no/MinatoLoader" in said or not given
+    assert "--artifact" in said
+
+
+@pytest.mark.parametrize(
+    ("epochs", "lost", "repeated", "same_order"),
+    [
+        ([[0, 1, 2, 3], [3, 2, 1, 0]], 0, 0, False),
+        ([[0, 1, 2, 4], [4, 2, 1, 0]], 0, 0, False),  # an incomplete batch of 5 samples is left out
+        ([[0, 1, 1, 1], [0, 1, 2, 3]], 2, 2, False),
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], 0, 0, True),
+        ([[0, 1, -1, 3], [0, 1, 2, 3]], 1, 0, False),
+    ],
+)
+def test_faults_of_a_loader_are_counted(
+    epochs: list[list[int]], lost: int, repeated: int, same_order: bool
+) -> None:
+    assert artifact.Faults.of(epochs, 5) == (lost, repeated, same_order)
+
+
+def test_volumes_carry_their_index(tmp_path: Path) -> None:
+    paths = artifact.store(tmp_path, 3)
+    for index, path in enumerate(paths):
+        assert np.unique(np.load(artifact.label_of(path))).tolist() == [0, index + 1]
+        assert min(np.load(path).shape[1:]) >= min(artifact.PATCH)
 
 
 def batches() -> list[torch.Tensor]:
