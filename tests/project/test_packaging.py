@@ -76,6 +76,7 @@ def test_sdist_has_every_source_and_nothing_generated(sdist: Path) -> None:
     assert {str(path.relative_to(ROOT)) for path in wanted} <= names
     assert {"minato/py.typed", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= names
     assert [name for name in names if name.endswith((".c", ".so", ".pyc", ".html"))] == []
+    assert [name for name in names if name.startswith("tests/")] == []  # a part of them cannot run
 
 
 def test_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
