@@ -49,7 +49,7 @@ start of the workers included; loaders take turns; every sample is checked. Figu
 (least and greatest in brackets). *Ideal*: the most reads that a loader of the table has in flight, divided by the
 round trip, or the link's bandwidth if that is less. Client, proxy and server share the cores of one machine, which
 limits what can be reached at the lowest latency. `minato` and `torch` alone are the defaults: one read at a time in
-each worker.
+each worker. The waits include that for the first batch; with 100 batches or fewer, the P99 is the longest wait.
 """
 CAPPED = """\
 The worst connections have four times the round trip of the best ones, and each rises and falls by half within three
