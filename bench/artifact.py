@@ -145,7 +145,7 @@ def imported(artifact: Path) -> tuple[Any, Any]:
     Stubs: its logging, which needs MLPerf's and NVIDIA's loggers; pandas; torchvision but for ``Compose``; and
     ``scipy.ndimage.measurements``, which newer versions lack.
     """
-    import scipy.ndimage
+    from scipy import ndimage
 
     sys.path.insert(0, str(artifact / "Minato"))
     logging, torchvision, transforms = map(
@@ -155,8 +155,8 @@ def imported(artifact: Path) -> tuple[Any, Any]:
     torchvision.transforms, transforms.Compose = transforms, _Compose
     _module("pandas")
     measurements = _module("scipy.ndimage.measurements")
-    measurements.label = scipy.ndimage.label
-    scipy.ndimage.measurements = measurements
+    measurements.label = ndimage.label
+    ndimage.measurements = measurements
     return (
         importlib.import_module("data_loading.pytorch_loader"),
         importlib.import_module("data_loading.Asynchrnous_dataloader"),
@@ -206,7 +206,8 @@ def _theirs(theirs: Any, loaders: Any, paths: Sequence[Path], workload: Workload
     transforms = theirs.get_train_transforms()
     transforms.transforms.append(Sleep(workload))
     theirs.get_train_transforms = lambda: transforms
-    slow, processed = mp.Queue(), mp.Queue()
+    slow: Any = mp.Queue()
+    processed: Any = mp.Queue()
     labels = [str(label_of(path)) for path in paths]
     settings = {"patch_size": PATCH, "oversampling": 0.4, "seed": 0}
     dataset = theirs.PytTrain([str(path) for path in paths], labels, slow, processed, **settings)
@@ -267,8 +268,9 @@ def tell_ideal(theirs: Any, paths: Sequence[Path], workload: Workload, epochs: i
     cpu_s = time.perf_counter() - begun_s
     slow = len(dataset) // workload.every if workload.every else 0
     work_s = (cpu_s + slow * workload.slept_s) / WORKERS
+    slept_s = -(-slow // WORKERS) * workload.slept_s  # one after the other in one worker
     steps_s = len(dataset) // BATCH_SIZE * STEP_S
-    tell({"taken_s": epochs * max(cpu_s / record.usable_cores(), work_s, steps_s)})
+    tell({"taken_s": epochs * max(cpu_s / record.usable_cores(), work_s, slept_s, steps_s)})
 
 
 def checkout(text: str) -> Path:
@@ -279,11 +281,6 @@ def checkout(text: str) -> Path:
             f"{text!r} holds no {LOADER}; give a checkout of https://github.com/Rahm-no/MinatoLoader"
         )
     return path
-
-
-def _between(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low}" if low == high else f"{low}–{high}"
 
 
 def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[list[str]]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from minato import DataLoader
 from minato._core import EVENT_COUNT_NBYTES, EventCount
 from minato._core.segment import Segment
 from minato.batching.sample_error import wrapped
@@ -488,3 +489,31 @@ def test_a_ctrl_c_ends_a_worker_process_and_travels_from_a_thread() -> None:
     with pytest.raises(KeyboardInterrupt):
         wrapped("worker process 3", in_process=True)(KeyboardInterrupt())
     assert wrapped("worker thread 2")(KeyboardInterrupt()).exc_type is KeyboardInterrupt
+
+
+class Policies(torch.utils.data.Dataset[int]):
+    """How the kernel schedules the process that reads a sample."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the kernel has no batch jobs")
+@pytest.mark.parametrize("own", ["SCHED_OTHER", "SCHED_IDLE"])
+def test_workers_interrupt_nobody_when_they_wake_up(own: str) -> None:
+    given = {"SCHED_OTHER": os.SCHED_BATCH, "SCHED_IDLE": os.SCHED_IDLE}[own]
+    loader = DataLoader(Policies(), 4, num_workers=1, multiprocessing_context="fork")
+    found: list[int] = []
+
+    def read() -> None:  # a thread of its own: from SCHED_IDLE not every kernel leads back
+        os.sched_setscheduler(0, getattr(os, own), os.sched_param(0))
+        found.extend(torch.cat(list(loader)).tolist())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert found == [given] * 8
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
