@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from minato._core import now_ns
 from minato._core.codes import FAILED, STATES
@@ -41,13 +41,15 @@ from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold
-from minato.scheduling.waiting import ConsumerWait
-from minato.workers.autoscale import PolledPool, Scaler
+from minato.scheduling.waiting import ConsumerWait, Pool
 from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
 from minato.workers.pool import WorkerPool
 from minato.workers.signals import exiting
 from minato.workers.supervision import OomBackoff, RestartPolicy
+
+if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
+    from minato.workers.autoscale import Scaler
 
 __all__ = ["Engine"]
 
@@ -142,7 +144,10 @@ class Engine:
             if history.costs is not None:
                 self._early_start.mean_ns = history.costs.mean
         self._scaler: Scaler | None = None
+        pool: Pool = self._pool
         if history.autoscale is not None and not worker.in_main_process:
+            from minato.workers.autoscale import PolledPool, Scaler
+
             wait_stats.watched = True
             self._scaler = Scaler(
                 history.autoscale,
@@ -154,10 +159,11 @@ class Engine:
                 times=[meters.total for meters in self.meters],
                 resized=None if self._early_start is None else self._early_start.resize,
             )
+            pool = PolledPool(pool, self._scaler)
         self._dispatcher = Dispatcher(
             self.ledger,
             ready_events=state.ready,
-            pool=self._pool if self._scaler is None else PolledPool(self._pool, self._scaler),
+            pool=pool,
             storage=BatchStorage(arena, store, self._reader.discard),
             schedule=Schedule(
                 window=window,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from minato._core import Histogram
 from minato.engine.spec import LoaderSpec
 from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
-from minato.workers.autoscale import AutoscaleState
 from minato.workers.current_sample import CurrentSample
 from minato.workers.runner import CostEstimate
+
+if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
+    from minato.workers.autoscale import AutoscaleState
 
 __all__ = ["History", "RunningEngine"]
 
@@ -58,6 +60,8 @@ class History:
         scale = options.autoscale
         autoscale = None
         if scale is not None:
+            from minato.workers.autoscale import AutoscaleState
+
             count = spec.workers.count
             autoscale = AutoscaleState.of(scale.controller, count, scale.min, scale.max)
         return cls(autoscale=autoscale, epoch_log=EpochLog() if options.stats else None)

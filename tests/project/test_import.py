@@ -88,6 +88,7 @@ ON_DEMAND = [
         "minato.shared_pool.channel",
         "minato.delivery.consumers",
     ),
+    "minato.workers.autoscale",
     *("minato.ray.pool", "minato.ray.reads", "minato.ray.actor", "ray"),
     *(
         "minato.caching",
