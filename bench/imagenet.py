@@ -1,0 +1,342 @@
+"""torchdata's ImageNet benchmark: folders of JPEGs as large as ImageNet's, with native pipelines beside the loaders."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from bench import jpegs, peers
+from bench.harness import environments, record, report
+from bench.harness.bare import BareProcesses
+from bench.harness.environments import PeerMissingError, TrialFailedError
+from bench.harness.loaders import MINATO, MINATO_ANY_ORDER, TORCH, TORCH_ANY_ORDER, Contender
+from bench.harness.suite import Row, in_turn, run_trial
+from bench.harness.trial import Trial
+
+FOLDER = record.ROOT / "build" / "images"
+SIZES = ((500, 375),) * 11 + ((375, 500),) * 4 + ((500, 333),) * 3 + ((333, 500),) * 2
+"""Width and height in pixels, with the shares of landscapes and portraits about those of ImageNet."""
+QUALITY, CLASSES = 96, 8
+DECODERS = ("pillow==13.0.0", "simplejpeg==1.9.0", "opencv-python-headless==5.0.0.93")
+HEAD = """\
+# torchdata's ImageNet benchmark
+
+Written by `python -m bench.imagenet`. torchdata publishes a benchmark of its nodes: images per second from a folder of
+classes of JPEGs, over the number of workers. Its script decodes whole images with PIL, crops 224 × 224 pixels from the
+middle, and makes batches of 16 without shuffling. Here the images are read as training needs them: shuffled, a
+random crop resized to 224 × 224, flipped and, in `float32`, normalised. These figures do not compare with torchdata's.
+
+{samples} JPEGs are cut-outs of two real photographs, {sizes} and {kilobytes:.0f} kB on average, in the page cache; two
+workers, batches of {batch}. All loaders but the native pipelines get the same dataset class, which decodes with
+simplejpeg and resizes with OpenCV, as [Photographs](../how-to/photos.md) teaches.
+
+* *Native*: the pipeline's own decoder and random numbers. TurboLoader reads a TAR archive of the same files.
+  TurboLoader and DALI decode only the window of the crop; simplejpeg decodes the whole image, so these two
+  have less work than every other row.
+* *Bare processes* run the same function and send no pixels: the bound of every loader of this dataset in processes.
+* Each run has a process of its own, and loaders take turns. Every label is checked in every epoch, and the pixels of
+  the last batch; those of native pipelines only for type, shape and mean color.
+
+Images per second, medians of {repeats} runs (least and greatest). The first epoch counts from before the loader is
+built; its workers live for {epochs} epochs.
+"""
+
+
+class Files(Sequence[bytes]):
+    """The JPEGs below a folder of classes, by number; they are written where they are not there yet."""
+
+    def __init__(self, count: int) -> None:
+        home = FOLDER / str(count)
+        self.paths = [home / str(n % CLASSES) / f"{n:06}.jpg" for n in range(count)]
+        if not home.exists():
+            partial_home = home.with_suffix(".partial")
+            shutil.rmtree(partial_home, ignore_errors=True)
+            for name in range(CLASSES):
+                (partial_home / str(name)).mkdir(parents=True)
+            _write(partial_home, [path.relative_to(home) for path in self.paths])
+            partial_home.rename(home)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.paths[index].read_bytes()
+
+
+def _write(home: Path, names: Sequence[Path]) -> None:
+    draw = random.Random(0)
+    found = jpegs.photographs()
+    with tarfile.open(home / "all.tar", "w") as archive:
+        for name in names:
+            photograph, (width, height) = draw.choice(found), draw.choice(SIZES)
+            if width < height:  # a photograph on its side is as hard to decode
+                photograph = photograph.transpose(Image.Transpose.ROTATE_90)
+            left = draw.randint(0, photograph.width - width)
+            top = draw.randint(0, photograph.height - height)
+            part = photograph.crop((left, top, left + width, top + height))
+            part.save(home / name, "JPEG", quality=QUALITY)
+            archive.add(home / name, name.name)
+
+
+def _sides(path: Path) -> tuple[int, int]:
+    with Image.open(path) as image:
+        return image.size
+
+
+class _Undelivered:
+    """Samples that are made and stay where they are."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def __getitem__(self, index: int) -> None:
+        self.work[index]
+
+    def content(self, index: int) -> Any:
+        return torch.empty(0), index
+
+
+def _bare(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    return BareProcesses(_Undelivered(work), **arguments)
+
+
+def _turboloader(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    import turboloader
+
+    loader = turboloader.DataLoader(
+        str(FOLDER / str(len(work)) / "all.tar"),
+        arguments["batch_size"],
+        num_workers=arguments["num_workers"],
+        image_size=jpegs.CROP,
+        output_format="pytorch",
+        train_aug=True,
+        transform=turboloader.ImageNetNormalize(),
+    )
+
+    def begin(epoch: int) -> Iterator[Any]:
+        loader.set_epoch(epoch)
+        for images, known in loader:
+            yield [torch.as_tensor(images), torch.as_tensor(np.asarray(known["indices"]))]
+
+    return peers.Epochs(begin)
+
+
+def _dali(work: Any, arguments: dict[str, Any], seed: int, *, as_bytes: bool) -> Any:
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    @pipeline_def(  # type: ignore[untyped-decorator]
+        batch_size=arguments["batch_size"],
+        num_threads=arguments["num_workers"],
+        device_id=None,
+        seed=seed + 1,
+    )
+    def pipeline() -> Any:
+        paths = [str(path) for path in work.files.paths]
+        encoded, labels = fn.readers.file(files=paths, labels=[*range(len(paths))], name="files")
+        images = fn.decoders.image_random_crop(
+            encoded,
+            device="cpu",
+            output_type=types.RGB,
+            random_area=list(jpegs.SCALES),
+            random_aspect_ratio=list(jpegs.RATIOS),
+        )
+        images = fn.resize(
+            images, size=(jpegs.CROP, jpegs.CROP), interp_type=types.INTERP_LINEAR, antialias=False
+        )
+        mirror = fn.random.coin_flip()
+        if as_bytes:
+            return fn.flip(images, horizontal=mirror, vertical=0), labels
+        images = fn.crop_mirror_normalize(
+            images,
+            mirror=mirror,
+            mean=[255.0 * float(it) for it in jpegs.MEAN],
+            std=[255.0 * float(it) for it in jpegs.DEVIATION],
+        )
+        return images, labels
+
+    iterator = DALIGenericIterator(
+        pipeline(),
+        ["images", "labels"],
+        reader_name="files",
+        last_batch_policy=LastBatchPolicy.PARTIAL,
+        auto_reset=True,
+    )
+    return peers.Epochs(
+        lambda epoch: ([one[0]["images"], one[0]["labels"].flatten()] for one in iterator)
+    )
+
+
+def _native(name: str, label: str, build: Any) -> Contender:
+    return Contender(name, label, build, keeps_order=True, content="alike")
+
+
+def _peer(name: str) -> peers.Peer:
+    known = peers.PEERS[name]
+    return peers.Peer(known.contenders, (*DECODERS, *known.requirements), known.imports)
+
+
+_BYTES = "dali-uint8"
+PEERS = {
+    "torch": peers.Peer((TORCH, TORCH_ANY_ORDER)),
+    "minato": peers.Peer((MINATO, MINATO_ANY_ORDER, jpegs.THREADS), imports=("minato",)),
+    "bare": peers.Peer((Contender("bare", "*bare processes*", _bare, False, "labels"),)),
+    "torchdata": _peer("torchdata"),
+    "spdl": _peer("spdl"),
+    "grain": peers.Peer(
+        peers.PEERS["grain"].contenders[:1], (*DECODERS, *peers.PEERS["grain"].requirements)
+    ),
+    "turboloader": peers.Peer(
+        (_native("turboloader", "TurboLoader, native", _turboloader),),
+        (*DECODERS, jpegs.TURBO),
+        ("turboloader",),
+    ),
+    "dali": peers.Peer(
+        (
+            _native("dali-float32", "DALI, native", partial(_dali, as_bytes=False)),
+            _native(_BYTES, "DALI, native", partial(_dali, as_bytes=True)),
+        ),
+        (*DECODERS, *peers.PEERS["dali"].requirements),
+        ("nvidia.dali.plugin.pytorch",),
+    ),
+}
+CONTENDERS = {one.name: one for peer in PEERS.values() for one in peer.contenders}
+
+
+def _row(name: str, make: type[jpegs.Photographs], *left_out: str) -> Row:
+    return Row(
+        name=name,
+        title="",
+        make=lambda count: make(count, Files(count)),
+        samples=768,
+        short_samples=64,
+        batch_size=32,
+        workers=2,
+        epochs=3,
+        loaders=tuple(one for one in CONTENDERS if one not in left_out),
+        unit="samples/s",
+        persistent=True,
+    )
+
+
+ROWS = {
+    "float32": _row("float32", jpegs.Simplejpeg, _BYTES),
+    "uint8": _row("uint8", jpegs.Bytes, "dali-float32", "turboloader"),
+}
+
+
+def trial(contender: str, row_name: str, seed: int, short: bool) -> None:
+    """In a peer's environment: run one trial and print its readings."""
+    row = ROWS[row_name].short() if short else ROWS[row_name]
+    (peer,) = (each for each in PEERS.values() if CONTENDERS[contender] in each.contenders)
+    for name in peer.imports:
+        __import__(name)  # before the clock starts
+    found = asdict(run_trial(CONTENDERS[contender], row, row.make(row.samples), seed))
+    names = [name.partition("==")[0] for name in peer.requirements]
+    environments.tell({**found, "versions": environments.versions((*names, "torch"))})
+
+
+def measure(
+    row: Row, loaders: Sequence[str], repeats: int, short: bool, page: report.Page
+) -> tuple[dict[str, list[Trial]], dict[str, str], dict[str, str]]:
+    """Trials of all loaders in turn, notes on those that did not run, and versions."""
+    (row.short() if short else row).make((row.short() if short else row).samples)
+    found: dict[str, list[Trial]] = {}
+    notes: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    pythons: dict[str, Path] = {}
+    for name, peer in PEERS.items():
+        wanted = [one.name for one in peer.contenders if one.name in loaders]
+        try:
+            if wanted:
+                python = environments.interpreter(f"images-{name}", peer.requirements)
+                pythons.update(dict.fromkeys(wanted, python))
+        except PeerMissingError as error:
+            notes[name] = f"could not be installed: {error}"
+    for repeat, name in in_turn([one for one in row.loaders if one in pythons], repeats):
+        if name in notes:
+            continue
+        try:
+            one, used = peers.trial_in_its_environment(
+                pythons[name], CONTENDERS[name], row, repeat, short, "bench.imagenet"
+            )
+        except TrialFailedError as error:
+            notes[name] = str(error)
+            found.pop(name, None)
+            continue
+        found.setdefault(name, []).append(one)
+        versions.update(used)
+        page.say(f"{row.name} {repeat + 1} {name}: {one.epoch_s(True):.3f} s")
+    return found, notes, versions
+
+
+def _table(row: Row, found: dict[str, list[Trial]]) -> str:
+    later = {name: [row.samples / one.epoch_s(True) for one in it] for name, it in found.items()}
+    lines = []
+    for name, trials in found.items():
+        first = [row.samples / (one.whole_s - sum(one.epochs_s[1:])) for one in trials]
+        cells = [report.spread_text(first, 0), report.spread_text(later[name], 0)]
+        for other in ("torch", "bare"):
+            ratios = [a / b for a, b in zip(later[name], later.get(other, ()), strict=False)]
+            cells.append(report.spread_text(ratios, 2) if ratios else "")
+        lines.append([CONTENDERS[name].label, *cells])
+    head = ["loader", "first epoch", "later epochs", "× torch", "of bare processes"]
+    return report.table(head, lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = report.parser("bench.imagenet", __doc__ or "", 3, ROWS)
+    parser.add_argument("--loaders", type=report.names(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--trial", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.trial:
+        contender, row_name, seed = options.trial
+        trial(contender, row_name, int(seed), options.short)
+        return 0
+    repeats = report.repeats_of(options)
+    page = report.Page("imagenet", options.out)
+    rows = [ROWS[name] for name in options.rows]
+    samples = rows[0].short_samples if options.short else rows[0].samples
+    files = Files(samples)
+    size = sum(path.stat().st_size for path in files.paths) / len(files) / 1000
+    sides = np.mean([_sides(path) for path in files.paths], axis=0)
+    page.add(
+        HEAD.format(
+            samples=samples,
+            sizes="{:.0f} × {:.0f} pixels".format(*sides),
+            kilobytes=size,
+            batch=rows[0].batch_size,
+            repeats=repeats,
+            epochs=rows[0].epochs,
+        )
+    )
+    versions: dict[str, str] = {}
+    for row in rows:
+        found, notes, used = measure(row, options.loaders, repeats, options.short, page)
+        versions.update(used)
+        page.add(f"## {row.name}\n", _table(row.short() if options.short else row, found))
+        if notes:
+            page.add(
+                "What did not run:\n", "".join(f"* {it}: {why}\n" for it, why in notes.items())
+            )
+    page.finish(conditions={f"version of {it}": one for it, one in sorted(versions.items())})
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)
