@@ -37,13 +37,13 @@ classes of JPEGs, over the number of workers. Its script decodes whole images wi
 middle, and makes batches of 16 without shuffling. Here the images are read as training needs them: shuffled, a
 random crop resized to 224 × 224, flipped and, in `float32`, normalised. These figures do not compare with torchdata's.
 
-{samples} JPEGs are cut-outs of two real photographs, {sizes} and {kilobytes:.0f} kB on average, in the page cache; two
-workers, batches of {batch}. All loaders but the native pipelines get the same dataset class, which decodes with
-simplejpeg and resizes with OpenCV, as [Photographs](../how-to/photos.md) teaches.
+{samples} JPEGs are cut-outs of two real photographs, {sizes} and {kilobytes:.0f} kB on average (ImageNet's have
+about 110 kB), in the page cache; two workers, batches of {batch}. All loaders but the native pipelines get the same
+dataset class, which decodes with simplejpeg and resizes with OpenCV, as [Photographs](../how-to/photos.md) teaches.
 
 * *Native*: the pipeline's own decoder and random numbers. TurboLoader reads a TAR archive of the same files.
-  TurboLoader and DALI decode only the window of the crop; simplejpeg decodes the whole image, so these two
-  have less work than every other row.
+  It decodes only the window of the crop, and so does DALI where it can; simplejpeg decodes the whole image, at the
+  scale that the crop needs. TurboLoader takes part in `float32` only.
 * *Bare processes* run the same function and send no pixels: the bound of every loader of this dataset in processes.
 * Each run has a process of its own, and loaders take turns. Every label is checked in every epoch, and the pixels of
   the last batch; those of native pipelines only for type, shape and mean color.
