@@ -200,8 +200,8 @@ def test_what_minato_makes_for_itself_is_on_the_cpu(torch_defaults: None) -> Non
     """Whatever the default device is: what a batch consists of, shuffling, and generators of samples."""
     held = torch.arange(6.0).view(2, 3)
     torch.set_default_device("meta")
-    data, buffers = pickling.dumps([held.t(), held[:0], held])
-    copies = pickle.loads(data, buffers=buffers)
+    pieces, buffers = pickling.dumps([held.t(), held[:0], held])
+    copies = pickle.loads(b"".join(pieces), buffers=buffers)
     assert [copy.tolist() for copy in copies] == [held.t().tolist(), [], held.tolist()]
     assert sorted(SeededSampler(range(5), 3)) == [*range(5)]
     assert minato.torch_rng().device.type == "cpu"
