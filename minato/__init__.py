@@ -78,7 +78,7 @@ _ELSEWHERE = {
     "share": "minato.sharing",
     "unpatch": "minato.patching",
 }
-_PACKAGES = ("caching", "ingest", "sources")
+_PACKAGES = ("caching", "sources")
 
 
 def __getattr__(name: str) -> Any:
