@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import os
@@ -27,6 +28,8 @@ PAGES = [
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
 ]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INTERNAL_SOURCES = {"connections", "settings", "sql"}
+"""Modules of ``minato.sources`` of whose names users need some at most."""
 FEW_CORES = "ignore:This DataLoader will create"
 """torch's warning on a machine with one core."""
 
@@ -174,6 +177,33 @@ def test_every_option_is_documented() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
         name for name in ours if name not in theirs
     ]
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    public = {f"minato.{name}" for name in minato.__all__ if name != "__version__"}
+    errors = importlib.import_module("minato.errors").__all__
+    public -= {f"minato.{name}" for name in errors}  # one directive has them all
+    packages = ("caching", "sources.ingest", "integrations.transformers")
+    modules = [
+        f"minato.{name}"
+        for name in (*packages, "integrations.lightning", "integrations.opentelemetry")
+    ]
+    files = sorted((PACKAGE / "sources").glob("[a-z]*.py"))
+    modules += [
+        f"minato.sources.{path.stem}" for path in files if path.stem not in INTERNAL_SOURCES
+    ]
+    for module in modules:
+        found = pytest.importorskip(module)
+        public |= {f"{module}.{name}" for name in found.__all__}
+    pages = [
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")
+    ]
+    shown = re.findall(
+        r"^\.\. auto(?:class|function|data|exception):: ([\w.]+)$", "\n".join(pages), re.MULTILINE
+    )
+    assert [name for name, count in Counter(shown).items() if count > 1] == []
+    assert sorted(public - set(shown)) == []
+    assert sum(page.count(".. automodule:: minato.errors") for page in pages) == 1
 
 
 def test_every_environment_variable_is_documented() -> None:
