@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import shutil
 import tarfile
@@ -15,12 +17,24 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
 
 from bench import jpegs, peers
 from bench.harness import environments, record, report
 from bench.harness.bare import BareProcesses
+from bench.harness.datasets import Sample
 from bench.harness.environments import PeerMissingError, TrialFailedError
-from bench.harness.loaders import MINATO, MINATO_ANY_ORDER, TORCH, TORCH_ANY_ORDER, Contender
+from bench.harness.loaders import (
+    MINATO,
+    MINATO_ANY_ORDER,
+    TORCH,
+    TORCH_ANY_ORDER,
+    Build,
+    Contender,
+    minato_loader,
+    torch_loader,
+)
 from bench.harness.suite import Row, in_turn, run_trial
 from bench.harness.trial import Trial
 
@@ -44,6 +58,9 @@ dataset class, which decodes with simplejpeg and resizes with OpenCV, as [Photog
 * *Native*: the pipeline's own decoder and random numbers. TurboLoader reads a TAR archive of the same files.
   It decodes only the window of the crop, and so does DALI where it can; simplejpeg decodes the whole image, at the
   scale that the crop needs. TurboLoader takes part in `float32` only.
+* *datago* decodes whole files in threads of its own and cannot crop at random: the process that takes its samples crops
+  and resizes them.
+* *PIL*: the same crops, decoded and resized as torchvision's transforms do it.
 * *Bare processes* run the same function and send no pixels: the bound of every loader of this dataset in processes.
 * Each run has a process of its own, and loaders take turns. Every label is checked in every epoch, and the pixels of
   the last batch; those of native pipelines only for type, shape and mean color.
@@ -92,6 +109,45 @@ def _write(home: Path, names: Sequence[Path]) -> None:
 def _sides(path: Path) -> tuple[int, int]:
     with Image.open(path) as image:
         return image.size
+
+
+def _with_pil(build: Build) -> Build:
+    """The same crops of the same files, decoded and resized by PIL."""
+
+    def built(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+        return build(jpegs.Photographs(work.count, work.files), arguments, seed)
+
+    return built
+
+
+class _Datago(IterableDataset[Sample]):
+    """Whole photographs from datago's threads; the process that takes them crops and resizes."""
+
+    def __init__(self, work: Any, threads: int, samples_ahead: int) -> None:
+        from datago import DatagoClient
+
+        os.environ["DATAGO_MAX_TASKS"] = str(threads)
+        self.work = work
+        self.numbers = {str(path): number for number, path in enumerate(work.files.paths)}
+        folder = str(FOLDER / str(len(work)))
+        settings = {
+            "source_type": "file",
+            "source_config": {"root_path": folder, "random_sampling": True},
+            "limit": len(work),
+            "samples_buffer_size": samples_ahead,
+        }
+        self.client = DatagoClient(json.dumps(settings))
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.client.start()
+        while (found := self.client.get_sample()) is not None:
+            index = self.numbers[json.loads(found.id)]
+            yield self.work.of_pixels(found.image.to_numpy_array(), index)
+
+
+def _datago(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    batch_size = arguments["batch_size"]
+    return TorchLoader(_Datago(work, arguments["num_workers"], 2 * batch_size), batch_size)
 
 
 class _Undelivered:
@@ -194,6 +250,13 @@ _BYTES = "dali-uint8"
 PEERS = {
     "torch": peers.Peer((TORCH, TORCH_ANY_ORDER)),
     "minato": peers.Peer((MINATO, MINATO_ANY_ORDER, jpegs.THREADS), imports=("minato",)),
+    "pil": peers.Peer(
+        (
+            Contender("torch-pil", "torch, PIL", _with_pil(torch_loader()), True, "alike"),
+            Contender("minato-pil", "minato, PIL", _with_pil(minato_loader()), True, "alike"),
+        ),
+        imports=("minato",),
+    ),
     "bare": peers.Peer((Contender("bare", "*bare processes*", _bare, False, "labels"),)),
     "torchdata": _peer("torchdata"),
     "spdl": _peer("spdl"),
@@ -204,6 +267,11 @@ PEERS = {
         (_native("turboloader", "TurboLoader, native", _turboloader),),
         (*DECODERS, jpegs.TURBO),
         ("turboloader",),
+    ),
+    "datago": peers.Peer(
+        (Contender("datago", "datago, native decoder", _datago, False, "alike"),),
+        (*DECODERS, "datago==2026.10.1"),
+        ("datago",),
     ),
     "dali": peers.Peer(
         (
@@ -235,7 +303,7 @@ def _row(name: str, make: type[jpegs.Photographs], *left_out: str) -> Row:
 
 ROWS = {
     "float32": _row("float32", jpegs.Simplejpeg, _BYTES),
-    "uint8": _row("uint8", jpegs.Bytes, "dali-float32", "turboloader"),
+    "uint8": _row("uint8", jpegs.Bytes, "dali-float32", "turboloader", "torch-pil", "minato-pil"),
 }
 
 

@@ -108,6 +108,15 @@ class Simplejpeg(Photographs):
         right, bottom = (math.ceil(scale * side) for side in box[2:])
         return cv2.resize(pixels[top:bottom, left:right], (CROP, CROP))
 
+    def of_pixels(self, pixels: Pixels, index: int) -> Sample:
+        """The sample of a photograph that another decoder has decoded as a whole."""
+        import cv2
+
+        draw = random.Random(index)
+        left, top, right, bottom = _crop((pixels.shape[1], pixels.shape[0]), draw)
+        image = cv2.resize(pixels[top:bottom, left:right], (CROP, CROP))
+        return self.tensor(image, draw.random() < 0.5), index
+
     def tensor(self, image: Any, flipped: bool) -> torch.Tensor:
         import cv2
 
