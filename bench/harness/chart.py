@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,29 @@ COLOURS = {
     "ideal": INK,
 }
 
+COLOURS_OF_A_FILE = 48
+"""Enough for smooth letters; such a file is half as large as one with all colours."""
+
 
 @dataclass(frozen=True)
 class Bars:
-    """One panel of grouped bars, with a dashed line at 1.
+    """One panel of grouped bars.
 
     Args:
         title: above the panel.
         groups: label of each group by its name.
         value: ``(group, loader)`` to the spread of the bar, or None for no bar.
         text: writes a median above its bar.
+        line: where a dashed line is drawn.
+        logarithmic: the scale.
     """
 
     title: str
     groups: Mapping[str, str]
     value: Callable[[str, str], Spread | None]
     text: Callable[[float], str]
+    line: float | None = 1.0
+    logarithmic: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,9 @@ class Lines:
     curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
 
 
-def _figure(widths: Sequence[int], rows: int, size: tuple[float, float]) -> tuple[Any, Any]:
+def _figure(
+    widths: Sequence[int], rows: int, size: tuple[float, float], font: float = 7.5
+) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,23 +71,39 @@ def _figure(widths: Sequence[int], rows: int, size: tuple[float, float]) -> tupl
     )
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=7.5)
+        axis.tick_params(labelsize=font)
     return figure, axes
 
 
 def _save(figure: Any, path: Path, top: float = 1.0) -> None:
     from matplotlib import pyplot
+    from PIL import Image
 
     figure.tight_layout(rect=(0, 0.03, 1, top))
-    figure.savefig(path)
+    drawn = BytesIO()
+    figure.savefig(drawn)
     pyplot.close(figure)
+    few_colours = Image.open(drawn).convert("RGB").quantize(COLOURS_OF_A_FILE)
+    few_colours.save(path, optimize=True)
 
 
-def bars(panels: Sequence[Bars], labels: Mapping[str, str], note: str, path: Path) -> None:
-    """Draw panels side by side; ``labels`` names the loaders in the legend."""
-    figure, axes = _figure([len(panel.groups) for panel in panels], 1, (11.0, 4.0))
+def bars(
+    panels: Sequence[Bars],
+    labels: Mapping[str, str],
+    note: str,
+    path: Path,
+    colours: Mapping[str, str] = COLOURS,
+    stacked: bool = False,
+) -> None:
+    """Draw panels side by side, or ``stacked`` for a narrow page; ``labels`` names the loaders in the legend."""
+    if stacked:
+        height = 0.9 + 2.1 * len(panels)
+        figure, axes = _figure([1], len(panels), (8.0, height), font=8.5)
+    else:
+        height = 4.0
+        figure, axes = _figure([len(panel.groups) for panel in panels], 1, (11.0, height))
     width = 0.84 / len(labels)
-    for axis, panel in zip(axes[0], panels, strict=True):
+    for axis, panel in zip(axes.flat, panels, strict=True):
         for place, (loader, label) in enumerate(labels.items()):
             offset = (place - (len(labels) - 1) / 2) * width
             found = [(x + offset, panel.value(name, loader)) for x, name in enumerate(panel.groups)]
@@ -88,20 +114,25 @@ def bars(panels: Sequence[Bars], labels: Mapping[str, str], note: str, path: Pat
                 [x for x, _ in shown],
                 [spread.median for _, spread in shown],
                 width * 0.92,
-                color=COLOURS[loader],
+                color=colours[loader],
                 label=label,
                 yerr=[below, above],
                 error_kw={"elinewidth": 0.8, "ecolor": INK},
+                log=panel.logarithmic,
             )
             texts = [panel.text(spread.median) for _, spread in shown]
             axis.bar_label(drawn, texts, fontsize=7.5, padding=2)
-        axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
+        if panel.line is not None:
+            axis.axhline(panel.line, color=INK, linewidth=0.8, linestyle="--")
         axis.set_xticks(range(len(panel.groups)), list(panel.groups.values()))
         axis.set_title(panel.title, fontsize=10, loc="left")
-    handles, names = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="upper center", ncols=len(names), frameon=False, fontsize=9)
-    figure.text(0.5, 0.01, note, ha="center", fontsize=7.5, color=INK)
-    _save(figure, path, top=0.93)
+        if stacked:
+            axis.margins(x=0.01, y=0.12)
+    handles, names = axes.flat[0].get_legend_handles_labels()
+    columns = 4 if stacked and len("".join(names)) > 80 else len(names)
+    figure.legend(handles, names, loc="upper center", ncols=columns, frameon=False, fontsize=9)
+    figure.text(0.5, 0.01, note, ha="center", fontsize=8 if stacked else 7.5, color=INK)
+    _save(figure, path, top=1 - 0.28 * -(-len(names) // columns) / height)
 
 
 def lines(panels: Sequence[Lines], path: Path) -> None:

@@ -14,8 +14,9 @@ from tests.selection import mostly_slow
 
 pytest.importorskip("psutil")
 
-from bench import artifact, dlio, hyperloader, spdl
+from bench import artifact, dlio, hyperloader, others, spdl
 from bench.harness import environments
+from bench.harness.suite import Spread
 from bench.workloads import payloads
 from bench.workloads.feeds import FEEDS, Plain
 
@@ -203,3 +204,28 @@ def test_a_loader_of_spdls_rows_that_fails_is_named(
     assert "| spawn | 1 MiB | 1 | 2.00, 1.00 | 2.00, 1.00 |" in page
     assert "| 2 ms | 2, 3 |" in page
     assert "| 100, 0.25 s, 300 MB | failed |" in page
+
+
+@pytest.mark.parametrize("name", others.CHARTS)
+def test_a_chart_is_drawn_from_the_page(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert others.main(["--rows", name, "--out", str(tmp_path)]) == 0
+    assert 5_000 < (tmp_path / f"others-{name}.png").stat().st_size < 60_000
+    assert f"(others-{name}.png)" in others.PAGE.read_text()
+
+
+def test_cells_of_tables_become_bars() -> None:
+    page = """
+after
+| row | `torch` | x |
+| --- | --- | --- |
+| a, b | 1.0 (0.5–2.0), 3 s | 7 **wrong** |
+| c |  | 4 |
+"""
+    panel = others.Panel("", ("after",), shown=lambda figure: 10 - figure)
+    assert others.cells(page, panel) == {
+        "a\nb": {"torch": Spread(8.0, 9.0, 9.5), "x": None},
+        "c": {"torch": None, "x": Spread(6.0, 6.0, 6.0)},
+    }
+    with pytest.raises(ValueError, match="no table after 'nowhere'"):
+        others.cells(page, others.Panel("", ("nowhere",)))
