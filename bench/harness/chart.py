@@ -96,8 +96,10 @@ def bars(
     stacked: bool = False,
 ) -> None:
     """Draw panels side by side, or ``stacked`` for a narrow page; ``labels`` names the loaders in the legend."""
+    columns = 4 if stacked and len("".join(labels.values())) > 80 else len(labels)
+    legend = 0.1 + 0.2 * -(-len(labels) // columns)
     if stacked:
-        height = 0.9 + 2.1 * len(panels)
+        height = 0.6 + 2.1 * len(panels) + legend
         figure, axes = _figure([1], len(panels), (8.0, height), font=8.5)
     else:
         height = 4.0
@@ -129,10 +131,9 @@ def bars(
         if stacked:
             axis.margins(x=0.01, y=0.12)
     handles, names = axes.flat[0].get_legend_handles_labels()
-    columns = 4 if stacked and len("".join(names)) > 80 else len(names)
     figure.legend(handles, names, loc="upper center", ncols=columns, frameon=False, fontsize=9)
     figure.text(0.5, 0.01, note, ha="center", fontsize=8 if stacked else 7.5, color=INK)
-    _save(figure, path, top=1 - 0.28 * -(-len(names) // columns) / height)
+    _save(figure, path, top=1 - legend / height)
 
 
 def lines(panels: Sequence[Lines], path: Path) -> None:
