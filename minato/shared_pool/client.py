@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -146,10 +147,13 @@ class PoolClient:
             self._channel.close()
             _CONNECTED.discard(self)
 
-    def _returned(self, arena: int, start: int) -> None:
+    def _returned(
+        self, arena: int, start: int, exits: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
         # The garbage collector may call this in the middle of any operation here.
         self._dropped.append((arena, start))
-        if os.getpid() == self._owner:
+        # At the end of the interpreter this module is empty; then the connection ends with the process.
+        if not exits() and os.getpid() == self._owner:
             self._close_if_unused()
 
     def _send(self, kind: str, number: int, more: object = None) -> None:

@@ -183,12 +183,13 @@ def start_early(context: BaseContext | None, used: Iterable[Any]) -> None:
         context: The loader's; None: the default one, which this call does not fix.
         used: As in :func:`fork_server_context`.
     """
-    if not _serves(context) or multiprocessing.current_process().daemon or not _main_is_safe():
+    if not _serves(context) or multiprocessing.current_process().daemon:
         return
-    _name_modules(used)
     # RuntimeError: a child is importing the main module. Other errors are raised when the iteration starts.
     with suppress(RuntimeError, OSError):
-        _server.ensure_running()
+        if _main_is_safe():
+            _name_modules(used)
+            _server.ensure_running()
 
 
 def _serves(context: BaseContext | None) -> bool:

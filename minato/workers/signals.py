@@ -30,7 +30,14 @@ _LONGEST_PAUSE_S = 0.5
 _deferred: dict[int, Any] = {}
 """Handlers of the signals that are deferred at present, by number."""
 _exit_began = threading.Event()
-atexit.register(_exit_began.set)
+
+
+@atexit.register
+def _begin_exit() -> None:
+    _exit_began.set()
+    # Python calls the hook until its very end, when this module is empty.
+    if isinstance(sys.unraisablehook, _Hook):
+        sys.unraisablehook = sys.unraisablehook.others
 
 
 def exiting() -> bool:
@@ -102,7 +109,7 @@ class _Hook:
     """
 
     def __init__(self, others: Callable[[Any], object]) -> None:
-        self._others = others
+        self.others = others
 
     def __call__(self, unraisable: Any) -> None:
         error = unraisable.exc_value
@@ -111,7 +118,7 @@ class _Hook:
         if is_lost and in_main and not exiting():
             _RaiseAgain.soon(error)
         else:
-            self._others(unraisable)
+            self.others(unraisable)
 
 
 def _by_handler(error: BaseException) -> bool:

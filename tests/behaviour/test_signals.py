@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from minato import DataLoader
 from minato.workers.signals import keep_raised, signals_deferred
 from tests.datasets import Numbers, wait_until
 from tests.selection import mostly_slow
-from tests.subprocesses import run
+from tests.subprocesses import TIMEOUT_S, run
 
 PROGRAMS = ["fork", "spawn", "forkserver", "thread", "inline"]
 
@@ -226,6 +227,28 @@ def test_other_errors_of_a_finalizer_stay_where_they_are(
     time.sleep(0.05)
     assert reported == [error]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+LATE = """
+import os
+from minato.workers.signals import keep_raised
+
+class Late:
+    def __del__(self):
+        raise ValueError("after all modules")
+
+keep_raised()
+os.late = Late()
+"""
+
+
+def test_what_python_ignores_when_modules_are_empty_is_reported_as_ever() -> None:
+    """A hook of this module would raise there, and hide it."""
+    command = [sys.executable, "-c", LATE]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert ended.returncode == 0
+    assert "ValueError: after all modules" in ended.stderr
+    assert "unraisablehook" not in ended.stderr
 
 
 def test_a_fork_server_that_the_same_signal_ended_is_not_what_the_program_hears_of(
