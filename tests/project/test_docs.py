@@ -1,128 +1,24 @@
-"""The documentation tells the truth: its programs run, its links lead somewhere, its lists are complete."""
+"""The documentation tells the truth: its links lead somewhere, its lists are complete, its words are plain."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import io
-import os
 import re
-import subprocess
-import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
-from tests.subprocesses import TIMEOUT_S
+from tests.project.pages import FENCE, PAGES, ROOT, name_of
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "minato"
-PAGES = [
-    *sorted(path for path in ROOT.glob("*.md")),
-    *(ROOT / folder / "README.md" for folder in ("bench", "minato")),
-    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
-]
-FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INTERNAL_SOURCES = {"connections", "settings", "sql"}
 """Modules of ``minato.sources`` of whose names users need some at most."""
-FEW_CORES = "ignore:This DataLoader will create"
-"""torch's warning on a machine with one core."""
-
-
-class Program(NamedTuple):
-    """A block of Python that is marked ``runnable``, and what the block after it says that it prints.
-
-    ``python runnable tensorboard`` needs that package, and is skipped without it.
-    """
-
-    name: str
-    source: str
-    output: str | None
-    needs: str
-
-
-def blocks(page: Path) -> list[tuple[str, str]]:
-    """``(info, content)`` of every fenced block of a page."""
-    return FENCE.findall(page.read_text(encoding="utf-8"))
-
-
-def programs() -> list[Program]:
-    found = []
-    for page in PAGES:
-        all_blocks = [*blocks(page), ("", "")]
-        for number, (info, source) in enumerate(all_blocks):
-            if info.startswith("python runnable"):
-                after, output = all_blocks[number + 1]
-                name = f"{page.relative_to(ROOT)}-{number}"
-                needs = info.removeprefix("python runnable").strip()
-                expected = output if after == "text output" else None
-                found.append(Program(name, source, expected, needs))
-    return found
-
-
-def run(program: Path, folder: Path, *, strict: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh interpreter, with the minato that is tested here.
-
-    Args:
-        strict: Whether warnings are errors.
-    """
-    paths = [str(Path(minato.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, *(("-W", "error", "-W", FEW_CORES) if strict else ()), program],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
-def test_programs_run_and_print_what_the_page_says(program: Program, tmp_path: Path) -> None:
-    if program.needs:
-        pytest.importorskip(program.needs)
-    file = tmp_path / "program.py"
-    file.write_text(program.source, encoding="utf-8")
-    done = run(file, tmp_path, strict=not program.needs)
-    # Other packages warn of themselves, and log to stderr.
-    assert (done.returncode, "" if program.needs else done.stderr) == (0, ""), done.stderr
-    assert program.output in (None, done.stdout)
-
-
-def test_programs_were_found() -> None:
-    pages = {program.name.rpartition("-")[0] for program in programs()}
-    assert {"README.md", "docs/tutorial/first-loader.md", "docs/how-to/order.md"} <= pages
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_of_python_are_python(page: Path) -> None:
-    for info, source in blocks(page):
-        assert info.partition(" ")[0] not in ("py", "python3"), "call it python"
-        assert re.fullmatch(r"python( runnable( [\w.]+)?)?", info) or not info.startswith("python")
-        if info.startswith("python"):
-            compile(source, str(page), "exec")
-
-
-@pytest.mark.slow
-def test_tutorial_program(tmp_path: Path) -> None:
-    for _ in range(3):  # a busy machine may spoil a comparison of times
-        done = run(ROOT / "docs" / "tutorial" / "first_loader.py", tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-        lines = re.findall(r"^(\w.*\w) +([\d.]+) s, (\d+) samples$", done.stdout, re.MULTILINE)
-        names = [name for name, _, _ in lines]
-        assert names == ["torch", "minato, in order", "minato, as they come"]
-        assert {int(samples) for _, _, samples in lines} == {400}
-        torch_s, in_order_s, as_they_come_s = (float(taken) for _, taken, _ in lines)
-        if max(in_order_s, as_they_come_s) < torch_s:
-            return
-    pytest.fail(done.stdout)
 
 
 def anchors(page: Path) -> set[str]:
@@ -132,7 +28,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     broken = []
@@ -289,7 +185,7 @@ def old_words(parts: list[tuple[int, str]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", PLAIN, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", PLAIN, ids=name_of)
 def test_old_words_do_not_return(path: Path) -> None:
     assert old_words(prose(path)) == []
 

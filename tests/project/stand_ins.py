@@ -1,0 +1,489 @@
+"""What the fragments of the pages take for granted: the reader's dataset, transforms, model and servers.
+
+A fragment imports nothing of this module and knows nothing of it: the first line of the program that is made of a page
+defines the names of ``COMMON``, and those that a function for the page adds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import io
+import itertools
+import os
+import random
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+import minato
+from minato import DataLoader
+from minato._support.loader_class import TorchDataLoader
+
+BATCHES = 8
+"""How many batches of a loader are taken at most."""
+PASSWORD = "hush-hush"
+
+
+class Images(Dataset[Any]):
+    """Small images of four classes."""
+
+    def __init__(self) -> None:
+        self.paths = [f"photographs/{number}.jpg" for number in range(4000)]
+        self.targets = [number % 4 for number in range(64)]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 8, 8), float(index)), self.targets[index]
+
+
+class OneBad(Images):
+    """The same, where some cannot be read."""
+
+    def __init__(self, every: int, error: Exception) -> None:
+        super().__init__()
+        self.every, self.error = every, error
+
+    def __getitem__(self, index: int) -> Any:
+        if index % self.every == 3:
+            raise self.error
+        return super().__getitem__(index)
+
+
+def decode(sample: Any) -> Any:
+    image, label = sample
+    return image / 255, label
+
+
+def resize(sample: Any) -> Any:
+    image, label = sample
+    return image[:, ::2, ::2], label
+
+
+def random_crop(sample: Any) -> Any:
+    image, label = sample
+    left = random.randrange(2)
+    return image[:, :, left : left + 3], label
+
+
+def normalise(sample: Any) -> Any:
+    image, label = sample
+    return image - 0.5, label
+
+
+def augment(sample: Any) -> Any:
+    image, label = sample
+    return image + torch.rand(()), label
+
+
+def make_model() -> torch.nn.Module:
+    time.sleep(0.2)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4))
+
+
+def make_step(model: torch.nn.Module) -> Callable[..., None]:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+
+    def step(*batch: Any) -> None:
+        images, labels = batch[0] if len(batch) == 1 else batch
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def stand_ins(page: str) -> dict[str, Any]:
+    """The names that exist before the first fragment of a page."""
+    names: dict[str, Any] = {
+        "minato": minato,
+        "torch": torch,
+        "DataLoader": DataLoader,
+        "dataset": Images(),
+        "decode": decode,
+        "resize": resize,
+        "random_crop": random_crop,
+        "normalise": normalise,
+        "augment": augment,
+    }
+    names |= _OF_PAGES.get(page, dict)()
+    _seen.extend(value for value in names.values() if isinstance(value, TorchDataLoader))
+    return names
+
+
+_seen: list[Any] = []
+"""Loaders, and functions that make them, of which it is known that they deliver."""
+
+
+def delivered(names: dict[str, Any]) -> None:
+    """Take some batches of each loader that the last fragment has made, and a sample of each source."""
+    if names["__name__"] != "__main__":  # a worker that is not forked imports the page
+        return
+    for name, value in [*names.items()]:
+        if any(value is each for each in _seen):
+            continue
+        if name == "source":
+            [value.get(key) for key in value.keys[:BATCHES]]
+        elif isinstance(value, TorchDataLoader):
+            _take(value)
+        elif name == "make_loader":
+            _take(value())
+        else:
+            continue
+        _seen.append(value)
+
+
+def _take(loader: Any) -> None:
+    taken = [*itertools.islice(loader, BATCHES)]
+    assert len(taken) == min(BATCHES, len(loader)) > 0
+    if isinstance(loader, DataLoader):
+        loader.close()
+
+
+@contextmanager
+def raises(kind: type[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+# ---- what single pages name -----------------------------------------------------------------
+
+
+def _bench() -> dict[str, Any]:
+    from PIL import Image
+
+    from bench.workloads import packages
+
+    packages.FOLDER = Path.cwd()
+    Path("photographs").mkdir()
+    for number in range(4):
+        Image.new("RGB", (120, 90), (number, 0, 0)).save(f"photographs/{number}.jpg")
+    return {}
+
+
+def _bad_samples() -> dict[str, Any]:
+    dataset = OneBad(40, OSError("truncated"))
+    policy = minato.ErrorPolicy("skip", log="bad.jsonl")
+    loader = DataLoader(dataset, 8, num_workers=2, errors=policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert sum(len(labels) for _, labels in loader) == 62
+    return {"dataset": dataset, "loader": loader}
+
+
+def _batches_by_cost() -> dict[str, Any]:
+    return {"sizes_on_disk": np.full(64, 8000)}
+
+
+def _code_you_cannot_edit() -> dict[str, Any]:
+    def train() -> None:
+        loader = torch.utils.data.DataLoader(Images(), 8)
+        assert type(loader) is DataLoader
+        _take(loader)
+
+    return {"library": SimpleNamespace(train=train)}
+
+
+def _debugging() -> dict[str, Any]:
+    return {"dataset": OneBad(40, ValueError("cannot be decoded"))}
+
+
+def _gpu() -> dict[str, Any]:
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator")
+    models = [make_model().to("meta") for _ in range(3)]
+    return {
+        "model": models[0],
+        "criterion": torch.nn.CrossEntropyLoss(),
+        "replicas": [SimpleNamespace(step=make_step(model)) for model in models[1:]],
+    }
+
+
+def _training() -> dict[str, Any]:
+    model = make_model()
+    step = make_step(model)
+    return {"model": model, "train": step, "train_step": step, "step": 100}
+
+
+def _memory() -> dict[str, Any]:
+    images, _ = next(iter(DataLoader(Images(), 8)))
+    return {**_training(), "images": images, "hard_examples": []}
+
+
+def _after_an_epoch(**options: Any) -> dict[str, Any]:
+    loader = DataLoader(Images(), 4, num_workers=2, persistent_workers=True, **options)
+    for _ in range(2):
+        assert len([*loader]) == 16
+    return {**_training(), "loader": loader}
+
+
+def _photos() -> dict[str, Any]:
+    from PIL import Image
+
+    Image.new("RGB", (2000, 1500)).save("photograph.jpg")
+    return {"path": "photograph.jpg"}
+
+
+def _ranks() -> dict[str, Any]:
+    return {**_training(), "rank": int(os.environ["RANK"])}
+
+
+def _verify() -> dict[str, Any]:
+    from tests.integrations.models import Indexed
+
+    options = {"batch_size": 8, "shuffle": True, "num_workers": 2}
+    return {"dataset": Indexed(64), "options": options}
+
+
+# ---- trainers -------------------------------------------------------------------------------
+
+
+def _trainers() -> dict[str, Any]:
+    import accelerate
+    import lightning
+    import torch.distributed as dist
+    import transformers
+
+    from tests.integrations.models import Indexed, Model, noisy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch)["loss"]
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    trainer = lightning.Trainer
+
+    def on_this_machine(**given: Any) -> Any:
+        """One epoch in this process: others of the strategy would run the page again."""
+        small: Any = {"devices": 1, "strategy": "auto", "accelerator": "cpu", "max_epochs": 1}
+        small |= {f"enable_{part}": False for part in ("checkpointing", "progress_bar")}
+        trainer(**given, **{name: small[name] for name in small if name not in given})
+        return trainer(**{**given, **small})
+
+    lightning.Trainer = on_this_machine
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(dist.destroy_process_group)
+    model = Model()
+    arguments = transformers.TrainingArguments(
+        "trained", max_steps=4, use_cpu=True, save_strategy="no", report_to=[], disable_tqdm=True
+    )
+    return {
+        "accelerator": accelerate.Accelerator(cpu=True),
+        "arguments": arguments,
+        "augment": noisy,
+        "dataset": Indexed(64),
+        "dp_rank": 1,
+        "dp_size": 2,
+        "loader": DataLoader(Indexed(64), 8),
+        "model": model,
+        "module": Module(),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.01),
+    }
+
+
+def _metrics() -> dict[str, Any]:
+    import transformers
+
+    class Trainer(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(DataLoader(self.train_dataset, 8))
+
+    return {**_trainers(), "loader": _after_an_epoch()["loader"], "Trainer": Trainer}
+
+
+# ---- remote data ----------------------------------------------------------------------------
+
+
+class Tables(Dataset[Any]):
+    """Arrays."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(8, index, np.float32)
+
+
+def read(url: str) -> float:
+    time.sleep(0.001)
+    return float(len(url))
+
+
+async def read_later(url: str) -> float:
+    await asyncio.sleep(0.001)
+    return float(len(url))
+
+
+def to_arrays(value: Any) -> Any:
+    data = value["data"] if isinstance(value, dict) else value
+    return np.load(io.BytesIO(bytes(data)))
+
+
+def _saved(array: Any) -> bytes:
+    to = io.BytesIO()
+    np.save(to, array)
+    return to.getvalue()
+
+
+def _remote_data() -> dict[str, Any]:
+    _postgres()
+    _s3()
+    _cassandra()
+    return {
+        "dataset": Images(),
+        "urls": [f"https://example.com/{number}" for number in range(100)],
+        "read": read,
+        "read_later": read_later,
+        "to_arrays": to_arrays,
+        "diagnoses": [number % 2 for number in range(64)],
+        "patients": [number // 3 for number in range(64)],
+    }
+
+
+def _postgres() -> None:
+    """The database of the page, at ``host=db``: libpq takes the address and the port from the environment."""
+    import psycopg
+
+    from tests.sources import servers
+
+    server, url = servers.postgres_server()
+    server.start()
+    atexit.register(servers.remove, server.folder)
+    atexit.register(server.stop)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE reader LOGIN PASSWORD '{PASSWORD}'")
+        connection.execute("CREATE DATABASE scans OWNER reader")
+    port = url.rpartition(":")[2].partition("/")[0]
+    os.environ |= {"PGHOSTADDR": "127.0.0.1", "PGPORT": port, "DB_PASSWORD": PASSWORD}
+    with psycopg.connect("host=db dbname=scans user=reader", password=PASSWORD) as connection:
+        connection.execute("CREATE TABLE images (id BIGINT PRIMARY KEY, data BYTEA)")
+        for number, table in enumerate(Tables()[index] for index in range(len(Tables()))):
+            connection.execute("INSERT INTO images VALUES (%s, %s)", (number, _saved(table)))
+
+
+def _s3() -> None:
+    """The bucket of the page: obstore takes the address and the keys from the environment."""
+    import tarfile
+
+    import obstore
+    from obstore.store import from_url
+
+    from tests.sources import servers
+
+    folder = Path(tempfile.mkdtemp(prefix="minato-s3-"))
+    atexit.register(servers.remove, folder)
+    *both, settings = servers.s3_servers(folder)
+    for server in both:
+        server.start()
+        atexit.register(server.kill)
+    names = {"endpoint": "AWS_ENDPOINT_URL", "access_key_id": "AWS_ACCESS_KEY_ID"}
+    names |= {"secret_access_key": "AWS_SECRET_ACCESS_KEY", "region": "AWS_REGION"}
+    os.environ |= {variable: settings[name] for name, variable in names.items()}
+    os.environ["AWS_ALLOW_HTTP"] = "true"
+    to = io.BytesIO()
+    with tarfile.open(fileobj=to, mode="w") as archive:
+        for number in range(8):
+            data = _saved(Tables()[number])
+            info = tarfile.TarInfo(f"{number}.npy")
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    obstore.put(from_url("s3://bucket/shards"), "first.tar", to.getvalue())
+
+
+def _cassandra() -> None:
+    """No node: what the driver does with the arguments, up to the first connection."""
+    import certifi
+    from cassandra import cluster
+
+    class Unconnected(cluster.Cluster):
+        def __init__(self, hosts: list[str], **settings: Any) -> None:
+            super().__init__(["127.0.0.1" for _ in hosts], **settings)
+
+        def connect(self, *_: Any, **__: Any) -> Any:
+            return mock.MagicMock()
+
+    cluster.Cluster = Unconnected
+    shutil.copy(certifi.where(), "ca.pem")
+
+
+# ---- several machines -----------------------------------------------------------------------
+
+
+def _several_machines() -> dict[str, Any]:
+    """The cluster that ``ray.init(address="auto")`` finds, of one node."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # paths of sockets must be short
+    (folder / "ray").mkdir()
+    os.environ["RAY_TMPDIR"] = str(folder)
+    cluster = Cluster()
+    cluster.add_node(
+        num_cpus=1,
+        object_store_memory=80 << 20,
+        include_dashboard=False,
+        temp_dir=str(folder / "ray"),
+        no_monitor=True,
+        include_log_monitor=False,
+    )
+    os.environ["RAY_ADDRESS"] = cluster.address
+    init = ray.init
+
+    def begin(**given: Any) -> Any:
+        """Each fragment that begins like this is a script of its own."""
+        ray.shutdown()
+        return init(**given)
+
+    ray.init = begin
+
+    @atexit.register
+    def end() -> None:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return {}
+
+
+_OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "bench/README.md": _bench,
+    "docs/how-to/bad-samples.md": _bad_samples,
+    "docs/how-to/batches-by-cost.md": _batches_by_cost,
+    "docs/how-to/code-you-cannot-edit.md": _code_you_cannot_edit,
+    "docs/how-to/debugging.md": _debugging,
+    "docs/how-to/gpu.md": _gpu,
+    "docs/how-to/memory.md": _memory,
+    "docs/how-to/metrics.md": _metrics,
+    "docs/how-to/order.md": lambda: _after_an_epoch(order="arrival"),
+    "docs/how-to/photos.md": _photos,
+    "docs/how-to/ranks.md": _ranks,
+    "docs/how-to/remote-data.md": _remote_data,
+    "docs/how-to/several-machines.md": _several_machines,
+    "docs/how-to/slow-samples.md": _after_an_epoch,
+    "docs/how-to/start-up.md": lambda: {"make_model": make_model},
+    "docs/how-to/trainers.md": _trainers,
+    "docs/how-to/verify-a-migration.md": _verify,
+    "docs/reference/report.md": lambda: _after_an_epoch(order="arrival"),
+}
