@@ -158,7 +158,11 @@ def fragments(page: Path) -> str:
     return text
 
 
-WITH_FRAGMENTS = [page for page in PAGES if "delivered(globals())" in fragments(page)]
+WITH_FRAGMENTS = [
+    page
+    for page in PAGES
+    if any(re.fullmatch(r"python( raises \w+)?", block.info) for block in blocks(page))
+]
 
 
 @pytest.mark.slow
@@ -183,6 +187,8 @@ def test_fragments_were_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_says_what_it_is(page: Path) -> None:
+    fences = re.findall(r"^\s*(?:```|~~~)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(fences) == 2 * len(blocks(page)), "a block is indented, or not closed"
     for block in blocks(page):
         if block.info.startswith("python"):
             assert re.fullmatch(r"python( runnable( [\w.]+)?| raises \w+)?", block.info)
