@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import Dataset
 
 from bench.harness import chart, record, report
 from bench.harness.datasets import SleepingWork, Vectors, Work
@@ -179,6 +182,39 @@ def first_batch(loader: str, workers: str, method: str) -> float:
     return 1e3 * (time.perf_counter() - begun)
 
 
+def second_loader(loader: str, workers: str, method: str) -> float:
+    """The same for a later loader of the process."""
+    first_batch(loader, workers, method)
+    return first_batch(loader, workers, method)
+
+
+class _Pids(Dataset[int]):
+    """Samples of 1 ms that are the pid of their worker."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.001)
+        return os.getpid()
+
+
+def replacement(loader: str, workers: str, method: str) -> float:
+    """Milliseconds from the end of a killed worker to the first batch of the worker that replaces it."""
+    arguments = {"num_workers": int(workers), "multiprocessing_context": method}
+    iterator = iter(CONTENDERS[loader].build(_Pids(), arguments, 0))
+    alive: set[int] = set()
+    while len(alive) < int(workers):
+        alive.add(int(next(iterator)))
+    for _ in range(100):  # all are at work, and all that was fast at first is over
+        next(iterator)
+    begun = time.perf_counter()
+    os.kill(min(alive), signal.SIGKILL)
+    while int(next(iterator)) in alive:
+        pass
+    return 1e3 * (time.perf_counter() - begun)
+
+
 def memory(loader: str, workers: str, nbytes: str) -> float:
     """MiB that an epoch takes at most, in this process and its workers, beyond what was there before."""
     import psutil
@@ -244,18 +280,27 @@ def _private(pid: int, files: bool) -> int:
     return 1024 * sum(int(fields[name].split()[0]) for name in names)
 
 
-ROWS = ("curves", "first_batch", "memory")
-FRESH: dict[str, Callable[..., float]] = {"first_batch": first_batch, "memory": memory}
+ROWS = ("curves", "first_batch", "second_loader", "replacement", "memory")
+FRESH: dict[str, Callable[..., float]] = {
+    "first_batch": first_batch,
+    "second_loader": second_loader,
+    "replacement": replacement,
+    "memory": memory,
+}
 """What is measured in a process of its own, because what ran before would change it."""
 
 
 def fresh(
-    what: str, cases: Sequence[tuple[str, ...]], repeats: int, say: Callable[[str], None]
+    what: str,
+    cases: Sequence[tuple[str, ...]],
+    repeats: int,
+    say: Callable[[str], None],
+    loaders: Sequence[str] = tuple(CONTENDERS),
 ) -> dict[tuple[str, ...], str]:
     """Run one of ``FRESH`` for each case and loader, loaders in turn; returns median and range as text."""
     found: dict[tuple[str, ...], list[float]] = {}
     for case in cases:
-        for _, loader in in_turn([*CONTENDERS], repeats):
+        for _, loader in in_turn([*loaders], repeats):
             command = [sys.executable, "-m", "bench.growth", "--fresh", what, loader, *case]
             ended = subprocess.run(
                 command, cwd=record.ROOT, capture_output=True, text=True, timeout=_LIMIT_S
@@ -274,11 +319,12 @@ def fresh_table(
     cases: Sequence[tuple[str, ...]],
     repeats: int,
     say: Callable[[str], None],
+    loaders: Sequence[str] = tuple(CONTENDERS),
 ) -> str:
     """The same as a table with a column per loader."""
-    found = fresh(what, cases, repeats, say)
-    lines = [[*case, *(found[(*case, name)] for name in CONTENDERS)] for case in cases]
-    return report.table([*columns, *(one.label for one in CONTENDERS.values())], lines)
+    found = fresh(what, cases, repeats, say, loaders)
+    lines = [[*case, *(found[(*case, name)] for name in loaders)] for case in cases]
+    return report.table([*columns, *(CONTENDERS[name].label for name in loaders)], lines)
 
 
 def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
@@ -318,12 +364,33 @@ def main(arguments: list[str] | None = None) -> int:
         page.add(curve_table(curve, found[curve.name]))
     few = 1 if options.short else None
     starts = [(str(workers), method) for method in METHODS[:few] for workers in WORKERS[:few]]
+    early = [(workers, method) for workers, method in starts if int(workers) <= WORKERS[1]]
     if "first_batch" in options.rows:
         page.add(
             "## Cold first batch\n",
             "Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has "
             "imported torch and minato.\n",
             fresh_table("first_batch", ["workers", "start method"], starts, repeats, page.say),
+        )
+    if "second_loader" in options.rows:
+        page.add(
+            "## Later loaders\n",
+            "The same for the second loader of a process.\n",
+            fresh_table("second_loader", ["workers", "start method"], early, repeats, page.say),
+        )
+    if "replacement" in options.rows:
+        page.add(
+            "## A killed worker\n",
+            "Milliseconds from the end of a worker to the first batch of the one that replaces it; the batches before "
+            "come from the others. torch raises an error instead.\n",
+            fresh_table(
+                "replacement",
+                ["workers", "start method"],
+                [("2", method) for method in METHODS[:few]],
+                repeats,
+                page.say,
+                ("minato",),
+            ),
         )
     if "memory" in options.rows:
         sizes_of = [("4", str(nbytes)) for nbytes in SAMPLE_BYTES[:few]]

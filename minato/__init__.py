@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import multiprocessing
 from typing import TYPE_CHECKING, Any
 
-from minato import _other_distribution  # noqa: F401  # first: it refuses a mixture of two projects
-from minato._core import implementation
-from minato._version import __version__
-from minato.errors import (
-    CoverageError,
-    ErrorBudgetError,
-    MinatoError,
-    MinatoWarning,
-    NotPicklableError,
-    SampleTimeoutError,
-    WorkerDiedError,
-)
-from minato.loader import DataLoader
-from minato.options import (
-    AutoScale,
-    ErrorPolicy,
-    FetchOptions,
-    PaperController,
-    RayWorkers,
-    SharedPool,
-    StragglerPolicy,
-)
-from minato.sampling.cost_batches import CostBatchSampler
-from minato.transforms.rng import numpy_rng, python_rng, torch_rng
-from minato.workers.error_policy import SKIP, SampleFailure
+_collects = gc.isenabled()
+gc.disable()  # a full collection would take longer than these imports, and find nothing
+try:
+    from minato import _other_distribution  # noqa: F401  # first: it refuses a mixture of two projects
+    from minato._core import implementation
+    from minato._version import __version__
+    from minato.errors import (
+        CoverageError,
+        ErrorBudgetError,
+        MinatoError,
+        MinatoWarning,
+        NotPicklableError,
+        SampleTimeoutError,
+        WorkerDiedError,
+    )
+    from minato.loader import DataLoader
+    from minato.options import (
+        AutoScale,
+        ErrorPolicy,
+        FetchOptions,
+        PaperController,
+        RayWorkers,
+        SharedPool,
+        StragglerPolicy,
+    )
+    from minato.sampling.cost_batches import CostBatchSampler
+    from minato.transforms.rng import numpy_rng, python_rng, torch_rng
+    from minato.workers.error_policy import SKIP, SampleFailure
+
+    if multiprocessing.current_process().name == "MainProcess":
+        # The first batch of a training process would wait for these imports. Its workers do without them.
+        import psutil  # noqa: F401
+
+        import minato.delivery.iterator
+        import minato.engine.engine
+        import minato.engine.inspector  # noqa: F401
+finally:
+    if _collects:
+        gc.enable()
 
 if TYPE_CHECKING:
     from minato.batching.padding import PadCollate, pad_stack

@@ -6,6 +6,7 @@ It imports only what a worker needs: spawned processes import it again.
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -253,6 +254,8 @@ class WorkerContext:
 
 def run_worker_process(number: int, context: WorkerContext) -> None:
     """Run as worker ``number`` until nothing is left to do, or the training process ends."""
+    # A collection would write to every object, and so copy the pages that a forked worker shares with its parent.
+    gc.freeze()
     parent_lives = parent_watch()
     plan = context.plan
     try:
