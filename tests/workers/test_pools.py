@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -517,3 +518,22 @@ def test_workers_interrupt_nobody_when_they_wake_up(own: str) -> None:
     thread.join()
     assert found == [given] * 8
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+class Collecting(torch.utils.data.Dataset[int]):
+    """Each sample is the number of the oldest generation's objects: all that a collection would look at."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return len(gc.get_objects(generation=2))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_leaves_what_it_starts_with_out_of_collections(method: str) -> None:
+    """A collection writes to every object, and so copies the pages that a forked worker shares with its parent."""
+    gc.collect()
+    assert len(gc.get_objects(generation=2)) > 10_000
+    loader = DataLoader(Collecting(), num_workers=1, multiprocessing_context=method)
+    assert max(int(count) for count in loader) < 10_000
