@@ -1,4 +1,4 @@
-"""Loaders on objects and on rows of Cassandra behind a slow network: rates, slow start, and a cache on disk."""
+"""Loaders on objects and on rows of Cassandra behind a slow network; a node that is lost, an ingest that is killed."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def _objects(page: report.Page, repeats: int, short: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    known = ["objects", "cassandra"]
+    known = ["objects", "cassandra", "ring", "ingest"]
     options = report.parser("bench.remote", __doc__ or "", 3, known).parse_args(arguments)
     repeats = report.repeats_of(options)
     out = options.out or (None if options.short else record.PAGES)
@@ -270,17 +270,19 @@ def main(arguments: list[str] | None = None) -> int:
         page = report.Page("remote", out)
         _objects(page, repeats, options.short)
         page.finish()
-    if "cassandra" in options.rows:
+    if set(options.rows) - {"objects"}:
         try:
             cassandra_node.home()
         except cassandra_node.NotInstalled as error:
             print(f"the rows of Cassandra are left out: {error}")
         else:
-            from bench import rows  # late: it needs the driver
+            from bench import outages, rows  # late: they need the driver
 
-            page = report.Page("cassandra", out)
-            rows.compare(page, repeats, options.short)
-            page.finish()
+            pages = {"cassandra": rows.compare, "ring": outages.ring, "ingest": outages.ingest}
+            for name in (name for name in pages if name in options.rows):
+                page = report.Page(name, out)
+                pages[name](page, repeats, options.short)
+                page.finish()
     return 0
 
 

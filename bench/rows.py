@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,18 +30,21 @@ NBYTES, COUNT = 60_000, 2000
 BATCH_SIZE, WORKERS, READS, MANY_READS, EPOCHS = 32, 4, 16, 64, 3
 RTT_S = {"0 ms": 0.0, "20 ms": 0.02, "150 ms": 0.15}
 COUNTS = (COUNT, 1000, 400)
+HOSTS = ("127.0.0.1",)
 _TABLE = "bench.rows"
 HEAD = """\
 # Rows of Cassandra
 
-Written by `python -m bench.remote --rows cassandra`. Rows of {kilobytes} kB in one node of Cassandra behind a TCP proxy
-that holds every byte back for half of the round-trip time in each direction. {workers} worker processes that live for
-{epochs} epochs, batches of {batch}, a consumer that takes every batch at once. Loaders take turns; every sample is
-checked. The first epoch has the start of the workers and their sessions in it. Rows per second: medians of {repeats}
-runs (least and greatest in brackets). *Driver*: one process requests each batch with `execute_concurrent_with_args` and
-collates it, without a loader. Client, proxy and node share the cores of one machine, which limits what can be reached
-at the lowest latency. `minato` and `torch, __getitems__` request the rows of a batch together: {batch} in each worker.
-*Ideal*: the most requests that a loader of the table has in flight ({most} in each worker), divided by the round trip.
+Written by `python -m bench.remote --rows cassandra`. Rows of {kilobytes} kB in one node of Cassandra behind a TCP
+proxy that holds every byte back for half of the round-trip time in each direction. {workers} worker processes that
+live for {epochs} epochs, batches of {batch}, a consumer that takes every batch at once. Loaders take turns; every
+sample is checked. The first epoch has the start of the workers and their sessions in it. Rows per second: medians of
+{repeats} runs (least and greatest in brackets). *Driver*: one process requests each batch with
+`execute_concurrent_with_args` and collates it, without a loader. Client, proxy and node share the cores of one
+machine, which limits what can be reached at the lowest latency. `torch, __getitems__` requests the rows of a batch
+together: {batch} in each worker. `minato` does so for several batches at once, as many as each worker measures to be
+useful, 512 rows at most. *Ideal*: the most requests that a loader with a fixed number has in flight ({most} in each
+worker), divided by the round trip.
 """
 
 
@@ -52,10 +55,13 @@ class Rows(Dataset[Any]):
         port: Of the node, or of a proxy before it.
         count: Samples.
         rtt_s: Round trip to the node.
+        hosts: The nodes.
     """
 
-    def __init__(self, port: int, count: int, rtt_s: float) -> None:
-        self.source = Cassandra(["127.0.0.1"], _TABLE, keys=range(count), decode=_sample, port=port)
+    def __init__(
+        self, port: int, count: int, rtt_s: float = 0.0, hosts: Sequence[str] = HOSTS
+    ) -> None:
+        self.source = Cassandra(hosts, _TABLE, keys=range(count), decode=_sample, port=port)
         self.rtt_s = rtt_s
 
     def __len__(self) -> int:
@@ -69,6 +75,9 @@ class Rows(Dataset[Any]):
 
     def __begin__(self, index: int, done: Any) -> bool:
         return self.source.__begin__(index, done)  # finish() of a run checks what came
+
+    def __beginitems__(self, indices: list[int], done: Any) -> bool:
+        return self.source.__beginitems__(indices, done)
 
     def content(self, index: int) -> Any:
         return torch.frombuffer(bytearray(stored_object(index, NBYTES)), dtype=torch.uint8), index
@@ -150,21 +159,26 @@ LOADERS = named(
 )
 
 
-def fill(port: int) -> None:
-    """Write the rows into a new node."""
-    cluster, session = Cassandra(["127.0.0.1"], _TABLE, keys=[], port=port).connect()
+def fill(port: int, count: int = COUNT, hosts: Sequence[str] = HOSTS, replicas: int = 1) -> None:
+    """Write the rows into new nodes."""
+    cluster, session = Cassandra(hosts, _TABLE, keys=[], port=port).connect()
     try:
-        session.execute(
-            "CREATE KEYSPACE bench WITH replication = "
-            "{'class': 'SimpleStrategy', 'replication_factor': 1}"
-        )
+        make_keyspace(session, replicas)
         session.execute(f"CREATE TABLE {_TABLE} (id bigint PRIMARY KEY, data blob)")
         insert = session.prepare(f"INSERT INTO {_TABLE} (id, data) VALUES (?, ?)")
         insert.consistency_level = ConsistencyLevel.ALL
-        rows = [(key, stored_object(key, NBYTES)) for key in range(COUNT)]
+        rows = ((key, stored_object(key, NBYTES)) for key in range(count))
         execute_concurrent_with_args(session, insert, rows, READS)
     finally:
         cluster.shutdown()
+
+
+def make_keyspace(session: Any, replicas: int) -> None:
+    """Make the benchmark's keyspace."""
+    session.execute(
+        "CREATE KEYSPACE bench WITH replication = "
+        f"{{'class': 'SimpleStrategy', 'replication_factor': {replicas}}}"
+    )
 
 
 def compare(page: report.Page, repeats: int, short: bool) -> None:
@@ -184,9 +198,9 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
         )
     )
     with cassandra_node.running() as node:
-        fill(node.port)
+        fill(node.place.port)
         for (label, rtt_s), count in zip(RTT_S.items(), COUNTS, strict=True):
-            with Proxy(Link(rtt_s), node.port) as proxy:
+            with Proxy(Link(rtt_s), node.place.port) as proxy:
                 row = Row(
                     name=f"Round trip {label}",
                     title="",

@@ -15,9 +15,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 VARIABLE = "MINATO_CASSANDRA_HOME"
@@ -233,49 +233,77 @@ def command(folder: Path, place: Place) -> list[str]:
     ]
 
 
+def ring(addresses: Sequence[str], request_timeout_s: float = 2.0) -> list[Place]:
+    """Nodes that know each other; the first is to be started first."""
+    first = replace(new_place(), seed=addresses[0], request_timeout_s=request_timeout_s)
+    return [replace(first, address=address) for address in addresses]
+
+
 def end_with_the_parent() -> None:
     """In a child, before it becomes the server: the kernel kills it when the thread that started it ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-@contextmanager
-def running() -> Iterator[Place]:
-    """A node of its own, for the ``with`` block.
+class Node:
+    """A node, once it is started.
 
-    Raises:
-        NotInstalled: As of :func:`home`.
-        RuntimeError: It ended, or did not answer in time; with the end of its log.
+    Args:
+        folder: For its data; it finds them when it starts again.
     """
-    place = new_place()
-    with tempfile.TemporaryDirectory(prefix="cassandra-") as name:
-        folder = Path(name)
-        line = command(folder, place)
-        with (folder / "log").open("wb") as log:
-            node = subprocess.Popen(
+
+    def __init__(self, place: Place, folder: Path) -> None:
+        self.place, self._folder = place, folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it listens.
+
+        Raises:
+            NotInstalled: As of :func:`home`.
+            RuntimeError: It ended, or did not answer in time; with the end of its log.
+        """
+        line = command(self._folder, self.place)
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
                 line,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=folder,
+                cwd=self._folder,
                 start_new_session=True,
                 preexec_fn=end_with_the_parent,
             )
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                address = self.place.address, self.place.port
+                socket.create_connection(address, timeout=1).close()
+                return
+            except OSError as error:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    end = (self._folder / "log").read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"Cassandra does not answer: {error}\n{end}") from error
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End it at once, if it runs."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(_STOP_S)
+
+
+@contextmanager
+def running(place: Place | None = None) -> Iterator[Node]:
+    """A node of its own, for the ``with`` block; then its data goes.
+
+    Raises:
+        NotInstalled, RuntimeError: As of :meth:`Node.start`.
+    """
+    with tempfile.TemporaryDirectory(prefix="cassandra-") as name:
+        node = Node(place or new_place(), Path(name))
         try:
-            _wait(node, place, folder / "log")
-            yield place
+            node.start()
+            yield node
         finally:
-            node.kill()  # its data goes with it
-            node.wait(_STOP_S)
-
-
-def _wait(node: subprocess.Popen[bytes], place: Place, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            socket.create_connection((place.address, place.port), timeout=1).close()
-            return
-        except OSError as error:
-            if node.poll() is not None or time.monotonic() > deadline:
-                end = log.read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"Cassandra does not answer: {error}\n{end}") from error
-        time.sleep(0.05)
+            node.kill()

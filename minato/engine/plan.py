@@ -121,6 +121,16 @@ class WorkerPlan(NamedTuple):
         return self.pipeline.batched and bool(getattr(self.pipeline.dataset, "__getitems__", None))
 
     @property
+    def begins_lists(self) -> bool:
+        """Whether a worker may begin to read further batches while it waits for one."""
+        return (
+            self.takes_lists
+            and self.order.keeps_places
+            and not (self.in_main_process or self.round_robin or self.fetching.at_once)
+            and self.dataset_states is None
+        )
+
+    @property
     def starts_early(self) -> bool:
         """Whether slow samples may start before those that precede them."""
         return not (

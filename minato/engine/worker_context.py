@@ -37,7 +37,7 @@ from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler, SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.process_pool import enter_worker_process, parent_watch
-from minato.workers.reads import Reads, reads_of
+from minato.workers.reads import BegunLists, Reads, reads_of
 from minato.workers.runner import CostEstimate, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
@@ -223,6 +223,9 @@ class WorkerContext:
         )
         sink = self.writer(number, ledger, describe_error, catches, tracer)
         fetching = plan.fetching
+        begin = getattr(dataset, "__beginitems__", None) if plan.begins_lists else None
+        if begin is not None:
+            reads = BegunLists(begin)
         if (fetching.at_once or reads is not None) and failure is None:
             return ConcurrentWorker(
                 settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,8 +49,9 @@ class _Session(NamedTuple):
 class Cassandra(KeyedSource):
     """Rows of a table by their primary key, one column; a sample is a dict of the columns, in one read.
 
-    One prepared statement serves all reads. The keys of a batch are requested concurrently; with ``fetch_concurrency``
-    the driver's own thread receives the rows of a worker's reads, and the worker decodes them.
+    One prepared statement serves all reads. The keys of a batch are requested concurrently, and each worker of a loader
+    requests several batches at once, as many as it measures to be useful. The driver's own thread receives the rows of
+    a worker's reads, and the worker decodes them.
 
     Args:
         hosts: Hosts of the cluster.
@@ -161,11 +163,53 @@ class Cassandra(KeyedSource):
         """Read the samples of a batch concurrently."""
         requested = [self.keys[index] for index in indices]
         results = self.attempt(f"keys {requested[0]!r} …", lambda: self._fetch_all(requested))
+        return self._all_decoded(requested, results)
+
+    def _all_decoded(self, requested: list[Any], results: Sequence[list[Any] | None]) -> list[Any]:
         # A key whose read failed is read alone, with retries and with errors that name it.
         return [
             self._decoded(key, self._sample(key, rows)) if rows else self.get(key)
             for key, rows in zip(requested, results, strict=True)
         ]
+
+    def __beginitems__(
+        self, indices: Sequence[int], done: Callable[[Callable[[], Any] | None], None]
+    ) -> bool:
+        """Begin to read the samples of a batch; False without a session, which ``__getitems__`` opens.
+
+        Args:
+            done: Called once, by the driver's thread, with a function that returns the list of samples. It reads those
+                whose read failed.
+        """
+        opened = self._sessions.opened()
+        if opened is None:
+            return False
+        requested = [self.keys[index] for index in indices]
+        results: list[list[Any] | None] = [None] * len(requested)
+        missing, lock = len(requested), threading.Lock()
+
+        def arrived(rows: list[Any] | None, i: int) -> None:
+            nonlocal missing
+            results[i] = rows
+            with lock:
+                missing -= 1
+                complete = not missing
+            if complete:
+                done(functools.partial(self._all_decoded, requested, results))
+
+        def failed(error: BaseException, i: int) -> None:
+            if isinstance(error, self.transient):
+                self.counters.add(retries=1)
+            arrived(None, i)
+
+        for i, key in enumerate(requested):
+            try:
+                request = opened.session.execute_async(opened.select, (key,))
+            except Exception as error:  # of which the second read of this key tells
+                failed(error, i)
+            else:
+                request.add_callbacks(arrived, failed, (i,), errback_args=(i,))
+        return True
 
     def _fetch_all(self, requested: list[Any]) -> list[list[Any] | None]:
         """The rows of each key, None where the read failed."""

@@ -13,14 +13,16 @@ from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.reads import Read, Reads
+from minato.workers.reads import BegunLists, Read, Reads
 from minato.workers.results import Sink
 from minato.workers.runner import Runner
-from minato.workers.worker import Worker, WorkerSettings, WorkQueue
+from minato.workers.worker import WHOLE_BATCH, Worker, WorkerSettings, WorkQueue
 
 __all__ = ["ConcurrentFetch", "ConcurrentWorker", "Hedging", "SharedReadLimit"]
 
 _ALL_SAMPLES = 1 << 31
+_CLAIMED_SHARE = 4
+"""While reads have finished, further ones are claimed when a fourth of the limit is free."""
 _PATIENCE_S = 1.0
 """The longest wait for a read between two checks whether the loader shuts down."""
 _LEAST_READS = 20
@@ -175,6 +177,8 @@ class ConcurrentWorker(Worker):
     It claims as many samples as it can read at once, from any number of batches, and writes each as soon as it is
     complete.
 
+    With ``__beginitems__`` a read is that of a whole batch.
+
     Args:
         concurrency: How it reads.
         queue, fetcher, runner, sink, sample_retry, tracer: As of :class:`Worker`.
@@ -209,6 +213,7 @@ class ConcurrentWorker(Worker):
         self._hedging = None if percentile is None else Hedging(percentile)
         self._claimed: deque[Read] = deque()  # and not submitted
         self._reads = reads
+        self._in_lists = isinstance(reads, BegunLists)
         reads.on_finished = self._wake
         self.endings.append(reads.close)
         self._transforms = concurrency.transforms
@@ -226,10 +231,12 @@ class ConcurrentWorker(Worker):
     def step(self) -> bool:
         """Claim what can be read now, and write one sample; False if neither was possible."""
         self._hedge()
-        claimed = self._claim()
         read = self._reads.finished()
         if read is None:
-            return claimed
+            return self._claim()
+        # Samples cost less when they are claimed together.
+        if self._reads.limit - self._reads.outstanding >= self._reads.limit // _CLAIMED_SHARE:
+            self._claim()
         self._take(read)
         return True
 
@@ -281,13 +288,17 @@ class ConcurrentWorker(Worker):
             # First ask how many reads the other workers leave to this one, so that it claims no more than that.
             free = self._read_limit.take(self._number, self._reads.limit - self._reads.outstanding)
             self._read_limit.give_back(self._number, free)
-            run = (
-                self._ledger.claim(self._number, _ALL_SAMPLES if whole else free) if free else None
-            )
+            most = WHOLE_BATCH if self._in_lists else _ALL_SAMPLES if whole else free
+            run = self._ledger.claim(self._number, most) if free and self._leaves_enough else None
             if run is None:
                 return claimed
             claimed = True
             self._enter(run, whole)
+
+    @property
+    def _leaves_enough(self) -> bool:
+        """Whether the others can begin a batch, too, if this worker begins one more."""
+        return not (self._in_lists and self._in_flight) or self._fair_share() > 0
 
     def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:
         """Queue the reads of a run."""
@@ -296,7 +307,17 @@ class ConcurrentWorker(Worker):
             self._sink.publish_collated(batch)
             return
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
-        indices = list(self._read_indices(batch, k, count))
+        given = self._read_indices(batch, k, count)
+        if self._in_lists:
+            if bound and count == size and len(given):
+                if not self._in_flight:
+                    self._end(0, now_ns())
+                self._queue(Read(given, epoch, None, claimed), first)
+            else:
+                self._run_lease(claimed)
+            self._show_oldest()
+            return
+        indices = list(given)
         if not indices:  # an empty batch has a place, too
             assert isinstance(self._fetcher, Fetcher)
             self._runner.enter(seed)
@@ -310,9 +331,12 @@ class ConcurrentWorker(Worker):
         occurrences = self._ledger.occurrences(first + k, count) or [0] * count
         for i, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
             read = Read(index, epoch, bound_to, (run, i), occurrence=occurrence)
-            self._in_flight[read] = first + k + i
-            self._claimed.append(read)
+            self._queue(read, first + k + i)
         self._show_oldest()  # before the user's code runs, which may end the process
+
+    def _queue(self, read: Read, position: int) -> None:
+        self._in_flight[read] = position
+        self._claimed.append(read)
 
     def _begin_claimed(self) -> None:
         """Submit the reads of claimed samples, as far as the limits allow."""
@@ -363,9 +387,13 @@ class ConcurrentWorker(Worker):
         if self._hedging is not None:
             self._hedging.note(read.duration_ns)
         self._count(reads=1, hedges_won=int(read is not first))
-        self._finish(read, position)
+        if self._in_lists:
+            samples = self._finish_list(read, position)
+        else:
+            samples = 1
+            self._finish(read, position)
         # The time since the last run counts as busy: reads were in flight.
-        self._end(1, self._idle_since)
+        self._end(samples, self._idle_since)
         self._show_oldest()
 
     def _finish(self, read: Read, position: int) -> None:
@@ -395,6 +423,23 @@ class ConcurrentWorker(Worker):
         else:
             sample = samples[0] if error is None else None
             self._results.free(position, read.key, sample, error, cost_ns)
+
+    def _finish_list(self, read: Read, first: int) -> int:
+        """Make the samples of a batch from what has arrived, and write them; returns their number."""
+        count: int
+        batch, _, count = read.tag
+        fetcher, complete = self._fetcher, read.complete
+        assert isinstance(fetcher, Fetcher)
+        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
+        self._runner.enter(seed)
+
+        def fetch(indices: Any) -> Any:
+            return fetcher.many(indices) if complete is None else fetcher.transformed(complete())
+
+        if complete is not None:
+            self._runner.ahead_ns = read.duration_ns
+        self._run_list(fetcher, fetch, batch, first, count, epoch, read.key)
+        return count
 
     def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))

@@ -75,7 +75,10 @@ class Fetcher:
 
     def many(self, indices: Any) -> Any:
         """What the dataset returns for the indices of a batch, normally the list of samples, transformed."""
-        samples = self._dataset.__getitems__(indices)
+        return self.transformed(self._dataset.__getitems__(indices))
+
+    def transformed(self, samples: Any) -> Any:
+        """What the dataset returned for the indices of a batch, transformed."""
         return samples if self._run is None else [self._run(sample) for sample in samples]
 
 

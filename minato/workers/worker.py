@@ -17,7 +17,7 @@ from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.results import ResultWriter, Sink
 from minato.workers.runner import Runner
 
-__all__ = ["WorkQueue", "Worker", "WorkerSettings"]
+__all__ = ["WHOLE_BATCH", "WorkQueue", "Worker", "WorkerSettings"]
 
 _RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
@@ -30,7 +30,7 @@ _HANDOVERS = 10
 """A worker runs whole batches if a sample takes less time than storing this number of samples for another worker."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
 """The longest time that a worker sleeps, or works, between two checks that its parent is alive."""
-_WHOLE_BATCH, _ALL_SAMPLES = 0, 1 << 31
+WHOLE_BATCH, _ALL_SAMPLES = 0, 1 << 31
 _WORTH_NOTING_NS = 100_000
 """The costs of samples that cost more are recorded for the next epoch."""
 
@@ -199,10 +199,14 @@ class Worker:
         lease = self._ledger.claim(self._number, self._longest_run())
         if lease is None:
             return self._resume()
+        self._run_lease(lease)
+        return True
+
+    def _run_lease(self, lease: tuple[int, int, int]) -> None:
         batch, k, count = lease
         if count == 0:
             self._sink.publish_collated(batch)
-            return True
+            return
         _, first, size, bound, epoch, seed, _, _, epoch_slot = self._ledger.describe(batch)
         self._whole_size = size if bound else 0
         if epoch_slot != self._epoch_slot:
@@ -226,7 +230,6 @@ class Worker:
             self._run_unbound(fetcher, first + k, epoch, indices)
         busy_ns = self._end(count - (self._num_deferred() - deferred), started)
         self._runner.observe(busy_ns / count)
-        return True
 
     def _end(self, samples: int, started_ns: int) -> int:
         """Record the end of a lease and the number of samples that it completed; returns its duration in ns."""
@@ -304,7 +307,7 @@ class Worker:
 
     def _longest_run(self) -> int:
         if self._fetcher.takes_lists:
-            return _WHOLE_BATCH  # ``__getitems__`` may return one object for the batch
+            return WHOLE_BATCH  # ``__getitems__`` may return one object for the batch
         if self._whole_batches or self._sink.has_unsendable:
             return _ALL_SAMPLES
         cost_estimate = self._runner.cost_estimate

@@ -159,6 +159,19 @@ def test_rows_of_cassandra(tmp_path, monkeypatch):
     assert {f"| {one.label}" for one in rows.LOADERS.values()} <= labels
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # nodes, and whole programs
+def test_outages_of_cassandra(tmp_path):
+    pytest.importorskip("cassandra")
+    try:
+        cassandra_node.home()
+    except cassandra_node.NotInstalled as error:
+        pytest.skip(f"cassandra: {error}")
+    assert remote.main(["--short", "--rows", "ring,ingest", "--out", str(tmp_path)]) == 0
+    assert any(line.startswith("| minato |") for line in lines_of(tmp_path / "ring.md", 8))
+    assert "| lost | 0 |  |  |" in lines_of(tmp_path / "ingest.md", 12)
+
+
 def test_a_missing_cassandra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MINATO_CASSANDRA_HOME", str(tmp_path))
     assert remote.main(["--short", "--rows", "cassandra"]) == 0

@@ -284,13 +284,12 @@ client_encryption_options:
 
 def cassandra_ring(folder: Path, addresses: Sequence[str]) -> tuple[list[Server], Settings]:
     """Nodes that know each other and ask for no role, and the settings of a client. Start them in this order."""
-    first = cassandra_node.new_place()
+    places = cassandra_node.ring(addresses)
     nodes = []
-    for address in addresses:
-        (folder / address).mkdir()
-        place = replace(first, address=address, seed=addresses[0], request_timeout_s=2.0)
-        nodes.append(_cassandra(folder / address, place))
-    return nodes, {"hosts": list(addresses), "port": first.port}
+    for place in places:
+        (folder / place.address).mkdir()
+        nodes.append(_cassandra(folder / place.address, place))
+    return nodes, {"hosts": list(addresses), "port": places[0].port}
 
 
 def _cassandra(folder: Path, place: cassandra_node.Place) -> Server:

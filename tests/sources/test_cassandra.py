@@ -7,6 +7,7 @@ import re
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -180,11 +181,18 @@ def test_a_node_killed_and_started_again_in_mid_epoch_loses_nothing(
     assert node is not None
     source = numbered(settings, f"minato.killed_{fetch_concurrency}", 1, retry=RETRY)
 
+    # The workers may have read enough ahead to miss what happens; this read does not.
+    found: list[Any] = []
+    reading = threading.Thread(target=lambda: found.append(source[7]))
+
     def lose() -> None:
         node.kill()
+        reading.start()
         node.start()
+        reading.join(60)
 
     longest_pause_s(source, fetch_concurrency, lose)
+    assert found == [{"label": 7}]
     assert source.retries > 0
     source.close()
 
