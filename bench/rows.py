@@ -29,7 +29,7 @@ from minato.sources.cassandra import Cassandra
 NBYTES, COUNT = 60_000, 2000
 BATCH_SIZE, WORKERS, READS, MANY_READS, EPOCHS = 32, 4, 16, 64, 3
 RTT_S = {"0 ms": 0.0, "20 ms": 0.02, "150 ms": 0.15}
-COUNTS = (COUNT, 1000, 400)
+COUNTS = (COUNT, 1000, 320)
 HOSTS = ("127.0.0.1",)
 _TABLE = "bench.rows"
 HEAD = """\
@@ -43,7 +43,7 @@ sample is checked. The first epoch has the start of the workers and their sessio
 `execute_concurrent_with_args` and collates it, without a loader. Client, proxy and node share the cores of one
 machine, which limits what can be reached at the lowest latency. `torch, __getitems__` requests the rows of a batch
 together: {batch} in each worker. `minato` does so for several batches at once, as many as each worker measures to be
-useful, 512 rows at most. *Ideal*: the most requests that a loader with a fixed number has in flight ({most} in each
+useful, 128 rows at most. *Ideal*: the most requests that a loader with a fixed number has in flight ({most} in each
 worker), divided by the round trip.
 """
 
@@ -154,7 +154,6 @@ LOADERS = named(
     Contender("torch", "torch, `__getitems__`", _torch, keeps_order=True),
     MINATO,
     MINATO_ANY_ORDER,
-    _reads(READS),
     _reads(MANY_READS),
 )
 

@@ -45,6 +45,7 @@ from minato.scheduling.waiting import ConsumerWait, Pool
 from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
 from minato.workers.pool import WorkerPool
+from minato.workers.reads import LEAST_LISTS
 from minato.workers.signals import exiting
 from minato.workers.supervision import OomBackoff, RestartPolicy
 
@@ -499,6 +500,9 @@ def _window(plan: Plan) -> PrefetchWindow:
     """The prefetch window of a plan."""
     worker, prefetch = plan.worker, plan.prefetch
     reads = plan.pool.first * worker.fetching.concurrency
+    concurrent_batches = -(-reads // prefetch.largest_batch)
+    if worker.begins_lists:
+        concurrent_batches = plan.pool.first * LEAST_LISTS
     return PrefetchWindow(
         plan.pool.first,
         fixed=prefetch.batches,
@@ -506,7 +510,7 @@ def _window(plan: Plan) -> PrefetchWindow:
         # A sample gets a place in the batch max_lag after its own when that batch is opened. By then, its own batch
         # must have been returned: until then, the sample is not late.
         max_batches=None if worker.order.keeps_places else worker.order.max_lag,
-        concurrent_batches=-(-reads // prefetch.largest_batch),
+        concurrent_batches=concurrent_batches,
         slow_start=worker.fetching.slow_start,
         shares=prefetch.shares_budget,
     )

@@ -127,7 +127,9 @@ class WorkerPlan(NamedTuple):
             self.takes_lists
             and self.order.keeps_places
             and not (self.in_main_process or self.round_robin or self.fetching.at_once)
+            and self.method != "ray"
             and self.dataset_states is None
+            and hasattr(self.pipeline.dataset, "__beginitems__")
         )
 
     @property

@@ -223,9 +223,8 @@ class WorkerContext:
         )
         sink = self.writer(number, ledger, describe_error, catches, tracer)
         fetching = plan.fetching
-        begin = getattr(dataset, "__beginitems__", None) if plan.begins_lists else None
-        if begin is not None:
-            reads = BegunLists(begin)
+        if plan.begins_lists:
+            reads = BegunLists(dataset.__beginitems__)
         if (fetching.at_once or reads is not None) and failure is None:
             return ConcurrentWorker(
                 settings,

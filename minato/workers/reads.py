@@ -17,6 +17,7 @@ from minato._support.threads import start_thread
 from minato.transforms.rng import SampleRandomness
 
 __all__ = [
+    "LEAST_LISTS",
     "BegunLists",
     "BegunReads",
     "CoroutineReads",
@@ -30,10 +31,10 @@ __all__ = [
 Begin = Callable[[Any, Callable[[Callable[[], Any] | None], None]], bool]
 """``__begin__`` of a dataset: ``(index, done) -> whether it has begun``; see :func:`reads_of`."""
 
-_LEAST_LISTS = 3
-"""While the worker completes one batch, others are read."""
-_MOST_IN_FLIGHT = 512
-"""Samples of the batches that a worker reads at once, unless three batches have more."""
+LEAST_LISTS = 2
+"""While the worker completes one batch, another is read."""
+_MOST_IN_FLIGHT = 128
+"""Samples of the batches that a worker reads at once, unless two batches have more."""
 _NEWEST = 0.25
 """Weight of the newest time between two batches in their mean."""
 _GRACE_S = 2.0
@@ -287,7 +288,7 @@ class BegunReads(ThreadReads):
 class BegunLists(FinishedReads):
     """``dataset.__beginitems__(indices, done)``: a read is that of a whole batch.
 
-    The limit follows what is measured: as many batches as the worker takes in the time of the fastest read, and two
+    The limit follows what is measured: as many batches as the worker takes in the time of the fastest read, and one
     more. So it grows while the worker waits for a distant store, and stays low where the store or the processor is the
     limit, since reads that only queue for them are not the fastest.
 
@@ -295,7 +296,7 @@ class BegunLists(FinishedReads):
     """
 
     def __init__(self, begin: Begin) -> None:
-        super().__init__(_LEAST_LISTS)
+        super().__init__(1)  # until one could begin: a worker does the others one after the other
         self._begin = begin
         self._fastest_ns = self._taken_ns = 0
         self._pace_ns = 0.0
@@ -322,6 +323,8 @@ class BegunLists(FinishedReads):
         read = super().finished()
         if read is not None and read.complete is not None:
             self.adapt(read.duration_ns, now_ns(), len(read.key))
+        elif read is not None:
+            self.limit = 1
         return read
 
     def adapt(self, duration_ns: int, taken_ns: int, samples: int) -> None:
@@ -335,9 +338,9 @@ class BegunLists(FinishedReads):
         if self._taken_ns:
             since_ns = max(taken_ns - self._taken_ns, 1)
             self._pace_ns += (since_ns - self._pace_ns) * (_NEWEST if self._pace_ns else 1)
-            most = max(_MOST_IN_FLIGHT // samples, _LEAST_LISTS)
-            self.limit = min(2 + math.ceil(self._fastest_ns / self._pace_ns), most)
         self._taken_ns = taken_ns
+        wanted = 1 + math.ceil(self._fastest_ns / self._pace_ns) if self._pace_ns else LEAST_LISTS
+        self.limit = min(wanted, max(_MOST_IN_FLIGHT // samples, LEAST_LISTS))
 
     def close(self) -> None:
         """What the library still reads is dropped with its connections."""
