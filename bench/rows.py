@@ -162,14 +162,21 @@ LOADERS = named(
 
 def fill(port: int, count: int = COUNT, hosts: Sequence[str] = HOSTS, replicas: int = 1) -> None:
     """Write the rows into new nodes."""
-    cluster, session = Cassandra(hosts, _TABLE, keys=[], port=port).connect()
+    source = Cassandra(hosts, _TABLE, keys=[], port=port)
+    cluster, session = source.connect()
+
+    def write() -> None:
+        rows = ((key, stored_object(key, NBYTES)) for key in range(count))
+        execute_concurrent_with_args(session, insert, rows, READS)
+
     try:
         make_keyspace(session, replicas)
         session.execute(f"CREATE TABLE {_TABLE} (id bigint PRIMARY KEY, data blob)")
         insert = session.prepare(f"INSERT INTO {_TABLE} (id, data) VALUES (?, ?)")
         insert.consistency_level = ConsistencyLevel.ALL
-        rows = ((key, stored_object(key, NBYTES)) for key in range(count))
-        execute_concurrent_with_args(session, insert, rows, READS)
+        source.attempt(
+            "the rows", write, "write"
+        )  # a new ring may not know yet that all of it runs
     finally:
         cluster.shutdown()
 

@@ -148,8 +148,8 @@ def numbered(settings: Settings, table: str, times: int, **more: Any) -> Cassand
     session.execute(f"CREATE TABLE {table} (id bigint PRIMARY KEY, label bigint)")
     insert = session.prepare(f"INSERT INTO {table} (id, label) VALUES (?, ?)")
     insert.consistency_level = ConsistencyLevel.ALL
-    for index in range(COUNT):
-        session.execute(insert, (index, index))
+    for index in range(COUNT):  # a new ring may not know yet that all of it runs
+        source.attempt(f"key {index}", partial(session.execute, insert, (index, index)), "write")
     cluster.shutdown()
     return source
 
