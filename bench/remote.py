@@ -1,4 +1,4 @@
-"""Loaders on objects and on rows of Cassandra behind a slow network; a node that is lost, an ingest that is killed."""
+"""Loaders on objects and on rows of Cassandra behind a slow network; an ingest that is killed."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def _objects(page: report.Page, repeats: int, short: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    known = ["objects", "cassandra", "ring", "ingest"]
+    known = ["objects", "cassandra", "ingest"]
     options = report.parser("bench.remote", __doc__ or "", 3, known).parse_args(arguments)
     repeats = report.repeats_of(options)
     out = options.out or (None if options.short else record.PAGES)
@@ -276,9 +276,9 @@ def main(arguments: list[str] | None = None) -> int:
         except cassandra_node.NotInstalled as error:
             print(f"the rows of Cassandra are left out: {error}")
         else:
-            from bench import outages, rows  # late: they need the driver
+            from bench import ingests, rows  # late: they need the driver
 
-            pages = {"cassandra": rows.compare, "ring": outages.ring, "ingest": outages.ingest}
+            pages = {"cassandra": rows.compare, "ingest": ingests.ingest}
             for name in (name for name in pages if name in options.rows):
                 page = report.Page(name, out)
                 pages[name](page, repeats, options.short)
