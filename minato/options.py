@@ -681,7 +681,7 @@ class Options:
     transforms: Any = option(
         None,
         "Callables applied one after the other to `dataset[i]`, or an object with such a list in its attribute "
-        "`transforms` (torchvision's `Compose`).",
+        "`transforms` (torchvision's `Compose`, whose `v2` transforms take a pair of image and label).",
         values="list of callables, or an object with `.transforms`",
     )
     order: str = option(

@@ -215,8 +215,10 @@ def _throughput(metrics: Metrics) -> Throughput:
 
 def _workers(metrics: Metrics, count: int) -> Workers:
     counts, busy_ns = metrics.counts, metrics.counts["busy_ns"]
-    total_ns = busy_ns + counts["idle_ns"]
-    window_full_ns = min(_histogram(metrics, "window_full").total, counts["idle_ns"])
+    # Workers that stay are idle between two epochs, too, which is not the loader's doing.
+    idle_ns = min(counts["idle_ns"], max(count * counts["wall_ns"] - busy_ns, 0))
+    total_ns = busy_ns + idle_ns
+    window_full_ns = min(_histogram(metrics, "window_full").total, idle_ns)
     # The clock of a thread does not advance while the thread is queued for a core.
     queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
     on_core = _ratio(_histogram(metrics, "cpu").total, _timed_ns(metrics)) * (1 + queued)
@@ -224,7 +226,7 @@ def _workers(metrics: Metrics, count: int) -> Workers:
         count=count,
         busy_s=busy_ns / 1e9,
         busy_share=_ratio(busy_ns, total_ns),
-        no_work_share=_ratio(counts["idle_ns"] - window_full_ns, total_ns),
+        no_work_share=_ratio(idle_ns - window_full_ns, total_ns),
         window_full_share=_ratio(window_full_ns, total_ns),
         on_core_share=min(on_core, 1.0),
         cores_share=min(_ratio(counts["cores_used_ns"], counts["cores_there_ns"]), 1.0),

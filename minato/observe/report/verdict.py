@@ -214,7 +214,7 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
     if not in_cluster:
         evidence.append(f"More workers would not help: {setup.cores:g} cores are in use.")
     summary = {
-        "source": "The bottleneck is reading the source.",
+        "source": "The bottleneck is the work of dataset[i].",
         "transform": f"The bottleneck is the transform {stage}.",
         "collate": "The bottleneck is collating and copying batches.",
     }[largest.kind]
@@ -223,7 +223,8 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
     if setup.num_workers == 0:
         speedup = costs.whole / max(costs.whole - saved, 1e-9)
     advice = f"Optimize {stage}, or precompute it; the estimate assumes half of its cost."
-    if setup.uses_pil and largest.kind != "collate":
+    in_samples = sum(each.share for each in run.stages if each.kind != "collate")
+    if setup.uses_pil and (largest.kind != "collate" or in_samples >= 0.5):
         advice = (
             "Photographs: have PIL decode fewer pixels (Image.draft), or decode with libjpeg-turbo, resize with OpenCV "
             "and return uint8; the page Photographs of the documentation has the code. The estimate assumes half of "

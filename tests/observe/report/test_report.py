@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 
 from minato import DataLoader, ErrorPolicy, FetchOptions, StragglerPolicy
 from minato.caching import MemoryCache
+from minato.observe.report import report as report_module
 from minato.observe.report.figures import PARTS, legend
 from minato.observe.report.report import Report
+from minato.observe.stats.snapshot import Metrics
 from minato.sources.base import KeyedSource
 from minato.sources.retry import Retry
 from tests.datasets import Filled, Journal, Numbers, Sleepy, wait_until
@@ -213,6 +216,13 @@ def test_before_between_and_in_the_middle() -> None:
     del iterator
     assert [each.throughput.batches for each in loader.report().epochs] == [3]
     assert [each.throughput.batches for each in run(loader).epochs] == [3, 10]
+
+
+def test_time_between_epochs_is_no_idle_time() -> None:
+    """Workers that stay are idle while the program validates its model."""
+    metrics = Metrics(Counter(busy_ns=8, idle_ns=100, wall_ns=5))
+    workers = report_module._workers(metrics, 2)
+    assert (workers.busy_share, workers.no_work_share) == pytest.approx((0.8, 0.2))
 
 
 def test_failures_are_counted() -> None:
