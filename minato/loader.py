@@ -561,7 +561,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         kept = ("_options", "_transforms", "_replay", *OWN_NAMES)
         vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
         loader._engines = self._engines.fresh()
-        loader._history = loader._fresh_history()
+        loader._history = self._history  # so this loader's report covers what the wrapper iterates
         loader._position = self._position.without_state()
         return loader
 

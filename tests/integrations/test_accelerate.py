@@ -111,6 +111,8 @@ def test_skipping_without_an_accelerator(shuffle: bool) -> None:
     rest = list(skipping)
     assert indices(rest) == indices(whole[2:])
     assert [b["noise"].tolist() for b in rest] == [b["noise"].tolist() for b in whole[2:]]
+    # Who has the whole loader asks it for the report, as trainers' callbacks do.
+    assert [each.throughput.batches for each in loader.report().epochs] == [5, 3]
 
 
 def test_skipping_in_a_stream(accelerator: Any) -> None:

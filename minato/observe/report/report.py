@@ -222,6 +222,8 @@ def _workers(metrics: Metrics, count: int) -> Workers:
     # The clock of a thread does not advance while the thread is queued for a core.
     queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
     on_core = _ratio(_histogram(metrics, "cpu").total, _timed_ns(metrics)) * (1 + queued)
+    if not _timed_ns(metrics):  # whole batches are loaded by one call, which is not timed like this
+        on_core = _ratio(max(counts["ran_ns"], 0) * (1 + queued), busy_ns)
     return Workers(
         count=count,
         busy_s=busy_ns / 1e9,
