@@ -127,13 +127,13 @@ def judge(setup: Setup, run: Period) -> Verdict:
             wall_s / max(wall_s - later_s, 1e-9),
         )
     if max(waiting.pin_memory_s, transfer_s) >= lost_s / 2:
-        return _transfer(costs, lost, waiting.pin_memory_s >= transfer_s)
+        return _transfer(run, costs, lost, waiting.pin_memory_s >= transfer_s)
     if in_main_process or run.workers.busy_share >= _BUSY:
         return _workers_busy(setup, run, costs, lost)
     return _workers_idle(setup, run, costs, lost)
 
 
-def _transfer(costs: _Costs, lost: str, pins: bool) -> Verdict:
+def _transfer(run: Period, costs: _Costs, lost: str, pins: bool) -> Verdict:
     if pins:
         evidence = f"Copying a batch to pinned memory takes {_ms(costs.pinned)}."
         advice, changes = (
@@ -147,6 +147,14 @@ def _transfer(costs: _Costs, lost: str, pins: bool) -> Verdict:
             "Return tensors or NumPy arrays from the dataset and collate_fn: they are not pickled.",
             None,
         )
+        if run.throughput.nbytes and run.workers.cores_share >= _ALL_CORES:
+            evidence += (
+                f" All cores are in use ({run.workers.cores_share:.0%}), so it waits for one."
+            )
+            advice = (
+                "Leave it a core: fewer workers, fewer threads of the training step (torch.set_num_threads), or fewer "
+                "other programs."
+            )
         saved = costs.transfer
     speedup = max(costs.whole / max(costs.whole - saved, 1e-9), 1.0)
     summary = "The bottleneck is the transfer of batches to the training process."
@@ -223,6 +231,10 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
     if setup.num_workers == 0:
         speedup = costs.whole / max(costs.whole - saved, 1e-9)
     advice = f"Optimize {stage}, or precompute it; the estimate assumes half of its cost."
+    if largest.kind == "source" and not any(each.kind == "transform" for each in run.stages):
+        advice += (
+            " Transforms inside of it are timed one by one if the loader has them (transforms=)."
+        )
     in_samples = sum(each.share for each in run.stages if each.kind != "collate")
     if setup.uses_pil and (largest.kind != "collate" or in_samples >= 0.5):
         advice = (
