@@ -18,10 +18,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import pynvml
 import torch.utils.data
 
-from minato import _core
+from minato import _core, _system
 from minato._core import now_ns
 from minato._support.files import open_lines, write_atomically
 from minato._support.loader_class import TorchDataLoader
@@ -38,6 +39,10 @@ from minato.sources.ingest.urls import UnknownStore
 from minato.sources.settings import Env
 
 __all__ = ["main"]
+
+
+_QUIET = 0.5
+"""Load average per core from which on other programs decide what a comparison shows."""
 
 
 class _Refused(Exception):
@@ -154,6 +159,7 @@ def _profile(options: argparse.Namespace) -> None:
     mine = given if isinstance(given, DataLoader) else _as_minato(given)
     theirs = _as_torch(mine) if mine is given else given
     mine.watch_gpus()
+    load = psutil.getloadavg()[0]
     seconds = {"minato": _timed(mine, options.batches, step_s)}
     if theirs is not None:
         seconds["torch"] = _timed(theirs, options.batches, step_s)
@@ -172,6 +178,8 @@ def _profile(options: argparse.Namespace) -> None:
     print("\nTime for the same batches with")
     for name, taken in rows:
         print(f"  {name:8}{taken}")
+    if load > _QUIET * _system.available_cores(whole_node=True):
+        print(f"Other programs used the cores (load average {load:.1f}): compare again when they do not.")
 
 
 def _show(report: Report) -> None:

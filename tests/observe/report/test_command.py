@@ -112,6 +112,19 @@ def test_in_words_and_as_a_page(loaders: Path, capsys: pytest.CaptureFixture[str
     assert "width=device-width" in text
 
 
+@pytest.mark.parametrize(("load", "warns"), [(0.4, False), (1e6, True)])
+def test_a_busy_machine_is_named(
+    load: float,
+    warns: bool,
+    loaders: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("psutil.getloadavg", lambda: (load, 0.0, 0.0))
+    assert main(["profile", f"{loaders}:mine", "--batches", "2"]) == 0
+    assert ("compare again" in capsys.readouterr().out) == warns
+
+
 def test_transforms_are_minatos_alone(loaders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", f"{loaders}:transformed", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
