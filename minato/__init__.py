@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
-import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 _collects = gc.isenabled()
 gc.disable()  # a full collection would take longer than these imports, and find nothing
 try:
     from minato import _other_distribution  # noqa: F401  # first: it refuses a mixture of two projects
+    from minato._compat import in_starting_child
     from minato._core import implementation
     from minato._version import __version__
     from minato.errors import (
@@ -36,7 +36,9 @@ try:
     from minato.transforms.rng import numpy_rng, python_rng, torch_rng
     from minato.workers.error_policy import SKIP, SampleFailure
 
-    if multiprocessing.current_process().name == "MainProcess":
+    if in_starting_child():
+        gc.freeze()  # what was imported is no garbage, and a worker imports more
+    else:
         # The first batch of a training process would wait for these imports. Its workers do without them.
         import psutil  # noqa: F401
 

@@ -71,6 +71,7 @@ __all__ = [
     "has_cuda_context",
     "hold_server_key",
     "importing_main",
+    "in_starting_child",
     "index_sampler",
     "is_batched",
     "is_constructed",
@@ -355,6 +356,11 @@ def duplicates_for_child(held: list[int]) -> Iterator[None]:
 def set_popen_of_spawning(popen: Any) -> None:
     """Name the starting child for which this thread pickles, or None at the end."""
     context.set_spawning_popen(popen)
+
+
+def in_starting_child() -> bool:
+    """Whether multiprocessing starts this process at present, without a fork: it imports what the process needs."""
+    return hasattr(process_module.current_process(), "_inheriting")
 
 
 @contextmanager
@@ -666,8 +672,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "multiprocessing.process.BaseProcess._inheriting",
-        "the fork server imports the main module as a child would, with the error that names the missing guard",
-        "a script without a guard ends its workers by another error",
+        "the fork server imports the main module as a child would, with the error that names the missing guard; "
+        "children import less than the training process",
+        "a script without a guard ends its workers by another error; workers start more slowly",
         lambda: (
             "_inheriting" in inspect.getsource(spawn.get_preparation_data)
             or "_inheriting" in inspect.getsource(spawn)
