@@ -179,7 +179,9 @@ def _profile(options: argparse.Namespace) -> None:
     for name, taken in rows:
         print(f"  {name:8}{taken}")
     if load > _QUIET * _system.available_cores(whole_node=True):
-        print(f"Other programs used the cores (load average {load:.1f}): compare again when they do not.")
+        print(
+            f"Other programs used the cores (load average {load:.1f}): compare again when they do not."
+        )
 
 
 def _show(report: Report) -> None:
