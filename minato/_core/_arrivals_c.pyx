@@ -84,31 +84,37 @@ cdef class Arrivals:
         PyMem_Free(self.states)
 
     @property
+    @cython.critical_section
     def asked(self):
         """Tally of the requested indices."""
         return self.asked_.count, self.asked_.total
 
     @property
+    @cython.critical_section
     def delivered(self):
         """Tally of the indices that arrived."""
         return self.delivered_.count, self.delivered_.total
 
     @property
+    @cython.critical_section
     def skipped(self):
         """Tally of the indices that were given up."""
         return self.skipped_.count, self.skipped_.total
 
     @property
+    @cython.critical_section
     def dropped(self):
         """Tally of the dropped indices, which are not requested again."""
         return self.dropped_.count, self.dropped_.total
 
     @property
+    @cython.critical_section
     def unexpected(self):
         """Number of arrivals that were not pending: never requested, or a repetition."""
         return self.strays_
 
     @property
+    @cython.critical_section
     def prefix(self):
         """All numbers below have arrived or were skipped."""
         return self.prefix_

@@ -46,7 +46,7 @@ class Arrivals:
         skipped: tuple[int, int] = (0, 0),
     ) -> None:
         self._hash_other = hash_other
-        self._tallies = [list(asked), list(delivered), list(skipped), [0, 0]]
+        self._tallies = [asked, delivered, skipped, (0, 0)]
         self._waiting: dict[int, int | None] = {}
         self._arrived: set[int] = set()
         self._skipped_numbers: set[int] = set()
@@ -57,22 +57,22 @@ class Arrivals:
     @property
     def asked(self) -> tuple[int, int]:
         """Tally of the requested indices."""
-        return self._tally(0)
+        return self._tallies[0]
 
     @property
     def delivered(self) -> tuple[int, int]:
         """Tally of the indices that arrived."""
-        return self._tally(1)
+        return self._tallies[1]
 
     @property
     def skipped(self) -> tuple[int, int]:
         """Tally of the indices that were given up."""
-        return self._tally(2)
+        return self._tallies[2]
 
     @property
     def dropped(self) -> tuple[int, int]:
         """Tally of the dropped indices, which are not requested again."""
-        return self._tally(3)
+        return self._tallies[3]
 
     @property
     def unexpected(self) -> int:
@@ -130,14 +130,10 @@ class Arrivals:
             self._settle(number, 3)
         self._advance()
 
-    def _tally(self, which: int) -> tuple[int, int]:
-        count, total = self._tallies[which]
-        return count, total
-
     def _add(self, which: int, hashed: int) -> None:
-        tally = self._tallies[which]
-        tally[0] += 1
-        tally[1] = (tally[1] + hashed) & _MASK
+        count, total = self._tallies[which]
+        # Both at once: another thread may look.
+        self._tallies[which] = count + 1, (total + hashed) & _MASK
 
     def _settle(self, number: int, which: int) -> None:
         hashed = self._waiting.pop(number)

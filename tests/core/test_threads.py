@@ -6,14 +6,16 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from minato._core import Arrivals, Packer
+from minato._core import Arrivals, Ledger, Packer, codes, copy_array, sum_of_hashes
 from minato.batching.serialization import LocalStore
+from tests.core.ledger_tools import LAYOUT, Desk
 
 THREADS, ROUNDS = 8, 2000
 
@@ -65,11 +67,12 @@ def test_objects_of_a_store_get_different_places() -> None:
 
 def test_arrivals_are_looked_at_while_they_grow() -> None:
     arrivals, done = Arrivals(hash), threading.Event()
+    one = sum_of_hashes([7], hash)
 
     def consume() -> None:
         try:
             for start in range(0, 100 * ROUNDS, 100):
-                arrivals.ask(range(start, start + 100))
+                arrivals.ask([7] * 100)
                 if start % 5000 == 4900:  # until then, its rings grow
                     arrivals.deliver(list(range(start - 4900, start + 100)), 0)
         finally:
@@ -77,12 +80,63 @@ def test_arrivals_are_looked_at_while_they_grow() -> None:
 
     def look() -> None:
         while not done.is_set():
-            assert arrivals.beyond == sorted(arrivals.beyond)
+            beyond = arrivals.beyond
+            assert beyond == sorted(beyond)
             assert arrivals.prefix >= 0
+            for count, total in (arrivals.asked, arrivals.delivered):
+                assert total == count * one % 2**64
 
     at_once(consume, look, look)
     assert arrivals.asked == arrivals.delivered
     assert (arrivals.prefix, arrivals.beyond) == (100 * ROUNDS, [])
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_what_workers_have_written_is_there_when_a_batch_is_ready(bound: bool) -> None:
+    desk = Desk(sys.modules[Ledger.__module__])
+    ledger, workers, positions = desk.ledger, range(desk.sizes[0]), desk.sizes[2]
+    ledger.open_epoch(0)
+    memory = np.zeros((positions, 64), np.int64)  # a row for each place
+
+    def work(worker: int) -> None:
+        while not ledger.stopping:
+            if (lease := ledger.claim(worker, 2)) is None:
+                time.sleep(1e-5)
+                continue
+            batch, k, count = lease
+            first = ledger.describe(batch)[1] + k
+            for position in range(first, first + count):
+                place, where, _ = ledger.reserve(worker, position)
+                ledger.publish_layout(where, LAYOUT)
+                copy_array(memory[place % positions], np.full(64, position))
+                ledger.fill(worker, position, place)
+            ledger.end(worker, count, 1, 1)
+
+    def consume() -> None:
+        seen = np.zeros(64, np.int64)
+        try:
+            for start in range(0, 5 * ROUNDS // 10, 5):
+                batch, until = desk.open(5, bound), time.monotonic() + 60
+                while ledger.state(batch) != codes.READY or not ledger.settled(batch):
+                    assert time.monotonic() < until
+                    time.sleep(1e-5)
+                for place, position in enumerate(desk.deliver(batch), start):
+                    copy_array(seen, memory[place % positions])
+                    assert (seen == position).all()
+                ledger.retire(batch)
+        finally:
+            ledger.shut_down()
+
+    def look() -> None:
+        while not ledger.stopping:
+            assert ledger.unclaimed() <= positions
+            assert len(ledger.begun()) <= len(workers)
+            for worker in workers:
+                ledger.lease(worker)
+                assert ledger.activity(worker)[0] <= 5 * ROUNDS
+            time.sleep(1e-4)
+
+    at_once(consume, look, *(lambda worker=worker: work(worker) for worker in workers))
 
 
 @pytest.mark.parametrize("kind", ["list", "dict"])
