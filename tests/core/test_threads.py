@@ -161,11 +161,11 @@ def test_a_sample_that_another_thread_changes_is_refused_or_written(kind: str) -
         finally:
             done.set()
 
-    def pack() -> None:
+    def pack(place: int) -> None:
         while not done.is_set():
-            answers.add(packer.pack(sample, memory.ctypes.data, 0))
+            answers.add(packer.pack(sample, memory.ctypes.data, place))
 
-    at_once(change, pack, pack)
+    at_once(change, lambda: pack(0), lambda: pack(1))
     assert answers <= {(), None}
     values = memory.view(np.float64)
     assert set(values.tolist()) <= {0.0, 1.0}
