@@ -59,8 +59,6 @@ _ARRIVAL_S = 2.0
 """A worker that has not begun after this time does not wait for a core, and further workers start."""
 _STARTS = 20
 """Attempts to start a process while its fork server ends."""
-_FIRST_S = 0.01
-"""Head start of the first forked worker: a batch that it makes in this time does not wait for further forks."""
 _LOOK_S = 0.02
 """Interval between two checks whether a starting worker has begun."""
 
@@ -142,11 +140,8 @@ class ProcessPool:
             enough: Called in between. Once it holds, or the largest number is starting, ``wait`` starts the others.
                 None: all start now.
         """
-        seen = self._ready.events
         while self._to_start and (enough is None or (self._has_room() and not enough())):
             self._start_next()
-            if self._forks and len(self._starting) == 1:
-                self._ready.wait(seen, _FIRST_S)
         if not self._to_start:
             self._watch_all()
 
