@@ -32,12 +32,13 @@ from minato.sampling.dataset_state import DatasetState
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
+from minato.workers.begun_lists import BegunLists, BegunListsWorker
 from minato.workers.concurrent import ConcurrentFetch, ConcurrentWorker
 from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler, SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.process_pool import enter_worker_process, parent_watch
-from minato.workers.reads import BegunLists, Reads, reads_of
+from minato.workers.reads import Reads, reads_of
 from minato.workers.runner import CostEstimate, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
@@ -223,10 +224,11 @@ class WorkerContext:
         )
         sink = self.writer(number, ledger, describe_error, catches, tracer)
         fetching = plan.fetching
+        concurrent_worker = ConcurrentWorker
         if plan.begins_lists:
-            reads = BegunLists(dataset.__beginitems__)
+            concurrent_worker, reads = BegunListsWorker, BegunLists(dataset.__beginitems__)
         if (fetching.at_once or reads is not None) and failure is None:
-            return ConcurrentWorker(
+            return concurrent_worker(
                 settings,
                 concurrency=ConcurrentFetch(
                     reads=reads or reads_of(dataset, fetching.concurrency),

@@ -13,10 +13,10 @@ from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.reads import BegunLists, Read, Reads
+from minato.workers.reads import Read, Reads
 from minato.workers.results import Sink
 from minato.workers.runner import Runner
-from minato.workers.worker import WHOLE_BATCH, Worker, WorkerSettings, WorkQueue
+from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 
 __all__ = ["ConcurrentFetch", "ConcurrentWorker", "Hedging", "SharedReadLimit"]
 
@@ -177,8 +177,6 @@ class ConcurrentWorker(Worker):
     It claims as many samples as it can read at once, from any number of batches, and writes each as soon as it is
     complete.
 
-    With ``__beginitems__`` a read is that of a whole batch.
-
     Args:
         concurrency: How it reads.
         queue, fetcher, runner, sink, sample_retry, tracer: As of :class:`Worker`.
@@ -213,7 +211,6 @@ class ConcurrentWorker(Worker):
         self._hedging = None if percentile is None else Hedging(percentile)
         self._claimed: deque[Read] = deque()  # and not submitted
         self._reads = reads
-        self._in_lists = isinstance(reads, BegunLists)
         reads.on_finished = self._wake
         self.endings.append(reads.close)
         self._transforms = concurrency.transforms
@@ -288,43 +285,30 @@ class ConcurrentWorker(Worker):
             # First ask how many reads the other workers leave to this one, so that it claims no more than that.
             free = self._read_limit.take(self._number, self._reads.limit - self._reads.outstanding)
             self._read_limit.give_back(self._number, free)
-            most = WHOLE_BATCH if self._in_lists else _ALL_SAMPLES if whole else free
-            run = self._ledger.claim(self._number, most) if free and self._leaves_enough else None
+            run = self._claim_run(free, whole) if free else None
             if run is None:
                 return claimed
             claimed = True
-            self._enter(run, whole)
+            batch, _, count = run
+            if count == 0:
+                self._sink.publish_collated(batch)
+            else:
+                self._enter(run, whole)
 
-    @property
-    def _leaves_enough(self) -> bool:
-        """Whether the others can begin a batch, too, if this worker begins one more."""
-        return not (self._in_lists and self._in_flight) or self._fair_share() > 0
+    def _claim_run(self, free: int, whole: bool) -> tuple[int, int, int] | None:
+        """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
+        return self._ledger.claim(self._number, _ALL_SAMPLES if whole else free)
 
     def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:
         """Queue the reads of a run."""
         batch, k, count = claimed
-        if count == 0:
-            self._sink.publish_collated(batch)
-            return
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
-        given = self._read_indices(batch, k, count)
-        if self._in_lists:
-            if bound and count == size and len(given):
-                if not self._in_flight:
-                    self._end(0, now_ns())
-                self._queue(Read(given, epoch, None, claimed), first)
-            else:
-                self._run_lease(claimed)
-            self._show_oldest()
-            return
-        indices = list(given)
+        indices = list(self._read_indices(batch, k, count))
         if not indices:  # an empty batch has a place, too
             assert isinstance(self._fetcher, Fetcher)
             self._runner.enter(seed)
             self._run_list(self._fetcher, list, batch, first, count, epoch, indices)
             return
-        if not self._in_flight:
-            self._end(0, now_ns())
         held = [None] * count if whole and bound and count == size else None
         run = _ClaimedRun(batch, first, k, bound, epoch, seed, indices, held, count)
         bound_to = seed if self._seeds else None
@@ -335,6 +319,8 @@ class ConcurrentWorker(Worker):
         self._show_oldest()  # before the user's code runs, which may end the process
 
     def _queue(self, read: Read, position: int) -> None:
+        if not self._in_flight:
+            self._end(0, now_ns())  # the worker was idle until now
         self._in_flight[read] = position
         self._claimed.append(read)
 
@@ -387,16 +373,13 @@ class ConcurrentWorker(Worker):
         if self._hedging is not None:
             self._hedging.note(read.duration_ns)
         self._count(reads=1, hedges_won=int(read is not first))
-        if self._in_lists:
-            samples = self._finish_list(read, position)
-        else:
-            samples = 1
-            self._finish(read, position)
+        samples = self._finish(read, position)
         # The time since the last run counts as busy: reads were in flight.
         self._end(samples, self._idle_since)
         self._show_oldest()
 
-    def _finish(self, read: Read, position: int) -> None:
+    def _finish(self, read: Read, position: int) -> int:
+        """Make the sample from what was read, and write it; returns the number of samples."""
         if self._tracer.enabled:
             ended_ns = read.started_ns + read.duration_ns
             self._tracer.span("read", read.started_ns, ended_ns, {"index": read.key})
@@ -423,23 +406,7 @@ class ConcurrentWorker(Worker):
         else:
             sample = samples[0] if error is None else None
             self._results.free(position, read.key, sample, error, cost_ns)
-
-    def _finish_list(self, read: Read, first: int) -> int:
-        """Make the samples of a batch from what has arrived, and write them; returns their number."""
-        count: int
-        batch, _, count = read.tag
-        fetcher, complete = self._fetcher, read.complete
-        assert isinstance(fetcher, Fetcher)
-        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
-        self._runner.enter(seed)
-
-        def fetch(indices: Any) -> Any:
-            return fetcher.many(indices) if complete is None else fetcher.transformed(complete())
-
-        if complete is not None:
-            self._runner.ahead_ns = read.duration_ns
-        self._run_list(fetcher, fetch, batch, first, count, epoch, read.key)
-        return count
+        return 1
 
     def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))

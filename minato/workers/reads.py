@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import operator
 import threading
 from collections import deque
@@ -17,8 +16,7 @@ from minato._support.threads import start_thread
 from minato.transforms.rng import SampleRandomness
 
 __all__ = [
-    "LEAST_LISTS",
-    "BegunLists",
+    "Begin",
     "BegunReads",
     "CoroutineReads",
     "FinishedReads",
@@ -31,12 +29,6 @@ __all__ = [
 Begin = Callable[[Any, Callable[[Callable[[], Any] | None], None]], bool]
 """``__begin__`` of a dataset: ``(index, done) -> whether it has begun``; see :func:`reads_of`."""
 
-LEAST_LISTS = 2
-"""While the worker completes one batch, another is read."""
-_MOST_IN_FLIGHT = 128
-"""Samples of the batches that a worker reads at once, unless two batches have more."""
-_NEWEST = 0.25
-"""Weight of the newest time between two batches in their mean."""
 _GRACE_S = 2.0
 """How long a shutdown waits for reads in flight; the threads end with the process."""
 
@@ -283,67 +275,6 @@ class BegunReads(ThreadReads):
             read.error = error
         read.complete = None
         read.duration_ns += now_ns() - began_ns
-
-
-class BegunLists(FinishedReads):
-    """``dataset.__beginitems__(indices, done)``: a read is that of a whole batch.
-
-    The limit follows what is measured: as many batches as the worker takes in the time of the fastest read, and one
-    more. So it grows while the worker waits for a distant store, and stays low where the store or the processor is the
-    limit, since reads that only queue for them are not the fastest.
-
-    Nothing runs in a thread of ours: a read that cannot begin counts as finished, and has nothing ``complete``.
-    """
-
-    def __init__(self, begin: Begin) -> None:
-        super().__init__(1)  # until one could begin: a worker does the others one after the other
-        self._begin = begin
-        self._fastest_ns = self._taken_ns = 0
-        self._pace_ns = 0.0
-
-    def submit(self, read: Read) -> None:
-        """Start a read; the caller keeps to the limit."""
-        if not self.outstanding:  # nothing delays this read: the store may have become slower
-            self._fastest_ns = self._taken_ns = 0
-        self.outstanding += 1
-        read.started_ns = now_ns()
-        try:
-            begun = self._begin(read.key, functools.partial(self._arrive, read))
-        except Exception:  # of which __getitems__ tells, or which it overcomes
-            begun = False
-        if not begun:
-            self._finish(read)
-
-    def _arrive(self, read: Read, complete: Callable[[], Any] | None) -> None:
-        read.complete = complete
-        self._finish(read)
-
-    def finished(self) -> Read | None:
-        """Return the next read that has finished, in the order in which they finish; None if there is none."""
-        read = super().finished()
-        if read is not None and read.complete is not None:
-            self.adapt(read.duration_ns, now_ns(), len(read.key))
-        elif read is not None:
-            self.limit = 1
-        return read
-
-    def adapt(self, duration_ns: int, taken_ns: int, samples: int) -> None:
-        """Set the limit after a read.
-
-        Args:
-            taken_ns: When the worker took it.
-            samples: Samples of the batch.
-        """
-        self._fastest_ns = min(duration_ns, self._fastest_ns or duration_ns)
-        if self._taken_ns:
-            since_ns = max(taken_ns - self._taken_ns, 1)
-            self._pace_ns += (since_ns - self._pace_ns) * (_NEWEST if self._pace_ns else 1)
-        self._taken_ns = taken_ns
-        wanted = 1 + math.ceil(self._fastest_ns / self._pace_ns) if self._pace_ns else LEAST_LISTS
-        self.limit = min(wanted, max(_MOST_IN_FLIGHT // samples, LEAST_LISTS))
-
-    def close(self) -> None:
-        """What the library still reads is dropped with its connections."""
 
 
 class CoroutineReads(FinishedReads):

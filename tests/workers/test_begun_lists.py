@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import minato
-from minato.workers.reads import BegunLists
+from minato.workers.begun_lists import BegunLists
 from tests.datasets import Journal, Numbers
 from tests.workers.test_concurrent_reads import Done, Draws, augmented
 
