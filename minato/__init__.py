@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 _collects = gc.isenabled()
 gc.disable()  # a full collection would take longer than these imports, and find nothing
 try:
-    from minato import _other_distribution  # noqa: F401  # first: it refuses a mixture of two projects
-    from minato._compat import in_starting_child
+    # First: it refuses a mixture of two projects.
+    importlib.import_module("minato._other_distribution")
+
+    from minato import _compat
     from minato._core import implementation
     from minato._version import __version__
     from minato.errors import (
@@ -36,15 +38,13 @@ try:
     from minato.transforms.rng import numpy_rng, python_rng, torch_rng
     from minato.workers.error_policy import SKIP, SampleFailure
 
-    if in_starting_child():
+    if _compat.in_starting_child():
         gc.freeze()  # what was imported is no garbage, and a worker imports more
     else:
         # The first batch of a training process would wait for these imports. Its workers do without them.
-        import psutil  # noqa: F401
-
-        import minato.delivery.iterator
-        import minato.engine.engine
-        import minato.engine.inspector  # noqa: F401
+        for _name in ("delivery.iterator", "engine.engine", "engine.inspector"):
+            importlib.import_module(f"minato.{_name}")
+        importlib.import_module("psutil")
 finally:
     if _collects:
         gc.enable()
@@ -112,4 +112,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ELSEWHERE, *_PACKAGES})
+    return [*__all__, *_PACKAGES]

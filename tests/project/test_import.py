@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import minato
 from tests.subprocesses import TIMEOUT_S
 
 PACKAGE = Path(__file__).parents[2] / "minato"
@@ -243,6 +244,15 @@ def test_no_more_is_imported_than_is_used(tmp_path: Path) -> None:
     assert [name for name in NOT_IN_WORKERS if name in seen["spawned worker"]] == []
     late = {name for name in seen["epoch, fork"] if name not in seen["import"]}
     assert {name for name in late if name.startswith("minato.")} <= IMPORTED_LATE
+
+
+def test_dir_lists_the_public_names_alone() -> None:
+    listed, private = run(
+        "import minato; print(*dir(minato));"
+        "print(*{'minato', 'psutil', 'in_starting_child'} & set(vars(minato)))"
+    ).split("\n")[:2]
+    assert listed.split() == sorted([*minato.__all__, "caching", "sources"])
+    assert private == ""
 
 
 def test_public_names_are_imported_on_demand() -> None:
