@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -54,9 +54,21 @@ def run(
 @contextmanager
 def started(script: str, *arguments: object, pure: bool = False) -> Iterator[subprocess.Popen[str]]:
     """Run a script beside this process, in a session of its own, of which nothing may be left at the end."""
+    with in_session(command(script, *arguments), environment(pure)) as process:
+        yield process
+        process.wait(TIMEOUT_S)
+        assert wait_for_end(process.pid) == [], "processes are left"
+
+
+@contextmanager
+def in_session(
+    command: list[str], environment: dict[str, str], folder: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command beside this process, in a session of its own; kill what is left of it at the end."""
     with subprocess.Popen(
-        command(script, *arguments),
-        env=environment(pure),
+        command,
+        cwd=folder,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,11 +76,10 @@ def started(script: str, *arguments: object, pure: bool = False) -> Iterator[sub
     ) as process:
         try:
             yield process
-            process.wait(TIMEOUT_S)
-            assert wait_for_end(process.pid) == [], "processes are left"
         finally:
             for pid in session(process.pid):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def session(leader: int) -> list[int]:

@@ -18,7 +18,6 @@ import importlib.util
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ import tomllib
 import minato
 from minato.cli.main import _parser
 from tests.project.pages import FENCE, PAGES, ROOT, blocks, name_of
-from tests.subprocesses import TIMEOUT_S, session
+from tests.subprocesses import TIMEOUT_S, in_session
 
 FEW_CORES = "ignore:This DataLoader will create"
 """torch's warning on a machine with one core."""
@@ -90,21 +89,9 @@ def run(
     command = [sys.executable, *(("-W", "error", "-W", FEW_CORES) if strict else ())]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    with subprocess.Popen(
-        [*command, str(program)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=TIMEOUT_S)
-        finally:
-            for pid in session(process.pid):  # a time-out leaves its workers behind
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with in_session([*command, str(program)], environment, folder) as process:
+        out, err = process.communicate(timeout=TIMEOUT_S)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
