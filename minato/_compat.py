@@ -31,7 +31,7 @@ from torch.autograd import profiler
 from torch.utils.data import DataLoader as TorchDataLoader
 
 try:
-    from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
+    from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # not in typeshed
 
     from torch import _utils
     from torch._utils import ExceptionWrapper
@@ -280,7 +280,7 @@ def quantized_per_channel() -> Callable[..., torch.Tensor] | None:
 
 def python_state() -> random.Random:
     """The generator behind the functions of ``random``, which are documented as its bound methods."""
-    return cast(random.Random, random.random.__self__)  # type: ignore[attr-defined]
+    return cast(random.Random, random.random.__self__)  # type: ignore[attr-defined]  # typeshed: a function
 
 
 def numpy_state() -> Any:

@@ -261,8 +261,6 @@ class SharedList(Column, Sequence[T]):
             return NotImplemented
         return len(self) == len(other) and all(map(_equal, self, other))
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __add__(self, other: Any) -> list[T]:
         return [*self, *other]
 
@@ -358,8 +356,6 @@ class SharedDict(Mapping[K, V]):
         return len(self) == len(other) and all(
             key in other and _equal(value, other[key]) for key, value in self.items()
         )
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"SharedDict({_summary(self)})"

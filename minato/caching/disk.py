@@ -157,7 +157,7 @@ def _disk() -> Any:
     import diskcache
     from diskcache.core import MODE_BINARY, MODE_RAW, UNKNOWN
 
-    class Disk(diskcache.Disk):  # type: ignore[misc]
+    class Disk(diskcache.Disk):  # type: ignore[misc]  # an untyped package's class
         def __init__(self, directory: str, **settings: object) -> None:
             super().__init__(directory, **settings)
             self.directory = directory

@@ -139,7 +139,7 @@ class SampleServer:
 def _pickler() -> type[SidePickler]:
     cloudpickle: Any = importlib.import_module("ray.cloudpickle")
 
-    class Pickler(SidePickler, cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(SidePickler, cloudpickle.Pickler):  # type: ignore[misc]  # an untyped package's class
         """Pickles arrays out of band, and definitions of the user's main module by value."""
 
         def reducer_override(self, value: object) -> Any:

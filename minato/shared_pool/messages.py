@@ -62,7 +62,7 @@ def encoded(message: tuple[Any, ...]) -> bytes:
             (ranges, samples, hashes),
         ):
             # Flat lists: there may be a pair for each sample.
-            parts = descriptor._replace(texts=_flat(descriptor.texts))  # type: ignore[arg-type]
+            parts = descriptor._replace(texts=_flat(descriptor.texts))  # type: ignore[arg-type]  # only to be sent
             message = "batch", number, arena, parts, (_flat(ranges), samples, hashes)
     # numpy's integers become Python's.
     return json.dumps(message, separators=(",", ":"), default=operator.index).encode()

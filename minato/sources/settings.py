@@ -152,8 +152,8 @@ def shown_url(url: str) -> str:
     kind = scheme.rpartition("::")[2].lower()  # fsspec chains several schemes
     if not separator or kind in ("file", "local"):
         return url
-    length = re.match(r"[^/?#]*", rest).end()  # type: ignore[union-attr]
-    place, tail = rest[:length], rest[length:]
+    place = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    tail = rest[len(place) :]
     user, at, host = place.rpartition("@")
     if "@" in tail and (":" in user or (not host.partition(":")[2].isdigit() and ":" in host)):
         raise ValueError(

@@ -499,7 +499,7 @@ class TorchByState:
         self.spans: list[tuple[int, int]] = []
         offset = _torch_state_offset()
         if offset is not None:
-            address = generator._cdata + offset  # type: ignore[attr-defined]
+            address = generator._cdata + offset  # type: ignore[attr-defined]  # not in torch's stubs
             self.spans = _torch_spans(address)
 
     def adopt_initial_seed(self) -> None:

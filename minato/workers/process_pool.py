@@ -128,7 +128,7 @@ class ProcessPool:
 
     def _make(self, number: int) -> BaseProcess:
         settings = self._settings
-        process: BaseProcess = settings.context.Process(  # type: ignore[attr-defined]
+        process: BaseProcess = settings.context.Process(  # type: ignore[attr-defined]  # typeshed: its subclasses
             target=settings.target, args=(number, *settings.args), daemon=True
         )
         return process
