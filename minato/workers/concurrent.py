@@ -16,11 +16,10 @@ from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.reads import Read, Reads
 from minato.workers.results import Sink
 from minato.workers.runner import Runner
-from minato.workers.worker import Worker, WorkerSettings, WorkQueue
+from minato.workers.worker import ALL_SAMPLES, Worker, WorkerSettings, WorkQueue
 
 __all__ = ["ConcurrentFetch", "ConcurrentWorker", "Hedging", "SharedReadLimit"]
 
-_ALL_SAMPLES = 1 << 31
 _CLAIMED_SHARE = 4
 """While reads have finished, further ones are claimed when a fourth of the limit is free."""
 _PATIENCE_S = 1.0
@@ -297,7 +296,7 @@ class ConcurrentWorker(Worker):
 
     def _claim_run(self, free: int, whole: bool) -> tuple[int, int, int] | None:
         """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
-        return self._ledger.claim(self._number, _ALL_SAMPLES if whole else free)
+        return self._ledger.claim(self._number, ALL_SAMPLES if whole else free)
 
     def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:
         """Queue the reads of a run."""

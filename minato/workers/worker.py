@@ -17,7 +17,7 @@ from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.results import ResultWriter, Sink
 from minato.workers.runner import Runner
 
-__all__ = ["WHOLE_BATCH", "WorkQueue", "Worker", "WorkerSettings"]
+__all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "WorkQueue", "Worker", "WorkerSettings"]
 
 _RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
@@ -30,7 +30,8 @@ _HANDOVERS = 10
 """A worker runs whole batches if a sample takes less time than storing this number of samples for another worker."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
 """The longest time that a worker sleeps, or works, between two checks that its parent is alive."""
-WHOLE_BATCH, _ALL_SAMPLES = 0, 1 << 31
+WHOLE_BATCH, ALL_SAMPLES = 0, 1 << 31
+"""How many samples to claim: a batch that no worker has begun, or all that are left of one."""
 _WORTH_NOTING_NS = 100_000
 """The costs of samples that cost more are recorded for the next epoch."""
 
@@ -309,12 +310,12 @@ class Worker:
         if self._fetcher.takes_lists:
             return WHOLE_BATCH  # ``__getitems__`` may return one object for the batch
         if self._whole_batches or self._sink.has_unsendable:
-            return _ALL_SAMPLES
+            return ALL_SAMPLES
         cost_estimate = self._runner.cost_estimate
         mean_ns, share = cost_estimate.mean_ns, self._fair_share()
         is_cheap = mean_ns < _HANDOVERS * self._sink.handover_ns
         if self._sink.collates and is_cheap and 0 < self._whole_size <= share:
-            return _ALL_SAMPLES
+            return ALL_SAMPLES
         if cost_estimate.draws is None:
             return 1
         return max(min(int(self._run_ns / mean_ns), share), int(_LEAST_RUN_NS / mean_ns), 1)
