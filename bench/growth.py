@@ -295,7 +295,7 @@ def fresh(
     cases: Sequence[tuple[str, ...]],
     repeats: int,
     say: Callable[[str], None],
-    loaders: Sequence[str] = tuple(CONTENDERS),
+    loaders: Sequence[str],
 ) -> dict[tuple[str, ...], str]:
     """Run one of ``FRESH`` for each case and loader, loaders in turn; returns median and range as text."""
     found: dict[tuple[str, ...], list[float]] = {}
@@ -319,9 +319,10 @@ def fresh_table(
     cases: Sequence[tuple[str, ...]],
     repeats: int,
     say: Callable[[str], None],
-    loaders: Sequence[str] = tuple(CONTENDERS),
+    loaders: Sequence[str] = (),
 ) -> str:
-    """The same as a table with a column per loader."""
+    """The same as a table with a column per loader; no ``loaders`` stands for all."""
+    loaders = loaders or [*CONTENDERS]
     found = fresh(what, cases, repeats, say, loaders)
     lines = [[*case, *(found[(*case, name)] for name in loaders)] for case in cases]
     return report.table([*columns, *(CONTENDERS[name].label for name in loaders)], lines)

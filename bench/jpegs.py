@@ -303,11 +303,11 @@ def main(arguments: list[str] | None = None) -> int:
     speeds: list[float] = []
     note = "TurboLoader is left out of a smoke run."
     with tempfile.TemporaryDirectory() as folder:
-        path = archive(Path(folder), ROWS["pil"].samples)
+        path = None if options.short else archive(Path(folder), ROWS["pil"].samples)
         for row in [ROWS[name] for name in options.rows]:
             sized = row.short() if options.short else row
             results += measure([sized], CONTENDERS, repeats, page.say)
-            if options.short:
+            if path is None:
                 continue
             try:
                 speeds += native(path, row.samples)

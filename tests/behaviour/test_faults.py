@@ -102,7 +102,7 @@ def test_a_training_that_was_stopped_does_not_exceed_its_timeouts() -> None:
         assert process.stdout.readline() == "at work\n"
         time.sleep(0.2)
         os.killpg(process.pid, signal.SIGSTOP)  # as Ctrl-Z does
-        time.sleep(4.0)
+        time.sleep(2.5)  # longer than the limits
         os.killpg(process.pid, signal.SIGCONT)
         out, err = process.communicate(timeout=TIMEOUT_S)
     assert (out, err) == ("complete\n", "")

@@ -596,7 +596,7 @@ def test_a_worker_init_fn_that_hangs_is_ended(
         Numbers(8),
         4,
         worker_init_fn=stuck_once,
-        errors=ErrorPolicy(sample_timeout=2, retries=1),
+        errors=ErrorPolicy(sample_timeout=1, retries=1),
         **options,
     )
     assert flat([batch.tolist() for batch in again]) == [*range(8)]

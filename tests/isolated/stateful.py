@@ -29,10 +29,10 @@ REPEATED_BY_TORCHDATA = {("Steps 2", "last")}
 MOMENTS = ["before", 0, 1, 3, "last", "end"]
 
 
-def after(kind: Any, make: Callable[[Any], Any], moment: Any) -> list[list[Any]]:
-    """The rest of an epoch, and the next epoch, of a loader that got the state of another one."""
+def after(kind: Any, make: Callable[[Any], Any], moment: Any, count: int) -> list[list[Any]]:
+    """The rest of an epoch, and the next epoch, of a loader that got the state of another one, of ``count`` batches."""
     torch.manual_seed(3)
-    first, count = make(kind), len(list(make(minato.DataLoader)))
+    first = make(kind)
     if moment == "end":
         list(first)
     elif moment != "before":
@@ -82,9 +82,10 @@ def shuffled() -> Any:
 def main() -> None:
     compared = 0
     for name, make in cases().items():
+        count = len(list(make(minato.DataLoader)))
         for moment in MOMENTS:
-            ours = after(minato.DataLoader, make, moment)
-            theirs = after(StatefulDataLoader, make, moment)
+            ours = after(minato.DataLoader, make, moment, count)
+            theirs = after(StatefulDataLoader, make, moment, count)
             if (name, moment) in REPEATED_BY_TORCHDATA:
                 assert (ours[0], ours[1]) == ([], theirs[1])
             elif ours != theirs:

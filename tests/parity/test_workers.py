@@ -386,7 +386,7 @@ def test_worker_that_is_stopped_again_and_again(how: str) -> None:
 @pytest.mark.slow
 def test_timeout() -> None:
     def case(make: Any) -> Any:
-        iterator = iter(make(Slow([0.0, 0.0, 2.0, 0.0]), 1, num_workers=1, timeout=0.8))
+        iterator = iter(make(Slow([0.0, 0.0, 1.4, 0.0]), 1, num_workers=1, timeout=0.8))
         return [attempt(lambda: next(iterator)) for _ in range(3)]
 
     outcome = same_for_both(case)
@@ -395,7 +395,7 @@ def test_timeout() -> None:
 
 @pytest.mark.slow
 def test_timeout_counts_anew_for_each_batch() -> None:
-    dataset = Slow([0.3] * 5)
+    dataset = Slow([0.3] * 4)
     same_for_both(lambda make: [*make(dataset, 1, num_workers=1, timeout=1)])
 
 
