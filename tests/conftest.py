@@ -88,6 +88,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not _is_compiled(item)]
 
 
+def pytest_collection_finish() -> None:
+    # What was imported is no garbage. Tests ask for many collections, which need not look through it.
+    gc.collect()
+    gc.freeze()
+
+
 def _is_compiled(item: pytest.Item) -> bool:
     return "compiled" in _parameters(item)
 
