@@ -87,14 +87,15 @@ test-slow: build  ## the tests that take more than five seconds
 test-pure: install  ## the same as test, with the pure-Python core
 	$(call run_tests,MINATO_NO_EXTENSIONS=1)
 
-# In a directory of its own: the modules that are in use stay as they are.
+# In a directory of its own: the modules that are in use stay as they are. Without pytest's own "pythonpath", which would
+# put those first.
 CHECKED := build/checked
 SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
 
 test-checked: install  ## tests of the core, compiled with bounds checks, AddressSanitizer and UndefinedBehaviorSanitizer
 	MINATO_CHECKED=1 $(PY) setup.py --quiet build --build-lib $(CHECKED)/lib --build-temp $(CHECKED)/temp
 	PYTHONSAFEPATH=1 PYTHONPATH=$(CHECKED)/lib:. LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(PY) -m pytest -m "not slow and not stress" tests/core
+	    $(PYTEST) -o pythonpath= -m "not slow and not stress" tests/core
 
 test-oldest:  ## what depends on versions, with the lowest that are allowed (Python 3.10), compiled and pure
 	.ci/versions 3.10 constraints-oldest.txt
