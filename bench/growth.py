@@ -371,6 +371,8 @@ def main(arguments: list[str] | None = None) -> int:
             "## Cold first batch\n",
             "Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has "
             "imported torch and minato.\n",
+            "With `forkserver`, most of the time is the import of torch by the server, once; with `spawn`, the import "
+            "by the first worker that is ready.\n",
             fresh_table("first_batch", ["workers", "start method"], starts, repeats, page.say),
         )
     if "second_loader" in options.rows:

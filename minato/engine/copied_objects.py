@@ -72,8 +72,8 @@ class CopiedObjects:
             self._check()
 
     def _check(self) -> None:
-        private = sum(_private_dirty(process.pid) for process in self._pool.processes)
-        count = len(self._pool.processes)
+        pids = [process.pid for process in self._pool.processes if process.pid is not None]
+        private, count = sum(map(_private_dirty, pids)), len(pids)
         if private < max(_LEAST_NBYTES, count * self.nbytes // 2):
             return
         CopiedObjects.warned = True
@@ -102,7 +102,7 @@ def _size(item: object) -> int:
     return sys.getsizeof(item) + sum(map(sys.getsizeof, itertools.islice(parts, _SAMPLE)))
 
 
-def _private_dirty(pid: int | None) -> int:
+def _private_dirty(pid: int) -> int:
     """Memory that a process has written and shares with no other, in bytes; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()

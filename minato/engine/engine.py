@@ -368,8 +368,8 @@ class Engine:
 
     @property
     def workers(self) -> list[Any]:
-        """The worker processes, if workers are processes of this machine."""
-        return list(self._pool.processes)
+        """The worker processes that have been started, if workers are processes of this machine."""
+        return [process for process in self._pool.processes if process.pid is not None]
 
     def profile(self) -> CostStats:
         """Costs of all samples so far, and of those since the last call."""

@@ -61,6 +61,12 @@ _STARTS = 20
 """Attempts to start a process while its fork server ends."""
 _LOOK_S = 0.02
 """Interval between two checks whether a starting worker has begun."""
+_FIRST_LOOK_S = 0.001
+"""The same during the head start of the first forked worker."""
+_UP_LOOKS = 10
+"""Checks until the first forked worker must run a sample; a longer wait would delay the other workers."""
+_FIRST_BATCH_LOOKS = 3
+"""Checks for its first batch once it does. If that takes longer, more workers are wanted."""
 
 
 class ProcessSettings(NamedTuple):
@@ -140,6 +146,8 @@ class ProcessPool:
             enough: Called in between. Once it holds, or the largest number is starting, ``wait`` starts the others.
                 None: all start now.
         """
+        if self._forks and enough is not None:
+            self._start_first()
         while self._to_start and (enough is None or (self._has_room() and not enough())):
             self._start_next()
         if not self._to_start:
@@ -151,6 +159,15 @@ class ProcessPool:
             if self.processes[number].pid is None:
                 self._start(number)
         self._watch_all()
+
+    def _start_first(self) -> None:
+        """Start one process and give it time for a fast batch: further forks take cores and the program's time."""
+        seen, number, left = self._ready.events, self._to_start[0], _UP_LOOKS
+        self._start_next()
+        while self._to_start and left and not self._ready.wait(seen, _FIRST_LOOK_S):
+            left -= 1
+            if self._has_begun(number):
+                left = min(left, _FIRST_BATCH_LOOKS)
 
     def _start_next(self) -> None:
         self._start(self._to_start[0])

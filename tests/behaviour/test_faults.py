@@ -65,7 +65,13 @@ def test_workers_end_when_their_parent_becomes_another_program(method: str) -> N
 def test_workers_outlive_the_thread_that_started_them() -> None:
     loader = DataLoader(range(64), 4, num_workers=2, persistent_workers=True)
     first: list[Any] = []
-    thread = threading.Thread(target=lambda: first.extend(loader))
+
+    def run() -> None:
+        iterator: Any = iter(loader)
+        iterator._source._pool.grow(2)
+        first.extend(iterator)
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     pids = [process.pid for process in loader._iterator._source._pool.processes]
@@ -84,9 +90,12 @@ def test_a_thread_that_iterates_at_the_end_starts_no_workers(method: str) -> Non
 
 
 def test_a_stopped_worker_does_not_hold_up_the_end() -> None:
-    iterator = iter(DataLoader(range(64), 4, num_workers=2))
+    iterator: Any = iter(DataLoader(range(64), 4, num_workers=2))
+    iterator._source._pool.grow(2)
     next(iterator)
-    worker = psutil.Process(iterator._source._pool.processes[1].pid)  # type: ignore[attr-defined]
+    pid = iterator._source._pool.processes[1].pid
+    assert pid is not None  # which psutil would take for this process
+    worker = psutil.Process(pid)
     worker.suspend()
     wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, 5)
     begin = time.monotonic()

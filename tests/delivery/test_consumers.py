@@ -280,6 +280,7 @@ def test_workers_that_a_thread_of_an_executor_has_forked_end_well() -> None:
     def train() -> list[int | None]:
         iterator: Any = iter(DataLoader(Numbers(20), 2, num_workers=2))
         processes = iterator._source._pool.processes
+        iterator._source._pool.grow(2)
         deque(iterator, 0)
         for process in processes:
             process.join()

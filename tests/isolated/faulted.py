@@ -41,8 +41,9 @@ class Holding(Slow):
 
 
 def iterate(dataset: Any, **options: Any) -> Any:
-    """An iterator that has given its first batch."""
-    iterator = iter(DataLoader(dataset, 4, num_workers=2, **options))
+    """An iterator with two worker processes that has given its first batch."""
+    iterator: Any = iter(DataLoader(dataset, 4, num_workers=2, **options))
+    iterator._source._pool.grow(2)  # the first batch needs only one of them
     assert next(iterator).tolist() == [0, 1, 2, 3]
     return iterator
 

@@ -296,6 +296,35 @@ def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
     pool.shut_down()
 
 
+def prompt(number: int, stage: Stage) -> None:
+    stage.segment.array[300] = 1
+    stage.ready.notify()
+    obedient(number, stage)
+
+
+def test_a_fast_first_batch_waits_for_no_further_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minato.workers.process_pool._UP_LOOKS", 60_000)
+    stage = Stage()
+    pool = stage.processes(prompt)
+    pool.start(lambda: bool(stage.segment.array[300]))
+    assert [process.pid is None for process in pool.processes] == [False, True]
+    pool.shut_down()
+
+
+def test_others_are_forked_soon_where_the_first_one_runs_a_slow_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("minato.workers.process_pool._UP_LOOKS", 60_000)
+    stage = Stage()
+    stage.has_begun = True
+    pool = stage.processes(obedient)
+    begin = time.monotonic()
+    pool.start(lambda: False)
+    assert time.monotonic() - begin < 30
+    assert all(process.pid for process in pool.processes)
+    pool.shut_down()
+
+
 def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage()
     stage.at_once = 1
