@@ -199,6 +199,7 @@ def test_a_batch_on_the_device_is_not_overtaken(recorder: Recorder) -> None:
         Sleepy(12, 0.0, {3: 0.4}), num_workers=2, order="batch", prefetch_factor=4, shuffle=False
     )
     iterator = iter(loader)
+    iterator._source._pool.grow(2)  # the first batch needs only one worker
     batches = [next(iterator)]
     until(lambda: iterator._source._dispatcher.num_ready == 2)  # all but the one that sleeps
     batches.append(next(iterator))
