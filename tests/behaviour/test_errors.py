@@ -343,7 +343,8 @@ def test_worker_killed_while_the_consumer_sleeps() -> None:
         prefetch_factor=1,
         errors=ErrorPolicy(on_worker_death="raise"),
     )
-    iterator = iter(loader)
+    iterator: Any = iter(loader)
+    iterator._source._pool.grow(2)  # the first batch needs only one worker
     next(iterator)
     (victim, _) = multiprocessing.active_children()
     os.kill(victim.pid, signal.SIGKILL)
