@@ -1,4 +1,4 @@
-"""Loaders on objects and on rows of Cassandra behind a slow network; an ingest that is killed."""
+"""Loaders behind a slow network, on objects and on rows of Cassandra; a ring that loses a node; a killed ingest."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ NBYTES, COUNT = 100_000, 3000
 BATCH_SIZE, WORKERS, READS, MANY_READS = 10, 4, 16, 32
 CAP, RTT_S = 25e6, {"< 1 ms": 0.0005, "20 ms": 0.02, "150 ms": 0.15}
 UNEQUAL = {"spread": 4.0, "swing": 0.5}
+HANGING = {"hanging": 0.01, "hang_s": 1.0}
 CACHED = 600
 _START_S = 10.0
 HEAD = """\
@@ -59,6 +60,9 @@ OWN = """\
 As above, but without a common cap: a connection of the middle has 2 MB/s for itself at 150 ms and 0.5 MB/s at 20 ms,
 the worst ones half of that and the best ones twice as much. In strict order a batch waits for its slowest read; in
 arrival order it is complete when any ten reads have ended.
+"""
+HANGS = """\
+One request in a hundred travels a second later than the others; a second request for the same object need not.
 """
 SLOW_START = """\
 Objects that had been requested when a batch of ten arrived, counted by the proxy; and the most of them beyond the first
@@ -88,6 +92,12 @@ UNEVEN = named(
     _reads(MANY_READS, ", arrival order", **ARRIVAL),
     _reads(MANY_READS, ", arrival order, max_lag=256", **ARRIVAL, max_lag=256),
     _reads(MANY_READS, ", arrival order, max_lag=256, hedged", **ARRIVAL, max_lag=256),
+)
+HEDGING = named(
+    _reads(READS),
+    _reads(READS, ", hedged"),
+    _reads(READS, ", arrival order", **ARRIVAL),
+    _reads(READS, ", arrival order, hedged", **ARRIVAL),
 )
 
 
@@ -243,6 +253,8 @@ def _objects(page: report.Page, repeats: int, short: bool) -> None:
         for label, own in (("20 ms", 0.5e6), ("150 ms", 2e6)):
             link = Link(RTT_S[label], own_bandwidth=own, **UNEQUAL)
             lab.compare(f"Unequal, each for itself, {label}", link, 600, UNEVEN)
+        page.add("## Equal connections, with requests that hang\n", HANGS)
+        lab.compare("Hanging, 20 ms", Link(RTT_S["20 ms"], **HANGING), COUNT, HEDGING)
         head = [
             *("slow_start", "requested at batch 1, 2, 4, 8, 16, 32"),
             *("most requested per delivered", "limit"),
@@ -262,7 +274,7 @@ def _objects(page: report.Page, repeats: int, short: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    known = ["objects", "cassandra", "ingest"]
+    known = ["objects", "cassandra", "ring", "ingest"]
     options = report.parser("bench.remote", __doc__ or "", 3, known).parse_args(arguments)
     repeats = report.repeats_of(options)
     out = options.out or (None if options.short else record.PAGES)
@@ -276,9 +288,9 @@ def main(arguments: list[str] | None = None) -> int:
         except cassandra_node.NotInstalled as error:
             print(f"the rows of Cassandra are left out: {error}")
         else:
-            from bench import ingests, rows  # late: they need the driver
+            from bench import outages, rows  # late: they need the driver
 
-            pages = {"cassandra": rows.compare, "ingest": ingests.ingest}
+            pages = {"cassandra": rows.compare, "ring": outages.ring, "ingest": outages.ingest}
             for name in (name for name in pages if name in options.rows):
                 page = report.Page(name, out)
                 pages[name](page, repeats, options.short)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from cassandra import ConsistencyLevel
+from cassandra.cluster import NoHostAvailable
 from cassandra.concurrent import execute_concurrent_with_args
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, default_collate
@@ -22,7 +25,7 @@ from bench.harness.loaders import (
 )
 from bench.harness.network import Link, Proxy
 from bench.harness.suite import Row, RowResult, measure
-from bench.harness.trial import WrongDeliveryError
+from bench.harness.trial import WrongDeliveryError, unwarned
 from bench.workloads.payload import stored_object
 from minato.sources.cassandra import Cassandra
 
@@ -32,6 +35,8 @@ RTT_S = {"0 ms": 0.0, "20 ms": 0.02, "150 ms": 0.15}
 COUNTS = (COUNT, 1000, 400)
 HOSTS = ("127.0.0.1",)
 _TABLE = "bench.rows"
+_WARM_EPOCHS = 10
+_PEERS = "SELECT peer FROM system.peers"
 ONE_BY_ONE, _FAR_S = "torch-one-by-one", 0.1
 HEAD = """\
 # Rows of Cassandra
@@ -39,7 +44,8 @@ HEAD = """\
 Written by `python -m bench.remote --rows cassandra`. Rows of {kilobytes} kB in one node of Cassandra behind a TCP
 proxy that holds every byte back for half of the round-trip time in each direction. {workers} worker processes that
 live for {epochs} epochs, batches of {batch}, a consumer that takes every batch at once. Loaders take turns; every
-sample is checked. The first epoch has the start of the workers and their sessions in it. Rows per second: medians of
+sample is checked. The node has answered {warm} reads before the first measurement, since Java compiles what is
+executed often. The first epoch has the start of the workers and their sessions in it. Rows per second: medians of
 {repeats} runs (least and greatest in brackets). *Driver*: one process requests each batch with
 `execute_concurrent_with_args` and collates it, without a loader. Client, proxy and node share the cores of one
 machine, which limits what can be reached at the lowest latency. `torch, __getitems__` requests the rows of a batch
@@ -170,15 +176,39 @@ def fill(port: int, count: int = COUNT, hosts: Sequence[str] = HOSTS, replicas: 
         execute_concurrent_with_args(session, insert, rows, READS)
 
     try:
+        _wait_until_all_know_all(cluster, session, len(hosts))
         make_keyspace(session, replicas)
         session.execute(f"CREATE TABLE {_TABLE} (id bigint PRIMARY KEY, data blob)")
         insert = session.prepare(f"INSERT INTO {_TABLE} (id, data) VALUES (?, ?)")
         insert.consistency_level = ConsistencyLevel.ALL
-        source.attempt(
-            "the rows", write, "write"
-        )  # a new ring may not know yet that all of it runs
+        source.attempt("the rows", write, "write")
     finally:
         cluster.shutdown()
+
+
+def _wait_until_all_know_all(cluster: Any, session: Any, nodes: int) -> None:
+    """Wait until a new ring is whole: a node that has not heard of the others refuses rows of tables made by them."""
+    deadline = time.monotonic() + cassandra_node.START_S
+    known: list[int] = []
+    while known != [nodes - 1] * nodes:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"of {nodes} nodes, {len(known)} know so many others: {known}")
+        time.sleep(0.1)
+        cluster.refresh_nodes()
+        with suppress(NoHostAvailable):  # the driver drops a node that the others do not know
+            hosts = cluster.metadata.all_hosts()
+            known = [len(list(session.execute(_PEERS, host=host))) for host in hosts]
+
+
+def _warm(port: int, epochs: int) -> None:
+    """Read all rows, until the node has compiled what it executes: the first loaders would have a slower one."""
+    loader = TorchLoader(
+        Rows(port, COUNT), BATCH_SIZE, num_workers=WORKERS, persistent_workers=True
+    )
+    with unwarned():
+        for _ in range(epochs):
+            for _ in loader:
+                pass
 
 
 def make_keyspace(session: Any, replicas: int) -> None:
@@ -200,6 +230,7 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
             kilobytes=NBYTES // 1000,
             workers=WORKERS,
             epochs=EPOCHS,
+            warm=f"{_WARM_EPOCHS * COUNT:,}",
             batch=BATCH_SIZE,
             repeats=repeats,
             most=MANY_READS,
@@ -207,6 +238,7 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
     )
     with cassandra_node.running() as node:
         fill(node.place.port)
+        _warm(node.place.port, 1 if short else _WARM_EPOCHS)
         for (label, rtt_s), count in zip(RTT_S.items(), COUNTS, strict=True):
             with Proxy(Link(rtt_s), node.place.port) as proxy:
                 row = Row(

@@ -28,6 +28,8 @@ class Link:
             those of the middle.
         swing: Share by which these rise and fall in each connection, each at its own moment.
         period_s: How long such a rise and fall takes.
+        hanging: Share of the requests that hang before they travel.
+        hang_s: How long they do.
     """
 
     rtt_s: float
@@ -36,6 +38,8 @@ class Link:
     spread: float = 1.0
     swing: float = 0.0
     period_s: float = 3.0
+    hanging: float = 0.0
+    hang_s: float = 0.0
 
 
 class _Shared:
@@ -62,13 +66,13 @@ class _Way:
         self.out: asyncio.WriteTransport | None = None
         self._early: list[bytes] = []
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, late_s: float = 0.0) -> None:
         if self.out is None:
             self._early.append(data)
             return
         loop, link = asyncio.get_running_loop(), self._shared.link
         now = loop.time()
-        begun = now
+        begun = now + late_s
         if self._capped and link.bandwidth is not None:
             begun = max(now, self._shared.free_at)
             self._shared.free_at = begun = begun + len(data) / link.bandwidth
@@ -140,7 +144,8 @@ class _Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._shared.requests.value += data.count(_REQUEST)
-        self._to_server.send(data)
+        hangs = self._shared.random.random() < self._shared.link.hanging
+        self._to_server.send(data, self._shared.link.hang_s * hangs)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._to_server.end()

@@ -369,6 +369,7 @@ class ConcurrentWorker(Worker):
         position = self._in_flight.pop(first, None)
         if position is None:
             return  # the other request has succeeded, or another worker runs it
+        first.answered = True
         if self._hedging is not None:
             self._hedging.note(read.duration_ns)
         self._count(reads=1, hedges_won=int(read is not first))

@@ -45,6 +45,7 @@ class Read:
 
     __slots__ = (
         "again_for",
+        "answered",
         "asked",
         "attempts",
         "complete",
@@ -77,6 +78,8 @@ class Read:
         self.again_for = again_for
         self.attempts = 1
         """Requests for this sample in flight; two if it is hedged."""
+        self.answered = False
+        """Whether the sample is there, so that nobody waits for a further request."""
         self.complete: Callable[[], Any] | None = None
         """Makes the value of what has arrived, in the worker's thread; None if ``value`` is there."""
         self.value: Any = None
@@ -168,6 +171,7 @@ class ThreadReads(FinishedReads):
         self._get = get
         self._asked: SimpleQueue[Read | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._reading: dict[threading.Thread, Read] = {}
         self._closed = False
 
     def submit(self, read: Read) -> None:
@@ -184,7 +188,9 @@ class ThreadReads(FinishedReads):
             start_thread(self._threads[-1])
 
     def _run(self) -> None:
+        me = threading.current_thread()
         while (read := self._asked.get()) is not None and not self._closed:
+            self._reading[me] = read
             read.started_ns = now_ns()
             try:
                 randomness = read.bound()
@@ -195,13 +201,15 @@ class ThreadReads(FinishedReads):
             self._finish(read)
 
     def close(self) -> None:
-        """Start no further reads, and wait for those in flight, for a limited time."""
+        """Start no further reads, and wait for those in flight that are not answered, for a limited time."""
         self._closed = True
         for _ in self._threads:
             self._asked.put(None)
         deadline_ns = now_ns() + int(_GRACE_S * 1e9)
         for thread in self._threads:
-            thread.join(max(deadline_ns - now_ns(), 0) / 1e9)
+            read = self._reading.get(thread)
+            if read is None or not (read.again_for or read).answered:
+                thread.join(max(deadline_ns - now_ns(), 0) / 1e9)
 
 
 class BegunReads(ThreadReads):

@@ -170,14 +170,16 @@ def test_rows_of_cassandra(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # a node, and whole programs
-def test_a_killed_ingest_into_cassandra(tmp_path):
+@pytest.mark.timeout(400)  # nodes, and whole programs
+def test_outages_of_cassandra(tmp_path):
     pytest.importorskip("cassandra")
     try:
         cassandra_node.home()
     except cassandra_node.NotInstalled as error:
         pytest.skip(f"cassandra: {error}")
-    assert remote.main(["--short", "--rows", "ingest", "--out", str(tmp_path)]) == 0
+    assert remote.main(["--short", "--rows", "ring,ingest", "--out", str(tmp_path)]) == 0
+    labels = {line.split(" | ")[0] for line in lines_of(tmp_path / "ring.md", 3)}
+    assert {"| torch, `__getitems__`", "| minato"} <= labels
     assert "| lost | 0 |  |  |" in lines_of(tmp_path / "ingest.md", 12)
 
 

@@ -179,6 +179,41 @@ def test_a_straggler_is_asked_for_again(kind: Any, error: bool, workers: dict[st
     assert 202 <= sum(dataset.reads.values()) <= 200 + report.hedged
 
 
+class Hangs(Numbers):
+    """The first read of one sample waits until the test ends."""
+
+    def __init__(self, size: int, hanging: int) -> None:
+        super().__init__(size)
+        self.hanging = hanging
+        self.asked, self.over = multiprocessing.Value("b", 0), multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.hanging:
+            with self.asked.get_lock():
+                first, self.asked.value = not self.asked.value, 1
+            if first:
+                self.over.wait(30)
+        return index
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1}, {"num_workers": 1, "workers": "thread"}]
+)
+def test_a_read_whose_second_request_was_answered_delays_no_end(workers: dict[str, Any]) -> None:
+    dataset = Hangs(200, 150)
+    loader = minato.DataLoader(
+        dataset, batch_size=10, fetch_concurrency=FetchOptions(4, hedge_percentile=95), **workers
+    )
+    found = []
+    for batch in loader:
+        found += batch.tolist()
+        last_s = time.monotonic()
+    ended_s = time.monotonic()
+    dataset.over.set()
+    assert found == list(range(200))
+    assert ended_s - last_s < 1.5  # a read that is still needed is given two seconds
+
+
 def test_worker_processes_report_too() -> None:
     fetching = FetchOptions(3, max_in_flight=4, slow_start=2, hedge_percentile=90)
     for context in ("fork", "spawn"):

@@ -1,4 +1,4 @@
-"""``minato ingest`` into Cassandra that is killed and resumed."""
+"""A Cassandra ring that loses a node in the middle of an epoch, and ``minato ingest`` that is killed and resumed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,35 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench import rows
 from bench.harness import cassandra_node, report
+from bench.harness.loaders import MINATO, Contender
 from bench.harness.record import ROOT
+from bench.harness.trial import Consumer, Run
 from minato.sources.cassandra import Cassandra
 
-MANY = 100_000
+NODES = tuple(f"127.0.0.{number}" for number in (1, 2, 3))
+REPLICAS, COUNT, MANY = 2, 6000, 100_000
+REQUEST_S = 10.0
+"""The driver's time limit of a request."""
+_AFTER_S = 1.0
 _PATIENCE_S = 300.0
 _SHORT = 10
+RING = """\
+# A ring that loses a node
+
+Written by `python -m bench.remote --rows ring`, with nodes of Cassandra on the machine of the loaders. Rows of
+{kilobytes} kB in {nodes} nodes, each row in {replicas} of them; {workers} worker processes, batches of {batch},
+{count} rows in each epoch. A node is killed (SIGKILL) after a third of the second epoch, and started again after the
+third. The driver's time limit of a request is {request:.0f} s. Every row came exactly once, and in order, in each
+epoch. Medians of {repeats} runs (least and greatest in brackets); the first epoch, with the start of the workers,
+does not count.
+"""
 INGEST = """\
 # An ingest that is killed
 
@@ -37,16 +55,100 @@ class Rows:
         return {{"label": index, "data": b"%01000d" % index}}
 """
 _WORKERS, _CHUNK, _SHARE = 2, 1000, 0.4
+LOADERS = (
+    Contender("torch", "torch, `__getitems__`", rows.LOADERS["torch"].build, keeps_order=True),
+    MINATO,
+)
+
+
+def ring(page: report.Page, repeats: int, short: bool) -> None:
+    """Measure loaders while a node is killed.
+
+    Raises:
+        NotInstalled: There is no Java or no Cassandra; the message says how to name it.
+    """
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(cassandra_node.running(place))
+            for place in cassandra_node.ring(NODES)
+        ]
+        _ring(page, nodes, COUNT // _SHORT if short else COUNT, repeats)
 
 
 def ingest(page: report.Page, repeats: int, short: bool) -> None:
     """Measure an ingest with and without a kill.
 
     Raises:
-        NotInstalled: There is no Java or no Cassandra; the message says how to name it.
+        NotInstalled: As of :func:`ring`.
     """
     with cassandra_node.running() as node:
         _ingests(page, node.place.port, MANY // _SHORT if short else MANY, repeats)
+
+
+def _ring(
+    page: report.Page, nodes: Sequence[cassandra_node.Node], count: int, repeats: int
+) -> None:
+    port = nodes[0].place.port
+    rows.fill(port, count, NODES, REPLICAS)
+    found: dict[str, list[list[float]]] = {loader.label: [] for loader in LOADERS}
+    for repeat in range(repeats):
+        for loader in LOADERS[:: -1 if repeat % 2 else 1]:
+            figures = _lose(loader, rows.Rows(port, count, hosts=NODES), nodes[-1])
+            page.say(f"{loader.name} {repeat + 1}/{repeats}: {figures}")
+            found[loader.label].append(figures)
+    page.add(
+        RING.format(
+            kilobytes=rows.NBYTES // 1000,
+            nodes=len(NODES),
+            replicas=REPLICAS,
+            workers=rows.WORKERS,
+            batch=rows.BATCH_SIZE,
+            count=count,
+            request=REQUEST_S,
+            repeats=repeats,
+        )
+    )
+    head = ["loader", "rows/s until the kill", "in the second after it", "in the rest of the epoch"]
+    head += ["in the next epoch", "longest pause between batches before, ms", "and after, ms"]
+    page.add(report.table(head, [[label, *_cells(each)] for label, each in found.items()]))
+
+
+def _cells(runs: Sequence[Sequence[float]]) -> list[str]:
+    return [report.spread_text(values, 0) for values in zip(*runs, strict=True)]
+
+
+def _lose(loader: Contender, work: rows.Rows, node: cassandra_node.Node) -> list[float]:
+    """Three epochs, the second with a kill: rows per second in its parts and in the third, and the longest waits."""
+    arrived: list[float] = []
+    batches = -(-len(work) // rows.BATCH_SIZE)
+    last = batches + batches // 3
+    """The batch after which the node is killed."""
+
+    def step(_: Any) -> None:
+        arrived.append(time.perf_counter())
+        if len(arrived) == last:
+            node.kill()
+
+    arguments = {"batch_size": rows.BATCH_SIZE, "num_workers": rows.WORKERS}
+    run = Run(loader, work, {**arguments, "persistent_workers": True}, Consumer(step))
+    for _ in range(3):
+        run.epoch()
+    trial = run.finish()
+    node.start()
+    time.sleep(_AFTER_S)  # until the others know it again
+    killed = arrived[last - 1]
+    soon = sum(killed < moment <= killed + _AFTER_S for moment in arrived[: 2 * batches])
+    end = arrived[2 * batches - 1]
+    rest = 2 * batches - last - soon
+    each = rows.BATCH_SIZE
+    return [
+        each * (last - batches - 1) / (killed - arrived[batches]),
+        each * soon / min(_AFTER_S, end - killed),
+        each * rest / (end - killed - _AFTER_S) if rest else 0.0,
+        len(work) / trial.epochs_s[2],
+        1e3 * max(trial.waits_s[batches:last]),
+        1e3 * max(trial.waits_s[last:]),
+    ]
 
 
 def _ingests(page: report.Page, port: int, many: int, repeats: int) -> None:
