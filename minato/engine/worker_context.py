@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from minato.workers.concurrent import ConcurrentFetch, ConcurrentWorker
 from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler, SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
+from minato.workers.pool import process_usage
 from minato.workers.process_pool import enter_worker_process, parent_watch
 from minato.workers.reads import Reads, reads_of
 from minato.workers.runner import CostEstimate, Runner, RunnerSettings
@@ -226,7 +228,8 @@ class WorkerContext:
         fetching = plan.fetching
         concurrent_worker = ConcurrentWorker
         if plan.begins_lists:
-            concurrent_worker, reads = BegunListsWorker, BegunLists(dataset.__beginitems__)
+            concurrent_worker = BegunListsWorker
+            reads = BegunLists(dataset.__beginitems__, None if in_main_process else _busy_ns)
         if (fetching.at_once or reads is not None) and failure is None:
             return concurrent_worker(
                 settings,
@@ -254,6 +257,10 @@ class WorkerContext:
             sample_retry=sample_retry,
             tracer=tracer,
         )
+
+
+def _busy_ns() -> int:
+    return sum(process_usage([os.getpid()]))
 
 
 def run_worker_process(number: int, context: WorkerContext) -> None:

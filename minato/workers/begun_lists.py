@@ -16,35 +16,47 @@ from minato.workers.worker import WHOLE_BATCH
 __all__ = ["LEAST_LISTS", "BegunLists", "BegunListsWorker"]
 
 LEAST_LISTS = 2
-"""While the worker completes one batch, another is read."""
+"""While the worker completes one batch, another is read; and as many are read at once if that is useful."""
 _MOST_IN_FLIGHT = 128
 """Samples of the batches that a worker reads at once, unless two batches have more."""
 _NEWEST = 0.25
 """Weight of the newest time between two batches in their mean."""
+_WORTH_HIDING = 1 / 3
+"""The least share of the time between two batches; a further batch in flight costs about an eighth of that time."""
+_MEASURED_EVERY_NS = 100_000_000
 
 
 class BegunLists(FinishedReads):
     """``dataset.__beginitems__(indices, done)``: a read is that of a whole batch.
 
-    The limit follows what is measured: as many batches as the worker takes in the time of the fastest read, and one
-    more. So it grows while the worker waits for a distant store, and stays low where the store or the processor is the
-    limit, since reads that only queue for them are not the fastest.
+    One read is in flight while the worker completes the batch before. More hide the time in which nothing could be done
+    for a read on this machine: as many as the worker takes in that time. So the limit grows while the worker waits for
+    a distant store. It stays at one where the processors are the limit: further batches in flight would only cost
+    memory and processor time. A read that was alone in flight is measured, at most every tenth of a second.
 
     Nothing runs in a thread of ours: a read that cannot begin counts as finished, and has nothing ``complete``.
+
+    Args:
+        busy_ns: Returns how long the threads of the worker have run, or were ready to run; None if that is not known.
     """
 
-    def __init__(self, begin: Begin) -> None:
-        super().__init__(1)  # until one could begin: a worker does the others one after the other
+    def __init__(self, begin: Begin, busy_ns: Callable[[], int] | None = None) -> None:
+        # 1 as long as none could begin, too: then a worker reads one batch after the other.
+        super().__init__(1)
         self._begin = begin
-        self._fastest_ns = self._taken_ns = 0
+        self._busy_ns = busy_ns or (lambda: 0)
+        self._alone: Read | None = None
+        self._busy_before_ns = self._measured_ns = 0
+        self._waited_ns = self._taken_ns = 0
         self._pace_ns = 0.0
 
     def submit(self, read: Read) -> None:
         """Start a read; the caller keeps to the limit."""
-        if not self.outstanding:  # nothing delays this read: the store may have become slower
-            self._fastest_ns = self._taken_ns = 0
-        self.outstanding += 1
         read.started_ns = now_ns()
+        if not self.outstanding and read.started_ns - self._measured_ns > _MEASURED_EVERY_NS:
+            self._alone, self._measured_ns = read, read.started_ns
+            self._busy_before_ns = self._busy_ns()
+        self.outstanding += 1
         try:
             begun = self._begin(read.key, functools.partial(self._arrive, read))
         except Exception:  # of which __getitems__ tells, or which it overcomes
@@ -60,24 +72,36 @@ class BegunLists(FinishedReads):
         """Return the next read that has finished, in the order in which they finish; None if there is none."""
         read = super().finished()
         if read is not None and read.complete is not None:
-            self.adapt(read.duration_ns, now_ns(), len(read.key))
+            waited_ns = None
+            if read is self._alone:
+                self._alone = None
+                waited_ns = read.duration_ns - (self._busy_ns() - self._busy_before_ns)
+            self.adapt(read.started_ns, read.duration_ns, waited_ns, now_ns(), len(read.key))
         elif read is not None:
             self.limit = 1
         return read
 
-    def adapt(self, duration_ns: int, taken_ns: int, samples: int) -> None:
+    def adapt(
+        self, started_ns: int, duration_ns: int, waited_ns: int | None, taken_ns: int, samples: int
+    ) -> None:
         """Set the limit after a read.
 
         Args:
+            waited_ns: How long nothing could be done for it on this machine, if it was measured.
             taken_ns: When the worker took it.
             samples: Samples of the batch.
         """
-        self._fastest_ns = min(duration_ns, self._fastest_ns or duration_ns)
-        if self._taken_ns:
-            since_ns = max(taken_ns - self._taken_ns, 1)
-            self._pace_ns += (since_ns - self._pace_ns) * (_NEWEST if self._pace_ns else 1)
+        if waited_ns is not None:
+            before_ns, waited_ns = self._waited_ns, max(waited_ns, 0)
+            if 0 < before_ns < waited_ns:  # a pause of the store comes and goes
+                waited_ns = (waited_ns + before_ns) // 2
+            self._waited_ns = waited_ns
+        self._waited_ns = min(self._waited_ns, duration_ns)
+        since_ns = max(taken_ns - max(self._taken_ns, started_ns), 1)
+        self._pace_ns += (since_ns - self._pace_ns) * (_NEWEST if self._pace_ns else 1)
         self._taken_ns = taken_ns
-        wanted = 1 + math.ceil(self._fastest_ns / self._pace_ns) if self._pace_ns else LEAST_LISTS
+        hidden = self._waited_ns / self._pace_ns
+        wanted = 1 + math.ceil(hidden) if hidden > _WORTH_HIDING else 1
         self.limit = min(wanted, max(_MOST_IN_FLIGHT // samples, LEAST_LISTS))
 
     def close(self) -> None:

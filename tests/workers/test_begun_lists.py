@@ -181,22 +181,35 @@ def test_a_worker_that_dies_with_reads_under_way_loses_none() -> None:
     assert batches == [list(range(start, start + 4)) for start in range(0, 24, 4)]
 
 
-def limit_after(latency_ns: int, least_pace_ns: int, samples: int = 32) -> int:
+def limit_after(
+    latency_ns: int, least_pace_ns: int, samples: int = 32, reads: BegunLists | None = None
+) -> int:
     """The limit after many reads of a store, of which one can be taken in ``least_pace_ns``."""
-    reads, taken_ns = BegunLists(lambda key, done: True), 0
+    reads, taken_ns = reads or BegunLists(lambda key, done: True), 0
     for _ in range(100):
         pace_ns = max(latency_ns // reads.limit, least_pace_ns)
         taken_ns += pace_ns
         # What is in flight beyond the store's latency waits for the worker, or in the store's queue.
-        reads.adapt(max(latency_ns, pace_ns * reads.limit), taken_ns, samples)
+        duration_ns = max(latency_ns, pace_ns * reads.limit)
+        waited_ns = latency_ns if reads.limit == 1 else None
+        reads.adapt(taken_ns - duration_ns, duration_ns, waited_ns, taken_ns, samples)
     return reads.limit
 
 
 def test_the_limit_grows_until_the_worker_or_the_store_is_busy() -> None:
     ms = 1_000_000
-    assert limit_after(ms, 40 * ms) == 2
+    assert limit_after(ms, 40 * ms) == 1
+    assert limit_after(10 * ms, 40 * ms) == 1
     assert limit_after(20 * ms, 40 * ms) == 2
     assert limit_after(150 * ms, 70 * ms) == 4
     assert limit_after(150 * ms, ms) == 128 // 32
     assert limit_after(150 * ms, ms, samples=4) == 128 // 4
     assert limit_after(150 * ms, ms, samples=1000) == 2
+
+
+def test_the_limit_falls_again_when_the_store_is_near() -> None:
+    ms, reads = 1_000_000, BegunLists(lambda key, done: True)
+    assert limit_after(150 * ms, ms, reads=reads) == 4
+    reads.adapt(10**9, 45 * ms, ms, 10**9 + 50 * ms, 32)  # a read that was alone in flight
+    assert reads.limit == 1
+    assert limit_after(ms, 40 * ms, reads=reads) == 1
