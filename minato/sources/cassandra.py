@@ -16,10 +16,14 @@ from cassandra import (
     Unavailable,
 )
 from cassandra.auth import PlainTextAuthProvider
-from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, NoHostAvailable
+from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile, NoHostAvailable
 from cassandra.concurrent import execute_concurrent_with_args
 from cassandra.connection import Connection, ConnectionException
-from cassandra.policies import ExponentialReconnectionPolicy
+from cassandra.policies import (
+    ConstantSpeculativeExecutionPolicy,
+    ExponentialReconnectionPolicy,
+    NoSpeculativeExecutionPolicy,
+)
 from cassandra.query import dict_factory
 
 from minato.sources.base import KeyedSource, SourceError
@@ -33,7 +37,11 @@ __all__ = ["Cassandra"]
 _IN_FLIGHT = 256
 """Most requests of a batch that are in flight; they share one or two connections per node."""
 
-
+_OF_PROFILE = {
+    "load_balancing_policy": "load_balancing_policy",
+    "default_retry_policy": "retry_policy",
+}
+"""Arguments of ``Cluster`` with which it knows no profiles, and their names in a profile, which does the same."""
 _RECEIVED_BYTES = 1 << 18
 """Most bytes of one receive call; the driver's 4096 make 15 calls of a row of 60 kB, each of which releases the GIL."""
 
@@ -51,7 +59,8 @@ class Cassandra(KeyedSource):
 
     One prepared statement serves all reads. The keys of a batch are requested concurrently, and each worker of a loader
     requests several batches at once, as many as it measures to be useful. The driver's own thread receives the rows of
-    a worker's reads, and the worker decodes them.
+    a worker's reads, and the worker decodes them. A read without an answer after half of the driver's time limit of a
+    request goes to another replica, too, so that a node that hangs delays reads, but does not stop them.
 
     Args:
         hosts: Hosts of the cluster.
@@ -65,7 +74,8 @@ class Cassandra(KeyedSource):
         settings: ``username`` and ``password`` of a role, and further arguments of ``Cluster`` (``port``,
             ``load_balancing_policy``, ``compression`` …), each of them a value or an
             :class:`~minato.sources.settings.Env`. The driver tries to reach a lost node again at
-            least every five seconds (``reconnection_policy``).
+            least every five seconds (``reconnection_policy``), and gives up one that says nothing for 15 seconds
+            (``idle_heartbeat_interval`` and ``idle_heartbeat_timeout``).
 
     >>> source = Cassandra(["node1", "node2"], "scans.images", password=Env("DB_PASSWORD"), username="reader")
     ... # doctest: +SKIP
@@ -109,11 +119,16 @@ class Cassandra(KeyedSource):
         """A new cluster object of the driver, and a session of it."""
         settings = {
             "reconnection_policy": ExponentialReconnectionPolicy(0.2, 5.0, max_attempts=None),
+            "idle_heartbeat_interval": 5,
+            "idle_heartbeat_timeout": 10,
             **self._settings.values(),
         }
         username, password = settings.pop("username", None), settings.pop("password", None)
         if username is not None:
             settings["auth_provider"] = PlainTextAuthProvider(username, password)
+        given = {name: settings.pop(old) for old, name in _OF_PROFILE.items() if old in settings}
+        if given:
+            settings["execution_profiles"] = {EXEC_PROFILE_DEFAULT: ExecutionProfile(**given)}
         cluster = self._make_cluster(self._hosts, **settings)
         if self._make_cluster is Cluster and "protocol_version" not in settings:
             # The driver would first try two of DataStax Enterprise; it still goes to lower ones by itself.
@@ -129,7 +144,12 @@ class Cassandra(KeyedSource):
                 ):  # which another attempt would not change
                     raise refusal from None
             raise
-        session.get_execution_profile(EXEC_PROFILE_DEFAULT).row_factory = dict_factory
+        profile = session.get_execution_profile(EXEC_PROFILE_DEFAULT)
+        profile.row_factory = dict_factory
+        policy, limit_s = profile.speculative_execution_policy, profile.request_timeout
+        if limit_s and isinstance(policy, NoSpeculativeExecutionPolicy):
+            again = ConstantSpeculativeExecutionPolicy(limit_s / 2, max_attempts=1)
+            profile.speculative_execution_policy = again
         return cluster, session
 
     def _open(self) -> _Session:
@@ -144,6 +164,7 @@ class Cassandra(KeyedSource):
         except BaseException:
             cluster.shutdown()
             raise
+        select.is_idempotent = True  # so it may be sent to a second node
         return _Session(cluster, session, select)
 
     def _opened(self) -> _Session:
