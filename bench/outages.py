@@ -1,14 +1,16 @@
-"""A Cassandra ring that loses a node in the middle of an epoch, and ``minato ingest`` that is killed and resumed."""
+"""A Cassandra ring that loses a node in the middle of an epoch; ``minato ingest`` that is killed and resumed."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ from bench.harness.trial import Consumer, Run
 from minato.sources.cassandra import Cassandra
 
 NODES = tuple(f"127.0.0.{number}" for number in (1, 2, 3))
-REPLICAS, COUNT, MANY = 2, 6000, 100_000
+REPLICAS, COUNT, MANY = 2, 3000, 100_000
 REQUEST_S = 10.0
 """The driver's time limit of a request."""
 _AFTER_S = 1.0
+LOSSES = {"killed": cassandra_node.Node.kill, "stopped": cassandra_node.Node.hang}
 _PATIENCE_S = 300.0
 _SHORT = 10
 RING = """\
@@ -32,10 +35,12 @@ RING = """\
 
 Written by `python -m bench.remote --rows ring`, with nodes of Cassandra on the machine of the loaders. Rows of
 {kilobytes} kB in {nodes} nodes, each row in {replicas} of them; {workers} worker processes, batches of {batch},
-{count} rows in each epoch. A node is killed (SIGKILL) after a third of the second epoch, and started again after the
-third. The driver's time limit of a request is {request:.0f} s. Every row came exactly once, and in order, in each
-epoch. Medians of {repeats} runs (least and greatest in brackets); the first epoch, with the start of the workers,
-does not count.
+{count} rows in each epoch, the same dataset for both loaders. After a third of the second epoch a node is *killed*
+(SIGKILL), which ends its connections, or *stopped* (SIGSTOP): then nobody learns that it does not answer any more. It
+is away until the third epoch has ended. Every row came exactly once, and in order, in each epoch. The driver's time
+limit of a request is {request:.0f} s. Medians of {repeats} runs (least and greatest in brackets). The first epoch, with
+the start of the workers, does not count. The nodes share the cores of the machine with the loaders: two nodes leave
+more of them to the workers than three.
 """
 INGEST = """\
 # An ingest that is killed
@@ -90,12 +95,15 @@ def _ring(
 ) -> None:
     port = nodes[0].place.port
     rows.fill(port, count, NODES, REPLICAS)
-    found: dict[str, list[list[float]]] = {loader.label: [] for loader in LOADERS}
+    found: dict[tuple[str, str], list[list[float]]] = {
+        (loss, loader.label): [] for loss in LOSSES for loader in LOADERS
+    }
     for repeat in range(repeats):
-        for loader in LOADERS[:: -1 if repeat % 2 else 1]:
-            figures = _lose(loader, rows.Rows(port, count, hosts=NODES), nodes[-1])
-            page.say(f"{loader.name} {repeat + 1}/{repeats}: {figures}")
-            found[loader.label].append(figures)
+        for loss, loader in itertools.product(LOSSES, LOADERS[:: -1 if repeat % 2 else 1]):
+            work, node = rows.Rows(port, count, hosts=NODES), nodes[-1]
+            figures = _lose(loader, work, node, functools.partial(LOSSES[loss], node))
+            page.say(f"{loss}, {loader.name} {repeat + 1}/{repeats}: {figures}")
+            found[loss, loader.label].append(figures)
     page.add(
         RING.format(
             kilobytes=rows.NBYTES // 1000,
@@ -108,46 +116,56 @@ def _ring(
             repeats=repeats,
         )
     )
-    head = ["loader", "rows/s until the kill", "in the second after it", "in the rest of the epoch"]
-    head += ["in the next epoch", "longest pause between batches before, ms", "and after, ms"]
-    page.add(report.table(head, [[label, *_cells(each)] for label, each in found.items()]))
+    head = [
+        "the node is",
+        "loader",
+        "rows/s before",
+        "in the rest of the epoch",
+        "in the next epoch",
+    ]
+    head += ["longest pause between batches before, s", "after, s", "read again by the source"]
+    page.add(report.table(head, [[*key, *_cells(each)] for key, each in found.items()]))
 
 
 def _cells(runs: Sequence[Sequence[float]]) -> list[str]:
-    return [report.spread_text(values, 0) for values in zip(*runs, strict=True)]
+    digits = 0, 0, 0, 2, 2, 0
+    return [report.spread_text(*each) for each in zip(zip(*runs, strict=True), digits, strict=True)]
 
 
-def _lose(loader: Contender, work: rows.Rows, node: cassandra_node.Node) -> list[float]:
-    """Three epochs, the second with a kill: rows per second in its parts and in the third, and the longest waits."""
+def _lose(
+    loader: Contender, work: rows.Rows, node: cassandra_node.Node, lose: Callable[[], None]
+) -> list[float]:
+    """Three epochs, in the second of which the node is lost.
+
+    Returns:
+        Rows per second before that, in the rest of the epoch and in the next one; the longest pauses; repeated reads.
+    """
     arrived: list[float] = []
     batches = -(-len(work) // rows.BATCH_SIZE)
     last = batches + batches // 3
-    """The batch after which the node is killed."""
+    """The batch after which the node is lost."""
 
     def step(_: Any) -> None:
         arrived.append(time.perf_counter())
         if len(arrived) == last:
-            node.kill()
+            lose()
 
     arguments = {"batch_size": rows.BATCH_SIZE, "num_workers": rows.WORKERS}
     run = Run(loader, work, {**arguments, "persistent_workers": True}, Consumer(step))
     for _ in range(3):
         run.epoch()
     trial = run.finish()
+    node.kill()
     node.start()
     time.sleep(_AFTER_S)  # until the others know it again
-    killed = arrived[last - 1]
-    soon = sum(killed < moment <= killed + _AFTER_S for moment in arrived[: 2 * batches])
-    end = arrived[2 * batches - 1]
-    rest = 2 * batches - last - soon
-    each = rows.BATCH_SIZE
+    lost, end = arrived[last - 1], arrived[2 * batches - 1]
     return [
-        each * (last - batches - 1) / (killed - arrived[batches]),
-        each * soon / min(_AFTER_S, end - killed),
-        each * rest / (end - killed - _AFTER_S) if rest else 0.0,
+        rows.BATCH_SIZE * (last - batches - 1) / (lost - arrived[batches]),
+        rows.BATCH_SIZE * (2 * batches - last) / (end - lost),
         len(work) / trial.epochs_s[2],
-        1e3 * max(trial.waits_s[batches:last]),
-        1e3 * max(trial.waits_s[last:]),
+        max(trial.waits_s[batches:last]),
+        max(trial.waits_s[last:]),
+        work.source.retries,
     ]
 
 

@@ -285,6 +285,11 @@ class Node:
                     raise RuntimeError(f"Cassandra does not answer: {error}\n{end}") from error
             time.sleep(0.05)
 
+    def hang(self) -> None:
+        """Stop it at once: its connections stay, and say nothing any more."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
     def kill(self) -> None:
         """End it at once, if it runs."""
         process, self._process = self._process, None

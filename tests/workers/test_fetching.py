@@ -185,14 +185,16 @@ class Hangs(Numbers):
     def __init__(self, size: int, hanging: int) -> None:
         super().__init__(size)
         self.hanging = hanging
-        self.asked, self.over = multiprocessing.Value("b", 0), multiprocessing.Event()
+        self.asked, self.over = multiprocessing.Value("b", 0), multiprocessing.Value("b", 0)
 
     def __getitem__(self, index: int) -> int:
         if index == self.hanging:
             with self.asked.get_lock():
                 first, self.asked.value = not self.asked.value, 1
-            if first:
-                self.over.wait(30)
+            while (
+                first and not self.over.value
+            ):  # not an Event, whose set() would wait for a process that ended
+                time.sleep(0.01)
         return index
 
 
@@ -209,7 +211,7 @@ def test_a_read_whose_second_request_was_answered_delays_no_end(workers: dict[st
         found += batch.tolist()
         last_s = time.monotonic()
     ended_s = time.monotonic()
-    dataset.over.set()
+    dataset.over.value = 1
     assert found == list(range(200))
     assert ended_s - last_s < 1.5  # a read that is still needed is given two seconds
 
