@@ -40,7 +40,8 @@ Written by `python -m bench.remote --rows ring`, with nodes of Cassandra on the 
 is away until the third epoch has ended. Every row came exactly once, and in order, in each epoch. The driver's time
 limit of a request is {request:.0f} s. Medians of {repeats} runs (least and greatest in brackets). The first epoch, with
 the start of the workers, does not count. The nodes share the cores of the machine with the loaders: two nodes leave
-more of them to the workers than three.
+more of them to the workers than three. A node that has just started is slow, until Java has compiled what it executes:
+the page shows pauses, and does not rank the loaders.
 """
 INGEST = """\
 # An ingest that is killed
