@@ -219,13 +219,13 @@ def _ingest(folder: Path, port: int, session: Any, many: int) -> list[float]:
     _end(start("whole"))
     whole_s = time.perf_counter() - begun
     begun = time.perf_counter()
-    first = start("killed")
-    while _chunks(folder / "killed") < _SHARE * many / _CHUNK:
-        if first.poll() is not None or time.perf_counter() - begun > _PATIENCE_S:
-            raise RuntimeError(f"the ingest was not killed: {first.communicate()[0]}")
-        time.sleep(0.005)
-    first.kill()
-    first.wait()
+    with start("killed") as first:  # waits for its end
+        while _chunks(folder / "killed") < _SHARE * many / _CHUNK:
+            if first.poll() is not None or time.perf_counter() - begun > _PATIENCE_S:
+                first.kill()
+                raise RuntimeError(f"the ingest was not killed: {first.communicate()[0]}")
+            time.sleep(0.005)
+        first.kill()
     killed_s = time.perf_counter() - begun
     had = _num_rows(session)
     begun = time.perf_counter()
