@@ -69,6 +69,8 @@ behind a slow network, {workers} worker processes with {reads} reads each, batch
 `FetchOptions({reads}, hedge_percentile=95)`, a second request for what takes longer than 95 % of a worker's reads.
 *Arrival order*: with `max_lag=256`. Whole epochs, start and end of the workers included; loaders take turns; every
 sample is checked. Figures are medians of {repeats} runs (least and greatest in brackets).
+
+## Figures
 """
 SLOW_START = """\
 Objects that had been requested when a batch of ten arrived, counted by the proxy; and the most of them beyond the first
