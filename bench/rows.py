@@ -192,7 +192,9 @@ def _wait_until_all_know_all(cluster: Any, session: Any, nodes: int) -> None:
     known: list[int] = []
     while known != [nodes - 1] * nodes:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"of {nodes} nodes, {len(known)} know so many others: {known}")
+            raise RuntimeError(
+                f"of {nodes} nodes, {len(known)} answer, and know this many others: {known}"
+            )
         time.sleep(0.1)
         cluster.refresh_nodes()
         with suppress(NoHostAvailable):  # the driver drops a node that the others do not know
