@@ -74,7 +74,7 @@ class _Way:
         now = loop.time()
         begun = now + late_s
         if self._capped and link.bandwidth is not None:
-            begun = max(now, self._shared.free_at)
+            begun = max(begun, self._shared.free_at)
             self._shared.free_at = begun = begun + len(data) / link.bandwidth
         swing = 1 + link.swing * math.sin(2 * math.pi * (now / link.period_s + self._phase))
         worse = self._factor * swing

@@ -126,7 +126,9 @@ class Cassandra(KeyedSource):
         username, password = settings.pop("username", None), settings.pop("password", None)
         if username is not None:
             settings["auth_provider"] = PlainTextAuthProvider(username, password)
-        given = {name: settings.pop(old) for old, name in _OF_PROFILE.items() if old in settings}
+        # With profiles of the caller's own, the driver says that these arguments belong there.
+        moved = {} if "execution_profiles" in settings else _OF_PROFILE
+        given = {name: settings.pop(old) for old, name in moved.items() if old in settings}
         if given:
             settings["execution_profiles"] = {EXEC_PROFILE_DEFAULT: ExecutionProfile(**given)}
         cluster = self._make_cluster(self._hosts, **settings)

@@ -29,7 +29,7 @@ from tests.sources.servers import Settings
 pytest.importorskip("cassandra")
 
 from cassandra import ConsistencyLevel
-from cassandra.cluster import Cluster
+from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile
 from cassandra.policies import FallthroughRetryPolicy, RoundRobinPolicy
 
 from minato.sources.cassandra import Cassandra
@@ -86,6 +86,12 @@ def test_policies_are_those_of_the_default_profile(settings: Settings) -> None:
     source = Cassandra(table="shop.goods", key="name", **given, **settings)
     assert source.get("nut") == {"price": 0.25, "size": None}
     source.close()
+    profiles = {EXEC_PROFILE_DEFAULT: ExecutionProfile(RoundRobinPolicy())}
+    both = Cassandra(
+        table="shop.goods", key="name", execution_profiles=profiles, **given, **settings
+    )
+    with pytest.raises(SourceError, match="execution_profiles should not"):
+        both.get("nut")
 
 
 def test_the_missing_one_of_a_batch_is_named(settings: Settings) -> None:
@@ -238,9 +244,8 @@ def test_a_ring_goes_on_when_a_node_ends_or_hangs_in_mid_epoch(tmp_path: Path) -
                 assert pause_s < REQUEST_S
                 nodes[2].kill()
                 nodes[2].start()
-            assert (
-                source.retries < COUNT // 10
-            )  # what the hanging node does not answer, another one does
+            # What the hanging node does not answer, another one does.
+            assert source.retries < COUNT // 10
 
 
 MANY = 100_000
