@@ -35,9 +35,9 @@ _LIVENESS_S = 1.0
 RANK_TIMEOUT_S = 1800.0
 """Time limit for ranks that live but do not join: the default of torch's collective operations."""
 _EXIT_WAIT_S = 5.0
-"""How long the exiting server waits in the middle of an epoch while other ranks make no progress."""
+"""How long the exiting server waits for ranks in the middle of an epoch that make no progress."""
 _DRAIN_S = 60.0
-"""The same limit if the server's rank has finished the epoch and others have not."""
+"""The same limit while a rank has yet to begin the epoch, or if only the server's rank has finished it."""
 
 
 class PoolServer:
@@ -277,23 +277,21 @@ class PoolServer:
         if os.getpid() != self._owner:
             return
         self.close()
-        with self._news:
-            for slot in self._rank_slots:
-                if slot.channel is None:
-                    slot.leave()
-            self._news.notify_all()
-        timeout_s = _DRAIN_S if self._draining else _EXIT_WAIT_S
-        if hasattr(sys, "last_value"):  # an exception ends the process
-            timeout_s = 0.0
         before: object = None
         while self._thread.is_alive() and (now := self._progress()) != before:
             before = now
-            self._thread.join(timeout_s)
+            self._thread.join(self._exit_wait_s())
         with self._news:
             for slot in self._rank_slots:
                 slot.leave()
             self._news.notify_all()
         self._thread.join(_EXIT_WAIT_S)
+
+    def _exit_wait_s(self) -> float:
+        if hasattr(sys, "last_value"):  # an exception ends the process
+            return 0.0
+        is_awaited = any(slot.state == "away" for slot in self._rank_slots)
+        return _DRAIN_S if self._draining or is_awaited else _EXIT_WAIT_S
 
     def _progress(self) -> object:
         """Return a value that changes while the epoch makes progress."""

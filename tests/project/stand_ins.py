@@ -25,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 import minato
@@ -149,6 +150,8 @@ def delivered(names: dict[str, Any]) -> None:
 def _take(loader: Any) -> None:
     taken = [*itertools.islice(loader, BATCHES)]
     assert len(taken) == min(BATCHES, len(loader)) > 0
+    if dist.is_initialized():
+        dist.barrier()  # as a training step is: no rank ends while another has yet to begin
     if isinstance(loader, DataLoader):
         loader.close()
 
@@ -240,6 +243,8 @@ def _photos() -> dict[str, Any]:
 
 
 def _ranks() -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    atexit.register(dist.destroy_process_group)
     return {**_training(), "rank": int(os.environ["RANK"])}
 
 
@@ -256,7 +261,6 @@ def _verify() -> dict[str, Any]:
 def _trainers() -> dict[str, Any]:
     import accelerate
     import lightning
-    import torch.distributed as dist
     import transformers
 
     from tests.integrations.models import Indexed, Model, noisy

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 import minato
 from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
-from minato.shared_pool import handshake
+from minato.shared_pool import handshake, server
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -357,6 +357,29 @@ def test_a_host_that_ends_waits_for_the_others() -> None:
 
     for first, second in zip(*run(program), strict=True):
         assert sorted(flat([*first, *second])) == list(range(120))
+
+
+def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "_EXIT_WAIT_S", 0.1)
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(40))
+        if rank == 1:
+            together.wait(20)
+            time.sleep(1)
+        first = [batch.tolist() for batch, _ in zip(loader, range(2), strict=False)]
+        if rank == 0:
+            loader.close()
+            together.wait(20)
+            loader._session._server._at_exit()
+            assert not loader._session._server._thread.is_alive()
+        loader.close()
+        return first
+
+    for rank, first in enumerate(run(program)):
+        assert first == [list(range(start + rank, start + 8, 2)) for start in (0, 8)]
 
 
 def check_broken(loader: Any, batches: Any, why: str) -> None:
