@@ -28,6 +28,7 @@ from minato.batching.sample_spec import (
     rules_hold,
 )
 from minato.batching.serialization import damaged
+from minato.workers.rows import Rows
 
 __all__ = ["Layout", "LayoutRecord", "read_layout", "share_layout"]
 
@@ -161,6 +162,19 @@ class Layout:
             first = offset + start + k * field.nbytes
             place = _viewed(buffer, field.dtype, len(column) * field.numel, first, shape)
             torch.stack(column, out=place)
+
+    def gather(self, buffer: Buffer, offset: int, n: int, k: int, rows: Rows) -> None:
+        """Copy rows to the places from sample ``k`` on. The other arguments are those of :meth:`batch`."""
+        for field, source, (_, _, start, _) in zip(
+            self._fields, rows.sources, self._plan(n).tensors, strict=True
+        ):
+            first = offset + start + k * field.nbytes
+            memory = buffer[first : first + rows.size * field.nbytes].view(source.dtype)
+            place = memory.reshape(rows.size, *source.shape[1:])
+            if isinstance(rows.indices, slice):
+                place[...] = source[rows.indices]
+            else:  # all are in range; mode="raise" would copy twice
+                source.take(rows.indices, axis=0, out=place, mode="clip")
 
     def batch(
         self, buffer: Buffer, offset: int, n: int, texts: Sequence[Sequence[str | bytes]]

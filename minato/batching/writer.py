@@ -16,6 +16,7 @@ from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layo
 from minato.batching.publish import BatchPublisher, RunAgain
 from minato.batching.serialization import DamagedError, Store
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.workers.rows import Rows
 
 __all__ = ["BatchWriter", "WriterSettings"]
 
@@ -126,6 +127,27 @@ class BatchWriter:
                     elif texts:
                         self._blobs.attach(batch, place + i, texts, TEXT_BLOB)
         self._tracer.slice("copy", start_ns)
+
+    def write_rows(self, batch: int, k: int, rows: Rows) -> bool:
+        """Copy rows to the places from sample k of a batch on; the caller then fills the places.
+
+        Returns:
+            False if the samples must be written one by one, which may also be faster.
+        """
+        start_ns = self._tracer.now()
+        nbytes = sum(source[:1].nbytes for source in rows.sources) * rows.size
+        if self._in_main_process and nbytes >= _SHARED_WORK_BYTES:
+            return False
+        try:
+            fields = self._fields(batch, rows.first)
+        except (MemoryError, DamagedError):  # it comes again, with the first sample
+            return False
+        if fields is None or not fields.packer.fits(rows.first):
+            return False
+        _, layout, _, offset, count = fields
+        layout.gather(self._segment.array, offset, count, k, rows)
+        self._tracer.slice("copy", start_ns)
+        return True
 
     def write_batch(
         self, batch: int, samples: list[Any], state: tuple[int, GetState] | None = None

@@ -11,6 +11,7 @@ from typing import Any, cast
 from minato.sampling.dataset_state import DatasetState
 from minato.sampling.state import is_stateful
 from minato.transforms.compose import Transforms
+from minato.workers.rows import Rows, has_rows, rows_of
 
 __all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
 
@@ -34,6 +35,8 @@ class Fetcher:
         self.one: Callable[[Any], Any] = self._transformed if transforms.steps else get
         """Loads the sample of an index and runs the transforms."""
         self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
+        self.has_rows = batched and self._run is None and has_rows(dataset)
+        """Whether samples are rows of tensors or arrays, which are copied together."""
         self.keeps_state = keeps_state
 
     @property
@@ -68,6 +71,10 @@ class Fetcher:
             return next(samples)
 
         return deal
+
+    def rows(self, indices: list[Any]) -> Rows | None:
+        """The rows that are these samples, where ``has_rows``; None if they must be loaded one by one."""
+        return rows_of(self._dataset, indices)
 
     def single(self, index: object) -> Any:
         """The sample of one index, by a call of its own."""
@@ -111,7 +118,7 @@ class StreamFetcher:
     ) -> None:
         self._dataset = dataset
         self._run = transforms.run if transforms.steps else None
-        self.takes_lists = False
+        self.takes_lists = self.has_rows = False
         self._batched = batched
         self._drop_last = drop_last
         self._begun = at_once

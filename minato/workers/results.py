@@ -10,6 +10,7 @@ from minato._core import Ledger
 from minato.sampling.dataset_state import DatasetState
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.workers.rows import Rows
 
 __all__ = ["ResultWriter", "Sink"]
 
@@ -30,6 +31,9 @@ class Sink(Protocol):
 
     def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
         """Write samples to consecutive places, the first of which belongs to sample k of the batch."""
+
+    def write_rows(self, batch: int, k: int, rows: Rows) -> bool:
+        """Copy rows to consecutive places from sample k of the batch on; False if they do not fit."""
 
     def write_batch(
         self, batch: int, samples: list[Any], state: tuple[int, Callable[[], Any]] | None = None
@@ -130,6 +134,14 @@ class ResultWriter:
         if not in_one:
             sink.write_run(batch, k, position, samples)
         sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(indices)))
+
+    def rows(self, batch: int, k: int, rows: Rows) -> bool:
+        """Copy rows into their own places and fill these; False if they must be loaded one by one."""
+        if not self._sink.write_rows(batch, k, rows):
+            return False
+        outcome = self._ledger.fill_run(self._number, batch, k, rows.size)
+        self._sink.publish_if_full(batch, outcome)
+        return True
 
     def _collated(self, batch: int, position: int, samples: list[Any], has_skipped: bool) -> None:
         """Write the result of a whole batch, without the samples that were skipped."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import thread_time_ns
 from typing import Any, NamedTuple
 
-from minato._core import run_samples
+from minato._core import now_ns, run_samples
 from minato.observe.stats.costs import Meters
 from minato.observe.stats.slowest import UNKNOWN
 from minato.observe.trace.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
@@ -261,6 +261,19 @@ class Runner:
                 samples, error = run(binder())
         self._record(samples, indices, epoch)
         return samples, error
+
+    def record_rows(self, indices: list[Any], epoch: int, begun_ns: int) -> None:
+        """Record samples that were copied together, from ``begun_ns`` until now."""
+        count = len(indices)
+        self.durations = array("q", [(now_ns() - begun_ns) // count]) * count
+        self._reset()
+        self._record(indices, indices, epoch)
+        self._tracer.slice(f"{SAMPLE}s", begun_ns, args={"count": count, "epoch": epoch})
+
+    @property
+    def fails(self) -> bool:
+        """Whether every sample raises what ``worker_init_fn`` raised."""
+        return self._failure is not None
 
     def occurrence(self, position: int) -> int:
         """How often the index of the sample at a position came before in the epoch."""

@@ -103,6 +103,9 @@ class Worker:
         sink.run_again = weakref.WeakMethod(self._run_again)
         self._deferral = deferral
         self._whole_batches = settings.whole_batches or fetcher.takes_lists or fetcher.keeps_state
+        self._takes_rows = fetcher.has_rows and not sink.collates and not runner.fails
+        if self._takes_rows:
+            runner.cost_estimate.draws = False
         self._sample_retry = sample_retry
         self._results = ResultWriter(
             settings.number,
@@ -221,6 +224,8 @@ class Worker:
         fetcher = self._fetcher
         if isinstance(fetcher, StreamFetcher):
             self._run_stream(fetcher, batch, first, (epoch, epoch_slot), indices[0])
+        elif self._takes_rows and bound and self._run_rows(fetcher, batch, k, epoch, indices):
+            pass
         elif whole and (fetcher.takes_lists or not indices):
             fetch = fetcher.many if fetcher.takes_lists else list
             self._run_list(fetcher, fetch, batch, first, count, epoch, given)
@@ -346,6 +351,17 @@ class Worker:
             else:
                 break
         return samples, error
+
+    def _run_rows(
+        self, fetcher: Fetcher, batch: int, k: int, epoch: int, indices: list[Any]
+    ) -> bool:
+        """Copy samples that are rows into their places; False if they must be loaded one by one."""
+        begun_ns = now_ns()
+        rows = fetcher.rows(indices) if indices else None
+        if rows is None or not self._results.rows(batch, k, rows):
+            return False
+        self._runner.record_rows(indices, epoch, begun_ns)
+        return True
 
     def _run_list(
         self,

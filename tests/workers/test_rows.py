@@ -1,0 +1,198 @@
+"""Datasets whose samples are rows of tensors or arrays: batches are those of torch, and are copied together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Subset, TensorDataset
+
+from minato import DataLoader
+from minato.batching.layout import Layout
+from minato.workers.rows import has_rows, rows_of
+from tests.datasets import ORDERS, assert_same
+from tests.observe.trace.events import check_nesting, read
+
+COUNT = 50
+TORCH_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+NUMPY_DTYPES = (
+    *("bool", "uint8", "int16", "uint32", "int64", "uint64", "float16", "float32", "complex64"),
+    *(">f4", "longlong", "longdouble", "datetime64[s]", "U3", "object"),
+)
+
+
+def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (torch.rand(COUNT, *shape, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+
+
+def array(dtype: str, *shape: int) -> np.ndarray[Any, Any]:
+    values = np.random.default_rng(0).integers(0, 100, (COUNT, *shape))
+    return values.astype(dtype)
+
+
+def pair() -> TensorDataset:
+    return TensorDataset(tensor(torch.float32, 3), tensor(torch.int64))
+
+
+DATASETS: dict[str, Any] = {
+    **{
+        f"{dtype} {shape}": tensor(dtype, *shape)
+        for dtype in TORCH_DTYPES
+        for shape in ((), (3,), (2, 0), (2, 3, 4))
+    },
+    **{
+        f"numpy {dtype} {shape}": array(dtype, *shape)
+        for dtype in NUMPY_DTYPES
+        for shape in ((), (2,))
+    },
+    "requires a gradient": tensor(torch.float32, 2).requires_grad_(),
+    "columns": tensor(torch.float32, COUNT).T,
+    "channels last": tensor(torch.float32, 3, 4, 5).permute(0, 2, 3, 1),
+    "conjugate": tensor(torch.complex64, 2).conj(),
+    "every second row": tensor(torch.float32, 4)[::2],
+    "pair": pair(),
+    "part": Subset(pair(), range(3, 40)),
+    "part of a part": Subset(Subset(pair(), torch.randperm(COUNT).tolist()), (*range(0, 40, 2),)),
+    "part by an array": Subset(pair(), np.arange(COUNT - 1, 0, -1)),
+    "part from the end": Subset(pair(), [-1, -2, -3, 4, 5]),
+    "part by a tensor": Subset(pair(), torch.arange(8)),
+}
+
+
+def batches(kind: type, dataset: Any, **arguments: Any) -> Any:
+    """The batches of an epoch, or the kind of the error that ends it."""
+    torch.manual_seed(3)
+    try:
+        return [*kind(dataset, **{"batch_size": 7, **arguments})]
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("name", DATASETS)
+def test_batches_are_those_of_torch(name: str, shuffle: bool) -> None:
+    ours, theirs = (
+        batches(kind, DATASETS[name], shuffle=shuffle) for kind in (DataLoader, TorchDataLoader)
+    )
+    assert_same(ours, theirs)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows were copied together, for each time."""
+    found: list[int] = []
+    gather = Layout.gather
+
+    def counted(self: Layout, *arguments: Any) -> None:
+        found.append(arguments[-1].size)
+        gather(self, *arguments)
+
+    monkeypatch.setattr(Layout, "gather", counted)
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("dataset", [pair(), tensor(torch.bfloat16, 4), array("float32", 2)])
+def test_rows_are_copied_together(dataset: Any, shuffle: bool, copies: list[int]) -> None:
+    batches(DataLoader, dataset, shuffle=shuffle)
+    assert (sum(copies), copies[-2:]) == (COUNT, [7, 1])
+
+
+def test_rows_of_a_mapped_file(tmp_path: Path, copies: list[int]) -> None:
+    values = array("float32", 5)
+    np.save(tmp_path / "values.npy", values)
+    dataset = np.load(tmp_path / "values.npy", mmap_mode="r")
+    found = batches(DataLoader, dataset)
+    assert np.array_equal(torch.cat(found).numpy(), values)
+    assert sum(copies) == COUNT
+
+
+INDICES: dict[str, Any] = {
+    "negative": [0, -1, -COUNT, 3],
+    "out of range": [0, COUNT, 1],
+    "too negative": [0, -COUNT - 1],
+    "booleans": [True, 2, False],
+    "tensors": [torch.tensor(3), torch.tensor(1)],
+    "NumPy's": [np.int64(3), np.int32(4), np.int64(1)],
+    "floats": [1.0, 2.0],
+    "lists": [[1, 2], [3, 4]],
+    "slices": [slice(0, 2), slice(2, 4)],
+    "huge": [2**70, 1],
+    "repeated": [4, 4, 4, 5],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.parametrize("dataset", [pair(), tensor(torch.float32, 2), array("float32", 2)])
+def test_other_indices(dataset: Any, name: str, num_workers: int) -> None:
+    given: Any = {"sampler": INDICES[name], "batch_size": 3}
+    assert_same(
+        batches(DataLoader, dataset, **given, num_workers=num_workers),
+        batches(TorchDataLoader, dataset, **given),
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_workers(order: str, workers: str) -> None:
+    loader = DataLoader(pair(), 4, shuffle=True, num_workers=2, order=order, workers=workers)
+    found = [
+        (row.tolist(), label)
+        for rows, labels in loader
+        for row, label in zip(rows, labels, strict=True)
+    ]
+    values, labels = pair().tensors
+    expected = zip(values.tolist(), labels.tolist(), strict=True)
+    assert sorted((row, int(label)) for row, label in found) == sorted(expected)
+    assert loader.report().run.throughput.samples == COUNT
+
+
+def test_samples_pass_what_the_loader_is_given() -> None:
+    """A transform, and another collation, get samples."""
+    doubled = DataLoader(tensor(torch.float32, 2), 7, transforms=[lambda row: row * 2])
+    assert torch.equal(torch.cat([*doubled]), tensor(torch.float32, 2) * 2)
+    listed = DataLoader(tensor(torch.float32, 2), 7, collate_fn=list)
+    assert [len(batch) for batch in listed] == [7] * 7 + [1]
+
+
+def test_memory_may_change_between_batches() -> None:
+    values = torch.zeros(4)
+    found = []
+    for batch in DataLoader(values, 2, prefetch_factor=None):
+        found.append(batch.tolist())
+        values += 1
+    assert found == [[0, 0], [1, 1]]
+
+
+def test_the_trace_shows_the_samples(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    batches(DataLoader, pair(), trace=str(trace))
+    events = read(trace)
+    check_nesting(events)
+    assert sum(event["args"]["count"] for event in events if event["name"] == "samples") == COUNT
+
+
+def test_which_datasets_have_rows() -> None:
+    class Mine(TensorDataset):
+        pass
+
+    assert has_rows(Subset(Subset(pair(), [1]), [0]))
+    assert not has_rows(Mine(torch.zeros(3)))
+    assert not has_rows(Subset([1, 2], [0]))  # type: ignore[arg-type]  # torch takes any sequence
+
+
+def test_consecutive_rows_are_a_slice() -> None:
+    found = [rows_of(pair(), indices) for indices in ([3, 4, 5], [3, 5, 4], [3, 3, 5])]
+    assert [rows and rows.indices == slice(3, 6) for rows in found[:1]] == [True]
+    assert [rows.indices.tolist() for rows in found[1:]] == [[3, 5, 4], [3, 3, 5]]  # type: ignore[union-attr]
