@@ -62,8 +62,8 @@ must hold, which costs every loader the same. Thousands of samples per second of
 {repeats} runs (least and greatest in brackets).
 
 *Processes* and *Threads*: a dataset class with nothing but `__getitem__` and `__len__`. *The dataset itself*: the
-loader gets the tensor, the mapped array or the table, and hyperloader collates in its own way except where rows need
-padding; its batches of a tensor or of a mapped array are views of the rows in order, which no worker touches. Its
+loader gets the tensor, the mapped array or the table, and collates in its default way except where rows need padding;
+hyperloader's batches of a tensor or of a mapped array are views of the rows in order, which no worker touches. Its
 published comparison also has a native PNG decoder and native padding, which need a pipeline in its own terms instead of
 the user's dataset; here Pillow decodes in every loader.
 """
@@ -87,6 +87,8 @@ class Stream:
             "persistent_workers": True,
             "collate_fn": feed.collate,
         }
+        if name.endswith("-itself") and not isinstance(dataset, tuple):
+            del arguments["collate_fn"]  # hyperloader's own way has none
         if kind == "torch":
             self.loader: Any = TorchLoader(given, **arguments)
         elif kind.startswith("minato"):
@@ -97,8 +99,6 @@ class Stream:
         else:
             import hyperloader
 
-            if name.endswith("-itself") and not isinstance(dataset, tuple):
-                del arguments["collate_fn"]  # its own way for containers has none
             self.loader = hyperloader.DataLoader(
                 given,
                 **arguments,
