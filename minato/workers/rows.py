@@ -88,10 +88,9 @@ def _memory(part: Any) -> Array | None:
 def _in_range(indices: list[Any], length: int) -> Array | slice | None:
     if not _INDEX_TYPES.issuperset(map(type, indices)):
         return None
-    first, last = indices[0], indices[-1]
-    if 0 <= first <= last < length and indices == list(range(first, last + 1)):
-        return slice(first, last + 1)
-    rows = np.asarray(indices)
-    if rows.dtype != np.int64 or rows.min() < 0 or rows.max() >= length:
+    first, last = min(indices), max(indices)
+    if first < 0 or last >= length:
         return None
-    return rows
+    if last - first == len(indices) - 1 and indices == list(range(first, last + 1)):
+        return slice(first, last + 1)
+    return np.array(indices, np.int64)

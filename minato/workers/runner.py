@@ -25,7 +25,7 @@ _PROBES = 16
 _WORTH_BINDING_NS = 50_000
 """Samples that cost more are always bound, which takes about a microsecond."""
 _WORTH_WATCHING = 8
-"""Watching a run for draws takes as long as binding this many samples."""
+"""Watching a run for draws takes as long as binding this many samples, where no generator is saved for the program."""
 _WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 2_000_000, 600_000
 """Samples that cost more than the sum, with its second part for each transform, are all timed stage by stage.
 
@@ -293,7 +293,8 @@ class Runner:
         return lambda epoch, index: randomness.bind(epoch, index, next(following))
 
     def _are_cheap(self, count: int) -> bool:
-        return self.longest_ns < _WORTH_BINDING_NS and count >= _WORTH_WATCHING
+        least = 1 if self.in_main_process else _WORTH_WATCHING
+        return self.longest_ns < _WORTH_BINDING_NS and count >= least
 
     def _reruns(self, count: int) -> bool:
         """Whether ``run`` may run ``count`` samples a second time: then none of them can be deferred."""

@@ -26,6 +26,8 @@ _LONG_RUN_NS = 4_000_000
 _LEAST_RUN_NS = 50_000
 """Expected duration of the samples that a worker may claim although less is left for the others: a lease itself takes
 microseconds."""
+_LEAST_ROWS = 8
+"""Fewer samples that are rows are copied sooner one by one."""
 _HANDOVERS = 10
 """A worker runs whole batches if a sample takes less time than storing this number of samples for another worker."""
 _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
@@ -357,7 +359,7 @@ class Worker:
     ) -> bool:
         """Copy samples that are rows into their places; False if they must be loaded one by one."""
         begun_ns = now_ns()
-        rows = fetcher.rows(indices) if indices else None
+        rows = fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
         if rows is None or not self._results.rows(batch, k, rows):
             return False
         self._runner.record_rows(indices, epoch, begun_ns)
