@@ -221,8 +221,8 @@ def same_nan(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool(torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True))
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Poll until something holds."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Poll until something holds; the limit is for what never does, however busy the machine."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not true after {timeout_s} s"

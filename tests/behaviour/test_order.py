@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -104,25 +106,62 @@ def test_in_order_is_the_default(workers: dict[str, Any]) -> None:
 # ---- the other orders -----------------------------------------------------------------------
 
 
+class Held(Numbers):
+    """Sample 1 waits until the test has so many batches."""
+
+    def __init__(self, size: int, batches: int) -> None:
+        super().__init__(size)
+        self.missing = multiprocessing.RawValue("i", batches)
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            wait_until(lambda: self.missing.value <= 0)
+        return index
+
+    def batches_of(self, loader: DataLoader[Any]) -> list[list[int]]:
+        """The batches of a loader of this dataset."""
+        found = []
+        for batch in loader:
+            found.append(batch.tolist())
+            self.missing.value -= 1
+        return found
+
+
 @each
 def test_batch_order_keeps_batches_together(workers: dict[str, Any]) -> None:
-    dataset = Sleepy(
-        24, 0.002, {1: 0.5}
-    )  # by then the other worker has started, on a busy machine too
-    batches = indices(DataLoader(dataset, 3, order="batch", **workers))
+    dataset = Held(24, 3 if workers["num_workers"] else 0)
+    batches = dataset.batches_of(DataLoader(dataset, 3, order="batch", **workers))
     assert tally(batches) == tally(blocks(24, 3))
     if workers["num_workers"]:
         assert batches[0] != [0, 1, 2]
         assert batches.index([0, 1, 2]) > 2
 
 
+class HeldAlone(Held):
+    """The same with three threads; samples 0 and 2 are there before any later one."""
+
+    def __init__(self, size: int, batches: int) -> None:
+        super().__init__(size, batches)
+        self.later: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        if index > 2:
+            self.later.append(index)
+            wait_until(lambda: len(self.later) > 1)  # both other workers are through with theirs
+        return super().__getitem__(index)
+
+
 def test_in_order_false_means_arrival_and_batch_with_a_batch_sampler() -> None:
-    dataset = Sleepy(24, 0.002, {1: 0.15})
-    free = indices(DataLoader(dataset, 3, in_order=False, **THREADS))
+    dataset = HeldAlone(24, 1)
+    free = dataset.batches_of(DataLoader(dataset, 3, in_order=False, **THREADS))
     assert sorted(flat(free)) == list(range(24))
     assert 1 not in free[0]
     assert len(set(free[0]) & {0, 2}) == 2
-    kept = indices(DataLoader(dataset, batch_sampler=blocks(24, 3), in_order=False, **THREADS))
+    dataset = HeldAlone(24, 1)
+    batch_sampler = blocks(24, 3)
+    kept = dataset.batches_of(
+        DataLoader(dataset, batch_sampler=batch_sampler, in_order=False, **THREADS)
+    )
     assert tally(kept) == tally(blocks(24, 3))
     assert kept[0] != [0, 1, 2]
 
@@ -179,10 +218,22 @@ def test_max_lag_holds_for_any_number_of_batches_in_flight(
     assert max(late.values()) <= max_lag
 
 
+class InStep(Numbers):
+    """Samples that take equally long, whichever of three threads waits for a core."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.barrier = threading.Barrier(3)
+
+    def __getitem__(self, index: int) -> int:
+        self.barrier.wait(60)
+        return index
+
+
 @pytest.mark.parametrize("max_lag", [2, 3, 5, 40])
 def test_samples_in_time_are_not_late(max_lag: int) -> None:
     # Also when max_lag is smaller than the number of batches that would be in flight.
-    loader = DataLoader(Sleepy(48, 0.004), 4, order="arrival", max_lag=max_lag, **THREADS)
+    loader = DataLoader(InStep(48), 4, order="arrival", max_lag=max_lag, **THREADS)
     late = lags(indices(loader), 4)
     assert sorted(late) == list(range(48))
     assert sum(lag != 0 for lag in late.values()) <= 24
@@ -201,16 +252,32 @@ def test_max_lag_holds_in_every_epoch(persistent: bool) -> None:
         assert max(late.values()) <= 3
 
 
+class SixteenAhead(Journal):
+    """Sample 0 is there between samples 16 and 17; others that run at once end at once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.pair, self.three = threading.Barrier(2), threading.Barrier(3)
+
+    def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
+        if index == 0:
+            wait_until(lambda: len(self.begun()) == 19)
+        else:
+            (self.pair if index <= 16 else self.three).wait(60)
+        return index
+
+
 def test_samples_are_no_later_than_they_need_to_be() -> None:
-    # While sample 0 sleeps, the two others finish about 8 samples each: 8 batches.
-    loader = DataLoader(Sleepy(120, 0.01, {0: 0.08}), 2, order="arrival", max_lag=32, **THREADS)
+    # Meanwhile the two other workers have finished 8 batches.
+    loader = DataLoader(SixteenAhead(119), 2, order="arrival", max_lag=32, **THREADS)
     late = lags(indices(loader), 2)
     assert 2 <= late[0] <= 16
     assert statistics.mean(abs(lag) for lag in late.values()) < 1
 
 
 def test_uniform_samples_stay_where_they_are() -> None:
-    loader = DataLoader(Sleepy(60, 0.004), 6, order="arrival", **THREADS)
+    loader = DataLoader(InStep(60), 6, order="arrival", **THREADS)
     assert statistics.mean(abs(lag) for lag in lags(indices(loader), 6).values()) < 0.5
 
 

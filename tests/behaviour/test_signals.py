@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_what_a_handler_raises_in_a_finalizer_comes_after_it(
     assert ended
     assert handlers.count(number) == (1 if number == signal.SIGTERM else 0)  # handled once
     assert number == signal.SIGINT or raised.value.code == 143
-    wait_until(lambda: all(one.name != "minato-signal" for one in threading.enumerate()), 5)
+    wait_until(lambda: all(one.name != "minato-signal" for one in threading.enumerate()))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -265,19 +266,38 @@ def test_a_fork_server_that_the_same_signal_ended_is_not_what_the_program_hears_
     monkeypatch.setattr(context.Process, "start", broken)
     with pytest.raises(SystemExit):
         iter(DataLoader(Numbers(8), 4, num_workers=2, multiprocessing_context=context))
-    wait_until(lambda: all(one.name != "minato-signal" for one in threading.enumerate()), 5)
+    wait_until(lambda: all(one.name != "minato-signal" for one in threading.enumerate()))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 class Stuck:
-    """Only the first four samples come soon."""
+    """Only the first four samples come before the test is over."""
+
+    def __init__(self) -> None:
+        # Not an Event, whose set() would wait for a process that ended.
+        self.over = multiprocessing.RawValue("b", 0)
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.0 if index < 4 else 3.0)
+        while index >= 4 and not self.over.value:
+            time.sleep(0.01)
         return index
+
+
+def signal_at_the_end_of_workers(number: int) -> None:
+    """Send this process a signal while its main thread waits for workers to end."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def waits() -> bool:
+        frames = traceback.walk_stack(sys._current_frames()[main])
+        return any(frame.f_code.co_name == "shut_down" for frame, _ in frames)
+
+    wait_until(waits)
+    time.sleep(0.1)
+    os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM]))
@@ -287,22 +307,27 @@ class Stuck:
     ids=["processes", "persistent", "threads"],
 )
 def test_a_signal_while_a_dropped_iterator_ends_its_workers(
-    handlers: list[int], number: signal.Signals, options: dict[str, Any]
+    handlers: list[int],
+    number: signal.Signals,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loader = DataLoader(Stuck(), 4, num_workers=2, **options)
+    for module in ("supervision", "local_pools"):  # without the signal it would wait for ever
+        monkeypatch.setattr(f"minato.workers.{module}._GRACE_S", 3600.0)
+    dataset = Stuck()
+    loader = DataLoader(dataset, 4, num_workers=2, **options)
     iterator = iter(loader)
     next(iterator)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), number))
-    timer.start()
-    begin = time.monotonic()
+    sender = threading.Thread(target=signal_at_the_end_of_workers, args=(number,))
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        sender.start()
         del loader, iterator  # waits for the workers
         gc.collect()
-        time.sleep(20)
-    assert 0.2 < time.monotonic() - begin < 2.5
+        time.sleep(60)
     assert multiprocessing.active_children() == []
-    timer.join()
-    wait_until(lambda: threading.active_count() == 1, 5)
+    dataset.over.value = 1
+    sender.join()
+    wait_until(lambda: threading.active_count() == 1)
 
 
 # ---- at random moments ----------------------------------------------------------------------
