@@ -18,12 +18,12 @@ def test_a_fork_waits_for_a_thread_that_is_at_work() -> None:
         with at_work() as undisturbed:
             assert undisturbed
             held.set()
-            goes_on.wait(10)
+            goes_on.wait(60)
             events.append("worked")
 
     thread = threading.Thread(target=work)
     thread.start()
-    held.wait(10)
+    assert held.wait(60)
     threading.Timer(0.05, goes_on.set).start()
     pid = os.fork()
     if pid == 0:

@@ -364,16 +364,18 @@ def test_nothing_changes_in_the_main_process() -> None:
 @each({"2-processes": FEW["2-processes"], "2-threads": FEW["2-threads"]})
 def test_first_workers_do_not_wait_for_the_others(workers: dict[str, Any]) -> None:
     class Late:
-        """A worker that needs long to start."""
+        """The second worker has not started before the consumer has its batches."""
+
+        over = multiprocessing.RawValue("b", 0)
 
         def __call__(self, number: int) -> None:
             if number == 1:
-                time.sleep(1.0)
+                wait_until(lambda: bool(self.over.value))
 
-    start = time.monotonic()
-    iterator = iter(DataLoader(Numbers(40), 2, worker_init_fn=Late(), **workers))
+    late = Late()
+    iterator = iter(DataLoader(Numbers(40), 2, worker_init_fn=late, timeout=50, **workers))
     assert [next(iterator).tolist() for _ in range(10)] == [[2 * i, 2 * i + 1] for i in range(10)]
-    assert time.monotonic() - start < 0.8
+    late.over.value = 1
     del iterator
 
 

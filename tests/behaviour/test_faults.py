@@ -47,7 +47,7 @@ def test_workers_that_are_stuck_end_with_their_parent(kind: str) -> None:
         assert set(session(process.pid)) == {process.pid, *workers}
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
-        assert wait_for_end(process.pid, 2.0) == []
+        assert wait_for_end(process.pid) == []
         process.communicate(timeout=TIMEOUT_S)
 
 
@@ -56,7 +56,7 @@ def test_workers_that_are_stuck_end_with_their_parent(kind: str) -> None:
 def test_workers_end_when_their_parent_becomes_another_program(method: str) -> None:
     with started("faulted.py", "exec", method) as process:
         workers = at_work(process)
-        wait_until(lambda: not set(workers) & set(session(process.pid)), 10)
+        wait_until(lambda: not set(workers) & set(session(process.pid)), 30)
         assert process.poll() is None
         process.kill()
         process.communicate(timeout=TIMEOUT_S)
@@ -89,7 +89,8 @@ def test_a_thread_that_iterates_at_the_end_starts_no_workers(method: str) -> Non
 # ---- processes that are stopped -------------------------------------------------------------
 
 
-def test_a_stopped_worker_does_not_hold_up_the_end() -> None:
+def test_a_stopped_worker_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minato.workers.supervision._GRACE_S", 3600.0)
     iterator: Any = iter(DataLoader(range(64), 4, num_workers=2))
     iterator._source._pool.grow(2)
     next(iterator)
@@ -97,11 +98,10 @@ def test_a_stopped_worker_does_not_hold_up_the_end() -> None:
     assert pid is not None  # which psutil would take for this process
     worker = psutil.Process(pid)
     worker.suspend()
-    wait_until(lambda: worker.status() == psutil.STATUS_STOPPED, 5)
-    begin = time.monotonic()
+    wait_until(lambda: worker.status() == psutil.STATUS_STOPPED)
     del iterator
     gc.collect()
-    assert time.monotonic() - begin < 2.0
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow
@@ -109,9 +109,8 @@ def test_a_training_that_was_stopped_does_not_exceed_its_timeouts() -> None:
     with started("faulted.py", "stopped") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "at work\n"
-        time.sleep(0.2)
         os.killpg(process.pid, signal.SIGSTOP)  # as Ctrl-Z does
-        time.sleep(2.5)  # longer than the limits
+        time.sleep(5.0)  # longer than the limits
         os.killpg(process.pid, signal.SIGCONT)
         out, err = process.communicate(timeout=TIMEOUT_S)
     assert (out, err) == ("complete\n", "")
@@ -198,9 +197,11 @@ def hanging() -> Iterator[tuple[SampleWatchdog, Lease, Any]]:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_stuck_worker_is_ended_with_its_stack_or_without(
-    hanging: tuple[SampleWatchdog, Lease, Any], stopped: bool
+    hanging: tuple[SampleWatchdog, Lease, Any], stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watchdog, _, process = hanging
+    if not stopped:  # it answers, however busy the machine
+        monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
     if stopped:
         os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -223,15 +224,16 @@ def test_a_stuck_worker_is_ended_with_its_stack_or_without(
 
 @pytest.mark.parametrize("how", ["the sample ended", "all were stopped"])
 def test_a_worker_that_was_asked_for_its_stack_may_go_on(
-    hanging: tuple[SampleWatchdog, Lease, Any], how: str
+    hanging: tuple[SampleWatchdog, Lease, Any], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
     watchdog, ledger, process = hanging
     watchdog.end([process])
     if how == "the sample ended":
         ledger.words = 0, time.monotonic_ns(), 2
     else:
         watchdog.restart_timers()
-    time.sleep(0.1)  # the stack is written
+    wait_until(lambda: watchdog._stacks.answer() is not None)
     watchdog.end([process])
     watchdog.end([process])
     assert watchdog.cause(0) is None

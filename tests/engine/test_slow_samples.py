@@ -110,14 +110,17 @@ def test_a_slow_sample_is_named_while_it_runs() -> None:
     assert loader.slow_samples().running == ()
 
 
-def lingers(index: int) -> int:
-    time.sleep(0.4 if index == 9 else 0.002)
-    return index
-
-
 def test_the_transform_that_runs_is_named() -> None:
+    dataset = Journal(80)
+
+    def lingers(index: int) -> int:
+        time.sleep(0.002)
+        if index == 9:
+            wait_until(lambda: len(dataset.begun()) == 80)
+        return index
+
     loader = DataLoader(
-        Numbers(80),
+        dataset,
         4,
         num_workers=2,
         transforms=[abs, lingers],
@@ -125,4 +128,5 @@ def test_the_transform_that_runs_is_named() -> None:
         stragglers=StragglerPolicy(after_s=0.02),
     )
     seen = [sample for _ in loader for sample in loader.slow_samples().running]
-    assert (9, "lingers") in {(sample.index, sample.transform) for sample in seen}
+    name = "test_the_transform_that_runs_is_named.lingers"
+    assert (9, name) in {(sample.index, sample.transform) for sample in seen}

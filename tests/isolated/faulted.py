@@ -8,6 +8,7 @@ import resource
 import sys
 import threading
 import time
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 import torch
@@ -28,6 +29,23 @@ class Slow:
     def __getitem__(self, index: int) -> int:
         if index >= self.first:
             time.sleep(self.seconds)
+        return index
+
+
+class UntilStopped(Slow):
+    """The others after the processes were stopped for a while."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.at_work, self.was_stopped = RawValue("b", 0), RawValue("b", 0)
+
+    def __getitem__(self, index: int) -> int:
+        while index >= self.first and not self.was_stopped.value:
+            self.at_work.value = 1
+            before = time.monotonic()
+            time.sleep(0.01)
+            if time.monotonic() - before > 2.0:
+                self.was_stopped.value = 1
         return index
 
 
@@ -67,7 +85,10 @@ def another_program(method: str) -> None:
 
 def stopped(_: str) -> None:
     """Wait for slow samples, with limits on the time that they may take."""
-    iterator = iterate(Slow(0.4), timeout=1.7, errors=ErrorPolicy(sample_timeout=1.7))
+    dataset = UntilStopped()
+    iterator = iterate(dataset, timeout=4.0, errors=ErrorPolicy(sample_timeout=4.0))
+    while not dataset.at_work.value:
+        time.sleep(0.001)
     print("at work", flush=True)
     assert [batch.tolist() for batch in iterator] == [[4, 5, 6, 7], [8, 9, 10, 11]]
     print("complete")

@@ -20,18 +20,17 @@ import minato
 from minato.workers import runner
 from tests.datasets import Numbers, assert_same, wait_until
 from tests.parity.harness import TorchLoader, drain
-from tests.parity.material import Drawing, Slow, Tensors
+from tests.parity.material import Drawing, Tensors
 from tests.parity.test_workers import refuse
 from tests.selection import mostly_slow
 
 
 def test_readiness_order_mixes_batches() -> None:
-    dataset = Slow([0.4, *[0.0] * 7])
     arguments = {"batch_size": 2, "num_workers": 2, "in_order": False}
     whole = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
     def batches(make: Any, **own: Any) -> list[list[int]]:
-        return [batch.tolist() for batch in make(dataset, **arguments, **own)]
+        return [batch.tolist() for batch in make(Head(8, 3), **arguments, **own)]
 
     assert sorted(batches(TorchLoader)) == whole
     mixed = batches(minato.DataLoader)
@@ -154,7 +153,7 @@ def test_next_epoch_begins_early() -> None:
 
 def test_loading_ahead_is_bounded_by_bytes() -> None:
     for own, most in (({}, 40), ({"prefetch_factor": 2}, 2 * 2 + 1)):
-        dataset = Head(40)
+        dataset = Head(40, 39 if most == 40 else 3)
         iterator = iter(minato.DataLoader(dataset, 1, num_workers=2, **own))
         wait_until(lambda dataset=dataset, most=most: dataset.begun.value >= min(most, 4), 10)
         assert next(iterator).tolist() == [0]
@@ -163,11 +162,16 @@ def test_loading_ahead_is_bounded_by_bytes() -> None:
 
 
 class Head(Counted):
-    """The first sample takes its time."""
+    """The first sample takes until so many others were begun."""
+
+    def __init__(self, size: int, others: int) -> None:
+        super().__init__(size)
+        self.others = others
 
     def __getitem__(self, index: int) -> int:
         super().__getitem__(index)
-        time.sleep(0.5 if index == 0 else 0)
+        if index == 0:
+            wait_until(lambda: self.begun.value > self.others, 20)
         return index
 
 
@@ -264,7 +268,7 @@ def test_interrupts_of_finalizers(make: Any, monkeypatch: pytest.MonkeyPatch) ->
     raised = False
     try:
         thing.clear()
-        time.sleep(0.3)
+        time.sleep(60 if make is minato.DataLoader else 0.3)
     except KeyboardInterrupt:
         raised = True
     assert raised == (make is minato.DataLoader)

@@ -47,7 +47,7 @@ def test_a_worker_sleeps_until_it_is_active(active_workers):
     active_workers.set_count(1)
     assert results == []
     active_workers.set_count(2)
-    thread.join(5)
+    thread.join(60)
     assert results == [True]
 
 
@@ -62,7 +62,7 @@ def test_an_inactive_worker_exits_when_the_loader_shuts_down(active_workers):
     thread.start()
     over.set()
     active_workers.wake_inactive()
-    thread.join(5)
+    thread.join(60)
     assert results == [False]
 
 

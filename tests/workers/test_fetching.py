@@ -203,7 +203,8 @@ class Hangs(Numbers):
 def test_a_read_whose_second_request_was_answered_delays_no_end(
     workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minato.workers.reads._GRACE_S", 20.0)  # for a read that is still needed
+    # For a read that is still needed.
+    monkeypatch.setattr("minato.workers.reads._GRACE_S", 100.0)
     dataset = Hangs(200, 150)
     loader = minato.DataLoader(
         dataset, batch_size=10, fetch_concurrency=FetchOptions(4, hedge_percentile=95), **workers
@@ -215,7 +216,7 @@ def test_a_read_whose_second_request_was_answered_delays_no_end(
     ended_s = time.monotonic()
     dataset.over.value = 1
     assert found == list(range(200))
-    assert ended_s - last_s < 1.5
+    assert ended_s - last_s < 50
 
 
 def test_worker_processes_report_too() -> None:
