@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import threading
 import time
@@ -227,6 +228,22 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not true after {timeout_s} s"
         time.sleep(0.005)
+
+
+class Roll:
+    """Called by every sample of a dataset: a worker process goes on when so many of them are there."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._there = multiprocessing.Value("i", 0)
+        self._is_there = False
+
+    def __call__(self) -> None:
+        if not self._is_there:
+            self._is_there = True
+            with self._there:
+                self._there.value += 1
+        wait_until(lambda: self._there.value >= self._workers)
 
 
 def tally(batches: Iterable[Iterable[Any]]) -> Counter[Any]:

@@ -25,6 +25,7 @@ from tests.datasets import (
     TOO_MANY_WORKERS,
     Filled,
     Numbers,
+    Roll,
     double,
     flat,
     indices,
@@ -311,11 +312,15 @@ def test_loader_can_be_copied_and_pickled(workers: dict[str, Any]) -> None:
 
 
 class Surroundings(Numbers):
-    """What a sample sees of the process that it runs in."""
+    """What a sample sees of the process that it runs in, which is one of two."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.both = Roll(2)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         info = get_worker_info()
-        time.sleep(0.01)  # for both workers to get something
+        self.both()
         return {
             "pid": os.getpid(),
             "threads": torch.get_num_threads(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.datasets import (
     TOO_MANY_WORKERS,
     Draws,
     Numbers,
+    Roll,
     add_draws,
     add_noise,
     three_draws,
@@ -377,14 +377,18 @@ def test_worker_streams_begin_as_torchs() -> None:
 
 
 class First(Numbers):
-    """Draws once per worker."""
+    """Draws once per worker, of which there are two."""
 
     drawn: list[float] | None = None
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.both = Roll(2)
 
     def __getitem__(self, index: int) -> tuple[int, list[float]]:
         if self.drawn is None:
             self.drawn = three_draws()
-        time.sleep(0.01)  # for both workers to get something
+        self.both()
         info = torch.utils.data.get_worker_info()
         assert info is not None
         return info.id, self.drawn

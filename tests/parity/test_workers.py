@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 import minato
 from minato.workers import supervision
-from tests.datasets import Numbers, assert_same, wait_until
+from tests.datasets import Numbers, Roll, assert_same, wait_until
 from tests.parity.harness import (
     AS_TORCH_IS_NOW,
     TorchLoader,
@@ -106,11 +106,14 @@ def test_everything_that_runs_in_a_worker_knows_where_it_is(workers: int) -> Non
 @AS_TORCH_IS_NOW
 def test_seeds_of_all_workers() -> None:
     class Tardy(Mirror):
+        all_three: Roll
+
         def __getitem__(self, index: int) -> Any:
-            time.sleep(0.02)  # until all workers are there
+            self.all_three()
             return surroundings(self)
 
     def case(make: Any) -> Any:
+        Tardy.all_three = Roll(3)
         loader = make(Tardy(36), None, num_workers=3, prefetch_factor=2)
         seen = {sample["info"]["id"]: sample for sample in loader}
         return [seen[number] for number in range(3)]

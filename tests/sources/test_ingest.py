@@ -217,7 +217,8 @@ class Slow:
     def __len__(self):
         return 120
     def __getitem__(self, index):
-        time.sleep(0.01)
+        if index >= 60 and not os.path.exists("again"):
+            time.sleep(600)  # until it is killed
         with open("read", "a") as file:
             file.write(f"{index} ")
         return b"%d" % index
@@ -248,6 +249,7 @@ def test_killed_in_the_middle_and_begun_again(
     with Journal(journal, json.loads(journal.read_text().splitlines()[0])):
         pass  # its workers have ended
     (tmp_path / "read").unlink()
+    (tmp_path / "again").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main([*arguments, "--verify"]) == 0

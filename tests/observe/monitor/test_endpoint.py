@@ -19,10 +19,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import minato
+from minato._support import socket_server
 from minato._support.socket_server import Server
 from minato.observe.monitor import endpoint
 from minato.observe.monitor.endpoint import Endpoint, _Request
-from tests.datasets import Numbers
+from tests.datasets import Numbers, wait_until
 
 REQUEST = b"GET /metrics HTTP/1.1\r\n\r\n"
 
@@ -119,19 +120,20 @@ def test_slow_clients_have_a_deadline_and_do_not_delay_others(
 def test_more_clients_than_are_served_at_once_wait_their_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(endpoint, "_TIME_LIMIT_S", 0.5)
+    monkeypatch.setattr(endpoint, "_TIME_LIMIT_S", 1.0)
+    served = []
+    accept = Server._accept
+
+    def count(server: Server) -> None:
+        accept(server)
+        served.append(len(server._clients))
+
+    monkeypatch.setattr(Server, "_accept", count)
     one = Endpoint("127.0.0.1", 0)
     try:
         idle = [connected(one) for _ in range(endpoint._MOST_CLIENTS + 4)]
-        most = 0
-        answers = []
-        thread = threading.Thread(target=lambda: answers.append(asked(one)))
-        thread.start()
-        while thread.is_alive():
-            most = max(most, len(one._server._clients))
-            time.sleep(0.001)
-        assert most == endpoint._MOST_CLIENTS
-        assert answers[0].startswith(b"HTTP/1.1 200 OK\r\n")
+        assert asked(one).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert max(served) == endpoint._MOST_CLIENTS
         for client in idle:
             client.close()
     finally:
@@ -167,17 +169,17 @@ def test_connections_that_are_reset_are_not_mentioned(
 
 
 @pytest.fixture
-def attempts(monkeypatch: pytest.MonkeyPatch) -> list[Server]:
-    """Those of servers to accept a connection."""
-    found: list[Server] = []
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When servers tried to accept a connection."""
+    found: list[float] = []
     accept = Server._accept
-    monkeypatch.setattr(Server, "_accept", lambda self: (found.append(self), accept(self)))
+    monkeypatch.setattr(
+        Server, "_accept", lambda self: (found.append(time.monotonic()), accept(self))
+    )
     return found
 
 
-def test_without_descriptors_it_pauses_and_goes_on(
-    attempts: list[Server], served: Endpoint
-) -> None:
+def test_without_descriptors_it_pauses_and_goes_on(attempts: list[float], served: Endpoint) -> None:
     client = socket.socket()
     client.settimeout(20)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -189,8 +191,9 @@ def test_without_descriptors_it_pauses_and_goes_on(
             socket.socket()
         client.connect(address_of(served.url))
         client.sendall(REQUEST)
-        time.sleep(0.5)
-        assert 1 < len(attempts) < 10
+        wait_until(lambda: len(attempts) > 3)
+        pauses_s = [after - before for before, after in zip(attempts, attempts[1:], strict=False)]
+        assert min(pauses_s) >= socket_server._PAUSE_S - 0.001
         assert served._server.works
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
