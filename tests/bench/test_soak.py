@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,8 @@ import pytest
 
 pytest.importorskip("psutil")
 
-import psutil
-
 from bench import soak
-from tests.datasets import wait_until
+from minato import DataLoader
 from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -30,21 +26,18 @@ def test_epochs_leave_nothing_open(order: str) -> None:
     assert [last[key] for key in OPEN] == [first[key] for key in OPEN]
 
 
-class Awaited(soak.Numbers):
-    """The loop has waited for a batch before the readings that count: workers are watched from then on."""
+class Complete(DataLoader[int]):
+    """All workers, and the thread that watches them, are there from the beginning: else the first wait starts them."""
 
-    def __getitem__(self, index: int) -> int:
-        if index == 3 * soak.LONG_BATCH:
-            loop = psutil.Process(os.getppid())
-            for _ in range(10):
-                wait_until(lambda: loop.status() == psutil.STATUS_SLEEPING)
-                time.sleep(0.005)
-        return index
+    def __iter__(self) -> Any:
+        iterator: Any = super().__iter__()
+        iterator._source._pool.grow(soak.WORKERS)
+        return iterator
 
 
 @pytest.mark.parametrize("order", mostly_slow(soak.ORDERS))
 def test_a_long_epoch_opens_no_more(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "Numbers", Awaited)
+    monkeypatch.setattr(soak, "DataLoader", Complete)
     readings = soak.one_long_epoch(order, "fork", 100_000)
     assert len(readings) == soak.READINGS
     first, middle = readings[soak.WARM_UP], readings[soak.READINGS // 2]
