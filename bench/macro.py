@@ -195,12 +195,22 @@ def _inline(row: Row) -> Row:
     )
 
 
+SMALL = replace(
+    _inline(VECTOR),
+    name="small-inline",
+    title="a NumPy vector of 16 floats and a label; batch 8, in the main process (num_workers=0)",
+    samples=16384,
+    short_samples=1024,
+    batch_size=8,
+    goals=(Goal("minato", "ratio to torch", 1.0),),
+)
 ROWS = {
     row.name: row
     for row in (
         *(STRAGGLERS, LOGNORMAL, BALANCED, BIMODAL_35, BIMODAL_105),
         *(IMAGE, IMAGE_READ, PATCH, TABULAR, VECTOR),
         *map(_inline, (IMAGE, PATCH, TABULAR, VECTOR)),
+        SMALL,
     )
 }
 
