@@ -104,7 +104,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("dataset", [pair(), tensor(torch.bfloat16, 4), array("float32", 2)])
 def test_rows_are_copied_together(dataset: Any, shuffle: bool, copies: list[int]) -> None:
     batches(DataLoader, dataset, batch_size=12, shuffle=shuffle)
-    assert copies[-3:] == [12] * 3  # the first samples, and the two of the last batch, come one by one
+    # The first samples, and the two of the last batch, come one by one.
+    assert copies[-3:] == [12] * 3
 
 
 def test_rows_of_a_mapped_file(tmp_path: Path, copies: list[int]) -> None:
