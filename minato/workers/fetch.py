@@ -6,14 +6,22 @@ import functools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset
 
 from minato.sampling.dataset_state import DatasetState
 from minato.sampling.state import is_stateful
 from minato.transforms.compose import Transforms
-from minato.workers.rows import Rows, has_rows, rows_of
 
-__all__ = ["Fetcher", "StreamEnd", "StreamFetcher"]
+if TYPE_CHECKING:  # most datasets have none
+    from minato.workers.rows import Rows
+
+__all__ = ["Fetcher", "StreamEnd", "StreamFetcher", "has_rows"]
+
+_OF_ROWS = (torch.Tensor, np.ndarray, np.memmap, TensorDataset)
 
 
 class Fetcher:
@@ -74,6 +82,8 @@ class Fetcher:
 
     def rows(self, indices: list[Any]) -> Rows | None:
         """The rows that are these samples, where ``has_rows``; None if they must be loaded one by one."""
+        from minato.workers.rows import rows_of
+
         return rows_of(self._dataset, indices)
 
     def single(self, index: object) -> Any:
@@ -87,6 +97,13 @@ class Fetcher:
     def transformed(self, samples: Any) -> Any:
         """What the dataset returned for the indices of a batch, transformed."""
         return samples if self._run is None else [self._run(sample) for sample in samples]
+
+
+def has_rows(dataset: object) -> bool:
+    """Whether the samples of a dataset are rows: a tensor, an array, a ``TensorDataset``, or a ``Subset`` of one."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) in _OF_ROWS
 
 
 class StreamEnd(Exception):

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-__all__ = ["Rows", "has_rows", "rows_of"]
+__all__ = ["Rows", "rows_of"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-_ARRAYS = (np.ndarray, np.memmap)
 _INDEX_TYPES = {int, np.int64}
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """By size, dtypes that NumPy has, in place of ``float8`` and ``bfloat16``."""
@@ -34,15 +33,11 @@ class Rows(NamedTuple):
     size: int
 
 
-def has_rows(dataset: object) -> bool:
-    """Whether the samples of a dataset are rows: a tensor, an array, a ``TensorDataset``, or a ``Subset`` of one."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) in (torch.Tensor, *_ARRAYS, TensorDataset)
-
-
 def rows_of(dataset: Any, indices: list[Any]) -> Rows | None:
     """Return the rows that are the samples of these indices.
+
+    Args:
+        dataset: One of which :func:`minato.workers.fetch.has_rows` is true.
 
     Returns:
         None if the samples must be loaded one by one: an index is negative, out of range or not an integer, or NumPy
@@ -77,7 +72,9 @@ def _memory(part: Any) -> Array | None:
             array = part.numpy()
         except (RuntimeError, TypeError):  # on a device, sparse, or it requires a gradient
             return None
-    elif type(part) in _ARRAYS and part.dtype.kind in "biufc" and part.dtype.isnative:
+    elif (
+        type(part) in (np.ndarray, np.memmap) and part.dtype.kind in "biufc" and part.dtype.isnative
+    ):
         array = np.asarray(part)  # without what np.memmap does for each slice
     else:
         return None
