@@ -8,7 +8,7 @@ import math
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -28,9 +28,7 @@ from minato.batching.sample_spec import (
     rules_hold,
 )
 from minato.batching.serialization import damaged
-
-if TYPE_CHECKING:  # most datasets have none
-    from minato.workers.rows import Rows
+from minato.workers.fetch import Rows
 
 __all__ = ["Layout", "LayoutRecord", "read_layout", "share_layout"]
 

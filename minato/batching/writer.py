@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
@@ -16,9 +16,7 @@ from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layo
 from minato.batching.publish import BatchPublisher, RunAgain
 from minato.batching.serialization import DamagedError, Store
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-
-if TYPE_CHECKING:  # most datasets have none
-    from minato.workers.rows import Rows
+from minato.workers.fetch import Rows
 
 __all__ = ["BatchWriter", "WriterSettings"]
 

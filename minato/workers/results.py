@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from minato._core import Ledger
 from minato.sampling.dataset_state import DatasetState
 from minato.workers.error_policy import SKIP
-from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
-
-if TYPE_CHECKING:  # most datasets have none
-    from minato.workers.rows import Rows
+from minato.workers.fetch import Fetcher, Rows, StreamEnd, StreamFetcher
 
 __all__ = ["ResultWriter", "Sink"]
 

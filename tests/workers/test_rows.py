@@ -13,8 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from minato import DataLoader
 from minato.batching.layout import Layout
-from minato.workers.fetch import has_rows
-from minato.workers.rows import rows_of
+from minato.workers.fetch import has_rows, rows_of
 from tests.datasets import ORDERS, assert_same
 from tests.observe.trace.events import check_nesting, read
 
