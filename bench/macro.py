@@ -50,7 +50,7 @@ NOTE = """\
 Without workers both loaders copy each byte once. torch's speed then depends on the C library: where that gives the
 memory of dropped batches back to the system, each batch needs fresh pages, which the kernel must clear. With
 `MALLOC_MMAP_THRESHOLD_=65536`, torch reached 1.3 to 2.5 GB/s on work like `image-inline` (without, 8 to 17), and
-minato, which recycles its own memory, 9 to 11 (without, 11 to 12). For small batches, minato's own 50 µs per batch count.
+minato, which recycles its own memory, 9 to 11 (without, 11 to 12). For small batches, its own 50 µs per batch count.
 """
 BARS = {
     "torch": "torch DataLoader",
