@@ -48,9 +48,9 @@ repeats, with the minimum and maximum in brackets. A ratio compares runs of the 
 """
 NOTE = """\
 Without workers both loaders copy each byte once. torch's speed then depends on the C library: where that gives the
-memory of dropped batches back to the system, each batch needs fresh pages, which the kernel must clear. With
-`MALLOC_MMAP_THRESHOLD_=65536`, torch reached 1.3 to 2.5 GB/s on work like `image-inline` (without, 8 to 17), and
-minato, which recycles its own memory, 9 to 11 (without, 11 to 12). For small batches, its own 50 µs per batch count.
+memory of dropped batches back to the system, each batch needs fresh pages, which the kernel must clear. The variable
+`MALLOC_MMAP_THRESHOLD_=65536` shows that. minato recycles its own memory. Its bookkeeping costs the same for a batch of
+any size, and counts where batches are small.
 """
 BARS = {
     "torch": "torch DataLoader",

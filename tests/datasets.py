@@ -230,6 +230,33 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+class Held(Numbers):
+    """A sample comes when the test has taken so many batches, however long that takes on a busy machine.
+
+    Args:
+        held: Its index; None: all samples.
+        batches: How many; more than there are: it comes when the test sets ``missing`` to 0.
+    """
+
+    def __init__(self, size: int, held: int | None, batches: int) -> None:
+        super().__init__(size)
+        self.held = held
+        self.missing = multiprocessing.RawValue("i", batches)
+
+    def __getitem__(self, index: int) -> int:
+        if self.held in (None, index):
+            wait_until(lambda: self.missing.value <= 0)
+        return index
+
+    def batches_of(self, loader: Iterable[torch.Tensor]) -> list[Any]:
+        """The batches of a loader of this dataset."""
+        found = []
+        for batch in loader:
+            found.append(batch.tolist())
+            self.missing.value -= 1
+        return found
+
+
 class Roll:
     """Called by every sample of a dataset: a worker process goes on when so many of them are there."""
 

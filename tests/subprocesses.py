@@ -94,7 +94,7 @@ def session(leader: int) -> list[int]:
     return found
 
 
-def wait_for_end(leader: int, timeout_s: float = 30.0) -> list[int]:
+def wait_for_end(leader: int, timeout_s: float = 4.0) -> list[int]:
     """Wait until a session is empty; returns the processes that do not end."""
     deadline = time.monotonic() + timeout_s
     while (left := session(leader)) and time.monotonic() < deadline:

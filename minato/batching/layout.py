@@ -169,8 +169,7 @@ class Layout:
             self._fields, rows.sources, self._plan(n).tensors, strict=True
         ):
             first = offset + start + k * field.nbytes
-            memory = buffer[first : first + rows.size * field.nbytes].view(source.dtype)
-            place = memory.reshape(rows.size, *source.shape[1:])
+            place = buffer[first : first + rows.size * field.nbytes].reshape(rows.size, -1)
             if isinstance(rows.indices, slice):
                 place[...] = source[rows.indices]
             else:  # all are in range; mode="raise" would copy twice

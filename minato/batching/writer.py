@@ -135,7 +135,7 @@ class BatchWriter:
             False if the samples must be written one by one, which may also be faster.
         """
         start_ns = self._tracer.now()
-        nbytes = sum(source[:1].nbytes for source in rows.sources) * rows.size
+        nbytes = sum(source.shape[1] for source in rows.sources) * rows.size
         if self._in_main_process and nbytes >= _SHARED_WORK_BYTES:
             return False
         try:

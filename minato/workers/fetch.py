@@ -20,10 +20,9 @@ __all__ = ["Fetcher", "Rows", "StreamEnd", "StreamFetcher", "has_rows", "rows_of
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-_INDEX_TYPES = {int, np.int64}
-_INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""By size, dtypes that NumPy has, in place of ``float8`` and ``bfloat16``."""
-_OF_ROWS = (torch.Tensor, np.ndarray, np.memmap, TensorDataset)
+_INDEX_TYPES = {int, np.int64}  # not bool, which adds a dimension to what it indexes
+_ARRAYS = (np.ndarray, np.memmap)
+_OF_ROWS = (torch.Tensor, TensorDataset, *_ARRAYS)
 
 
 class Rows(NamedTuple):
@@ -31,7 +30,7 @@ class Rows(NamedTuple):
 
     Attributes:
         first: The first sample, as the dataset returns it.
-        sources: For each tensor of a sample, the C-contiguous array of which it is a row.
+        sources: For each tensor of a sample, the memory of which it is a row: shape (rows, bytes), uint8, C-contiguous.
         indices: Indices of the rows, in range: int64 of shape (count,), or a slice.
         size: Number of rows.
     """
@@ -153,22 +152,23 @@ def rows_of(dataset: Any, indices: list[Any]) -> Rows | None:
 
 
 def _memory(part: Any) -> Array | None:
-    """Return a tensor or an array as a C-contiguous array of numbers; None if it is none."""
-    if type(part) is torch.Tensor:
-        try:
-            if part.is_floating_point() and part.itemsize < 4 and part.dtype is not torch.float16:
-                part = part.view(_INTEGERS[part.itemsize])
-            array = part.numpy()
-        except (RuntimeError, TypeError):  # on a device, sparse, or it requires a gradient
+    """Return the bytes of each row of a tensor or an array of numbers; None if they are not contiguous in memory."""
+    kind = type(part)
+    try:
+        if kind is torch.Tensor and part.is_contiguous():
+            array = part.view(torch.uint8).numpy()
+        elif kind in _ARRAYS and part.flags.c_contiguous and _holds_numbers(part.dtype):
+            array = np.asarray(part).view(np.uint8)  # without what np.memmap does for each slice
+        else:
             return None
-    elif (
-        type(part) in (np.ndarray, np.memmap) and part.dtype.kind in "biufc" and part.dtype.isnative
-    ):
-        array = np.asarray(part)  # without what np.memmap does for each slice
-    else:
+        return array.reshape(len(part), -1)
+    except (RuntimeError, TypeError, ValueError):  # on a device, sparse, or without rows
         return None
-    flags = array.flags
-    return array if array.ndim and flags.c_contiguous and flags.aligned else None
+
+
+def _holds_numbers(dtype: np.dtype[Any]) -> bool:
+    """Whether a sample's bytes are those in memory; scalars of foreign byte order are not."""
+    return dtype.kind in "biufc" and dtype.isnative
 
 
 def _in_range(indices: list[Any], length: int) -> Array | slice | None:

@@ -227,7 +227,7 @@ class Worker:
         if isinstance(fetcher, StreamFetcher):
             self._run_stream(fetcher, batch, first, (epoch, epoch_slot), indices[0])
         elif self._takes_rows and bound and self._run_rows(fetcher, batch, k, epoch, indices):
-            pass
+            pass  # they are in their places
         elif whole and (fetcher.takes_lists or not indices):
             fetch = fetcher.many if fetcher.takes_lists else list
             self._run_list(fetcher, fetch, batch, first, count, epoch, given)

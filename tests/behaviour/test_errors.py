@@ -21,6 +21,7 @@ import minato
 from minato import DataLoader, ErrorPolicy
 from tests.datasets import (
     ORDERS,
+    Held,
     Journal,
     Numbers,
     Samples,
@@ -28,7 +29,6 @@ from tests.datasets import (
     forked,
     indices,
     outcomes,
-    wait_until,
 )
 
 TorchLoader = torch.utils.data.DataLoader
@@ -367,27 +367,15 @@ def test_worker_killed_while_the_consumer_sleeps() -> None:
     assert sorted(flat(indices(loader))) == list(range(1000))  # with new workers
 
 
-class Held(Numbers):
-    """No sample comes before the test says so."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.over = multiprocessing.RawValue("b", 0)
-
-    def __getitem__(self, index: int) -> int:
-        wait_until(lambda: bool(self.over.value))
-        return index
-
-
 @pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
 def test_timeout(workers: dict[str, Any]) -> None:
-    dataset = Held(8)
+    dataset = Held(8, None, 9)
     iterator = iter(DataLoader(dataset, 1, timeout=0.1, **workers))
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
         next(iterator)
     assert time.monotonic() - start >= 0.1
-    dataset.over.value = 1
+    dataset.missing.value = 0
     del iterator
     assert indices(DataLoader(Journal(8, 0.01), 4, timeout=60, **workers)) == [
         [0, 1, 2, 3],

@@ -47,7 +47,7 @@ def test_workers_that_are_stuck_end_with_their_parent(kind: str) -> None:
         assert set(session(process.pid)) == {process.pid, *workers}
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
-        assert wait_for_end(process.pid) == []
+        assert wait_for_end(process.pid, 2.0) == []
         process.communicate(timeout=TIMEOUT_S)
 
 
@@ -56,7 +56,7 @@ def test_workers_that_are_stuck_end_with_their_parent(kind: str) -> None:
 def test_workers_end_when_their_parent_becomes_another_program(method: str) -> None:
     with started("faulted.py", "exec", method) as process:
         workers = at_work(process)
-        wait_until(lambda: not set(workers) & set(session(process.pid)), 30)
+        wait_until(lambda: not set(workers) & set(session(process.pid)), 10)
         assert process.poll() is None
         process.kill()
         process.communicate(timeout=TIMEOUT_S)

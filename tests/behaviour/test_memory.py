@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from minato import DataLoader, MinatoWarning
-from tests.datasets import Filled, Journal, Numbers, Samples, flat
+from tests.datasets import Filled, Journal, Numbers, Samples, flat, wait_until
 
 WORKERS = {
     "inline": {"num_workers": 0},
@@ -197,7 +197,8 @@ def test_nothing_is_in_dev_shm_and_no_worker_maps_it(workers: dict[str, Any]) ->
         assert not [path for path in paths if Path(path).name in entries and "/dev/shm" in path]
     assert len(kept) == 5
     if workers["num_workers"] == 0 or "workers" in workers:
-        assert entries == set()
+        # A semaphore of another program is there for a moment.
+        wait_until(lambda: set(os.listdir(shm)) <= before)
     del iterator
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import threading
 import time
@@ -19,6 +18,7 @@ from minato import DataLoader
 from tests.datasets import (
     TOO_MANY_WORKERS,
     Filled,
+    Held,
     Journal,
     Numbers,
     Shuffled,
@@ -106,30 +106,9 @@ def test_in_order_is_the_default(workers: dict[str, Any]) -> None:
 # ---- the other orders -----------------------------------------------------------------------
 
 
-class Held(Numbers):
-    """Sample 1 waits until the test has so many batches."""
-
-    def __init__(self, size: int, batches: int) -> None:
-        super().__init__(size)
-        self.missing = multiprocessing.RawValue("i", batches)
-
-    def __getitem__(self, index: int) -> int:
-        if index == 1:
-            wait_until(lambda: self.missing.value <= 0)
-        return index
-
-    def batches_of(self, loader: DataLoader[Any]) -> list[list[int]]:
-        """The batches of a loader of this dataset."""
-        found = []
-        for batch in loader:
-            found.append(batch.tolist())
-            self.missing.value -= 1
-        return found
-
-
 @each
 def test_batch_order_keeps_batches_together(workers: dict[str, Any]) -> None:
-    dataset = Held(24, 3 if workers["num_workers"] else 0)
+    dataset = Held(24, 1, 3 if workers["num_workers"] else 0)
     batches = dataset.batches_of(DataLoader(dataset, 3, order="batch", **workers))
     assert tally(batches) == tally(blocks(24, 3))
     if workers["num_workers"]:
@@ -138,10 +117,10 @@ def test_batch_order_keeps_batches_together(workers: dict[str, Any]) -> None:
 
 
 class HeldAlone(Held):
-    """The same with three threads; samples 0 and 2 are there before any later one."""
+    """``Held``, with three threads; samples 0 and 2 are there before any later one."""
 
-    def __init__(self, size: int, batches: int) -> None:
-        super().__init__(size, batches)
+    def __init__(self, size: int, held: int, batches: int) -> None:
+        super().__init__(size, held, batches)
         self.later: list[int] = []
 
     def __getitem__(self, index: int) -> int:
@@ -152,12 +131,12 @@ class HeldAlone(Held):
 
 
 def test_in_order_false_means_arrival_and_batch_with_a_batch_sampler() -> None:
-    dataset = HeldAlone(24, 1)
+    dataset = HeldAlone(24, 1, 1)
     free = dataset.batches_of(DataLoader(dataset, 3, in_order=False, **THREADS))
     assert sorted(flat(free)) == list(range(24))
     assert 1 not in free[0]
     assert len(set(free[0]) & {0, 2}) == 2
-    dataset = HeldAlone(24, 1)
+    dataset = HeldAlone(24, 1, 1)
     batch_sampler = blocks(24, 3)
     kept = dataset.batches_of(
         DataLoader(dataset, batch_sampler=batch_sampler, in_order=False, **THREADS)

@@ -113,7 +113,7 @@ def test_a_process_killed_inside_an_operation_leaves_no_lock(twin: ModuleType) -
         os.waitpid(pid, 0)
         begun = time.monotonic()
         desk.ledger.release(0)
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - begun < 5
     assert exactly(desk.work(1), range(8))
 
 

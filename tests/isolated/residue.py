@@ -26,8 +26,8 @@ KINDS = {
     "persistent": {"num_workers": 2, "persistent_workers": True},
     "threads": {"num_workers": 2, "workers": "thread"},
 }
-LEAVES_S = 30.0
-"""How long what was told to end may take, on a busy machine; what is left to the collector stays."""
+LEAVES_S = 1.0
+"""How long what was told to end may take."""
 
 
 class Numbers:

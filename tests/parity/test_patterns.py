@@ -40,7 +40,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import minato
 from minato._support.loader_class import TorchDataLoader
-from tests.datasets import Numbers
+from tests.datasets import Numbers, Roll
 from tests.parity.harness import describe
 
 
@@ -132,6 +132,19 @@ class Scaled(Numbers):
         return self.factor * index
 
 
+class NeedsBoth(Scaled):
+    """The same, where two workers run: one that a short epoch does not need is not started."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.both = Roll(2)
+
+    def __getitem__(self, index: int) -> int:
+        if get_worker_info() is not None:
+            self.both()
+        return super().__getitem__(index)
+
+
 @pattern("workers ended by hand")
 def workers_ended_by_hand(base: Any, workers: int) -> Any:
     class Loader(base):  # type: ignore[misc]
@@ -163,7 +176,7 @@ def workers_ended_by_hand(base: Any, workers: int) -> Any:
             self.close()
             self.iterator = None
 
-    dataset = Scaled(6)
+    dataset = NeedsBoth(6)
     loader = Loader(dataset, 2, num_workers=workers)
     epochs = [plain(loader), plain(loader)]
     count = len(getattr(loader.iterator, "_workers", ()))

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 import minato
 from minato.workers import supervision
-from tests.datasets import Numbers, Roll, assert_same, wait_until
+from tests.datasets import Held, Numbers, Roll, assert_same, flat, wait_until
 from tests.parity.harness import (
     AS_TORCH_IS_NOW,
     TorchLoader,
@@ -327,36 +327,15 @@ def test_barrier_with_torchs_own_assignment() -> None:
     same_for_both(case)
 
 
-class Held(Numbers):
-    """Sample 0 waits until the test has so many batches, of one sample each."""
-
-    def __init__(self, size: int, batches: int) -> None:
-        super().__init__(size)
-        self.missing = multiprocessing.RawValue("i", batches)
-
-    def __getitem__(self, index: int) -> int:
-        if index == 0:
-            wait_until(lambda: self.missing.value <= 0, 30)
-        return index
-
-    def batches_of(self, loader: Any) -> list[int]:
-        """The samples of a loader of this dataset."""
-        found = []
-        for batch in loader:
-            found.append(batch.item())
-            self.missing.value -= 1
-        return found
-
-
 @AS_TORCH_IS_NOW
 @pytest.mark.parametrize("prefetch", mostly_slow([2, 1, 3]))
 def test_share_of_a_worker_that_is_busy_in_readiness_order(prefetch: int) -> None:
     """It gets no more batches than its share of all that may be in flight; the others get those."""
 
     def case(make: Any) -> Any:
-        dataset = Held(14, 14 - prefetch)
+        dataset = Held(14, 0, 14 - prefetch)
         loader = make(dataset, 1, num_workers=2, prefetch_factor=prefetch, in_order=False)
-        return dataset.batches_of(loader)
+        return flat(dataset.batches_of(loader))
 
     outcome = same_for_both(case, compat="torch")
     held = [2 * number for number in range(prefetch)]
@@ -407,26 +386,13 @@ def test_worker_that_is_stopped_again_and_again(how: str) -> None:
         next(iterator)
 
 
-class HeldAtTwo(Numbers):
-    """Sample 2 comes when the test says so."""
-
-    def __init__(self, size: int, over: Any) -> None:
-        super().__init__(size)
-        self.over = over
-
-    def __getitem__(self, index: int) -> int:
-        if index == 2:
-            wait_until(lambda: bool(self.over.value))
-        return index
-
-
 @pytest.mark.slow
 def test_timeout() -> None:
     def case(make: Any) -> Any:
-        over = multiprocessing.RawValue("b", 0)
-        iterator = iter(make(HeldAtTwo(4, over), 1, num_workers=1, timeout=3))
+        dataset = Held(4, 2, 5)
+        iterator = iter(make(dataset, 1, num_workers=1, timeout=3))
         outcomes = [attempt(lambda: next(iterator)) for _ in range(3)]
-        over.value = 1
+        dataset.missing.value = 0
         return outcomes
 
     outcome = same_for_both(case)

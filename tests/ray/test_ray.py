@@ -29,14 +29,14 @@ from tests.datasets import Numbers, add_draws, three_draws
 from tests.sources import servers
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is missing")
-pytestmark = pytest.mark.timeout(230)  # the first one starts the cluster: minutes on a busy machine
+pytestmark = pytest.mark.timeout(180)
 
 SIZE = 1000
 BAD, STRANGE, DEADLY, FLAKY = 900, 901, 902, 903
 HELD = range(500, 620)
 EPOCH = 7
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-_PATIENCE_S = 100.0
+_PATIENCE_S = 60.0
 
 
 class Keys(Sampler[int]):

@@ -42,6 +42,10 @@ def pair() -> TensorDataset:
     return TensorDataset(tensor(torch.float32, 3), tensor(torch.int64))
 
 
+class Labelled(torch.Tensor):
+    """As torchvision's images and boxes are."""
+
+
 DATASETS: dict[str, Any] = {
     **{
         f"{dtype} {shape}": tensor(dtype, *shape)
@@ -58,6 +62,7 @@ DATASETS: dict[str, Any] = {
     "channels last": tensor(torch.float32, 3, 4, 5).permute(0, 2, 3, 1),
     "conjugate": tensor(torch.complex64, 2).conj(),
     "every second row": tensor(torch.float32, 4)[::2],
+    "of a class of its own": TensorDataset(tensor(torch.float32, 3).as_subclass(Labelled)),
     "pair": pair(),
     "part": Subset(pair(), range(3, 40)),
     "part of a part": Subset(Subset(pair(), torch.randperm(COUNT).tolist()), (*range(0, 40, 2),)),
