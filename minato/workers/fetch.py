@@ -156,7 +156,7 @@ def _memory(part: Any) -> Array | None:
     kind = type(part)
     try:
         if kind is torch.Tensor and part.is_contiguous():
-            array = part.view(torch.uint8).numpy()
+            array: Array = part.view(torch.uint8).numpy()
         elif kind in _ARRAYS and part.flags.c_contiguous and _holds_numbers(part.dtype):
             array = np.asarray(part).view(np.uint8)  # without what np.memmap does for each slice
         else:
