@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.metadata
 import os
@@ -12,8 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -23,6 +25,10 @@ from hypothesis import HealthCheck, settings
 from tests.sources import servers
 
 SHARED_MEMORY = Path("/dev/shm")
+MAKER = re.compile(r"(?:sem\.mp-|torch_)(\d+)[-_]")
+"""Names of multiprocessing's semaphores, with the prefix below, and of torch's shared memory: who made them."""
+PIDS = {os.getpid()}
+"""This process and those that it has started: other programs use ``/dev/shm`` meanwhile."""
 LEFTOVER_GRACE_S = 10.0
 """How long a test's processes and threads may take to end once the test has returned."""
 KILL_GRACE_S = 5.0
@@ -59,6 +65,7 @@ def pytest_configure() -> None:
     set_forkserver_preload(["minato", "tests.parity.material"])
     # Names of semaphores say which tests made them, where several run at once.
     current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
+    BaseProcess.start = _recorded(BaseProcess.start)  # type: ignore[method-assign]
     # A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -124,7 +131,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     while leftovers := [
         *(f"process {pid}: {_describe(pid)}" for pid in _processes() - processes),
         *(f"thread {thread.name}" for thread in _threads() - threads),
-        *(f"/dev/shm/{name}" for name in _shared_memory() - entries if _is_ours(name)),
+        *(f"/dev/shm/{name}" for name in _shared_memory() - entries),
     ]:
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n  " + "\n  ".join(leftovers), pytrace=False)
@@ -194,21 +201,24 @@ def _describe(pid: int) -> str:
         return "ended meanwhile"
 
 
+def _recorded(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
+    """Have ``Process.start`` enter the process in ``PIDS``."""
+
+    @functools.wraps(start)
+    def wrapper(process: BaseProcess) -> None:
+        start(process)
+        if process.pid is not None:
+            PIDS.add(process.pid)
+
+    return wrapper
+
+
 def _shared_memory() -> set[str]:
-    return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
-
-
-def _is_ours(name: str) -> bool:
-    """Tell whether an entry of ``/dev/shm`` exists, is mapped by no process but ours, and not made by other tests."""
-    maker = re.match(r"sem\.mp-(\d+)-", name)
-    if maker and int(maker[1]) != os.getpid():
-        return False
-    path = str(SHARED_MEMORY / name)
-    ours = {os.getpid(), *_processes()}
-    for pid in psutil.pids():
-        if pid not in ours:
-            # Not psutil's memory_maps(), which has the kernel count the pages of each mapping.
-            with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to look at
-                if f"{path}\n" in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
-                    return False
-    return Path(path).exists()
+    """Entries of ``/dev/shm`` that this process or one that it started has made, as their names say."""
+    if not SHARED_MEMORY.is_dir():
+        return set()
+    return {
+        name
+        for name in os.listdir(SHARED_MEMORY)
+        if (maker := MAKER.match(name)) and int(maker[1]) in PIDS
+    }
