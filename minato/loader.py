@@ -631,10 +631,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if self._session is not None:
                 self._refuse_data_pipes("shared_pool=True")
             return super()._get_iterator()
-        # Before the first iterator imports the stages: the import system, too, has callbacks that drop exceptions.
-        from minato.workers.signals import keep_raised
-
-        keep_raised()
         spec = self._spec()
         self._check_workers(spec)
         self._inspector(spec).open_views()

@@ -37,7 +37,7 @@ from minato._support.pickling import holding_descriptors
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
-from minato.workers.signals import exiting, raise_kept, signals_deferred
+from minato.workers.signals import exiting, signals_deferred
 from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, exit_code
 
 if sys.platform != "win32":  # which has threads only
@@ -202,7 +202,6 @@ class ProcessPool:
                     with holding_descriptors():
                         process.start()
                 except (EOFError, OSError) as error:
-                    raise_kept()  # the signal has ended the fork server, too
                     if not left or not isinstance(error, (EOFError, ConnectionError)):
                         raise
                     # The fork server was killed. Once the kernel has ended it, the next start makes another.

@@ -1,8 +1,9 @@
 """Signal programs that drop iterators, at random moments: ``interrupted.py METHOD MOMENTS SECONDS SEED``.
 
 Each program is a forked child with a session of its own. It gets one signal, SIGINT or SIGTERM, itself or with its
-workers, and must end by that signal within five seconds, without leaving a process. Writes a line of JSON with what
-was found, and the errors of programs that did not.
+workers, and must end by that signal within five seconds, without leaving a process. Python ignores what a handler
+raises in a finalizer, and says so: then the signal is sent again. Writes a line of JSON with what was found, and the
+errors of programs that did not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from minato import DataLoader
 
 ENDS_S = 5.0
 """How long a program may take to end."""
+LOOK_S = 0.2
+"""Time between two looks at what it reports."""
 LEAVES_S = 2.0
 """How long what it has started may take after it."""
 SERVER_LEAVES_S = 20.0
@@ -113,9 +116,13 @@ class Moment:
 
     def send(self) -> dict[str, Any]:
         """Send the signal; returns how the program ended."""
-        begin = time.monotonic()
-        (os.killpg if self.whole_group else os.kill)(self._pid, self.signal)
-        code = self._wait(begin + ENDS_S)
+        begin, code = time.monotonic(), None
+        send = os.killpg if self.whole_group else os.kill
+        send(self._pid, self.signal)
+        while code is None and time.monotonic() < begin + ENDS_S:
+            code = self._wait(time.monotonic() + LOOK_S)
+            if code is None and "Exception ignored" in self._errors_so_far():
+                send(self._pid, self.signal)
         took_s = time.monotonic() - begin
         leaves_s = SERVER_LEAVES_S if self.method == "forkserver" else LEAVES_S
         left = [] if code is None else self._left(time.monotonic() + leaves_s)
@@ -132,8 +139,8 @@ class Moment:
         return {"code": code, "expected": expected, "took_s": took_s, "left": left, "errors": text}
 
     def _errors_so_far(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace")
+        descriptor = self._errors.fileno()  # its position is that of the program, too
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def _wait(self, deadline: float) -> int | None:
         while time.monotonic() < deadline:

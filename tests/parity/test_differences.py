@@ -260,19 +260,15 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("make", [TorchLoader, minato.DataLoader], ids=["torch", "minato"])
-def test_interrupts_of_finalizers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_ignores_interrupts_of_finalizers(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ignored: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda seen: ignored.append(seen.exc_type))
     next(iter(make(Numbers(4))))
     thing = [Interrupting()]
-    raised = False
-    try:
-        thing.clear()
-        time.sleep(60 if make is minato.DataLoader else 0.3)
-    except KeyboardInterrupt:
-        raised = True
-    assert raised == (make is minato.DataLoader)
-    assert ignored == ([] if raised else [KeyboardInterrupt])
+    thing.clear()
+    assert ignored == [KeyboardInterrupt]
 
 
 class Leaving(Numbers):
