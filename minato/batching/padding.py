@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,15 +21,16 @@ def pad_stack(
     """Stack tensors or arrays of shape (length, …), padded to the longest.
 
     Args:
-        arrays: They may differ in length only.
+        arrays: They may differ in length and in dtype.
         value: Padding value.
         multiple_of: The common length is rounded up to a multiple of this.
 
     Returns:
-        The stack, shape (number, longest, …), and the lengths, shape (number,), int64.
+        The stack, shape (number, longest, …), of the dtype to which torch promotes those of all; and the lengths,
+        shape (number,), int64.
 
     Raises:
-        ValueError: They differ in another dimension.
+        ValueError: They differ in another dimension, or hold integers among which the padding value is not.
     """
     tensors = [torch.as_tensor(each) for each in arrays]
     shapes = {tuple(each.shape[1:]) for each in tensors}
@@ -39,7 +41,15 @@ def pad_stack(
         )
     lengths = torch.tensor([len(each) for each in tensors])
     longest = -(-int(lengths.max()) // multiple_of) * multiple_of
-    stack = tensors[0].new_full((len(tensors), longest, *shapes.pop()), value)
+    dtype = functools.reduce(torch.promote_types, {each.dtype for each in tensors})
+    shape = (len(tensors), longest, *shapes.pop())
+    stack = tensors[0].new_full(shape, value, dtype=dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        held = stack.new_full((), value).item()
+        if held != value:
+            raise ValueError(
+                f"the padding value {value!r} is none of {dtype}, of which the samples are: it would become {held!r}"
+            )
     for row, each in zip(stack, tensors, strict=True):
         row[: len(each)] = each
     return stack, lengths

@@ -229,5 +229,6 @@ def stored_indices(ledger: Ledger, store: Store, batch: int, k: int, count: int)
     *_, offset, nbytes, _ = ledger.describe(batch)
     if not offset:
         return ledger.indices(batch, k, count)
-    indices: list[Any] = store.peek(offset, nbytes)
-    return indices[k : k + count]
+    indices: Sequence[Any] = store.peek(offset, nbytes)
+    # All of them stay in the sampler's own container.
+    return indices if k == 0 and count >= len(indices) else list(indices)[k : k + count]

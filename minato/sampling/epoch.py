@@ -183,8 +183,13 @@ class Epoch:
 
     def _indices(self, indices: object) -> Iterator[Any]:
         spec = self._spec
-        whole = bool(getattr(spec.dataset, "__getitems__", None))
-        batches = index_batches(indices, spec.batched, whole)
+        batches = index_batches(
+            indices,
+            spec.batched,
+            whole=bool(getattr(spec.dataset, "__getitems__", None)),
+            mixes=spec.mixes_batches,
+            copies=spec.has_workers,
+        )
         return counted(batches, spec.index_sampler, length_of(spec.dataset), index_hash)
 
     def predict_next(self) -> NextEpoch | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
@@ -17,6 +18,7 @@ from minato.sampling.distributed import InterleavedRanks, RankSampler
 from minato.sampling.occurrences import Recurring
 
 __all__ = [
+    "LISTS",
     "SEEDED",
     "SeededSampler",
     "counted",
@@ -58,20 +60,34 @@ class SeededSampler(RandomSampler):
         yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
 
 
+LISTS = (list, tuple, range, np.ndarray, torch.Tensor)
+"""Containers of indices that mean no more than their elements; a dataset gets any other one whole or not at all."""
+
 SEEDED = (SeededSampler, CostBatchSampler, RankSampler)
 """Samplers whose epoch the loader sets at the beginning of each epoch."""
 
 
-def index_batches(index_sampler: Any, batched: bool, whole: bool = False) -> Iterator[Any]:
+def index_batches(
+    index_sampler: Any,
+    batched: bool,
+    *,
+    whole: bool = False,
+    mixes: bool = False,
+    copies: bool = False,
+) -> Iterator[Any]:
     """Return the indices of each batch, in a list; without batching each index is a batch of one.
 
     Args:
-        whole: The dataset gets all indices of a batch in one call (``__getitems__``). Then their container matters:
-            sequences, arrays and tensors stay as they are.
+        whole: The dataset gets all indices of a batch in one call (``__getitems__``). Then their container matters, and
+            reaches it as it is, with the attributes of a class of the program's own.
+        mixes: Samples may take places in other batches than their own, so that no container can reach the dataset.
+        copies: Indices are used after the next ones are drawn: those that a sampler may change are copied.
     """
     if not batched:
-        return map(_alone, index_sampler)
-    return map(_as_given if whole else list, index_sampler)
+        return map(_copied_alone if copies else _alone, index_sampler)
+    if whole:
+        return map(functools.partial(_as_given, mixes, copies), index_sampler)
+    return map(_copied_list if copies else list, index_sampler)
 
 
 def counted(
@@ -113,9 +129,33 @@ def _alone(index: object) -> list[Any]:
     return [index]
 
 
-def _as_given(indices: Any) -> Any:
-    kept = (tuple, range, np.ndarray, torch.Tensor)
-    return indices if isinstance(indices, kept) else list(indices)
+def _copied_alone(index: object) -> list[Any]:
+    return [_copied(index)]
+
+
+def _copied_list(indices: Any) -> list[Any]:
+    batch = list(indices)
+    return batch if not batch or type(batch[0]) in (int, str) else list(map(_copied, batch))
+
+
+def _copied(index: Any) -> Any:
+    """Return an index that its sampler cannot change."""
+    if type(index) is torch.Tensor:
+        return index.clone()
+    return index.copy() if type(index) in (np.ndarray, list, dict, set) else index
+
+
+def _as_given(mixes: bool, copies: bool, indices: Any) -> Any:
+    """Return the indices of a batch in the container that the dataset gets."""
+    kind = type(indices)
+    if kind is list or not hasattr(kind, "__len__"):  # iterators have no length
+        return _copied_list(indices) if copies else list(indices)
+    if mixes and kind not in LISTS:
+        raise ValueError(
+            f"the batch sampler yields a {kind.__qualname__}, which the dataset's __getitems__ must get as it is, and "
+            "this order puts samples of several batches together: use order='strict' or 'batch'"
+        )
+    return _copied(indices) if copies else indices
 
 
 def largest_batch(index_sampler: object, batched: bool) -> int:

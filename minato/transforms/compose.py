@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["Transforms"]
 
 Step = Callable[[Any], Any]
+
+_COMPOSES = {"torchvision.transforms": "__call__", "torchvision.transforms.v2": "forward"}
+"""Modules whose ``Compose`` is known, and the method that calls its transforms."""
 
 
 class Transforms:
@@ -39,9 +43,9 @@ class Transforms:
 
         Args:
             transforms: ``None``; a list or tuple of callables; a plain container with a list
-                ``.transforms``; or one callable. A ``Compose`` that only calls its ``transforms`` in
-                order, at any depth, is replaced by them. Any other callable is one transform, even
-                with an attribute ``.transforms`` (such as ``RandomApply`` or ``OneOf``).
+                ``.transforms``; or one callable. Torchvision's two ``Compose``, at any depth, are replaced
+                by their transforms. Any other callable is one transform, whatever its name and
+                attributes are: a subclass, or the ``Compose`` of another library.
 
         Raises:
             TypeError: An element is not callable.
@@ -120,17 +124,26 @@ def _append(steps: list[Step], element: Any, where: str) -> None:
 
 
 def _is_plain_compose(element: Any) -> bool:
-    """Return whether ``element`` only calls its ``transforms`` in order.
+    """Return whether ``element`` is one of torchvision's ``Compose``, which call their transforms in order.
 
-    The attribute alone is no proof: ``RandomApply`` and ``OneOf`` have it too. A ``Compose`` with
-    settings of its own (a probability, lazy evaluation) must get the sample itself.
+    A name or an attribute is no proof: other libraries stop at None, draw, or wrap the calls. Whatever the program has
+    added to torchvision's own (hooks, methods, settings) counts, too.
     """
-    if type(element).__name__ != "Compose" or not callable(element):
-        return False
-    state = getattr(element, "__dict__", {})
-    # nn.Module has `training`, and attributes with an underscore.
-    settings = {name for name in state if name != "training" and not name.startswith("_")}
-    return settings == {"transforms"} and isinstance(element.transforms, (list, tuple))
+    kind = type(element)
+    for module, method in _COMPOSES.items():
+        if kind is not getattr(sys.modules.get(module), "Compose", None):
+            continue
+        function = vars(kind).get(method)
+        state = vars(element)
+        # An nn.Module has `training`, and attributes with an underscore, hooks among them.
+        settings = {name for name in state if name != "training" and not name.startswith("_")}
+        return (
+            getattr(function, "__module__", "").partition(".")[0] == "torchvision"
+            and settings == {"transforms"}
+            and isinstance(element.transforms, (list, tuple))
+            and not any(hooks for name, hooks in state.items() if name.endswith("_hooks"))
+        )
+    return False
 
 
 def _name(step: Step) -> str:

@@ -69,7 +69,7 @@ def describe_indices(
 ) -> str:
     """The indices of the samples in a batch that is about to be collated, for a message: the first few."""
     _, first, count, bound, *_ = ledger.describe(batch)
-    indices = []
+    indices: list[Any] = []
     for position in range(first, first + count) if bound else ledger.occupants(batch):
         if position < 0:
             continue  # the place is free
@@ -77,7 +77,7 @@ def describe_indices(
         if (
             0 <= k < ledger.describe(own)[2]
         ):  # otherwise its own batch was yielded, and the record is in use again
-            indices.append(read_indices(own, k, 1)[0])
+            indices.extend(read_indices(own, k, 1))
     if not indices:
         return "indices that are no longer known"
     more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
@@ -103,7 +103,7 @@ def read_current_sample(
     _, _, count, _, epoch, seed, *_ = ledger.describe(batch)
     if not 0 <= k < count:
         return None  # it has completed its last sample, and the batch was yielded
-    index = read_indices(batch, k, 1)[0]
+    index = next(iter(read_indices(batch, k, 1)))
     name = names[step] if 0 <= step < len(names) else None
     (occurrence,) = ledger.occurrences(position, 1) or (0,)
     return CurrentSample(position, index, epoch, seed, name, started_ns, occurrence)

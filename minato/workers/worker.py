@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from minato._core import EventCount, Ledger, now_ns
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.sampling.samplers import LISTS
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.error_policy import SampleRetry
@@ -377,7 +378,9 @@ class Worker:
     ) -> None:
         """Run a whole or an empty batch by one call of the dataset, which may return any object."""
         results, error = self._runner.run(first, epoch, [indices], fetch, batch_size=count)
-        if error is not None and self._sample_retry is not None and indices:
+        # What another container than a list says of its indices would be missing in calls for single ones.
+        divisible = type(indices) in LISTS and len(indices) > 0
+        if error is not None and self._sample_retry is not None and divisible:
             single = list(indices)
             samples, error = self._run_retrying(fetcher, first, epoch, single)
             self._results.bound(batch, first, 0, single, samples, error, True)

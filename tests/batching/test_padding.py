@@ -26,6 +26,42 @@ def test_arrays_are_filled_up_to_the_longest() -> None:
     assert lengths.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ("int64", "float64"),
+        ("uint8", "int64"),
+        ("bool", "int8"),
+        ("float16", "bfloat16"),
+        ("int64", "float32", "bool"),
+    ],
+    ids=str,
+)
+def test_the_dtype_of_a_batch_holds_the_values_of_all_samples(dtypes: tuple[str, ...]) -> None:
+    values = [torch.tensor([1, 3]).to(getattr(torch, name)) for name in dtypes]
+    expected = torch.stack(values)
+    for samples in (values, [*reversed(values)]):
+        stack, _ = pad_stack(samples)
+        assert stack.dtype == expected.dtype
+        ragged, _ = pad_stack([*samples, torch.ones(3, dtype=torch.bool)])
+        assert ragged.dtype == torch.promote_types(expected.dtype, torch.bool)
+    assert pad_stack([torch.tensor([1]), torch.tensor([1.5, 300])])[0].tolist() == [
+        [1, 0],
+        [1.5, 300],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "held"), [(-1, "uint8", 255), (0.5, "int64", 0), (7, "bool", True)]
+)
+def test_a_padding_value_that_the_samples_cannot_hold_is_refused(
+    value: float, dtype: str, held: object
+) -> None:
+    samples = [torch.ones(n, dtype=getattr(torch, dtype)) for n in (1, 2)]
+    with pytest.raises(ValueError, match=f"{value!r} is none of torch.{dtype}.*become {held!r}"):
+        pad_stack(samples, value)
+
+
 @pytest.mark.parametrize("samples", [[torch.ones(2, 3), torch.ones(2, 4)], [torch.ones(())] * 2])
 def test_only_lengths_may_differ(samples: list[Any]) -> None:
     with pytest.raises(ValueError, match="only the first dimension is padded.*the shapes"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -55,6 +56,43 @@ def test_keys_of_batches() -> None:
     as_given = list(index_batches(given, batched=True, whole=True))
     assert as_given == given
     assert [type(keys) for keys in as_given] == [tuple, list]
+
+
+class Sized(list):  # type: ignore[type-arg]
+    size = 0
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_objects_of_the_sampler_reach_a_dataset_that_takes_lists(copies: bool) -> None:
+    sized = Sized([1, 2])
+    sized.size = 224
+    given: list[Any] = [sized, {"indices": [1], "size": 96}, "ab", {3, 4}, range(2)]
+    kept = list(index_batches(given, batched=True, whole=True, copies=copies))
+    assert kept[0] is sized
+    assert kept == given
+    assert list(map(type, kept)) == list(map(type, given))
+    assert list(index_batches([iter([1, 2])], batched=True, whole=True)) == [[1, 2]]
+
+
+def test_what_must_stay_whole_is_refused_where_batches_mix() -> None:
+    batches = index_batches([(1, 2), Sized([1])], batched=True, whole=True, mixes=True)
+    assert next(batches) == (1, 2)
+    with pytest.raises(ValueError, match=r"yields a Sized.*use order='strict' or 'batch'"):
+        next(batches)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_indices_that_the_sampler_changes_are_copied(whole: bool) -> None:
+    def changing(index: Any, batched: bool) -> Any:
+        for step in range(3):
+            index[...] = step
+            yield [index] if batched and not whole else index
+
+    for index in (torch.zeros(2, dtype=torch.int64), np.zeros(2, np.int64)):
+        for batched in (False, True):
+            drawn = list(index_batches(changing(index, batched), batched, whole=whole, copies=True))
+            values = [np.asarray(batch).ravel().tolist() for batch in drawn]
+            assert values == [[step] * 2 for step in range(3)]
 
 
 def test_batches_are_copies() -> None:

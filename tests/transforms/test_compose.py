@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import pickle
 import random
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -29,30 +30,77 @@ class Add:
         return value - self.what
 
 
+_TORCHVISION = """
+import torch
+
 class Compose:
-    """As torchvision's: calls its transforms in turn."""
+    def __init__(self, transforms):
+        self.transforms = transforms
+
+    def __call__(self, value):
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+class ModuleCompose(torch.nn.Module):
+    def __init__(self, transforms):
+        super().__init__()
+        self.transforms = transforms
+
+    forward = Compose.__call__
+"""
+"""Stands for torchvision, whose two classes call their transforms in turn."""
+
+_STAND_IN: dict[str, Any] = {"__name__": "torchvision.transforms.transforms"}
+exec(_TORCHVISION, _STAND_IN)
+Compose: Any = _STAND_IN["Compose"]
+ModuleCompose: Any = _STAND_IN["ModuleCompose"]
+
+
+@pytest.fixture(autouse=True)
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in (
+        ("torchvision.transforms", Compose),
+        ("torchvision.transforms.v2", ModuleCompose),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(Compose=kind))
+
+
+class RandomApply(Compose):  # type: ignore[misc]  # a stand-in
+    def __call__(self, value: Any) -> Any:
+        return super().__call__(value) if random.random() < 0.5 else value
+
+
+class StopsAtNone:
+    """As the ``Compose`` of OpenMMLab's packages."""
 
     def __init__(self, transforms: Any) -> None:
         self.transforms = transforms
 
     def __call__(self, value: Any) -> Any:
         for transform in self.transforms:
-            value = transform(value)
+            value = None if value is None else transform(value)
         return value
 
 
-class RandomApply(Compose):
-    def __call__(self, value: Any) -> Any:
-        return super().__call__(value) if random.random() < 0.5 else value
-
-
-ModuleCompose = type("Compose", (torch.nn.Module,), {"forward": Compose.__call__})
-"""As torchvision's second: the same as a module."""
+StopsAtNone.__name__ = StopsAtNone.__qualname__ = "Compose"
 
 
 def with_setting(**settings: Any) -> Any:
     compose = Compose([double, double])
     vars(compose).update(settings)
+    return compose
+
+
+def with_setting_of_module(**settings: Any) -> Any:
+    compose = ModuleCompose([double, double])
+    vars(compose).update(settings)
+    return compose
+
+
+def with_hook() -> Any:
+    compose = ModuleCompose([double, double])
+    compose.register_forward_hook(lambda module, inputs, output: output + 1)
     return compose
 
 
@@ -102,8 +150,7 @@ def test_one_callable_is_one_step() -> None:
 
 
 def test_a_plain_compose_is_replaced_by_its_transforms_at_any_depth() -> None:
-    module = ModuleCompose()
-    module.transforms = [Add(1), double]
+    module = ModuleCompose([Add(1), double])
     inner = Compose((double, module))
     for transforms in (Compose([Add(3), inner]), [Add(3), inner], (Compose([Add(3)]), inner)):
         chain = Transforms.of(transforms)
@@ -118,12 +165,28 @@ def test_a_plain_compose_is_replaced_by_its_transforms_at_any_depth() -> None:
         with_setting(p=0.5),
         with_setting(lazy=True, map_items=True),
         with_setting(transforms=iter([double])),
+        type("Compose", (Compose,), {})([double, double]),
+        StopsAtNone([double, double]),
+        with_hook(),
+        with_setting_of_module(forward=double),
     ],
-    ids=["RandomApply", "probability", "lazy", "iterator"],
+    ids=[
+        *("RandomApply", "probability", "lazy", "iterator", "subclass", "another library's"),
+        *("hook", "own forward"),
+    ],
 )
 def test_a_callable_that_is_not_a_plain_compose_stays_one_step(element: Any) -> None:
     assert Transforms.of(element).steps == (element,)
     assert Transforms.of([double, element]).steps == (double, element)
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Compose, "__call__"), (ModuleCompose, "forward")])
+def test_a_compose_whose_method_a_program_has_replaced_stays_one_step(
+    kind: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, method, lambda self, value: None)
+    element = kind([double, double])
+    assert Transforms.of(element).steps == (element,)
 
 
 def test_a_chain_keeps_its_steps_when_the_users_list_changes() -> None:

@@ -1,0 +1,112 @@
+"""What a sampler yields reaches the dataset as it is, whatever its type, with every kind of worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from minato import DataLoader, ErrorPolicy
+from tests.datasets import Numbers, forked, outcomes
+
+
+class Sized(list):  # type: ignore[type-arg]
+    """A batch with the size of its images."""
+
+    size = 0
+
+
+def sized(indices: list[int], size: int) -> Sized:
+    batch = Sized(indices)
+    batch.size = size
+    return batch
+
+
+class Whole(Numbers):
+    """Returns what it gets."""
+
+    def __getitems__(self, batch: Any) -> list[str]:
+        if isinstance(batch, dict) and "indices" in batch:
+            return [f"{index} {batch['size']}" for index in batch["indices"]]
+        extra = getattr(batch, "size", "") if isinstance(batch, list) else ""
+        return [f"{type(batch).__name__} {extra} {index!r}" for index in batch]
+
+
+BATCHES: dict[str, list[Any]] = {
+    "lists": [[0, 1], [2, 3]],
+    "tuples": [(0, 1), (2, 3)],
+    "arrays": [np.array([0, 1]), np.array([2, 3], np.int32)],
+    "tensors": [torch.tensor([0, 1]), torch.tensor([2, 3])],
+    "ranges": [range(2), range(2, 4)],
+    "strings": ["ab", "c"],
+    "dictionaries": [{"indices": [0, 1], "size": 224}, {"indices": [2], "size": 96}],
+    "of one": [{"indices": [0, 1, 2]} | {"size": 1}, sized([5], 7)],
+    "sets": [{0, 1}, {2}],
+    "deques": [deque([0, 1]), deque([2])],
+    "subclasses": [sized([0, 1], 224), sized([2, 3], 96)],
+}
+WORKERS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "2": forked(2),
+    "threads": {"num_workers": 2, "workers": "thread"},
+    "compat": {**forked(2), "compat": "torch"},
+}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_dataset_that_takes_lists_gets_the_samplers_object(name: str, workers: str) -> None:
+    expected = list(TorchLoader(Whole(8), batch_sampler=BATCHES[name], collate_fn=list))
+    loader = DataLoader(Whole(8), batch_sampler=BATCHES[name], collate_fn=list, **WORKERS[workers])
+    assert list(loader) == expected
+
+
+class Refuses(Whole):
+    def __getitems__(self, batch: Any) -> list[str]:
+        if 2 in (batch["indices"] if isinstance(batch, dict) else batch):
+            raise ValueError("no two")
+        return super().__getitems__(batch)
+
+
+def test_a_batch_that_is_more_than_a_list_is_not_divided_to_skip_a_sample() -> None:
+    # A call for its single indices would lack the size, and so return other samples.
+    batches = [sized([0, 1], 1), sized([2, 3], 2), [2, 3]]
+    loader = DataLoader(
+        Refuses(8), batch_sampler=batches, collate_fn=list, errors=ErrorPolicy(on_error="skip")
+    )
+    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+        first, second, third = outcomes(iter(loader))
+    assert first == ("batch", ["Sized 1 0", "Sized 1 1"])
+    assert second[:2] == ("raised", ValueError)
+    assert third == ("batch", ["list  3"])
+
+
+class Changing:
+    """A sampler that yields one object again and again, and changes it in between."""
+
+    def __init__(self, index: Any) -> None:
+        self.index = index
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in range(6):
+            self.index[...] = step
+            yield self.index
+
+
+class Read(Numbers):
+    def __getitem__(self, index: Any) -> int:
+        return int(index[0])
+
+
+@pytest.mark.parametrize("workers", ["0", "2", "threads"])
+@pytest.mark.parametrize("index", [torch.zeros(1, dtype=torch.int64), np.zeros(1, np.int64)])
+def test_a_sampler_may_change_an_index_that_it_has_yielded(index: Any, workers: str) -> None:
+    loader = DataLoader(
+        Read(8), batch_size=None, sampler=Changing(index), collate_fn=int, **WORKERS[workers]
+    )
+    assert list(loader) == list(range(6))
