@@ -158,7 +158,8 @@ class Cassandra(KeyedSource):
         cluster, session = self.connect()
         names = "*"
         if self._columns is not None:
-            names = ", ".join(map(quoted_column, (self.key, *self._columns)))
+            named = dict.fromkeys((self.key, *self._columns))
+            names = ", ".join(map(quoted_column, named))
         try:
             select = session.prepare(
                 f"SELECT {names} FROM {quoted(self.table)} WHERE {quoted_column(self.key)} = ?"
@@ -301,7 +302,8 @@ class Cassandra(KeyedSource):
         if len(rows) > 1:
             raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
         sample: dict[str, Any] = rows[0]
-        sample.pop(self.key, None)
+        if self._columns is None or self.key not in self._columns:
+            sample.pop(self.key, None)
         return sample
 
     def _list(self) -> Sequence[Any]:

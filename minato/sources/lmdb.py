@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import threading
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
+from minato._support.lmdb_environments import environment
 from minato.sources.base import KeyedSource
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
@@ -18,6 +18,8 @@ __all__ = ["LMDB"]
 
 _MOST_READERS = 1024
 _MOST_DATABASES = 64
+_RECORD_BYTES = 48
+"""Size of LMDB's record of a named database, which lies among the values of the default one."""
 
 
 class LMDB(KeyedSource):
@@ -45,29 +47,31 @@ class LMDB(KeyedSource):
         super().__init__(keys, decode, retry)
         self._path = Path(path).absolute()
         self._database = database
-        self._environments: Connections[Any] = Connections(self._open, _close, shared=True)
+        self._environments: Connections[Any] = Connections(self._open, _forget, shared=True)
         # Each lease has its own transaction, which keeps its view of the file.
         self._transactions: Connections[Any] = Connections(self._begin, _abort)
 
     def __repr__(self) -> str:
         return f"LMDB({str(self._path)!r})"
 
-    def _open(self) -> Any:
-        environment = _acquire(self._path)
-        try:
-            name = self._database.encode() if self._database else None
-            return (
-                self._path,
-                environment,
-                environment.open_db(name, create=False) if name else None,
-            )
-        except BaseException:
-            _release(self._path)
-            raise
+    def _open(self) -> tuple[Any, Any]:
+        if not self._path.exists():
+            raise FileNotFoundError(self._path)
+        opened = environment(
+            self._path,
+            create=False,
+            subdir=self._path.is_dir(),
+            readonly=True,
+            readahead=False,
+            max_readers=_MOST_READERS,
+            max_dbs=_MOST_DATABASES,
+        )
+        name = self._database.encode() if self._database else None
+        return opened, opened.open_db(name, create=False) if name else None
 
     def _begin(self) -> Any:
-        with self._environments.lease() as (_, environment, database):
-            return environment.begin(db=database, buffers=True)
+        with self._environments.lease() as (opened, database):
+            return opened.begin(db=database, buffers=True)
 
     def close(self) -> None:
         """Unmap the file; the next read maps it again."""
@@ -83,55 +87,29 @@ class LMDB(KeyedSource):
 
     def _list(self) -> Sequence[bytes]:
         with self._transactions.lease() as transaction:
-            return [bytes(key) for key in transaction.cursor().iternext(values=False)]
+            entries = [(bytes(key), len(value)) for key, value in transaction.cursor()]
+        for (key, _), (following, _) in itertools.pairwise(entries):
+            if key == following:
+                raise ValueError(
+                    f"key {key!r} has several values, of which only the first can be read"
+                )
+        return [key for key, size in entries if size != _RECORD_BYTES or not self._is_database(key)]
 
-
-def _close(opened: tuple[Path, Any, Any]) -> None:
-    _release(opened[0])
+    def _is_database(self, key: bytes) -> bool:
+        """Whether a key of the default database is the name of another one."""
+        if self._database is not None:
+            return False
+        with self._environments.lease() as (opened, _), opened.begin() as transaction:
+            try:
+                opened.open_db(key, txn=transaction, create=False)
+            except (lmdb.IncompatibleError, lmdb.NotFoundError):
+                return False
+            return True
 
 
 def _abort(transaction: Any) -> None:
     transaction.abort()
 
 
-# ---- LMDB allows a process to open an environment only once ---------------------------------
-
-_opened: dict[Path, list[Any]] = {}
-"""Environments, each with its number of users."""
-_lock = threading.Lock()
-
-
-def _acquire(path: Path) -> Any:
-    with _lock:
-        if path not in _opened:
-            if not path.exists():
-                raise FileNotFoundError(path)
-            environment = lmdb.open(
-                str(path),
-                subdir=path.is_dir(),
-                readonly=True,
-                readahead=False,
-                max_readers=_MOST_READERS,
-                max_dbs=_MOST_DATABASES,
-            )
-            _opened[path] = [environment, 0]
-        _opened[path][1] += 1
-        return _opened[path][0]
-
-
-def _release(path: Path) -> None:
-    with _lock:
-        _opened[path][1] -= 1
-        if not _opened[path][1]:
-            _opened.pop(path)[0].close()
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-    for environment, _ in _opened.values():
-        environment.close()  # py-lmdb sees that it belongs to the parent, and only forgets it
-    _opened.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+def _forget(opened: tuple[Any, Any]) -> None:
+    """Nothing to do: an environment closes when nothing refers to it."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import pickle
+import re
+import signal
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -28,6 +32,12 @@ T = TypeVar("T")
 
 _HEADERS_BYTES = 64 << 10
 """Read-ahead in a tar file."""
+_REFUSED = re.compile(
+    r"status code: 4(?!08|25|29)\d\d|os error (1|2|13|20|21|22|27|28|30|36|40|122)\)"
+)
+"""In the text of an error: the server or the file system refused the request, and would do so again."""
+_SILENCE_S = 300.0
+"""How long a child process that lists keys may say nothing; obstore's own time limit of a request is 30 seconds."""
 
 
 class Part(NamedTuple):
@@ -95,6 +105,11 @@ class Objects(KeyedSource):
             **self._settings.values(),
         )
 
+    def _is_transient(self, error: Exception) -> bool:
+        text = str(error)
+        refused = _REFUSED.search(text) and "RequestTimeout" not in text  # which S3 gives as 400
+        return super()._is_transient(error) and not refused
+
     def _describe(self, error: Exception) -> str:
         # The rest is a dump of Rust structures, dozens of lines.
         return super()._describe(error).partition("\n\nDebug source")[0]
@@ -104,10 +119,12 @@ class Objects(KeyedSource):
         self.stores.close()
 
     def _fetch(self, key: Any) -> bytes:
-        with self.stores.lease() as store:
+        with _panics(), self.stores.lease() as store:
             try:
                 if not isinstance(key, str):
                     key = Part(*key)
+                    if key.start == key.end:  # of an empty member, for which servers have no range
+                        return b""
                     part = obstore.get_range(store, key.path, start=key.start, end=key.end)
                     return _whole(key, bytes(part), key.end - key.start)
                 found = obstore.get(store, key)
@@ -122,10 +139,12 @@ class Objects(KeyedSource):
         return self._decoded(key, value)
 
     async def _fetch_later(self, key: Any) -> bytes:
-        with self.stores.lease() as store:
+        with _panics(), self.stores.lease() as store:
             try:
                 if not isinstance(key, str):
                     key = Part(*key)
+                    if key.start == key.end:  # of an empty member, for which servers have no range
+                        return b""
                     part = await obstore.get_range_async(
                         store, key.path, start=key.start, end=key.end
                     )
@@ -136,11 +155,12 @@ class Objects(KeyedSource):
                 raise LookupError(key) from error
 
     def _list(self) -> Sequence[str]:
-        return _in_a_fork(self._list_here)
+        return sorted(path for paths in _in_a_fork(self._pages) for path in paths)
 
-    def _list_here(self) -> Sequence[str]:
+    def _pages(self) -> Iterator[list[str]]:
         with self.stores.lease() as store:
-            return sorted(meta["path"] for chunk in obstore.list(store) for meta in chunk)
+            for chunk in obstore.list(store):
+                yield [meta["path"] for meta in chunk]
 
 
 def _with_header(url: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -166,20 +186,51 @@ def tar_members(source: Objects, path: str, suffix: str = "") -> dict[str, Part]
         suffix: Only members whose names end with it.
 
     Returns:
-        The name of each plain file in the archive, and its range, in the archive's order.
+        The name of each file in the archive, and its range, in the archive's order. A hard link has the range of its
+        file.
+
+    Raises:
+        ValueError: A member has no range: it is a sparse file, a symbolic link, a device, or a link to nothing; or two
+            members have one name. The message names it.
     """
-    return _in_a_fork(lambda: _members(source, path, suffix))
+    found: dict[str, Part] = {}
+    refused: dict[str, str] = {}
+    for name, linked, start, size, fault in _in_a_fork(lambda: _members(source, path)):
+        if linked and linked not in found:
+            fault = f"is a link to {linked!r}, which is not before it in the archive"
+        elif name in found or name in refused:
+            fault = "comes twice"
+        if fault:
+            refused[name] = fault
+        else:
+            found[name] = found[linked] if linked else Part(path, start, start + size)
+    for name, fault in refused.items():
+        if name.endswith(suffix):
+            raise ValueError(
+                f"{path!r}: the member {name!r} {fault}: write it as a plain file under a name of its own, or leave it "
+                "out by suffix="
+            )
+    return {name: part for name, part in found.items() if name.endswith(suffix)}
 
 
-def _members(source: Objects, path: str, suffix: str) -> dict[str, Part]:
+_Member = tuple[str, str, int, int, str]
+"""Name, target of a hard link, first byte, number of bytes, and why it cannot be read."""
+
+
+def _members(source: Objects, path: str) -> Iterator[_Member]:
     with source.stores.lease() as store:
         reader = _Reader(obstore.open_reader(store, path, buffer_size=_HEADERS_BYTES))
         with tarfile.open(fileobj=cast(Any, reader), mode="r:") as archive:
-            return {
-                member.name: Part(path, member.offset_data, member.offset_data + member.size)
-                for member in archive
-                if member.isfile() and member.name.endswith(suffix)
-            }
+            for member in archive:
+                if member.isdir():
+                    continue
+                fault = ""
+                if member.issparse():
+                    fault = "is a sparse file, whose bytes are not in one piece"
+                elif not (member.isfile() or member.islnk()):
+                    fault = "is a symbolic link or a device"
+                linked = member.linkname if member.islnk() else ""
+                yield member.name, linked, member.offset_data, member.size, fault
 
 
 class _Reader:
@@ -234,32 +285,51 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _in_a_fork(call: Callable[[], T]) -> T:
-    """Call a function in a child process, so that this process can still be forked for workers.
+def _in_a_fork(call: Callable[[], Iterator[T]]) -> list[T]:
+    """What a function yields in a child process, so that this process can still be forked for workers.
 
-    If this process already reads with obstore, it calls the function itself. The result or exception is pickled.
+    If this process already reads with obstore, it calls the function itself. Values and an exception are pickled.
+
+    Raises:
+        TimeoutError: The child said nothing for too long, and was killed.
+        RuntimeError: The child died, or Rust code panicked.
     """
     if _used or _parent_used or sys.platform != "linux" or _runtime_runs():
-        return call()
-    read, write = os.pipe()
+        with _panics():
+            return list(call())
+    reader, writer = Pipe(duplex=False)
     child = os.fork()
     if not child:
         try:
-            os.close(read)
-            with os.fdopen(write, "wb") as pipe:
-                pickle.dump(_outcome(call), pipe)
+            reader.close()
+            for value in call():
+                writer.send((value, None))
+            writer.send((None, StopIteration()))
+        except BaseException as error:
+            writer.send((None, _picklable(error)))
         finally:
             os._exit(0)
-    os.close(write)
+    writer.close()
+    found: list[T] = []
+    ended = False
     try:
-        with os.fdopen(read, "rb") as pipe:
-            outcome: tuple[T, BaseException | None] = pickle.load(pipe)
+        while reader.poll(_SILENCE_S):
+            value, outcome = reader.recv()
+            ended = outcome is not None
+            if isinstance(outcome, StopIteration):
+                return found
+            if outcome is not None:
+                raise outcome
+            found.append(value)
+        raise TimeoutError(f"the process that lists the keys said nothing for {_SILENCE_S:.0f} s")
+    except EOFError:
+        raise RuntimeError("the process that lists the keys died") from None
     finally:
-        os.waitpid(child, 0)
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result
+        reader.close()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # SIGCHLD may be ignored
+            if not ended:
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def _runtime_runs() -> bool:
@@ -268,12 +338,28 @@ def _runtime_runs() -> bool:
     return any(name.read_text(errors="replace").startswith("tokio") for name in names)
 
 
-def _outcome(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    """Turn a panic of Rust code, which is no ``Exception``, into one."""
     try:
-        return call(), None
-    except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # obstore's own classes may not be picklable
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        return None, error
+        yield
+    except BaseException as error:
+        if _is_panic(error):
+            raise RuntimeError(f"obstore panicked: {error}") from error
+        raise
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
+
+
+def _picklable(error: BaseException) -> Exception:
+    if _is_panic(error):
+        return RuntimeError(f"obstore panicked: {error}")
+    try:
+        again = pickle.loads(pickle.dumps(error))
+    except Exception:  # obstore's own classes may not be picklable
+        again = None
+    if isinstance(again, Exception):
+        return again
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -260,8 +260,8 @@ class ParquetStream(IterableDataset[Any]):
 def _rows_of(table: pa.Table) -> Callable[[int], dict[str, Any]]:
     """Convert a table once for all rows; returns the function that returns row i as a dict of its columns.
 
-    Numbers become NumPy scalars, lists of numbers arrays (views of the column), strings ``str``, structs dicts.
-    Other values and nulls are converted by Arrow's ``as_py``.
+    Numbers become NumPy scalars, lists of numbers arrays (views of the column), strings ``str``, structs dicts, nulls
+    None. Lists with nulls in them, and values of other types, are converted by Arrow's ``as_py``.
     """
     columns = {name: _getter(_one_chunk(table[name])) for name in table.column_names}
 
@@ -279,25 +279,50 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _getter(column: pa.Array) -> _Get:
+    """The function that returns value i, converted by the type of the column alone; None where it is null."""
+    if not column.null_count:
+        return _converter(column)
+    get = _converter(column.drop_null())
+    there = column.is_valid().to_numpy(zero_copy_only=False)
+    at = there.cumsum() - 1
+    return lambda i: get(at[i]) if there[i] else None
+
+
+def _converter(column: pa.Array) -> _Get:
+    """:func:`_getter` of a column without nulls."""
     kind = column.type
     if isinstance(column, pa.FixedShapeTensorArray):
         return _numpy(column.to_numpy_ndarray())
-    if column.null_count:
-        return lambda i: column[i].as_py()
+    if types.is_dictionary(kind):
+        return _converter(column.dictionary_decode())
     if _is_number(kind):
         return _numpy(column.to_numpy(zero_copy_only=False, writable=True))
-    if types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind):
-        return _listed(column)
     if types.is_struct(kind):
         fields = [(kind.field(i).name, _getter(part)) for i, part in enumerate(column.flatten())]
         return lambda i: {name: get(i) for name, get in fields}
-    if _is_list(kind) and _is_number(kind.value_type) and not column.flatten().null_count:
-        values = column.flatten().to_numpy(zero_copy_only=False, writable=True)
-        if types.is_fixed_size_list(kind):
-            return _numpy(values.reshape(len(column), kind.list_size))
-        ends = column.value_lengths().to_numpy().cumsum()
-        return lambda i: values[ends[i - 1] if i else 0 : ends[i]]
+    if _is_list(kind) and _is_number(kind.value_type):
+        return _lists(column)
     return _listed(column)
+
+
+def _lists(column: pa.Array) -> _Get:
+    """Of lists of numbers: arrays, or ``as_py``'s lists for those that hold a null."""
+    inner = column.flatten()
+    whole = inner.drop_null() if inner.null_count else inner
+    values = whole.to_numpy(zero_copy_only=False, writable=True)
+    lengths = np.full(len(column), getattr(column.type, "list_size", 0))
+    if not types.is_fixed_size_list(column.type):
+        lengths = column.value_lengths().to_numpy()
+    ends = lengths.cumsum()
+    starts = ends - lengths
+    if not inner.null_count:
+        return lambda i: values[starts[i] : ends[i]]
+    # The number of values before each place, without nulls.
+    before = np.concatenate([[0], inner.is_valid().to_numpy(zero_copy_only=False).cumsum()])
+    first, last = before[starts], before[ends]
+    return lambda i: (
+        values[first[i] : last[i]] if last[i] - first[i] == lengths[i] else column[int(i)].as_py()
+    )
 
 
 def _numpy(values: Any) -> _Get:
@@ -305,7 +330,10 @@ def _numpy(values: Any) -> _Get:
 
 
 def _listed(column: pa.Array) -> _Get:
-    values: list[Any] = column.to_pylist()
+    try:
+        values: list[Any] = column.to_pylist()
+    except Exception:  # a value that Python cannot hold fails by itself, not its row group
+        return lambda i: column[int(i)].as_py()
     return values.__getitem__
 
 

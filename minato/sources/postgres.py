@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
 from psycopg import conninfo
 
-from minato.sources.base import MissingKey
+from minato.sources.base import MissingKey, SourceError
 from minato.sources.retry import Retry
 from minato.sources.settings import Settings
 from minato.sources.sql import TableSource
@@ -74,7 +75,11 @@ class Postgres(TableSource):
     def _fetch_all(self, requested: list[Any]) -> dict[Any, dict[str, Any]]:
         rows, names = self._query(f"{self._select()} = ANY(%s)", (requested,))
         at = names.index(self.key)
-        return {row[at]: self._sample(row, names) for row in rows}
+        found = {row[at]: self._sample(row, names) for row in rows}
+        if len(found) < len(rows):
+            repeated = Counter(row[at] for row in rows).most_common(1)[0]
+            raise SourceError(f"{self!r} has {repeated[1]} rows with key {repeated[0]!r}")
+        return found
 
     def _list(self) -> Sequence[Any]:
         # By a cursor of the server: a single result with a million keys would be in memory twice.

@@ -91,12 +91,14 @@ class TableSource(KeyedSource):
     def _select(self) -> str:
         names = "*"
         if self._columns is not None:
-            names = ", ".join(map(self._column, (self.key, *self._columns)))
+            named = dict.fromkeys((self.key, *self._columns))
+            names = ", ".join(map(self._column, named))
         return f"SELECT {names} FROM {quoted(self.table)} WHERE {self._column(self.key)}"
 
     def _sample(self, row: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
         sample = dict(zip(names, row, strict=True))
-        sample.pop(self.key, None)
+        if self._columns is None or self.key not in self._columns:
+            sample.pop(self.key, None)
         return sample
 
     def _fetch(self, key: object) -> dict[str, Any]:

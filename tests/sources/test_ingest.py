@@ -332,7 +332,9 @@ def test_errors_name_keys_and_stop(tmp_path: Path, method: str) -> None:
     given: Any = {"worker_method": method, "workers": 1, "chunk_samples": 4}
     with pytest.raises(SourceError, match="no room for 00000000"):
         ingest(Numbers(), Refusing(), journal=tmp_path / "a", **given)
-    with pytest.raises(MinatoError, match="key 0 cannot be encoded: TypeError: a set"):
+    with pytest.raises(
+        MinatoError, match="key 0 cannot be encoded: TypeError: column 'data': a set"
+    ):
         ingest([{1}], SQLiteStore(tmp_path / "b.db"), journal=tmp_path / "b", **given)
     mixed = [{"a": 1}, {"b": 2}]
     with pytest.raises(SourceError, match="cannot write keys 0 to 1.*key 1 has the columns"):
@@ -376,10 +378,8 @@ def test_samples_come_back(encode: Callable[[Any], Any], sample: Any) -> None:
     encoded = encode(sample)
     assert digest(encoded) == digest(encode(sample))
     found = decoded(encoded)
-    assert type(found) is type(sample) or isinstance(found, np.generic)
+    assert type(found) is type(sample)
     np.testing.assert_equal(found, sample)
-    tensors = encode({"x": torch.ones(2), "n": torch.tensor(3)})
-    np.testing.assert_equal(decoded(tensors), {"x": np.ones(2, np.float32), "n": 3})
 
 
 @pytest.mark.parametrize(
@@ -482,24 +482,32 @@ def test_columns_of_any_name(kind: str, tmp_path: Path, kind_named: Callable[[st
         source.close()
 
 
-def test_an_archive_that_unpacks_to_too_much_is_refused() -> None:
+def archive(tree: Any, *arrays: bytes) -> bytes:
+    """A compressed archive as ``ingest`` makes it, but of any content."""
     to = io.BytesIO()
-    with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as archive:
-        for number in range(9):
-            archive.writestr(f"{number}.npy", bytes(32 << 20))
+    with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        file.writestr("minato-sample.json", json.dumps(tree))
+        for number, array in enumerate(arrays):
+            file.writestr(f"{number}.npy", array)
+    return to.getvalue()
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused() -> None:
+    value = archive(["array", 0], *[bytes(32 << 20)] * 9)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(
-        ValueError, match=r"an .npz file of \d+ bytes names arrays of 301989888 bytes"
-    ):
-        decoded(to.getvalue())
+    with pytest.raises(ValueError, match=r"an .npz file of \d+ bytes names arrays of 301989\d+ "):
+        decoded(value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
-    np.savez_compressed(to := io.BytesIO(), mask=np.zeros(100 << 20, np.uint8))
-    assert decoded(to.getvalue())["mask"].nbytes == 100 << 20
+    np.save(to := io.BytesIO(), np.zeros(100 << 20, np.uint8))
+    assert (
+        decoded(archive(["dict", ["mask", ["array", 0]]], to.getvalue()))["mask"].nbytes
+        == 100 << 20
+    )
 
 
 @settings(max_examples=200)
 @given(
-    start=st.sampled_from([b"PK\x03\x04", b"\x93NUMPY", b"\x93NUMPY\x01\x00", b""]),
+    start=st.sampled_from([b"PK\x03\x04", as_bytes(3)[:48], as_bytes(np.ones(2))[:200], b""]),
     rest=st.binary(max_size=60),
     cut=st.integers(0, 500),
 )
@@ -512,6 +520,7 @@ def test_a_value_of_any_bytes_is_a_sample_or_an_error(start: bytes, rest: bytes,
 
 def test_a_header_that_names_too_much_is_refused_before_memory_is_taken() -> None:
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,), }"
-    value = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    value = archive(["array", 0], array)
     with pytest.raises((ValueError, MemoryError)):
         decoded(value)

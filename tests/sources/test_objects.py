@@ -150,6 +150,110 @@ def test_the_password_of_a_url_is_sent_and_not_told(address: str) -> None:
     away.close()
 
 
+class Refuses(BaseHTTPRequestHandler):
+    """Every path is the status that answers it."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(int(self.path.rpartition("/")[2]))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Standard error is the tests'."""
+
+
+def test_what_a_server_refuses_is_asked_for_once() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        source = Objects(
+            f"http://127.0.0.1:{server.server_port}",
+            client_options={"allow_http": True},
+            retry=Retry(attempts=3, first_s=0.001),
+        )
+        for status in (400, 401, 403, 404, 410, 416, 408, 429, 500, 503):
+            Refuses.asked.clear()
+            with pytest.raises(SourceError):
+                source.get(str(status))
+            repeated = status >= 500 or status in (408, 429)
+            assert len(Refuses.asked) == (3 if repeated else 1), status
+        server.shutdown()
+        serving.join()
+
+
+def test_what_the_file_system_refuses_is_asked_for_once(tmp_path: Path) -> None:
+    source = Objects(f"file://{tmp_path}", retry=Retry(attempts=3, first_s=0.001))
+    with pytest.raises(SourceError, match="File name too long"):
+        source.get("x" * 600)
+    assert source.retries == 0
+
+
+LISTED = """
+import os, signal, sys
+from minato.sources import objects
+from minato.sources.retry import Retry
+
+class PanicException(BaseException):
+    pass  # Rust's: no Exception
+
+def panics(self):
+    yield ["a"]
+    raise PanicException("index out of bounds")
+
+def dies(self):
+    yield ["a"]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hangs(self):
+    yield ["a"]
+    signal.pause()
+
+source = objects.Objects("file://" + sys.argv[1], retry=Retry(attempts=1))
+assert list(source.keys) == ["a"]
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+source = objects.Objects("file://" + sys.argv[1], retry=Retry(attempts=1))
+assert list(source.keys) == ["a"]
+objects._SILENCE_S = 0.2
+for pages, message in ((panics, "panicked: index out of bounds"), (dies, "died"), (hangs, "said nothing for 0 s")):
+    for handler in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGCHLD, handler)
+        objects.Objects._pages = pages
+        source = objects.Objects("file://" + sys.argv[1], retry=Retry(attempts=1))
+        try:
+            source.keys
+        except Exception as error:
+            assert type(error).__name__ == "SourceError" and message in str(error), repr(error)
+        else:
+            raise AssertionError(message)
+objects.obstore.get = lambda *_: next(panics_now())
+
+def panics_now():
+    raise PanicException("in a read")
+    yield
+
+try:
+    source.get("a")
+except Exception as error:
+    assert "key 'a': RuntimeError: obstore panicked: in a read" in str(error), error
+"""
+
+
+def test_a_listing_that_panics_dies_or_hangs_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LISTED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 FORKS = """
 import sys, minato
 from minato.sources.objects import Objects

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,19 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from minato._support.files import replacement
-from minato.sources.ingest.encoding import as_row
-from minato.sources.ingest.store import Items, SourceStore, Store
+from minato.sources.ingest.store import (
+    ChangedValue,
+    Items,
+    SourceStore,
+    Store,
+    check_rows,
+    compare_rows,
+)
 
 __all__ = ["ObjectStore", "ParquetStore", "TarStore"]
 
+_CHANGED = re.compile(r"//|/\.\.?/|[\x00-\x1f\x7f]")
+"""In a path between two slashes: obstore would leave it out, or refuse it."""
 _IN_FLIGHT = 16
 """Most objects of a chunk that are in flight."""
 
@@ -31,6 +40,20 @@ class ObjectStore(SourceStore):
         from minato.sources.objects import Objects
 
         super().__init__(Objects(url, **settings))
+
+    def key(self, key: object) -> str:
+        """The key as a path.
+
+        Raises:
+            ValueError: Object stores would change the path, or refuse it.
+        """
+        path: str = super().key(key)
+        if _CHANGED.search(f"/{path}/"):
+            raise ValueError(
+                f"key {key!r} is no path of an object: begin and end it without '/', and write no empty part, '.', "
+                "'..' or control character"
+            )
+        return path
 
     def _write(self, chunk: int, items: Items) -> None:
         """Write the objects of a chunk, several of them concurrently."""
@@ -98,23 +121,59 @@ class ParquetStore(Store):
         return self._directory / f"part-{chunk:06d}.parquet"
 
     def write(self, chunk: int, items: Items) -> None:
-        """Write a file whole, or not at all."""
+        """Write a file whole, or not at all.
+
+        Raises:
+            ChangedValue: A row has other columns, or a value of another type, than the others and the first file.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        check_rows(items, self._key, one_type=True)
+        rows = [{self._key: key, **row} for key, row in items]
+        types = {
+            bool: pa.bool_(),
+            int: pa.int64(),
+            float: pa.float64(),
+            str: pa.string(),
+            bytes: pa.binary(),
+        }
+        kinds = {name: {type(row[name]) for row in rows} - {type(None)} for name in rows[0]}
+        schema = pa.schema(
+            [(name, types[kind.pop()] if kind else pa.null()) for name, kind in kinds.items()]
+        )
+        if chunk and self._path(0).exists():
+            self._check_schema(schema, pq.read_schema(self._path(0)), items)
+        table = pa.Table.from_pylist(rows, schema)
+        found = {row.pop(self._key): row for row in table.to_pylist()}
+        compare_rows(items, found)
         self._directory.mkdir(parents=True, exist_ok=True)
-        table = pa.Table.from_pylist([{self._key: key, **row} for key, row in items])
-        path = self._path(chunk)
         # The umask decides who may read the samples; the journal relies on the file being on the disk.
-        with replacement(path, mode=0o666, sync=True) as file:
+        with replacement(self._path(chunk), mode=0o666, sync=True) as file:
             pq.write_table(table, file, row_group_size=max(len(items), 1))
+
+    def _check_schema(self, schema: Any, first: Any, items: Items) -> None:
+        """Refuse columns that differ from the first file's; one of only None fits all."""
+        keys = f"keys {items[0][0]!r} to {items[-1][0]!r}"
+        if schema.names != first.names:
+            raise ChangedValue(
+                f"{keys} have the columns {schema.names}, and {self._path(0)} has {first.names}: give encode=, which "
+                "makes the same columns of all samples"
+            )
+        for name in schema.names:
+            types = {str(schema.field(name).type), str(first.field(name).type)}
+            if len(types - {"null"}) > 1:
+                raise ChangedValue(
+                    f"{keys}, column {name!r}: its values are of type {schema.field(name).type}, and those in "
+                    f"{self._path(0)} of type {first.field(name).type}: give encode=, which makes values of one type"
+                )
 
     def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
         """The rows of a chunk's file."""
         import pyarrow.parquet as pq
 
         rows = {row.pop(self._key): row for row in pq.read_table(self._path(chunk)).to_pylist()}
-        return [as_row(rows[key]) for key in keys]
+        return [rows[key] for key in keys]
 
     def close(self) -> None:
         """Nothing is open."""

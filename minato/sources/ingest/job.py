@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ class Ingested:
     """The result of :func:`ingest`.
 
     Attributes:
-        samples: Number of samples in the store.
+        samples: Number of samples that the store holds now, of this data.
         stored_bytes: Bytes of their values, without keys and the store's own overhead.
         written: Number of samples that this call has written; earlier calls have written the others.
         verified: Number of samples that were read again and compared.
@@ -76,12 +77,13 @@ def ingest(
     Args:
         data: A directory, whose files are the samples and whose relative paths are their keys; a map-style dataset,
             which the workers read, with its ``keys`` or else its indices as keys; or any other iterable. An iterable is
-            iterated in this process, again from its beginning when the call resumes.
+            iterated in this process, again from its beginning when the call resumes. A sample that the store would
+            change, and a key that repeats, are refused.
         store: A store, for instance from :func:`open_store`.
         workers: Number of chunks that are read and written in parallel.
         chunk_samples: Number of samples that are written together: a transaction, a Parquet or a tar file.
         encode: Returns the bytes of a sample, or for a table a dict of columns. None: bytes are stored unchanged;
-            arrays, tensors, numbers, and dicts or tuples of them in NumPy's format, which :func:`decoded` reads.
+            other samples as :func:`decoded` reads them.
         verify: At the end, read all samples again and compare checksums, also those that earlier calls have written.
         journal: Path of the journal; None: ``minato-ingest-….jsonl`` in the current directory, named after ``data`` and
             ``store``. It is not deleted at the end.
@@ -90,6 +92,7 @@ def ingest(
         name: Name of ``data`` in the journal; None: the path of a directory, the type of an object.
 
     Raises:
+        ValueError: Two samples have one key, or the store cannot have a key.
         IngestError: The store does not hold the samples that were written.
         JournalError: The journal belongs to other data or another store, or another process writes it.
         SourceError: The store cannot be written; the message names the keys. Exceptions of ``data`` are not changed.
@@ -101,13 +104,14 @@ def ingest(
         name, data = name or str(Path(data).absolute()), _Directory(data, store.takes_rows)
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     count = len(data) if indexed else None
+    chunks = _Chunks(store, data if indexed else None, chunk_samples, encode)
     about = {
         "what": name or f"{type(data).__module__}.{type(data).__qualname__}",
         "store": repr(store),
         "chunk_samples": chunk_samples,
         "samples": count,
+        "keys": chunks.check_keys(),
     }
-    chunks = _Chunks(store, data if indexed else None, chunk_samples, encode)
     run: Callable[[Iterable[_Task]], Iterator[Any]]
     if indexed:
         run = partial(_in_workers, workers=workers, worker_method=worker_method)
@@ -189,25 +193,41 @@ class _Directory:
             directory; otherwise the bytes.
 
     Raises:
-        ValueError: A file is a link to a file outside of the directory.
+        ValueError: There is a link out of the directory or in a circle, or something that is no file.
+        OSError: A directory cannot be read.
     """
 
     def __init__(self, path: str | Path, with_labels: bool) -> None:
         self._path = Path(path).absolute()
         self._with_labels = with_labels
-        found = (file.relative_to(self._path) for file in self._path.rglob("*") if file.is_file())
-        self.keys = sorted(
-            file.as_posix()
-            for file in found
-            if not any(part.startswith(".") for part in file.parts)
-        )
-        home = self._path.resolve()
-        for key in self.keys:
-            file = self._path / key
-            if file.is_symlink() and not file.resolve().is_relative_to(home):
+        self._home = self._path.resolve()
+        self.keys = sorted(self._keys(self._path, {self._home}))
+
+    def _keys(self, directory: Path, above: set[Path]) -> Iterator[str]:
+        """The keys of the files below a directory; ``above`` are those that it lies in, without links."""
+        with os.scandir(directory) as entries:
+            names = sorted(entry.name for entry in entries)
+        for name in names:
+            path = directory / name
+            real = path.resolve()
+            if name.startswith("."):
+                continue
+            if path.is_symlink() and not real.is_relative_to(self._home):
                 raise ValueError(
-                    f"{str(file)!r} is a link out of the directory, to {str(file.resolve())!r}: copy the files into "
-                    "the directory, or name the directory that holds them"
+                    f"{str(path)!r} is a link out of the directory, to {str(real)!r}: copy the files into the "
+                    "directory, or name the directory that holds them"
+                )
+            if path.is_dir():
+                if real in above:
+                    raise ValueError(
+                        f"{str(path)!r} is a link to a directory that it lies in: remove it"
+                    )
+                yield from self._keys(path, above | {real})
+            elif path.is_file():
+                yield path.relative_to(self._path).as_posix()
+            else:
+                raise ValueError(
+                    f"{str(path)!r} is no file: it is a link to nothing, a pipe, a socket or a device: remove it"
                 )
 
     def __len__(self) -> int:
@@ -242,6 +262,31 @@ class _Chunks:
         self._encode = as_row if store.takes_rows else as_bytes
         keys: Any = getattr(dataset, "keys", None)
         self._keys: Sequence[Any] | None = None if callable(keys) else keys
+
+    def check_keys(self) -> str | None:
+        """A digest of the dataset's keys in the store; None if they are numbers.
+
+        Raises:
+            ValueError: A key repeats, or the store cannot have it.
+        """
+        if self._keys is None or isinstance(self._keys, range):
+            return None
+        if len(self._keys) != len(self._dataset):
+            raise ValueError(
+                f"the dataset has {len(self._dataset)} samples and {len(self._keys)} keys: give each sample one"
+            )
+        seen: dict[Any, int] = {}
+        digest_of_all = hashlib.sha256()
+        for number, given in enumerate(self._keys):
+            key = self._store.key(given)
+            first = seen.setdefault(key, number)
+            if first != number:
+                raise ValueError(
+                    f"the keys {self._keys[first]!r} (sample {first}) and {given!r} (sample {number}) are one key, "
+                    f"{key!r}, in the store, which would hold only the last of their samples: give each its own"
+                )
+            digest_of_all.update(f"{key!r}\n".encode())
+        return digest_of_all.hexdigest()[:16]
 
     def writes(self, data: Any, done: dict[int, Completed]) -> Iterator[_Task]:
         """The tasks that write the chunks that are not ``done``."""
@@ -295,7 +340,7 @@ class _Chunks:
         return len(keys), [
             repr(key)
             for key, value, written in zip(keys, found, done.digests, strict=True)
-            if digest(self._encode(value)) != written
+            if digest(value) != written
         ]
 
 

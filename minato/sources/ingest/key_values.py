@@ -11,6 +11,8 @@ from minato.sources.ingest.store import Items, SourceStore
 
 __all__ = ["LMDBStore", "RedisStore"]
 
+_LONGEST_KEY_BYTES = 511
+
 
 class RedisStore(SourceStore):
     """Values of a Redis or Valkey server.
@@ -53,8 +55,17 @@ class LMDBStore(SourceStore):
         return lmdb.open(str(self._path), map_size=self._map_size_bytes, readahead=False)
 
     def key(self, key: object) -> bytes:
-        """The key as bytes."""
-        return bytes(super().key(key), "utf-8")
+        """The key as bytes.
+
+        Raises:
+            ValueError: LMDB cannot have it.
+        """
+        found = key if isinstance(key, bytes) else super().key(key).encode()
+        if not 0 < len(found) <= _LONGEST_KEY_BYTES:
+            raise ValueError(
+                f"key {key!r} has {len(found)} bytes: LMDB's have 1 to {_LONGEST_KEY_BYTES}"
+            )
+        return found
 
     def _write(self, chunk: int, items: Items) -> None:
         """Write a chunk in one transaction; one process writes at a time, and the others wait."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from minato.sources.connections import Connections
-from minato.sources.ingest.store import Items, SourceStore
+from minato.sources.ingest.store import Items, SourceStore, check_rows, compare_rows
 from minato.sources.sql import quoted, quoted_column
 
 __all__ = ["CassandraStore", "PostgresStore", "SQLiteStore", "TableStore"]
@@ -22,14 +23,16 @@ _CASSANDRA_IN_FLIGHT = 64
 class TableStore(SourceStore):
     """Rows of a table, which is created if it does not exist, with the columns of the first sample.
 
-    A column that is None in the first sample has no type. If there is one, create the table yourself.
+    A row that is written is read again, and compared: a value that the table would change is refused.
 
     Attributes:
         types: The type of a column, by the Python type of its values.
+        one_type: Whether a column has a type at all.
     """
 
     takes_rows = True
     types: ClassVar[Mapping[type, str]]
+    one_type: ClassVar[bool] = True
     placeholder: ClassVar[str] = "?"
 
     def __init__(self, source: Any) -> None:
@@ -37,36 +40,65 @@ class TableStore(SourceStore):
         self._table = quoted(source.table)
         self._column = quoted_column(source.key)
 
+    def _write(self, chunk: int, items: Items) -> None:
+        """Write the rows of a chunk once, if one table can hold them."""
+        check_rows(items, self.source.key, self.one_type)
+        self._write_rows(items)
+
+    @abstractmethod
+    def _write_rows(self, items: Items) -> None:
+        """Write rows, and compare what the table holds."""
+
     def _definition(self, items: Items) -> str:
         """The statement that creates the table."""
-        key, row = items[0]
-        columns = [f"{self._column} {self.types[type(key)]} PRIMARY KEY"]
-        columns += [
-            f"{quoted_column(name)} {self.types.get(type(cell))}" for name, cell in row.items()
-        ]
+        columns = [f"{self._column} {self._key_type(items[0][0])} PRIMARY KEY"]
+        columns += [f"{quoted_column(name)} {self._type(name, items)}" for name in items[0][1]]
         return f"CREATE TABLE IF NOT EXISTS {self._table} ({', '.join(columns)})"
+
+    def _key_type(self, key: object) -> str:
+        return self.types[type(key)]
+
+    def _type(self, name: str, items: Items) -> str:
+        """The type of a column, by the first value that is not None."""
+        for _, row in items:
+            if row[name] is not None:
+                return self.types[type(row[name])]
+        raise ValueError(
+            f"column {name!r} is None in the first {len(items)} samples, and has no type: create the table yourself"
+        )
 
     def escaped(self, text: str) -> str:
         """A part of a statement without placeholders, with the driver's special characters escaped."""
         return text
 
-    def _has_types(self, items: Items) -> bool:
-        return all(type(cell) in self.types for cell in items[0][1].values())
-
-    def _insertion(self, items: Items, verb: str = "INSERT") -> str:
+    def _insertion(self, items: Items) -> str:
         """The statement that writes a row of these columns, key first."""
         names = [self._column, *map(quoted_column, items[0][1])]
         marks = ", ".join([self.placeholder] * len(names))
-        into = f"{verb} INTO {self._table} ({', '.join(names)}) VALUES"
+        into = f"INSERT INTO {self._table} ({', '.join(names)}) VALUES"
         return f"{self.escaped(into)} ({marks})"
+
+    def _replacing(self, items: Items) -> str:
+        """The end of an insertion that replaces the row of this key, and of no other unique column."""
+        names = map(quoted_column, items[0][1])
+        given = ", ".join(f"{name} = EXCLUDED.{name}" for name in names)
+        return self.escaped(f" ON CONFLICT ({self._column}) DO UPDATE SET {given}")
+
+    def _selection(self, items: Items) -> str:
+        """The statement that reads such a row, up to its condition."""
+        names = map(quoted_column, (self.source.key, *items[0][1]))
+        columns = ", ".join(f"{self._table}.{name}" for name in names)
+        return self.escaped(f"SELECT {columns} FROM {self._table} WHERE {self._column}")
 
     def _rows(self, items: Items) -> list[tuple[Any, ...]]:
         """The values of each row, in the order of the first row's columns."""
         names = list(items[0][1])
-        for key, row in items:
-            if row.keys() != items[0][1].keys():
-                raise ValueError(f"key {key!r} has the columns {list(row)}, and others {names}")
         return [(key, *(row[name] for name in names)) for key, row in items]
+
+    def _compare(self, items: Items, found: Iterable[Sequence[Any] | None]) -> None:
+        names = list(items[0][1])
+        rows = {row[0]: dict(zip(names, row[1:], strict=True)) for row in found if row is not None}
+        compare_rows(items, rows)
 
 
 class SQLiteStore(TableStore):
@@ -78,12 +110,7 @@ class SQLiteStore(TableStore):
         key: Name of the column of the keys.
     """
 
-    types: ClassVar[Mapping[type, str]] = {
-        int: "INTEGER",
-        float: "REAL",
-        str: "TEXT",
-        bytes: "BLOB",
-    }
+    one_type = False
 
     def __init__(self, path: str | Path, table: str = "samples", key: str = "id") -> None:
         from minato.sources.sqlite import SQLite
@@ -91,14 +118,25 @@ class SQLiteStore(TableStore):
         self._path = Path(path).absolute()
         super().__init__(SQLite(self._path, table, key))
 
-    def _write(self, chunk: int, items: Items) -> None:
+    def _key_type(self, key: object) -> str:
+        return "INTEGER" if type(key) is int else ""
+
+    def _type(self, name: str, items: Items) -> str:
+        """None: SQLite would convert values to the type of a column; without one it keeps each as it is."""
+        return ""
+
+    def _write_rows(self, items: Items) -> None:
         """Write a chunk in one transaction."""
         connection = sqlite3.connect(self._path, timeout=_SQLITE_BUSY_S, isolation_level=None)
         try:
             connection.execute("BEGIN IMMEDIATE")
-            if self._has_types(items):
-                connection.execute(self._definition(items))
-            connection.executemany(self._insertion(items, "INSERT OR REPLACE"), self._rows(items))
+            connection.execute(self._definition(items))
+            insertion = self._insertion(items) + self._replacing(items)
+            connection.executemany(insertion, self._rows(items))
+            select = f"{self._selection(items)} = ?"
+            self._compare(
+                items, [connection.execute(select, (key,)).fetchone() for key, _ in items]
+            )
             connection.execute("COMMIT")
         finally:
             connection.close()
@@ -118,6 +156,7 @@ class PostgresStore(TableStore):
         float: "DOUBLE PRECISION",
         str: "TEXT",
         bytes: "BYTEA",
+        bool: "BOOLEAN",
     }
     placeholder = "%s"
 
@@ -132,22 +171,19 @@ class PostgresStore(TableStore):
         """With each ``%`` doubled, as psycopg requires."""
         return text.replace("%", "%%")
 
-    def _write(self, chunk: int, items: Items) -> None:
+    def _write_rows(self, items: Items) -> None:
         """Write a chunk in one transaction, its rows in a pipeline."""
-        names = [quoted_column(name) for name in items[0][1]]
-        replacing = ", ".join(f"{name} = EXCLUDED.{name}" for name in names)
-        otherwise = f"ON CONFLICT ({self._column}) DO UPDATE SET {replacing}"
-        insertion = f"{self._insertion(items)} {self.escaped(otherwise)}"
         with (
             self.source.connections.lease() as connection,
             connection.transaction(),
             connection.cursor() as cursor,
         ):
-            if self._has_types(items):
-                cursor.execute("SELECT to_regclass(%s)", (self._table,))
-                if cursor.fetchone()[0] is None:
-                    cursor.execute(self._definition(items))
-            cursor.executemany(insertion, self._rows(items))
+            cursor.execute("SELECT to_regclass(%s)", (self._table,))
+            if cursor.fetchone()[0] is None:
+                cursor.execute(self._definition(items))
+            cursor.executemany(self._insertion(items) + self._replacing(items), self._rows(items))
+            cursor.execute(f"{self._selection(items)} = ANY(%s)", ([key for key, _ in items],))
+            self._compare(items, cursor.fetchall())
 
 
 class _Session(NamedTuple):
@@ -171,6 +207,7 @@ class CassandraStore(TableStore):
         float: "double",
         str: "text",
         bytes: "blob",
+        bool: "boolean",
     }
 
     def __init__(self, hosts: Any, table: str, key: str = "id", **settings: Any) -> None:
@@ -184,20 +221,29 @@ class CassandraStore(TableStore):
     def _open(self) -> _Session:
         return _Session(*self._connect(), {})
 
-    def _write(self, chunk: int, items: Items) -> None:
+    def _write_rows(self, items: Items) -> None:
         """Write the rows of a chunk, many of them concurrently."""
         from cassandra.concurrent import execute_concurrent_with_args
 
         with self._sessions.lease() as opened:
             _, session, prepared = opened
-        text = self._insertion(items)
-        if text not in prepared:
-            if self._has_types(items):
-                session.execute(self._definition(items))
-            prepared[text] = session.prepare(text)
+        names = ", ".join(map(quoted_column, (self.source.key, *items[0][1])))
+        insertion = self._insertion(items)
+        selection = f"SELECT {names} FROM {self._table} WHERE {self._column} = ?"
+        if insertion not in prepared:
+            session.execute(self._definition(items))
+            prepared[insertion] = session.prepare(insertion)
+            prepared[selection] = session.prepare(selection)
         execute_concurrent_with_args(
-            session, prepared[text], self._rows(items), _CASSANDRA_IN_FLIGHT
+            session, prepared[insertion], self._rows(items), _CASSANDRA_IN_FLIGHT
         )
+        keys = [(key,) for key, _ in items]
+        found = execute_concurrent_with_args(
+            session, prepared[selection], keys, _CASSANDRA_IN_FLIGHT
+        )
+        rows = [row for _, results in found for row in results]
+        order = (self.source.key, *items[0][1])
+        self._compare(items, [[row[name] for name in order] for row in rows])
 
     def close(self) -> None:
         """Close the sessions of this process."""
