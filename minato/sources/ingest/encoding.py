@@ -24,7 +24,7 @@ _FIELD, _ONLY = "field_", "data"
 """Prefix of the columns of a tuple, before their numbers; the column of a sample that is neither dict nor tuple."""
 _INT64 = range(-(1 << 63), 1 << 63)
 _AS_PYTHON = (np.bool_, np.int64, np.float64)
-"""NumPy's twins of Python's numbers, which are collated alike."""
+"""NumPy's types of numbers that are collated as Python's are."""
 
 
 def as_bytes(sample: object) -> bytes:
