@@ -7,6 +7,9 @@ import sys
 
 import torch
 
+from minato._support.text import text_of, type_name
+from minato._support.values import integer_of, number_of, plain
+
 __all__ = [
     "as_path",
     "check_choice",
@@ -24,20 +27,26 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
 
 
-def check_whole(name: str, value: object, least: int | None) -> None:
-    """An integer of at least ``least``, or None."""
+def check_whole(name: str, value: object, least: int | None) -> int | None:
+    """An integer of at least ``least``, or None; NumPy's integers are the integers that they equal."""
     if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give an integer")
-    if least is not None and value < least:
-        raise ValueError(f"{name}={value} is too small: give at least {least}")
+        return None
+    found = None if isinstance(plain(value), (bool, tuple)) else integer_of(value)
+    if found is None:
+        raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give an integer")
+    if least is not None and found < least:
+        raise ValueError(f"{name}={found} is too small: give at least {least}")
+    return found
 
 
-def check_number(name: str, value: object, what: str = "a number") -> None:
-    """An integer or a float, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give {what}")
+def check_number(name: str, value: object, what: str = "a number") -> int | float | None:
+    """An integer or a float, or None; NumPy's numbers are the numbers that they equal."""
+    if value is None:
+        return None
+    found = number_of(value)
+    if found is None:
+        raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give {what}")
+    return found
 
 
 def check_device(device: object) -> torch.device | None:

@@ -34,7 +34,7 @@ from minato._compat import (
 )
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato._system import environment
-from minato.checks import check_platform
+from minato.checks import check_platform, check_whole
 from minato.engine.spec import LoaderSpec, WorkerSpec
 from minato.errors import MinatoWarning
 from minato.options import (
@@ -322,7 +322,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Calls ``set_epoch`` of samplers that have it, too. It is enough to call that of the sampler instead.
         """
         set_sampler_epoch(index_sampler(self), epoch)
-        self._position.set_epoch(epoch)
+        number = check_whole("epoch", epoch, None)
+        if number is None:
+            raise TypeError("epoch=None: give an integer")
+        self._position.set_epoch(number)
 
     @made_only
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -50,6 +51,8 @@ _MOST_AT_FIRST = 12
 _WAITING_PER_CORE, _MOST_WAITING = 8, 32
 """The default of ``AutoScale.max`` where there are few cores: for workers that wait for a disk or a network."""
 _INT64 = 1 << 63
+_TAKES_CLASSES = ("transforms",)
+"""A class may transform a sample: str, or a path."""
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _NOT_FOR_ACTORS = (
     "concurrency_groups",
@@ -91,10 +94,19 @@ def option(
 
 
 def _check_fields(group: Any) -> None:
-    """Check every field of a group, and keep the checked values."""
+    """Check every field of a group, and keep the checked values.
+
+    Raises:
+        TypeError: A value is a class, which would be called or compared in place of its object.
+    """
     for each in fields(group):
+        value = getattr(group, each.name)
+        if isinstance(value, type) and each.name not in _TAKES_CLASSES:
+            raise TypeError(
+                f"{each.name}={value.__name__} is a class: give an object of it, {value.__name__}(...)"
+            )
         if (check := each.metadata.get("check")) is not None:
-            object.__setattr__(group, each.name, check(each.name, getattr(group, each.name)))
+            object.__setattr__(group, each.name, check(each.name, value))
 
 
 # ---- checks of single values ----------------------------------------------------------------
@@ -110,21 +122,20 @@ def _one_of(*choices: object) -> Callable[[str, Any], Any]:
 
 def _whole(least: int | None) -> Callable[[str, Any], Any]:
     def check(name: str, value: object) -> Any:
-        check_whole(name, value, least)
-        return value
+        return check_whole(name, value, least)
 
     return check
 
 
 def _positive_seconds(name: str, value: Any) -> Any:
-    check_number(name, value, "seconds")
+    value = check_number(name, value, "seconds")
     if value is not None and not value > 0:
         raise ValueError(f"{name}={value} is too small: give more than 0 seconds")
     return value
 
 
 def _percentile(name: str, value: Any) -> Any:
-    check_number(name, value)
+    value = check_number(name, value)
     if value is not None and not 0 < value < 100:
         raise ValueError(f"{name}={value} is not between 0 and 100")
     return value
@@ -144,8 +155,8 @@ def _on_error(name: str, value: object) -> Any:
 
 
 def _max_failures(name: str, value: Any) -> Any:
-    check_number(name, value, "a number of samples, or a share below 1")
-    if value is not None and (value < 0 or (isinstance(value, float) and value >= 1)):
+    value = check_number(name, value, "a number of samples, or a share below 1")
+    if value is not None and not 0 <= value < (1 if isinstance(value, float) else math.inf):
         raise ValueError(
             f"{name}={value} is not possible: give a number of samples (an integer), or a share below 1"
         )
@@ -172,7 +183,7 @@ def _actor_options(name: str, value: object) -> Any:
 
 
 def _seed(name: str, value: Any) -> int | None:
-    check_whole(name, value, None)
+    value = check_whole(name, value, None)
     return None if value is None else (value + _INT64) % (2 * _INT64) - _INT64
 
 
@@ -185,8 +196,7 @@ def _bytes(name: str, value: object) -> int | None:
         number, prefix, binary = found.groups()
         power = " kmgt".index(prefix.lower() or " ")
         value = int(float(number) * (1024 if binary else 1000) ** power)
-    check_whole(name, value, 1)
-    return cast("int | None", value)
+    return check_whole(name, value, 1)
 
 
 def _name(name: str, value: object) -> Any:
@@ -203,7 +213,7 @@ def _device(name: str, value: object) -> torch.device | None:
 def parse_address(value: int | str, name: str = "metrics_address") -> tuple[str, int]:
     """Host and port of ``metrics_address``; without a host, only this machine can reach it."""
     host, _, port = str(value).rpartition(":")
-    if isinstance(value, bool) or not port.isdigit() or int(port) > 65535:
+    if isinstance(value, bool) or not re.fullmatch("[0-9]+", port) or int(port) > 65535:
         raise ValueError(
             f"{name}={value!r} is no port: give a number up to 65535, or a string such as '0.0.0.0:9100'"
         )
@@ -237,8 +247,7 @@ def _shared_pool(name: str, value: object) -> SharedPool | None:
 def _fetch(name: str, value: Any) -> FetchOptions:
     if isinstance(value, FetchOptions):
         return value
-    check_whole(name, value, 1)
-    return FetchOptions.uncounted(value)
+    return FetchOptions.uncounted(check_whole(name, value, 1) or 1)
 
 
 def _workers(name: str, value: object) -> Any:
@@ -303,7 +312,7 @@ class PaperController:
     smoothing: float = 0.3
 
     def __post_init__(self) -> None:
-        if min(self.alpha, self.beta, self.clip) < 0:
+        if not all(each >= 0 for each in (self.alpha, self.beta, self.clip)):
             raise ValueError(
                 f"alpha={self.alpha}, beta={self.beta} and clip={self.clip} must not be below 0"
             )

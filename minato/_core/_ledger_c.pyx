@@ -2,7 +2,7 @@
 
 cimport cython
 from libc.limits cimport INT_MAX
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MIN, int64_t, uint32_t, uint64_t
 
 from minato._core._claims_c cimport Claims
 from minato._core.atomics cimport (
@@ -108,7 +108,8 @@ cdef class Ledger(Claims):
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
         Args:
-            indices: One integer for each sample, or None where they are pickled at ``indices_offset``.
+            indices: One integer for each sample, ``NO_INTEGER`` for one that has none; None: no sample has one. Workers
+                get what is pickled at ``indices_offset``, if something is.
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             epoch_slot: Slot of the epoch in the ledger.
             epoch: Number of the epoch.
@@ -147,7 +148,7 @@ cdef class Ledger(Claims):
                 &self.ledger,
                 index,
                 tail + i,
-                0 if indices is None else indices[i],
+                INT64_MIN if indices is None else indices[i],
                 0 if occurrences is None else occurrences[i],
                 bound,
             )

@@ -20,7 +20,7 @@ from minato._core._records_py import (
     STATE,
     STOPPING,
 )
-from minato._core.codes import CLOSED, COLLATING, KIND_MASK, OPEN, SKIP_BLOB, VACANT
+from minato._core.codes import CLOSED, COLLATING, KIND_MASK, NO_INTEGER, OPEN, SKIP_BLOB, VACANT
 
 __all__ = ["Ledger"]
 
@@ -81,7 +81,8 @@ class Ledger(Claims):
         """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
 
         Args:
-            indices: One integer for each sample, or None where they are pickled at ``indices_offset``.
+            indices: One integer for each sample, ``NO_INTEGER`` for one that has none; None: no sample has one. Workers
+                get what is pickled at ``indices_offset``, if something is.
             slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
             epoch_slot: Slot of the epoch in the ledger.
             epoch: Number of the epoch.
@@ -115,7 +116,7 @@ class Ledger(Claims):
                 own = position + 1
                 self._positions[position & self._mask] = (
                     FREE | own if bound else FREE, BOUND | own if bound else own, 0, 0,
-                    0 if indices is None else indices[k], 0, position, index,
+                    NO_INTEGER if indices is None else indices[k], 0, position, index,
                     0 if occurrences is None else occurrences[k],
                 )  # fmt: skip
             generation = (int(self._batches[index]["state"]) >> 16) + 1

@@ -2,7 +2,7 @@
 
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MIN, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from minato._core.atomics cimport (
@@ -278,10 +278,10 @@ cdef class Records:
         return mn_load_acquire_u64(&mn_at(&self.ledger, position).ticket) & MN_NUMBER != 0
 
     def samples(self, uint32_t batch):
-        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch with integer indices.
+        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch.
 
-        Samples whose cost is not known are left out, and those whose own batch is long gone; bytes are 0 for one that
-        fits the layout.
+        Samples without an integer index or a known cost are left out, and those whose own batch is long gone; bytes are
+        0 for one that fits the layout.
         """
         cdef mn_batch *record = self.batch_at(batch)
         cdef mn_position *sample
@@ -297,7 +297,7 @@ cdef class Records:
             if (
                 mn_load_relaxed_u64(&sample.position) == seq
                 and cost_ns
-                and not mn_load_relaxed_u64(&self.batch_at(mn_load_relaxed_u32(&sample.batch)).indices)
+                and <int64_t>mn_load_relaxed_u64(&sample.index) != INT64_MIN
             ):
                 ragged = 1 << (mn_load_relaxed_u64(&there.blob) & MN_KIND_MASK) == MN_RAGGED
                 found.append(

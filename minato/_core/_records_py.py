@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from minato._core._wait_py import EventCount
-from minato._core.codes import KIND_MASK, NUM_EPOCH_SLOTS, RAGGED
+from minato._core.codes import KIND_MASK, NO_INTEGER, NUM_EPOCH_SLOTS, RAGGED
 
 if sys.platform != "win32":  # which has threads only
     import fcntl
@@ -318,10 +318,10 @@ class Records:
             return self._ticket(position) & NUMBER != 0
 
     def samples(self, batch: int) -> list[tuple[int, int, int, int]]:
-        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch with integer indices.
+        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch.
 
-        Samples whose cost is not known are left out, and those whose own batch is long gone; bytes are 0 for one that
-        fits the layout.
+        Samples without an integer index or a known cost are left out, and those whose own batch is long gone; bytes are
+        0 for one that fits the layout.
         """
         with self._locked():
             found = []
@@ -329,7 +329,7 @@ class Records:
                 position = (self._place(place) & NUMBER) - 1
                 sample = self._positions[position & self._mask]
                 known = sample["position"] == position and sample["cost_ns"]
-                if known and not self._batches[sample["batch"]]["indices"]:
+                if known and sample["index"] != NO_INTEGER:
                     there = self._positions[place & self._mask]
                     ragged = 1 << (int(there["blob"]) & KIND_MASK) == RAGGED
                     nbytes = int(there["blob_nbytes"]) if ragged else 0

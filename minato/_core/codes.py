@@ -17,5 +17,8 @@ ENDED, SKIPPED, STATES = 1 << END_BLOB, 1 << SKIP_BLOB, 1 << STATE_BLOB
 STARTING = -2
 FIRST_COLLATED = -3
 
+NO_INTEGER = -(1 << 63)
+"""In the place of an index that is no integer of 64 bits, which a record does not hold."""
+
 NUM_EPOCH_SLOTS = 8
 """Epochs that a ledger can have open at the same time."""

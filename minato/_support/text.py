@@ -1,9 +1,20 @@
-"""Text from outside, made safe to print."""
+"""Text of objects and from outside, made safe: it is made whatever the object's own methods do, and can be printed."""
 
 from __future__ import annotations
 
-__all__ = ["printable"]
+import contextlib
+import traceback
+from typing import Any
 
+import numpy as np
+import torch
+
+from minato._support.values import plain
+
+__all__ = ["message_of", "printable", "short", "text_of", "traceback_of", "type_name"]
+
+_LONGEST = 1000
+"""Of a text of an object, in characters."""
 _IN_LINES = dict.fromkeys(
     [*range(9), *range(0xB, 0x20), *range(0x7F, 0xA0)], "\N{REPLACEMENT CHARACTER}"
 )
@@ -17,3 +28,73 @@ def printable(text: str, *, lines: bool = False) -> str:
         lines: Keep line breaks and tabs; otherwise they become spaces.
     """
     return text if text.isprintable() else text.translate(_IN_LINES if lines else _IN_A_LINE)
+
+
+def text_of(value: object) -> str:
+    """Return the ``repr`` of an object for a message: never an error, never long, and every encoding has it.
+
+    An index or key is shown as the plain value that it equals: ``3`` rather than ``np.int64(3)``.
+    """
+    try:
+        text = repr(_shown(value))
+    except Exception as error:
+        return f"<{type_name(value)} whose repr() raised {type_name(error)}>"
+    return short(text)
+
+
+def _shown(value: Any) -> Any:
+    kind = type(value)
+    if kind is list:
+        return list(plain(value))
+    # The repr of a large array is short, its content is not.
+    return value if issubclass(kind, (torch.Tensor, np.ndarray)) and value.ndim else plain(value)
+
+
+def message_of(error: BaseException) -> str:
+    """Return the text of an exception, as ``str(error)``."""
+    try:
+        text = str(error)
+    except Exception as raised:
+        return f"<{type_name(error)} whose str() raised {type_name(raised)}>"
+    return _encodable(text)
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception, with its causes, as Python prints it."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except (
+        Exception
+    ) as raised:  # by an attribute of an exception, of a cause or of a frame's module
+        return f"{message_of(error)} (its traceback cannot be formatted: {type_name(raised)})"
+    return _encodable(text)
+
+
+def type_name(value: object, *, full: bool = False, module: bool = False) -> str:
+    """Return the name of an object's type; metaclasses and classes may answer anything when they are asked.
+
+    Args:
+        full: With the classes that it is defined in: ``Outer.Inner``.
+        module: With its module, too: ``package.module.Outer.Inner``.
+    """
+    kind = type(value)
+    name = _string(kind, "__qualname__" if full or module else "__name__") or "object"
+    of = _string(kind, "__module__") if module else ""
+    return f"{of}.{name}" if of else name
+
+
+def short(text: str, most: int = _LONGEST) -> str:
+    """Return a text that every encoding has, cut after ``most`` characters."""
+    return _encodable(text if len(text) <= most else f"{text[: most - 3]}...")
+
+
+def _string(kind: type, attribute: str) -> str:
+    found: object = None
+    with contextlib.suppress(Exception):
+        found = getattr(kind, attribute)
+    return short(found) if isinstance(found, str) else ""
+
+
+def _encodable(text: str) -> str:
+    """Return the text without lone surrogates, which no encoding has, and as a plain string."""
+    return str.encode(text, "utf-8", "backslashreplace").decode()

@@ -11,6 +11,7 @@ from minato._core import Ledger
 from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
 from minato._support.exceptions import not_the_end
 from minato._support.pickling import Purpose
+from minato._support.text import text_of
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import Store
 
@@ -90,7 +91,7 @@ class BlobWriter:
     ) -> None:
         """Attach the exception of a sample, with the state of the dataset after it if there is one."""
         if isinstance(error, StopIteration):
-            source = "a batch" if index is None else f"the sample with index {index!r}"
+            source = "a batch" if index is None else f"the sample with index {text_of(index)}"
             error = not_the_end(source, error)
         described = self._describe_error(error)
         if state is not None:

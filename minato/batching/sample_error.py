@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from minato._compat import ExceptionWrapper
 from minato._core.limits import slot_overflow
+from minato._support.text import text_of
 from minato.batching.pinned_slots import Slot
 from minato.batching.serialization import damaged
 from minato.errors import add_note
@@ -42,7 +43,7 @@ class SampleError:
             error.reraise()
         except BaseException as raised:
             if self.key is not None and not isinstance(raised, KeyboardInterrupt):
-                add_note(raised, f"raised by the sample with index {self.key!r}")
+                add_note(raised, f"raised by the sample with index {text_of(self.key)}")
             if raised is not error:
                 traceback.clear_frames(raised.__traceback__)  # torch's own frames
             raise

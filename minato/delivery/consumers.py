@@ -259,7 +259,7 @@ def make_consumers(
     if (n is None) == (devices is None):
         raise ValueError(f"n={n} and devices={devices}: give one of the two")
     if devices is None:
-        check_whole("n", n, 1)
+        n = check_whole("n", n, 1)
         places: list[torch.device | None] = [None] * (n or 0)
     else:
         found = [check_device(device) for device in devices]

@@ -13,7 +13,7 @@ from minato.sampling.state import is_stateful
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import generators_created
 
-__all__ = ["check_cache", "wrap_dataset"]
+__all__ = ["behind", "check_cache", "wrap_dataset"]
 
 
 def check_cache(
@@ -59,9 +59,17 @@ def check_cache(
         )
 
 
+def behind(cache: Cache | None, transforms: Transforms) -> Transforms:
+    """The transforms that run on what the cache returns: the stages of a sample after its "dataset"."""
+    return transforms if cache is None else transforms.after(_cut(cache, transforms))
+
+
 def wrap_dataset(cache: Cache, dataset: object, transforms: Transforms) -> tuple[Any, Transforms]:
     """The dataset with cached transforms that workers read, and the remaining transforms."""
-    cut = len(transforms) if cache.after is None else cache.after
-    return CachedDataset(dataset, transforms.steps[:cut], cache, generators_created), Transforms(
-        transforms.steps[cut:]
-    )
+    cached = transforms.steps[: _cut(cache, transforms)]
+    return CachedDataset(dataset, cached, cache, generators_created), behind(cache, transforms)
+
+
+def _cut(cache: Cache, transforms: Transforms) -> int:
+    """The number of transforms whose results the cache keeps."""
+    return len(transforms) if cache.after is None else cache.after

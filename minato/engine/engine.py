@@ -26,8 +26,8 @@ from minato.engine.pools import make_pool
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError
+from minato.observe.observers import Observer, Observers, settle
 from minato.observe.stats.costs import CostHistoryStore, CostStats
-from minato.observe.stats.epoch_log import EpochLog
 from minato.observe.stats.histograms import merged
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
@@ -131,7 +131,7 @@ class Engine:
         self._pool = make_pool(plan, context, state, restart_policy, wait_stats)
         track = None if worker.tracks is None else worker.tracks.loop()
         tracer: Tracer = NULL_TRACER if track is None else track
-        self._observers = _observers(plan, history, track, self._pool)
+        self._observers = Observers(_observers(plan, history, track, self._pool))
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
         self._num_prefetched = plan.prefetch.to_device if pin is None else 1
         copier = _copier(plan, arena, pin, tracer)
@@ -218,7 +218,7 @@ class Engine:
         if worker.dataset_states is not None:
             self.afterwards.append(worker.dataset_states.keep_present)
         if history.epoch_log is not None:
-            self.afterwards.append(functools.partial(history.epoch_log.settle, self._metrics))
+            self.afterwards.append(functools.partial(settle, history.epoch_log, self._metrics))
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, arena, self.afterwards)
 
     def begin(self, epoch: Epoch, batches: Iterator[Any]) -> bool:
@@ -235,8 +235,7 @@ class Engine:
             self._dispatcher.returned(self._taken[0])
             self._taken = None
         self._history.engine = weakref.ref(self)
-        for observer in self._observers:
-            observer.begin(epoch.number, epoch.progress, self._metrics)
+        self._observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
             self._failures.begin(epoch.size())
         is_right = self._dispatcher.begin(
@@ -252,8 +251,7 @@ class Engine:
             self._dispatcher.refill()
         if not self._started:
             self._start()
-        for observer in self._observers:
-            observer.started()
+        self._observers.started()
         return is_right
 
     def next(self) -> Any:
@@ -263,8 +261,7 @@ class Engine:
             StopIteration: The epoch is over.
             Exception: Raised by a sample of the batch; the next call continues after that batch.
         """
-        for observer in self._observers:
-            observer.enter()
+        self._observers.enter()
         if self._taken is None:
             item = self._find()
             flags, *_, used_bytes = self.ledger.contents(item.record)
@@ -307,12 +304,13 @@ class Engine:
             if self.plan.worker.dataset_states is not None:
                 # The next epoch begins with the dataset as it is then.
                 self.plan.worker.dataset_states.present = None
-            if self._failures is not None:
-                self._failures.end()
-            if self._cost_history is not None:
-                self._cost_history.save(self.profile(), self.slow_threshold.recent)
-            for observer in self._observers:
-                observer.finish()
+            try:
+                if self._failures is not None:
+                    self._failures.end()
+                if self._cost_history is not None:
+                    self._cost_history.save(self.profile(), self.slow_threshold.recent)
+            finally:
+                self._observers.finish()
             raise
         if self._failures is not None:
             self._failures.finished += len(item.indices)
@@ -327,11 +325,11 @@ class Engine:
 
     def _returned(self, item: OpenBatch, used_bytes: int) -> None:
         """Record that ``next`` returns a batch, or raises its error."""
-        self._dispatcher.returned(item)
+        samples = self._dispatcher.returned(item)
         if self._observers:
-            samples = item.indices[0] if self.plan.worker.pipeline.streams else len(item.indices)
-            for observer in self._observers:
-                observer.leave(samples, used_bytes, self._snapshot)
+            if self.plan.worker.pipeline.streams:
+                samples = item.indices[0]
+            self._observers.leave(samples, used_bytes, self._snapshot)
 
     def _prepare_workers(self, item: OpenBatch) -> None:
         """Open more batches and supervise the workers; the next call raises an error, because this one has a batch."""
@@ -355,8 +353,7 @@ class Engine:
 
     def pinned(self, duration_ns: int) -> None:
         """Record the time in ns that pinning the last batch took."""
-        for observer in self._observers:
-            observer.pinned(duration_ns)
+        self._observers.pinned(duration_ns)
 
     def pin_slots(self, pinner: MemoryPinner) -> None:
         """Pin the memory of batches, for a device that reads from there."""
@@ -440,8 +437,8 @@ def _cost_history(plan: Plan, history: History) -> CostHistoryStore | None:
 
 def _observers(
     plan: Plan, history: History, track: Track | None, pool: WorkerPool
-) -> list[EpochLog | LoopTrack | CopiedObjects]:
-    observers: list[EpochLog | LoopTrack | CopiedObjects] = []
+) -> list[Observer]:
+    observers: list[Observer] = []
     if history.epoch_log is not None:
         observers.append(history.epoch_log)
     if track is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from minato._support.text import text_of
 from minato._system import available_cores, environment, local_rank
 from minato.engine.factory import RankSession
 from minato.engine.history import History
@@ -77,7 +78,7 @@ class Inspector:
         from minato.observe.report.report import report_of
 
         epoch_log = self._measured()
-        return report_of(self._setup(), self._spec.transforms.names, epoch_log, labels)
+        return report_of(self._setup(), self._spec.stages, epoch_log, labels)
 
     def _setup(self) -> Setup:
         """What a report says about the loader itself."""
@@ -115,7 +116,7 @@ class Inspector:
 
     @property
     def _stages(self) -> list[str]:
-        return ["dataset", *self._spec.transforms.names]
+        return ["dataset", *self._spec.stages]
 
     def metrics(self) -> dict[str, float]:
         """See ``DataLoader.metrics``."""
@@ -181,7 +182,7 @@ class Inspector:
 
         if path is not None:
             at_exit.write_at_exit(path)
-        at_exit.keep(self._setup(), self._spec.transforms.names, epoch_log)
+        at_exit.keep(self._setup(), self._spec.stages, epoch_log)
 
     def _watch_machine(self, epoch_log: EpochLog) -> MachineMonitor:
         """Start to record the use of the machine."""
@@ -323,7 +324,7 @@ class SlowSamples(NamedTuple):
             f"at most {self.most_late} batches late.",
         ]
         lines += [
-            f"Sample {each.index!r} has run for {each.running_s:.3g} s on worker {each.worker}, "
+            f"Sample {text_of(each.index)} has run for {each.running_s:.3g} s on worker {each.worker}, "
             f"in {each.transform or 'the dataset'}."
             for each in self.running
         ]

@@ -68,6 +68,15 @@ class LoaderSpec:
         return self.sampling.dataset
 
     @property
+    def stages(self) -> tuple[str, ...]:
+        """Names of the transforms that workers run and measure as stages; with a cache, those behind it."""
+        if self.cache is None:
+            return self.transforms.names
+        from minato.engine.caching import behind  # with it come all caches
+
+        return behind(self.cache, self.transforms).names
+
+    @property
     def keeps_dataset_states(self) -> bool:
         """Whether each worker's copy of the dataset has a state of its own."""
         return self.sampling.streams or is_stateful(self.dataset)

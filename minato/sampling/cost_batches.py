@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch.distributed
 from torch.utils.data import Sampler
 
 from minato._core import mix_seed
-from minato.checks import check_choice, check_whole
+from minato._support.values import items_of
+from minato.checks import check_choice, check_number, check_whole
 
 __all__ = ["CostBatchSampler"]
 
@@ -69,13 +71,14 @@ class CostBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        check_whole("size", size, 0)
-        check_whole("max_size", max_size, 1)
-        check_whole("pool", pool, 1)
-        check_whole("seed", seed, None)
-        check_whole("num_replicas", num_replicas, 1)
-        check_whole("rank", rank, 0)
+        size, max_size = check_whole("size", size, 0), check_whole("max_size", max_size, 1)
+        pool, seed = check_whole("pool", pool, 1), check_whole("seed", seed, None) or 0
+        num_replicas, rank = (
+            check_whole("num_replicas", num_replicas, 1),
+            check_whole("rank", rank, 0),
+        )
         check_choice("oversized", oversized, ("raise", "alone", "skip"))
+        max_cost = check_number("max_cost", max_cost) or 0
         if not max_cost > 0:
             raise ValueError(f"max_cost={max_cost} is too small: give more than 0")
         spread = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -108,7 +111,7 @@ class CostBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of ``iter()`` and ``len()``."""
-        self.epoch = epoch
+        self.epoch = operator.index(epoch)
 
     def __len__(self) -> int:
         """Number of batches of each rank in this epoch."""
@@ -164,7 +167,14 @@ def _checked(costs: object, size: int | None) -> Costs:
         costs = [costs(index) for index in range(size)]
     elif size is not None:
         raise ValueError(f"size={size} has no meaning where costs are given one by one")
-    found = np.asarray(costs, np.float64)
+    if isinstance(costs, torch.Tensor):
+        costs = costs.detach().to("cpu", torch.float64)
+    try:
+        found = np.asarray(
+            costs if hasattr(costs, "__array__") else items_of("costs", costs), float
+        )
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"costs are no numbers, one for each index: {error}") from error
     if found.ndim != 1:
         raise ValueError(f"costs of shape {found.shape}: give one number for each index")
     if not (found >= 0).all():  # NaN is not, either

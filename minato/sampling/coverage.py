@@ -7,10 +7,10 @@ import itertools
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import index as as_integer
 from typing import Any, NamedTuple
 
 from minato._core import Arrivals, sum_of_hashes
+from minato._support.values import integer_of, plain
 from minato.errors import CoverageError
 from minato.observe.stats.lateness import Lateness
 from minato.sampling.completed import NOTHING, BatchPart, Completed, RankProgress, Tally, merged
@@ -267,17 +267,15 @@ def index_hash(index: Any) -> int:
     """Return an integer for an index of any type: equal integers for equal indices, in any process."""
     if type(index) is Again:
         index = index.index
-    try:
-        return as_integer(index)  # NumPy's integers, and tensors of one integer
-    except TypeError:
-        pass
+    if (number := integer_of(index)) is not None:
+        return number
     if isinstance(index, str):
         data = index.encode("utf-8", "surrogatepass")
     elif isinstance(index, (tuple, list)):
         data = b",".join(b"%d" % index_hash(part) for part in index)
     else:
         try:
-            data = pickle.dumps(index, 5)
+            data = pickle.dumps(plain(index), 5)
         except Exception:  # counted, but not told apart from others
             return 0
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

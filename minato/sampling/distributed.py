@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
+from minato._support.values import plain
+
 __all__ = [
     "InterleavedRanks",
     "RankSampler",
@@ -35,7 +37,7 @@ def nested(sampler: Any) -> Iterator[Any]:
 def epoch_of(sampler: Any) -> int | None:
     """Return the ``epoch`` of the first nested sampler that has one; None without."""
     for one in nested(sampler):
-        epoch = getattr(one, "epoch", None)
+        epoch = plain(getattr(one, "epoch", None))
         if isinstance(epoch, int):
             return epoch
     return None

@@ -18,6 +18,7 @@ from operator import index as as_integer
 from typing import Any, BinaryIO
 
 from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
+from minato._support.text import text_of
 from minato.sampling.occurrences import Again
 
 __all__ = ["OrderRecord", "RecordedOrder"]
@@ -87,7 +88,7 @@ def _to_json(index: Any) -> int | str | list[Any]:
         return as_integer(index)
     except TypeError:
         raise TypeError(
-            f"record_order can only write indices that are integers or strings, and {index!r} is a "
+            f"record_order can only write indices that are integers or strings, and {text_of(index)} is a "
             f"{type(index).__name__}: leave record_order out, or let the sampler yield such indices"
         ) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -47,12 +48,12 @@ class SeededSampler(RandomSampler):
 
     def __init__(self, data_source: Sized, seed: int) -> None:
         super().__init__(data_source)
-        self.seed = seed
+        self.seed = operator.index(seed)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation that the next ``iter()`` yields."""
-        self.epoch = epoch
+        self.epoch = operator.index(epoch)
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator()

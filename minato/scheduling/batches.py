@@ -126,8 +126,12 @@ class RetiringBatches:
         self.returned: list[OpenBatch] = []
         self.cancelled: list[OpenBatch] = []
 
-    def add_returned(self, item: OpenBatch) -> None:
-        """Add a batch that was read, and record its samples as delivered."""
+    def add_returned(self, item: OpenBatch) -> int:
+        """Add a batch that was read, and record its samples as delivered.
+
+        Returns:
+            The number of samples at its places, without those that were skipped.
+        """
         occupants, num_slow = (
             self._ledger.occupants(item.record),
             self._ledger.num_slow(item.record),
@@ -135,8 +139,13 @@ class RetiringBatches:
         samples = (
             None if self._keeps_places else functools.partial(self._ledger.samples, item.record)
         )
+        count = len(item.indices)
+        if self._skips:
+            skipped = len(self._ledger.skipped(item.record)) if self._keeps_places else 0
+            count = min(count, sum(position >= 0 for position in occupants) - skipped)
         self._progress_of(item).delivered(occupants, _start(item), num_slow, samples)
         self._add(item)
+        return count
 
     def add_skipped(self, item: OpenBatch) -> None:
         """Add a batch that is dropped because of skipped samples, and record all its samples as skipped."""

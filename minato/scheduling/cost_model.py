@@ -9,16 +9,37 @@ import math
 from array import array
 from typing import Any
 
-from minato._core import Ledger
+import numpy as np
+import torch
 
-__all__ = ["CostModel", "EarlyStart"]
+from minato._core import Ledger
+from minato._core.codes import NO_INTEGER
+from minato._support.values import integer_of
+
+__all__ = ["CostModel", "EarlyStart", "integers_of"]
 
 _NEWEST = 0.5
 """Weight of a sample's latest cost against that of all earlier ones."""
 _MAX_INDICES = 1 << 25
 """Larger indices are not recorded: 128 MiB of costs."""
+_INT64 = 1 << 63
 _MIN_MEAN_NS = 400_000
 """Recording a sample takes the training process some microseconds: at most a hundredth of the workers' time."""
+
+
+def integers_of(indices: Any) -> list[int] | None:
+    """The integer that each index equals, for costs and reports: ``NO_INTEGER`` for one without, None for all without.
+
+    The dataset gets the index itself.
+    """
+    values = indices.tolist() if isinstance(indices, (np.ndarray, torch.Tensor)) else indices
+    found = [integer_of(index) for index in values]
+    if len(found) != len(indices) or all(number is None for number in found):
+        return None
+    return [
+        NO_INTEGER if number is None or not -_INT64 <= number < _INT64 else number
+        for number in found
+    ]
 
 
 class CostModel:
@@ -29,20 +50,22 @@ class CostModel:
 
     def predict(self, index: object) -> float | None:
         """The cost of a sample in ns; None if it is unknown."""
-        if isinstance(index, int) and 0 <= index < len(self._costs):
-            return self._costs[index] or None
+        number = integer_of(index)
+        if number is not None and 0 <= number < len(self._costs):
+            return self._costs[number] or None
         return None
 
     def observe(self, index: object, cost_ns: float) -> None:
         """Record the cost of a sample; only indices that are integers from 0 to 2**25 count."""
-        if not isinstance(index, int) or not 0 <= index < _MAX_INDICES:
+        number = integer_of(index)
+        if number is None or not 0 <= number < _MAX_INDICES:
             return
-        if index >= len(self._costs):
+        if number >= len(self._costs):
             # Grow by half: ten million indices in ascending order cost a few dozen copies.
-            length = min(_MAX_INDICES, max(1024, index + 1 + index // 2))
+            length = min(_MAX_INDICES, max(1024, number + 1 + number // 2))
             self._costs.frombytes(bytes(self._costs.itemsize * (length - len(self._costs))))
-        known = self._costs[index]
-        self._costs[index] = cost_ns if known == 0 else known + _NEWEST * (cost_ns - known)
+        known = self._costs[number]
+        self._costs[number] = cost_ns if known == 0 else known + _NEWEST * (cost_ns - known)
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ from minato.scheduling.batches import (
     RetiringBatches,
     offset_in_slot,
 )
-from minato.scheduling.cost_model import EarlyStart
+from minato.scheduling.cost_model import EarlyStart, integers_of
 from minato.scheduling.orders import Order
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.waiting import ConsumerWait, Pool
@@ -321,9 +321,9 @@ class Dispatcher:
             self._tracer.span("batch", item.opened_ns, now, args)
         self._window.observe(batch_bytes)
 
-    def returned(self, item: OpenBatch) -> None:
-        """Record that the training loop gets a batch, or its error."""
-        self._retiring.add_returned(item)
+    def returned(self, item: OpenBatch) -> int:
+        """Record that the training loop gets a batch, or its error; returns the number of its samples."""
+        return self._retiring.add_returned(item)
 
     def upcoming(self, limit: int) -> list[OpenBatch]:
         """At most ``limit`` complete batches that come next; no other comes before them."""
@@ -420,7 +420,7 @@ class Dispatcher:
         self._drawn.popleft()
         self._owner = None
         if self._early_start is not None:
-            self._early_start.hint(item.record, indices)
+            self._early_start.hint(item.record, item.indices)
         return True
 
     def _run_dry(self) -> None:
@@ -467,7 +467,7 @@ class Dispatcher:
                 raise
         slot, epoch = self._storage.slots.acquire(), self._epoch
         record = self._ledger.open(
-            indices=indices if fits_ledger else None,
+            indices=indices if fits_ledger else integers_of(indices),
             count=count,
             slot=(slot.start, slot.start, slot.end),
             epoch_slot=epoch.slot,

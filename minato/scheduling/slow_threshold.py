@@ -29,6 +29,8 @@ _TOO_MANY, _FEW = 1.4, 1.2
 _PANES_TO_FALL_BACK, _PANES_TO_RETURN = 2, 4
 _FALL_BACK_SHARE = 0.4
 """The fall-back flags this part of what the percentile flags: 10 % in place of 25 %."""
+_NEVER_NS = 1 << 62
+"""Longer thresholds are this one, of a hundred years; also infinity."""
 _MIN_SAMPLES = 8
 """Fewer samples are no statistics, however long they took."""
 
@@ -117,7 +119,8 @@ class SlowThreshold:
         self._fallen_back = False
         self._streak = 0  # consecutive panes after which the percentile should change
         if self.settings.fixed_s is not None:
-            self.decision = ThresholdDecision(round(1e9 * self.settings.fixed_s), 0.0, 0.0, "fixed")
+            fixed_ns = round(min(1e9 * self.settings.fixed_s, _NEVER_NS))
+            self.decision = ThresholdDecision(fixed_ns, 0.0, 0.0, "fixed")
         elif known is not None and known.count >= _MIN_SAMPLES:
             self._panes.append(known.snapshot())
             self._decide(known, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections import Counter, defaultdict
@@ -13,6 +14,9 @@ from typing import Any
 from uuid import UUID
 
 from minato._support.files import write_atomically
+from minato._support.text import text_of, type_name
+from minato._support.values import items_of, number_of, plain
+from minato.checks import check_whole
 
 __all__ = ["folds", "load_splits", "save_splits", "split"]
 
@@ -33,7 +37,8 @@ def split(
     """Divide keys at random.
 
     Args:
-        keys: The keys of all samples.
+        keys: The keys of all samples. These, labels and entities may be lists, arrays, tensors or columns of pandas:
+            their values count, by position. Missing values (None, NaN) are one class, or one entity.
         shares: The size of each split relative to the others: ``{"train": 8, "test": 2}``.
         seed: The same seed, keys and metadata give the same splits.
         labels: The class of each key: each split then gets its share of each class, as far as entities allow.
@@ -48,20 +53,21 @@ def split(
     Raises:
         ValueError: A share is not positive, lists differ in length, weights are negative or all 0, or ``uniform`` or
             ``weights`` is given without labels, or both are.
+        TypeError: Keys, labels or entities have no order, or one of them cannot be compared.
     """
-    bad = {name: share for name, share in shares.items() if not share > 0}
-    if not shares or bad:
+    sizes = {name: number_of(share) for name, share in shares.items()}
+    if not sizes or not all(size is not None and 0 < size < math.inf for size in sizes.values()):
         raise ValueError(f"shares={dict(shares)} are not possible: give positive numbers")
-    for name, values in (("labels", labels), ("entities", entities)):
-        if values is not None and len(values) != len(keys):
-            raise ValueError(f"{len(values)} {name} do not fit {len(keys)} keys: give one for each")
+    keys = items_of("keys", keys)
+    labels = None if labels is None else _alike("labels", labels, len(keys))
+    entities = None if entities is None else _alike("entities", entities, len(keys))
     if uniform and labels is None:
         raise ValueError("uniform=True makes classes equally large: give labels")
-    if weights is not None:
-        _check_weights(weights, labels, uniform)
-    rng = random.Random(seed)
+    rng = random.Random(_seed(seed))
     classes: Sequence[Hashable] = [None] * len(keys) if labels is None else labels
-    parts = _divide(list(shares.values()), classes, entities, rng)
+    if weights is not None:
+        weights = _checked_weights(weights, labels, uniform)
+    parts = _divide([float(size or 0) for size in sizes.values()], classes, entities, rng)
     if uniform:
         weights = dict.fromkeys(classes, 1.0)
     if weights is not None:
@@ -85,9 +91,10 @@ def folds(
 
     Raises:
         ValueError: There are fewer than two folds, or lists differ in length.
+        TypeError: As for :func:`split`, or ``count`` is no integer.
     """
-    if count < 2:
-        raise ValueError(f"count={count} is too small: give at least 2")
+    count = check_whole("count", count, 2) or 2
+    keys = items_of("keys", keys)
     shares = {str(number): 1.0 for number in range(count)}
     parts = split(range(len(keys)), shares, seed=seed, labels=labels, entities=entities)
     found = []
@@ -109,7 +116,7 @@ def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[Any]
         ValueError: The file exists and contains no splits; it stays unchanged.
         TypeError: A key is neither a string, an integer, bytes nor a UUID, nor a tuple of these.
     """
-    content = {name: [_plain(key) for key in keys] for name, keys in splits.items()}
+    content = {name: [_plain(key) for key in items_of(name, keys)] for name, keys in splits.items()}
     text = json.dumps({"format": _FORMAT, "splits": content})
     write_atomically(path, text, sync=True, recognised=lambda head: head.startswith(_BEGINS))
 
@@ -132,6 +139,7 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
 
 def _plain(key: object) -> Any:
     """A key as JSON; types that JSON lacks become an object that names the type."""
+    key = plain(key)
     if isinstance(key, bytes):
         return {"bytes": key.hex()}
     if isinstance(key, UUID):
@@ -143,7 +151,8 @@ def _plain(key: object) -> Any:
     if isinstance(key, Integral):
         return int(key)
     raise TypeError(
-        f"the key {key!r} of type {type(key).__name__} cannot be saved: strings, integers, bytes, UUIDs and tuples can"
+        f"the key {text_of(key)} of type {type_name(key)} cannot be saved: strings, integers, bytes, UUIDs and tuples "
+        "can"
     )
 
 
@@ -160,17 +169,49 @@ def _key(plain: object) -> Any:
     raise ValueError(f"a key of kind {kind!r}")
 
 
-def _check_weights(
-    weights: Mapping[Any, float], labels: Sequence[Hashable] | None, uniform: bool
-) -> None:
+def _alike(name: str, values: Any, count: int) -> list[Hashable]:
+    """The values of a sequence so that equal ones are one key of a dictionary.
+
+    Raises:
+        ValueError: They are not ``count``.
+        TypeError: A value has no hash.
+    """
+    found = list(map(plain, items_of(name, values)))
+    if len(found) != count:
+        raise ValueError(f"{len(found)} {name} do not fit {count} keys: give one for each")
+    for i, value in enumerate(found):
+        try:
+            hash(value)
+        except Exception:
+            raise TypeError(
+                f"{name}[{i}] is {text_of(value)} of type {type_name(value)}, which cannot be compared with others: "
+                "give numbers, strings or tuples of these"
+            ) from None
+    return found
+
+
+def _seed(seed: object) -> int | str | bytes | float:
+    """A seed that Python's generator takes; NumPy's integers are the integers that they equal."""
+    found = plain(seed)
+    if isinstance(found, (int, str, bytes, float)):
+        return found
+    raise TypeError(f"seed={text_of(seed)} is a {type_name(seed)}: give an integer")
+
+
+def _checked_weights(
+    given: Any, labels: Sequence[Hashable] | None, uniform: bool
+) -> dict[Any, float]:
+    weights = {plain(name): number_of(weight) for name, weight in given.items()}
     if labels is None or uniform:
         instead = "leave uniform out" if uniform else "give labels"
-        raise ValueError(f"weights={dict(weights)} say how large classes are: {instead}")
+        raise ValueError(f"weights={dict(given)} say how large classes are: {instead}")
     unknown = weights.keys() - set(labels)
     if unknown:
-        raise ValueError(f"weights={dict(weights)} are for classes that no label names: {unknown}")
-    if min(weights.values(), default=0) < 0 or not any(weights.values()):
-        raise ValueError(f"weights={dict(weights)} are not possible: give 0 or more, not all 0")
+        raise ValueError(f"weights={dict(given)} are for classes that no label names: {unknown}")
+    values = [-1.0 if weight is None else float(weight) for weight in weights.values()]
+    if not all(0 <= value < math.inf for value in values) or not any(values):
+        raise ValueError(f"weights={dict(given)} are not possible: give 0 or more, not all 0")
+    return dict(zip(weights, values, strict=True))
 
 
 def _divide(

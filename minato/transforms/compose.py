@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from minato._core import run_steps
+from minato._support.text import short, text_of, type_name
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Transforms"]
 
 Step = Callable[[Any], Any]
+_STAGES = ("dataset", "samples", "collate and copy")
+"""Stages that are no transforms, whose names are taken."""
+_MOST_PARTIALS = 16
 
 _COMPOSES = {"torchvision.transforms": "__call__", "torchvision.transforms.v2": "forward"}
 """Modules whose ``Compose`` is known, and the method that calls its transforms."""
@@ -25,17 +30,19 @@ class Transforms:
 
     Args:
         steps: The transforms, each a callable of one argument. Use :meth:`of` for user input.
+        names: Those of another list, of which these are a part; None: made here.
 
     Attributes:
         steps: The transforms.
-        names: A readable name of each, for reports.
+        names: A readable name of each, different from all others and from those of the other stages. Workers, reports,
+            metrics, failures and slow samples all have these names.
     """
 
     __slots__ = ("names", "steps")
 
-    def __init__(self, steps: tuple[Step, ...] = ()) -> None:
+    def __init__(self, steps: tuple[Step, ...] = (), names: tuple[str, ...] | None = None) -> None:
         self.steps = steps
-        self.names = tuple(_name(step) for step in steps)
+        self.names = _names(steps) if names is None else names
 
     @classmethod
     def of(cls, transforms: Any) -> Transforms:
@@ -74,9 +81,13 @@ class Transforms:
         length = len(self.steps)
         return {f"transforms[{i - length}]": step for i, step in enumerate(self.steps)}
 
+    def after(self, count: int) -> Transforms:
+        """Return the transforms without the first ``count``; the others keep their names."""
+        return Transforms(self.steps[count:], self.names[count:])
+
     def run(self, value: object) -> Any:
         """Return ``value`` after all transforms."""
-        for step in self.steps:
+        for _number, step in enumerate(self.steps):  # failed_step() reads the number
             value = step(value)
         return value
 
@@ -98,8 +109,10 @@ class Transforms:
         """Return the name of the transform that raised an exception; None if none of these did."""
         trace = error.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_code is Transforms.run.__code__:
-                return _name(trace.tb_frame.f_locals["step"])
+            frame = trace.tb_frame
+            if frame.f_code is Transforms.run.__code__ and frame.f_locals["self"] is self:
+                number: int = frame.f_locals["_number"]
+                return self.names[number]
             trace = trace.tb_next
         return None
 
@@ -146,15 +159,31 @@ def _is_plain_compose(element: Any) -> bool:
     return False
 
 
-def _name(step: Step) -> str:
-    if isinstance(step, functools.partial):
-        return _name(step.func)
-    name: str = getattr(step, "__qualname__", None) or type(step).__qualname__
-    return name.replace("<locals>.", "")
+def _names(steps: tuple[Step, ...]) -> tuple[str, ...]:
+    """Return a name of each transform; those that repeat have a number: Resize, Resize 2."""
+    names: dict[str, None] = dict.fromkeys(_STAGES)
+    for step in steps:
+        name = unique = _name(step)
+        number = 1
+        while unique in names:
+            number += 1
+            unique = f"{name} {number}"
+        names[unique] = None
+    return tuple(names)[len(_STAGES) :]
+
+
+def _name(step: Any) -> str:
+    for _ in range(_MOST_PARTIALS):
+        if type(step) is not functools.partial:
+            break
+        step = step.func
+    name: object = None
+    with contextlib.suppress(Exception):  # the attributes of a user's object
+        name = getattr(step, "__qualname__", None)
+    if not isinstance(name, str) or not name:
+        return type_name(step, full=True).replace("<locals>.", "")
+    return short(name.replace("<locals>.", ""))
 
 
 def _show(value: object) -> str:
-    text = repr(value)
-    if len(text) > 80:
-        text = text[:77] + "..."
-    return f"{text} of type {type(value).__name__}"
+    return f"{short(text_of(value), 80)} of type {type_name(value)}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import operator
 import pickle
 import random
 import threading
@@ -28,6 +27,8 @@ import torch
 
 from minato._compat import bit_generator_of, numpy_state
 from minato._core import StateSnapshot, StateWriter, mix_seed
+from minato._support.text import text_of
+from minato._support.values import integer_of, plain
 from minato.transforms import rng_memory
 from minato.transforms.owned import OwnedGenerators
 
@@ -236,10 +237,8 @@ def index_word(key: Any) -> int:
     object it is a 64-bit hash of its content: strings, bytes, tuples, lists, sets, the pickle of
     other objects, or their ``repr`` if they cannot be pickled.
     """
-    try:
-        return operator.index(key)
-    except TypeError:
-        return int.from_bytes(_digest(key), "little")
+    number = integer_of(key)
+    return int.from_bytes(_digest(key), "little") if number is None else number
 
 
 def sample_word(key: object, occurrence: int) -> int:
@@ -253,7 +252,7 @@ def _digest(key: object) -> bytes:
         content = b"str" + key.encode("utf-8", "surrogatepass")
     elif isinstance(key, bytes):
         content = b"bytes" + key
-    elif isinstance(key, torch.Tensor):  # their pickles differ between processes
+    elif isinstance(key, (torch.Tensor, np.ndarray)):  # a tensor's pickles differ between processes
         return _digest(key.tolist())
     elif isinstance(key, (tuple, list)):
         content = b"sequence" + b"".join(map(_digest, key))
@@ -270,9 +269,9 @@ def _pickled(key: object) -> bytes:
     # Without the memo, equal keys have equal bytes even if some share their parts.
     pickler.fast = True
     try:
-        pickler.dump(key)
+        pickler.dump(plain(key))
     except Exception:  # a key's own ``__reduce__`` may raise anything
-        return repr(key).encode("utf-8", "surrogatepass")
+        return text_of(key).encode()
     return to.getvalue()
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from minato._core import Ledger
 from minato._core.codes import FIRST_COLLATED
+from minato._support.text import text_of
 
 __all__ = [
     "Collation",
@@ -81,7 +82,7 @@ def describe_indices(
     if not indices:
         return "indices that are no longer known"
     more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
-    return f"indices {', '.join(map(repr, indices[:_MOST_LISTED]))}{more}"
+    return f"indices {', '.join(map(text_of, indices[:_MOST_LISTED]))}{more}"
 
 
 def read_current_sample(

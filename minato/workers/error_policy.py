@@ -6,18 +6,19 @@ import errno
 import json
 import os
 import time
-import traceback
 import warnings
 import weakref
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import reduction
-from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from minato._support.counters import Counters
 from minato._support.files import anonymous_log, open_lines
+from minato._support.text import message_of, short, text_of, traceback_of, type_name
+from minato._support.values import plain
 from minato.errors import ErrorBudgetError, MinatoWarning
 
 if TYPE_CHECKING:  # minato.SKIP needs none of these
@@ -36,6 +37,8 @@ _MOST_ANONYMOUS_BYTES = 16 << 20
 """Largest size of the records in memory; further failures are only counted."""
 _LONGEST_READ_BYTES = 4 << 20
 _BEGINS = b'{"index":'
+_LONGEST_TEXT = 1 << 16
+"""Of a message or traceback in the log, in characters."""
 _OUTCOMES = ("skipped", "substituted", "recovered", "raised")
 
 
@@ -75,22 +78,40 @@ class SampleFailure:
     occurrence: int = 0
 
     def record(self, outcome: str) -> dict[str, Any]:
-        """The failure as plain data."""
-        plain = self.index is None or isinstance(self.index, (int, str))
+        """The failure as plain data, whatever the methods of its index and of its exception do."""
         return {
-            "index": self.index if plain else repr(self.index),
+            "index": _in_json(self.index),
             "epoch": self.epoch,
             "seed": self.seed,
             "occurrence": self.occurrence,
             "worker": self.worker,
             "attempts": self.attempts,
             "outcome": outcome,
-            "exception": f"{type(self.error).__module__}.{type(self.error).__qualname__}",
-            "message": str(self.error),
+            "exception": type_name(self.error, module=True),
+            "message": short(message_of(self.error), _LONGEST_TEXT),
             "transform": self.transform,
-            "traceback": "".join(traceback.format_exception(self.error)),
+            "traceback": short(traceback_of(self.error), _LONGEST_TEXT),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
+
+
+def _in_json(index: object) -> Any:
+    """An index as JSON, tuples as lists; the text of one that JSON lacks."""
+    try:
+        found = plain(index)
+    except Exception:
+        return text_of(index)
+    return found if _is_json(found) else text_of(index)
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (int, str, float))
+
+
+def _from_json(index: object) -> Any:
+    return tuple(map(_from_json, index)) if isinstance(index, list) else index
 
 
 class FailureLog:
@@ -137,21 +158,26 @@ class FailureLog:
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, failure: SampleFailure, outcome: str) -> None:
         """Count a failure and add its line, by one call of the system, so that lines of several workers do not mix."""
         try:
-            self._write(record)
-        except OSError as error:
-            if not self.counts()["unrecorded"]:
+            self._write(failure.record(outcome))
+        except Exception as error:
+            self._note_unrecorded(error)
+        self._counters.add(**{outcome: 1, "retries": max(failure.attempts - 1, 0)})
+
+    def _note_unrecorded(self, error: Exception) -> None:
+        first = not self.counts()["unrecorded"]
+        self._counters.add(unrecorded=1)
+        cause = error.strerror if isinstance(error, OSError) else message_of(error)
+        if first:
+            with suppress(Exception):  # where warnings are errors, the sample has none all the same
                 warnings.warn(
-                    f"a failed sample could not be recorded in ErrorPolicy(log={self._path!r}): {error.strerror}; "
+                    f"a failed sample could not be recorded in ErrorPolicy(log={self._path!r}): {cause}; "
                     "samples are delivered and failures counted as before, and their records are missing there",
                     MinatoWarning,
                     stacklevel=2,
                 )
-            self._counters.add(unrecorded=1)
-        retries = max(record["attempts"] - 1, 0)
-        self._counters.add(**{record["outcome"]: 1, "retries": retries})
 
     def _write(self, record: dict[str, Any]) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -202,9 +228,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(
-        record.get("index", {}), (int, str, NoneType)
-    ):
+    if not isinstance(record, dict):
+        return None
+    record["index"] = _from_json(record.get("index", {}))
+    if not _is_json(record["index"]):
         return None
     strings = (record.get(name) for name in ("outcome", "exception", "message"))
     return record if all(isinstance(text, str) for text in strings) else None
@@ -246,12 +273,12 @@ class FailureHandler(NamedTuple):
             outcome = "raised"
         elif result is SKIP:
             outcome = "skipped"
-        self.log.append(failure.record(outcome))
+        self.log.append(failure, outcome)
         return result, error
 
     def recovered(self, failure: SampleFailure) -> None:
         """Record that a retry has succeeded."""
-        self.log.append(failure.record("recovered"))
+        self.log.append(failure, "recovered")
 
 
 class SampleRetry:
@@ -333,7 +360,7 @@ class FailureCount:
         self._state = b""
         self._last: dict[str, Any] | None = None  # failure of this epoch
         self._size: int | None = None
-        self._exceeded = False
+        self._exceeded = self._warned = False
         self.finished = 0
         """Samples of this epoch that were yielded or failed."""
 
@@ -343,7 +370,7 @@ class FailureCount:
         self._last = None
         self._begin_of_epoch = self.totals.copy()
         self._size = size
-        self._exceeded = False
+        self._exceeded = self._warned = False
         self.finished = 0
 
     def check(self) -> None:
@@ -382,7 +409,8 @@ class FailureCount:
         """
         self.check()
         skipped, substituted = self._of_epoch("skipped"), self._of_epoch("substituted")
-        if skipped or substituted:
+        if (skipped or substituted) and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"{skipped} samples of this epoch were skipped and {substituted} substituted, because they could not "
                 f"be loaded{self._where()}",
@@ -399,7 +427,9 @@ class FailureCount:
         counts = self._log.counts()
         self.retries = counts.pop("retries")
         self.totals = Counter(counts)
-        new = self._log.read_new()
+        new: list[dict[str, Any]] = []
+        with suppress(OSError):  # the counts are exact without the records
+            new = self._log.read_new()
         self._last = new[-1] if new else self._last
         if len(self.skipped) < _MOST_SKIPPED:
             self.skipped.update(each["index"] for each in new if each["outcome"] == "skipped")

@@ -8,10 +8,12 @@ import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from minato._core import now_ns
+from minato._support.text import text_of
 from minato._support.threads import start_thread
 from minato.transforms.rng import SampleRandomness
 
@@ -295,6 +297,7 @@ class CoroutineReads(FinishedReads):
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._queued: deque[Read] = deque()
+        self._closed = False
 
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
@@ -329,16 +332,21 @@ class CoroutineReads(FinishedReads):
             read.asked = randomness.asked if randomness else 0
         except asyncio.CancelledError as error:
             # A CancelledError would end the worker.
-            read.error = RuntimeError(f"the read of {read.key!r} was cancelled")
+            read.error = RuntimeError(f"the read of {text_of(read.key)} was cancelled")
             read.error.__cause__ = error
         except BaseException as error:  # the worker's thread decides whether it ends the worker
             read.error = error
         self._finish(read)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.run_forever()
-        loop.run_until_complete(self._cancel())
-        loop.run_until_complete(loop.shutdown_asyncgens())
+        # The loop also ends where a task of the dataset's raises SystemExit or KeyboardInterrupt, or calls stop().
+        # The task keeps its exception for the read that awaits it, and the loop goes on with the other reads.
+        while not (self._closed or loop.is_closed()):
+            with suppress(BaseException):
+                loop.run_forever()
+        for ending in (self._cancel, loop.shutdown_asyncgens):
+            with suppress(BaseException):
+                loop.run_until_complete(ending())
         loop.close()
 
     async def _cancel(self) -> None:
@@ -349,6 +357,7 @@ class CoroutineReads(FinishedReads):
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         self._queued.clear()
+        self._closed = True
         loop.stop()
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 
 from minato._core import Ledger
 from minato._core.codes import STARTING
+from minato._support.text import text_of
 from minato._support.threads import start_thread
 from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import MinatoWarning, WorkerDiedError
@@ -419,7 +420,7 @@ class RestartPolicy:
         fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
         on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
         if sample:
-            on = f"while it ran the sample with index {sample.key!r}"
+            on = f"while it ran the sample with index {text_of(sample.key)}"
         elif collation:
             on = f"in collate_fn, for the batch of {collation.indices}"
         what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {on}."

@@ -10,6 +10,7 @@ from http import HTTPStatus
 
 from minato._fork_safety import forget_in_children
 from minato._support.socket_server import Client, Server
+from minato._support.text import message_of, type_name
 from minato.observe.monitor.prometheus import LoaderMetrics, text_of
 
 __all__ = ["Endpoint", "serve"]
@@ -101,10 +102,13 @@ def _response(request: bytes, text: Callable[[], str]) -> bytes:
         try:
             body = text()
         except Exception as error:  # the response reports it, as stderr belongs to the program
-            status, body = HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}\n"
+            status, body = (
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                f"{type_name(error)}: {message_of(error)}\n",
+            )
     if status != HTTPStatus.OK:
         body = body or f"{status.value} {status.phrase}\n"
-    content = body.encode()
+    content = body.encode("utf-8", "backslashreplace")  # names may hold what no encoding has
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {_TYPE}\r\nContent-Length: {len(content)}\r\n"
         f"{'Allow: GET, HEAD' if status == HTTPStatus.METHOD_NOT_ALLOWED else 'Cache-Control: no-store'}\r\n"

@@ -44,8 +44,9 @@ class LoaderMetrics:
 
     def __init__(self, log: EpochLog, name: str, stages: Sequence[str]) -> None:
         self._log = log
-        if any(each.name == name for each in _exporters):
-            name = f"{name} {next(_numbers)}"
+        taken, given = {each.name for each in _exporters}, name
+        while name in taken:
+            name = f"{given} {next(_numbers)}"
         self.name: str = name
         self._stages = stages
         self.url: str | None = None

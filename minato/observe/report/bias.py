@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minato._core import Histogram
+from minato._support.text import text_of
+from minato._support.values import plain
 from minato.observe.report.figures import Bias
 from minato.observe.stats.lateness import DeliveredSample
 
@@ -45,7 +47,8 @@ def bias_of(
     label, label_matters = None, False
     skipped_label, skips_matter = None, False
     if labels is not None:
-        label, label_matters = _by_label(lags, [_label(labels, row.key) for row in rows])
+        label_of = _lookup(labels)
+        label, label_matters = _by_label(lags, [label_of(row.key) for row in rows])
         skipped_label, skips_matter = _by_omission(labels, rows, skipped)
     bias = Bias(
         samples=len(rows),
@@ -110,20 +113,52 @@ def _by_omission(
         return None, False
     share, draw = min(_MOST_LABELS / len(indices), 1.0), random.Random(0)
     kept = draw.sample(indices, round(share * len(indices)))
-    missing = draw.sample(sorted(skipped, key=repr), round(share * len(skipped)))
+    missing = draw.sample(sorted(skipped, key=text_of), round(share * len(skipped)))
     marks = [0] * len(kept) + [1] * len(missing)
-    return _by_label(marks, [_label(labels, index) for index in (*kept, *missing)])
+    return _by_label(marks, list(map(_lookup(labels), (*kept, *missing))))
 
 
-def _label(labels: Labels, index: Any) -> Any:
+def _lookup(labels: Labels) -> Callable[[Any], Any]:
+    """A function that returns the label of an index as a plain value.
+
+    A sequence is asked by position, whatever labels it has itself (pandas); a mapping by key.
+    """
+    by_text: dict[str, Any] = {}
+
+    def found(index: Any) -> Any:
+        if callable(labels):
+            return labels(index)
+        if isinstance(index, int) and hasattr(labels, "iloc"):
+            return labels.iloc[index]
+        try:
+            return labels[index]
+        except LookupError:
+            if not isinstance(labels, Mapping):
+                raise
+        if (
+            not by_text
+        ):  # the keys may equal the index in another type, and the log has texts of objects
+            for key, label in labels.items():
+                by_text[text_of(key)] = label
+        return by_text[index if index in by_text else text_of(index)]
+
+    def label_of(index: Any) -> Any:
+        try:
+            return plain(found(index))
+        except LookupError:
+            raise ValueError(
+                f"labels= has no label for the sample {text_of(index)}: give one for each"
+            ) from None
+
+    return label_of
+
+
+def _hashable(label: Any) -> Any:
     try:
-        label = labels(index) if callable(labels) else labels[index]
-    except LookupError:
-        raise ValueError(
-            f"labels= has no label for the sample {index!r}: give one for each"
-        ) from None
-    item = getattr(label, "item", None)  # a number of numpy's or torch's
-    return label if item is None else item()
+        hash(label)
+    except Exception:
+        return text_of(label)
+    return label
 
 
 def rank_correlation(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
@@ -146,7 +181,8 @@ def rank_spread(values: npt.ArrayLike, groups: Sequence[object]) -> tuple[float,
         value of Spearman's correlation. Then the standard deviations by which the statistic exceeds its expectation.
     """
     ranks = _ranks_of(np.asarray(values, np.float64))
-    _, place = np.unique(np.array([repr(group) for group in groups]), return_inverse=True)
+    numbers: dict[Any, int] = {}
+    place = np.array([numbers.setdefault(_hashable(each), len(numbers)) for each in groups], int)
     counts = np.bincount(place)
     count, num_groups = len(ranks), len(counts)
     whole = float(np.sum((ranks - (count + 1) / 2) ** 2))

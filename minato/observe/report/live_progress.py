@@ -128,7 +128,7 @@ class ProgressEstimator:
     def add(self, snapshot: EpochSnapshot) -> EpochProgress:
         """The progress as of a new snapshot."""
         recent = self._recent
-        if recent and recent[-1].epoch != snapshot.epoch:
+        if recent and not _is_later(snapshot, recent[-1]):
             recent.clear()
         recent.append(snapshot)
         while len(recent) > 2 and snapshot.at_ns - recent[1].at_ns >= _RECENT_NS:
@@ -181,6 +181,12 @@ class ProgressEstimator:
         number = max(range(len(times)), key=lambda i: times[i][1])
         count, total = times[number]
         return _SlowestStage(self._stages[number], total / whole_ns, total / max(count, 1) / 1e9)
+
+
+def _is_later(snapshot: EpochSnapshot, earlier: EpochSnapshot) -> bool:
+    """Whether both are of one epoch; the program may give several one number."""
+    same = (snapshot.epoch, snapshot.began_ns) == (earlier.epoch, earlier.began_ns)
+    return same and snapshot.at_ns >= earlier.at_ns
 
 
 def _machine_text(before: MachineSnapshot, now: MachineSnapshot, seconds: float) -> str:

@@ -10,12 +10,14 @@ import platform
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
+from minato._support.text import message_of
 from minato.errors import MinatoWarning
 from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
 from minato.observe.stats.size import length_of
@@ -159,7 +161,7 @@ def fingerprint(dataset: object, steps: Sequence[Callable[[Any], Any]] = ()) -> 
     """
     host = (platform.node(), platform.machine(), platform.processor(), os.cpu_count())
     parts = [_describe(dataset), length_of(dataset), *map(_describe, steps), host]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+    return hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()[:24]
 
 
 def _describe(thing: object) -> str:
@@ -193,21 +195,31 @@ class CostHistoryStore:
         self, directory: str, dataset: object, transforms: Sequence[Callable[..., Any]]
     ) -> None:
         self._directory = directory
-        self._key = fingerprint(dataset, transforms)
+        self._warned = False
+        self._key: str | None = None
+        with suppress(
+            Exception
+        ):  # of a method of the dataset's or of a transform: it has no name then
+            self._key = fingerprint(dataset, transforms)
 
     def costs(self) -> Histogram | None:
         """Costs of samples in the last run; None if none are saved."""
-        kept = CostStats.load(self._directory, self._key)
+        kept = None if self._key is None else CostStats.load(self._directory, self._key)
         return None if kept is None else kept[1]
 
     def save(self, costs: CostStats, recent: Histogram) -> None:
         """Save the costs of all samples and of recent ones; warns if the directory cannot be written."""
         latest = recent if recent.count else costs.run["total"]
+        if self._key is None:
+            return
         try:
             costs.save(self._directory, self._key, latest)
-        except OSError as error:
-            warnings.warn(
-                f"cost_history={self._directory!r} cannot be written, so the next run starts without it: {error}",
-                MinatoWarning,
-                stacklevel=2,
-            )
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"cost_history={self._directory!r} cannot be written, so the next run starts without it: "
+                    f"{message_of(error)}",
+                    MinatoWarning,
+                    stacklevel=2,
+                )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from minato._core import Histogram, now_ns
+from minato._support.text import message_of, type_name
+from minato.errors import MinatoWarning
 from minato.observe.stats.lateness import Lateness, Reservoir
 from minato.observe.stats.slowest import SlowSample, slowest_of
 from minato.observe.stats.snapshot import (
@@ -252,8 +255,7 @@ class EpochLog:
         if self._current is not None:
             self._left_ns = now_ns()
             self._current.wall_ns = self._current.start_ns = self._left_ns - self._began_ns
-            for observer in self.observers:
-                observer.started()
+            self._notify("started")
 
     def enter(self) -> None:
         """``next()`` is called."""
@@ -312,8 +314,24 @@ class EpochLog:
             self.forgotten += self.past[0].metrics
         self.past.append(record)
         self._source = self._progress = None
-        for observer in self.observers:
-            observer.ended()
+        self._notify("ended")
+
+    def _notify(self, event: Literal["started", "ended"]) -> None:
+        """Call all observers; one that raises is switched off, with a warning."""
+        failed = []
+        for observer in tuple(self.observers):
+            try:
+                getattr(observer, event)()
+            except Exception as error:
+                failed.append((observer, error))
+        for observer, raised in failed:
+            self.observers = [each for each in self.observers if each is not observer]
+            warnings.warn(
+                f"{type_name(observer)} of this loader is switched off, because it raised {type_name(raised)}: "
+                f"{message_of(raised)}",
+                MinatoWarning,
+                stacklevel=5,
+            )
 
     def snapshot(self) -> EpochSnapshot | None:
         """The current epoch, None between two; changes nothing, so any thread may call it."""
@@ -334,6 +352,7 @@ class EpochLog:
             loader=self._loader,
             activity=source.activity(),
             machine=self.machine(),
+            began_ns=self._began_ns,
         )
 
     def totals(self) -> LogTotals:

@@ -16,7 +16,9 @@ def length_of(dataset: Any) -> int | None:
     """The length of a dataset or sampler; None if it has none."""
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):  # classes without a length raise either
+    except (
+        Exception
+    ):  # classes without a length raise TypeError or NotImplementedError, and others what they like
         return None
 
 

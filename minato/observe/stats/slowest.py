@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from minato._support.text import text_of
+from minato._support.values import integer_of
+
 __all__ = ["KEPT", "NBYTES", "UNKNOWN", "SlowSample", "SlowestSamples", "slowest_of"]
 
 KEPT: Final = 20
@@ -104,6 +107,7 @@ def slowest_of(samples: Iterable[SlowSample]) -> list[SlowSample]:
 
 
 def _identity(index: object) -> tuple[int, bytes]:
-    if type(index) is int and -_INT64 <= index < _INT64:
-        return index, b""
-    return 0, (repr(index).encode()[:_TEXT].rstrip(b"\0") or b"?")
+    number = integer_of(index)
+    if number is not None and -_INT64 <= number < _INT64:
+        return number, b""
+    return 0, (text_of(index).encode()[:_TEXT].rstrip(b"\0") or b"?")

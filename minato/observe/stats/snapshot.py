@@ -116,6 +116,7 @@ class EpochSnapshot(NamedTuple):
     Attributes:
         epoch: Its number.
         at_ns: Time since its start.
+        began_ns: When it started, which tells epochs of one number apart; 0 if unknown.
         batches: Batches returned so far.
         length: Batches of the whole epoch; None if unknown.
         samples: Samples returned so far.
@@ -136,6 +137,7 @@ class EpochSnapshot(NamedTuple):
     loader: LoaderSnapshot | None = None
     activity: WorkerActivity = WorkerActivity()
     machine: MachineSnapshot = MachineSnapshot()
+    began_ns: int = 0
 
 
 class EpochObserver(Protocol):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from minato._core import now_ns
 from minato._support.files import open_lines, open_regular, write_all
+from minato._support.text import text_of
+from minato._support.values import integer_of
 from minato._system import environment, local_rank
 from minato.errors import MinatoWarning
 from minato.observe.trace.tracer import REPEATED, SAMPLE, Args
@@ -25,6 +27,8 @@ LIMIT_BYTES = 256 << 20
 _LOOP, _FIRST_WORKER, _TRACKS = 1, 10, 10_000
 """Numbers of the training loop's track and the first worker's; how many numbers an iterator has."""
 _LONGEST_TEXT = 200
+_EXACT = 1 << 53
+"""Larger integers are texts: the viewer has floats."""
 
 
 class Trace:
@@ -243,7 +247,10 @@ def _members(args: Args | None) -> str:
 def _in_json(value: object) -> str:
     if type(value) is bool:
         return "true" if value else "false"
-    return json.dumps((value if type(value) is str else repr(value))[:_LONGEST_TEXT])
+    number = integer_of(value)
+    if number is not None and abs(number) < _EXACT:
+        return str(number)
+    return json.dumps((value if type(value) is str else text_of(value))[:_LONGEST_TEXT])
 
 
 @functools.lru_cache(maxsize=1000)
