@@ -11,7 +11,7 @@ import torch.distributed
 from torch.utils.data import Sampler
 
 from minato._core import mix_seed
-from minato._support.values import items_of
+from minato._support.values import items_of, number_of
 from minato.checks import check_choice, check_number, check_whole
 
 __all__ = ["CostBatchSampler"]
@@ -169,10 +169,14 @@ def _checked(costs: object, size: int | None) -> Costs:
         raise ValueError(f"size={size} has no meaning where costs are given one by one")
     if isinstance(costs, torch.Tensor):
         costs = costs.detach().to("cpu", torch.float64)
+    if isinstance(costs, np.ma.MaskedArray):
+        costs = costs.astype(np.float64).filled(np.nan)
+    values = costs if isinstance(costs, np.ndarray) else items_of("costs", costs)
     try:
-        found = np.asarray(
-            costs if hasattr(costs, "__array__") else items_of("costs", costs), float
-        )
+        try:
+            found = np.asarray(values, np.float64)
+        except (TypeError, ValueError):  # of numbers of other libraries, each by itself
+            found = np.asarray([_or_itself(number_of(each), each) for each in values], np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"costs are no numbers, one for each index: {error}") from error
     if found.ndim != 1:
@@ -181,6 +185,10 @@ def _checked(costs: object, size: int | None) -> Costs:
         first = int(np.argmin(found >= 0))
         raise ValueError(f"the cost of index {first} is {found[first]}: give numbers of at least 0")
     return found
+
+
+def _or_itself(number: float | None, cost: object) -> object:
+    return cost if number is None else number
 
 
 def _fill_steps(batches: list[list[int]], ranks: int) -> None:

@@ -111,8 +111,8 @@ class Transforms:
         while trace is not None:
             frame = trace.tb_frame
             if frame.f_code is Transforms.run.__code__ and frame.f_locals["self"] is self:
-                number: int = frame.f_locals["_number"]
-                return self.names[number]
+                name: str = self.names[frame.f_locals["_number"]]
+                return name
             trace = trace.tb_next
         return None
 

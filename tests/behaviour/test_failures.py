@@ -414,20 +414,14 @@ def test_no_temporary_directory_is_needed(
     assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
 
 
-def record_of(index: Any) -> dict[str, Any]:
-    return {
-        "index": index,
-        "attempts": 1,
-        "outcome": "skipped",
-        "exception": "ValueError",
-        "message": "",
-    }
+def failure_of(index: Any) -> SampleFailure:
+    return SampleFailure(index, 0, 0, 0, 1, ValueError(""), None)
 
 
 LOG_PARTS = st.lists(
     st.one_of(
-        st.integers(-5, 5).map(record_of),
-        st.text(max_size=9).map(record_of),
+        st.integers(-5, 5).map(failure_of),
+        st.text(max_size=9).map(failure_of),
         st.binary(max_size=30),
         st.sampled_from([b"\n", b'{"index":', b"[" * 9999, b"\xff\n", b'{"index":[]}\n', b"1\n"]),
     ),
@@ -452,10 +446,10 @@ def check_log(parts: list[Any]) -> None:
                 with path.open("ab") as file:
                     file.write(part)
             else:
-                log.append(part)
-                expected.append(part)
+                log.append(part, "skipped")
+                expected.append(part.index)
             found += log.read_new()
-        assert [each for each in found if each in expected] == expected
+        assert [each["index"] for each in found] == expected
         assert log.counts()["skipped"] == len(expected)
         assert log.counts()["unrecorded"] == 0
 

@@ -137,7 +137,7 @@ def test_names_tell_what_runs() -> None:
         "double",
         "Add",
         "Add.method",
-        "double",
+        "double 2",
         "test_names_tell_what_runs.<lambda>",
         "len",
         "ReLU",
@@ -154,7 +154,7 @@ def test_a_plain_compose_is_replaced_by_its_transforms_at_any_depth() -> None:
     inner = Compose((double, module))
     for transforms in (Compose([Add(3), inner]), [Add(3), inner], (Compose([Add(3)]), inner)):
         chain = Transforms.of(transforms)
-        assert chain.names == ("Add", "double", "Add", "double")
+        assert chain.names == ("Add", "double", "Add 2", "double 2")
         assert chain.run(1) == 18
 
 
