@@ -170,7 +170,7 @@ def _checked(costs: object, size: int | None) -> Costs:
     if isinstance(costs, torch.Tensor):
         costs = costs.detach().to("cpu", torch.float64)
     if isinstance(costs, np.ma.MaskedArray):
-        costs = costs.astype(np.float64).filled(np.nan)
+        costs = np.ma.filled(costs.astype(np.float64), np.nan)
     values = costs if isinstance(costs, np.ndarray) else items_of("costs", costs)
     try:
         try:
