@@ -18,8 +18,8 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import thread as executor
-from contextlib import contextmanager
-from multiprocessing import context, forkserver, spawn
+from contextlib import contextmanager, suppress
+from multiprocessing import context, forkserver, popen_fork, spawn, util
 from multiprocessing import process as process_module
 from operator import attrgetter
 from pathlib import Path
@@ -303,6 +303,15 @@ def forget_executor_threads() -> None:
 def forget_child_processes(processes: Iterable[Any]) -> None:
     """Have the end of this forked process not end the parent's workers, which are no children of it."""
     getattr(process_module, "_children", set()).difference_update(processes)
+
+
+def close_ends_of_parent(process: Any) -> None:
+    """Close a forked child's copies of the pipes by which its parent and another child of that know each other."""
+    finalizer = getattr(getattr(process, "_popen", None), "finalizer", None)
+    if isinstance(finalizer, util.Finalize) and finalizer.still_active():
+        for descriptor in getattr(finalizer, "_args", ()):
+            with suppress(OSError):
+                os.close(descriptor)
 
 
 class _Spawning:
@@ -663,6 +672,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "a forked child of the program must not end its parent's workers",
         "multiprocessing asserts in that child's end that they are its own, and prints an error",
         lambda: isinstance(cast(Any, process_module)._children, set),
+    ),
+    PrivateName(
+        "multiprocessing.popen_fork.Popen.finalizer, multiprocessing.util.Finalize._args",
+        "workers end with the training process, although another child of it lives on",
+        "such a child keeps workers that are stuck in a sample until it ends",
+        lambda: (
+            "self.finalizer = util.Finalize(" in inspect.getsource(popen_fork)
+            and "self._args = args" in inspect.getsource(util.Finalize)
+        ),
     ),
     PrivateName(
         "multiprocessing.context.set_spawning_popen",

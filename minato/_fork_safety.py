@@ -1,13 +1,32 @@
-"""Keeps threads of minato from holding locks while the process forks."""
+"""Forks: no child inherits a held lock, or loses memory that its parent lends to it."""
 
 from __future__ import annotations
 
 import os
+import select
+import sys
 import threading
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, Protocol
 
-__all__ = ["at_work", "forget_in_children"]
+__all__ = [
+    "Borrower",
+    "at_work",
+    "end_copy",
+    "foreign_workers",
+    "forget_in_children",
+    "held_off_forks",
+    "lends_to_children",
+    "renew_in_children",
+    "starting_worker",
+    "starts_worker",
+]
+
+_PATIENCE_S = 10.0
+"""How long a fork waits for calls of other threads that it would interrupt; a disk may hang."""
 
 _lock = threading.RLock()
 _forgotten: list[Callable[[], None]] = []
@@ -33,13 +52,209 @@ def forget_in_children(forget: Callable[[], None]) -> None:
     _forgotten.append(forget)
 
 
+# ---- locks ----
+
+_renewed: dict[int, tuple[weakref.ref[Any], Callable[[Any], None]]] = {}
+
+
+def renew_in_children(owner: object, renew: Callable[[Any], None]) -> None:
+    """Call ``renew(owner)`` in each forked child, as long as the owner lives.
+
+    A lock that another thread holds during a fork is never released in the child.
+    """
+    key = id(owner)
+    _renewed[key] = weakref.ref(owner, lambda _: _renewed.pop(key, None)), renew
+
+
+# ---- calls of libraries ----
+
+_calls: dict[int, int] = {}
+"""Number of calls that a fork must not interrupt, by thread."""
+_calls_changed = threading.Condition()
+_forking: int | None = None
+"""The thread that forks."""
+
+
+@contextmanager
+def held_off_forks() -> Iterator[None]:
+    """Hold forks of other threads back during a call of a library whose locks a forked child would inherit."""
+    thread = threading.get_ident()
+    with _calls_changed:
+        if thread not in _calls:
+            _calls_changed.wait_for(lambda: _forking in (None, thread), _PATIENCE_S)
+        _calls[thread] = _calls.get(thread, 0) + 1
+    try:
+        yield
+    finally:
+        with _calls_changed:
+            left = _calls.pop(thread, 1) - 1  # a child does not count the calls of its parent
+            if left > 0:
+                _calls[thread] = left
+            _calls_changed.notify_all()
+
+
+# ---- memory ----
+
+
+class Borrower(Protocol):
+    """A process that may still read what its parent's memory held at a fork."""
+
+    def has_ended(self) -> bool:
+        """Whether it cannot read any more."""
+
+
+class Lender(Protocol):
+    """An owner of memory that a forked child shares with its parent."""
+
+    def lent(self) -> list[Any]:
+        """Objects that keep what the program holds at present from being overwritten."""
+
+    def keep(self, lent: list[Any], borrower: Borrower) -> None:
+        """Keep these objects until the borrower has ended."""
+
+
+class _Child:
+    """A forked child, and its own children: they keep one end of a pipe open until they end or run another program."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def begin_in_parent(self) -> None:
+        os.close(self._write)
+        self._poll = select.poll()
+        self._poll.register(self._read)  # for the end of the pipe only, which is always reported
+        weakref.finalize(self, os.close, self._read).atexit = False
+
+    def begin_in_child(self) -> None:
+        os.close(self._read)
+        _inherited.append(self)  # with the other end
+
+    def has_ended(self) -> bool:
+        return bool(self._poll.poll(0))
+
+
+_lenders: weakref.WeakSet[Any] = weakref.WeakSet()
+_lent: list[tuple[Lender, list[Any]]] = []
+"""During a fork: what the child shares."""
+_child: _Child | None = None
+"""During a fork: the child to be."""
+_inherited: list[_Child] = []
+"""In a child: itself, as its parent sees it."""
+_worker = threading.local()
+"""The borrower for which this thread starts a worker of ours."""
+
+
+def lends_to_children(lender: Lender) -> None:
+    """Have a lender keep what the program holds at a fork until the child has ended."""
+    _lenders.add(lender)
+
+
+@contextmanager
+def starting_worker(borrower: Borrower) -> Iterator[None]:
+    """Mark forks of this thread as starts of a worker of ours, whose end the borrower knows."""
+    _worker.borrower = borrower
+    try:
+        yield
+    finally:
+        _worker.borrower = None
+
+
+def starts_worker() -> bool:
+    """Whether this thread forks for a worker of ours. In the child: only for what runs at once after the fork."""
+    return getattr(_worker, "borrower", None) is not None
+
+
+# ---- copies of workers and of their program ----
+
+
+def foreign_workers(owner: int) -> RuntimeError:
+    """The error of a forked child that uses workers of the process ``owner``."""
+    return RuntimeError(
+        f"this iterator and its workers belong to the process with pid {owner}, and a forked child (pid {os.getpid()}) "
+        "cannot go on with them: make a DataLoader of its own there"
+    )
+
+
+def end_copy(error: BaseException | None) -> NoReturn:
+    """End this process, a copy of a worker that user code has forked, as Python ends a process.
+
+    Two processes must not be one worker: user code that forks returns to minato in both.
+
+    Args:
+        error: What user code has raised here; None: it has returned.
+    """
+    code: object = 0
+    if isinstance(error, SystemExit):
+        code = error.code
+        if code is None:
+            code = 0
+        elif not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+    elif error is not None:
+        traceback.print_exception(type(error), error, error.__traceback__)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # there is none, or it is closed
+            stream.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else 1)
+
+
+# ---- around each fork ----
+
+
+def _before() -> None:
+    global _child, _forking
+    _lock.acquire()
+    thread = threading.get_ident()
+    with _calls_changed:
+        _forking = thread
+        _calls_changed.wait_for(lambda: not _calls.keys() - {thread}, _PATIENCE_S)
+    _lent[:] = [(lender, lent) for lender in list(_lenders) if (lent := lender.lent())]
+    if _lent and not starts_worker():
+        with suppress(OSError):  # no descriptor is left: what is lent is kept for good
+            _child = _Child()
+
+
+class _Unknown:
+    """A child whose end cannot be noticed."""
+
+    def has_ended(self) -> bool:
+        return False
+
+
+def _in_parent() -> None:
+    global _child, _forking
+    child, _child = _child, None
+    borrower: Borrower = getattr(_worker, "borrower", None) or child or _Unknown()
+    if child is not None:
+        child.begin_in_parent()
+    while _lent:
+        lender, lent = _lent.pop()
+        lender.keep(lent, borrower)
+    with _calls_changed:
+        _forking = None
+        _calls_changed.notify_all()
+    with suppress(RuntimeError):  # a signal's handler has interrupted _before
+        _lock.release()
+
+
 def _in_child() -> None:
-    _lock.release()
+    global _child, _calls_changed, _forking
+    child, _child = _child, None
+    if child is not None:
+        child.begin_in_child()
+    _lent.clear()
+    _calls.clear()
+    _calls_changed, _forking = threading.Condition(), None
+    with suppress(RuntimeError):
+        _lock.release()
     for forget in _forgotten:
         forget()
+    for reference, renew in list(_renewed.values()):
+        if (owner := reference()) is not None:
+            renew(owner)
+    _worker.borrower = None
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child
-    )
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

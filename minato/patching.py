@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+from minato._fork_safety import forget_in_children
 from minato._support.loader_class import Name, TorchDataLoader, rebind, stand_in
 from minato.loader import DataLoader
 
@@ -14,6 +15,14 @@ _TORCHS_NAME = TorchDataLoader.__module__, TorchDataLoader.__qualname__
 _OUR_NAME = "minato._support.loader_class", "TorchDataLoader"
 
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+forget_in_children(_renew_lock)
 _depth = 0
 _names: list[Name] = []
 

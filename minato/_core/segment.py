@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import mmap
 import os
 import sys
@@ -20,6 +22,8 @@ __all__ = ["Segment"]
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """Linux's MAP_NORESERVE, which the mmap module does not name."""
+_FIXED = 0x10
+"""MAP_FIXED, which it does not name either."""
 
 _mapped: list[weakref.ref[mmap.mmap]] = []
 """The memory of all segments of this process, and of some that are gone."""
@@ -72,6 +76,22 @@ def _private(nbytes: int) -> tuple[int, mmap.mmap]:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return -1, _undumped(memory)
+
+
+@functools.cache
+def _map_at() -> Callable[..., object]:
+    """The system's ``mmap``, which can replace a mapping."""
+    function = ctypes.CDLL(None).mmap
+    function.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    )
+    function.restype = ctypes.c_void_p
+    return function
 
 
 def _call(held: mmap.mmap, function: Callable[..., object], *arguments: object) -> None:
@@ -159,6 +179,12 @@ class Segment:
     def mapping(self) -> mmap.mmap:
         """The memory itself."""
         return self._memory
+
+    def separate(self) -> None:
+        """Have this process see a copy of its own from now on, at the same address; for a forked child."""
+        if self.descriptor >= 0:
+            protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE
+            _map_at()(self.address, self.nbytes, protection, flags | _FIXED, self.descriptor, 0)
 
     @staticmethod
     def num_living() -> int:

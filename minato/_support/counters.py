@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from minato._compat import shared_file_storage
+from minato._fork_safety import renew_in_children
 
 __all__ = ["Counters", "shared_integers"]
 
@@ -64,8 +65,12 @@ class Counters:
         self._open()
 
     def _open(self) -> None:
-        self._lock = threading.Lock()
+        self._renew()
+        renew_in_children(self, Counters._renew)
         self._rows, self._marks = self._counts.numpy(), self._used.numpy()  # quicker than tensors
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
 
     def add(self, **by: int) -> None:
         """Increment counters by name."""

@@ -7,6 +7,7 @@ themselves if all samples are in the fields, or if a collated result was set bef
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from minato._compat import collate_in_own_memory
 from minato._core import Ledger, now_ns
 from minato._core.codes import ERROR_BLOB, FIRST_COLLATED, SAMPLE_BLOB, SKIP_BLOB
 from minato._core.segment import Segment
+from minato._fork_safety import end_copy
 from minato._support.exceptions import not_the_end
 from minato.batching.blobs import BlobWriter, GetState, Unsendable, WriterSettings
 from minato.batching.layout import read_layout
@@ -65,6 +67,7 @@ class BatchPublisher:
         by_default = settings.collate_fn is default_collate
         self._collate_fn = collate_in_own_memory if by_default else settings.collate_fn
         self._lease = ledger.lease_words(settings.worker)
+        self._owner = os.getpid()
         self.run_again: RunAgain = lambda: None
 
     def set_collated(
@@ -148,11 +151,13 @@ class BatchPublisher:
         try:
             samples = gather()
             result = self._collate_fn(samples if settings.auto_collation else samples[0])
+            self._end_copy(None)
             offset, nbytes = self._blobs.put(batch, result, SAMPLE_BLOB, "result")
             return offset | SAMPLE_BLOB, nbytes
         except _NothingLeftError:
             return SKIP_BLOB, 0
         except settings.catches as raised:
+            self._end_copy(raised)
             error: BaseException = raised
             if isinstance(error, StopIteration):
                 name = (
@@ -164,6 +169,11 @@ class BatchPublisher:
             return offset | ERROR_BLOB, nbytes
         finally:
             lease[0], lease[1], lease[2] = before
+
+    def _end_copy(self, error: BaseException | None) -> None:
+        """End this process if ``collate_fn`` has forked it from the worker's."""
+        if not self._settings.in_main_process and os.getpid() != self._owner:
+            end_copy(error)
 
     def _indices(self, batch: int, k: int, count: int) -> Sequence[Any]:
         return stored_indices(self._ledger, self._store, batch, k, count)

@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
+from minato._fork_safety import renew_in_children
 from minato._support.counters import Counters
 from minato.errors import MinatoWarning
 
@@ -72,14 +73,19 @@ class Cache(ABC):
         self.version = version
         self.counters = Counters(*CacheReport._fields)
         """Shown in the report of a loader."""
-        self._lock = threading.Lock()
         self._takes = True
+        self._renew()
+        renew_in_children(self, Cache._renew)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._renew()
+        renew_in_children(self, Cache._renew)
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()
 
     @abstractmethod

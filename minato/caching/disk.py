@@ -12,6 +12,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from minato._fork_safety import held_off_forks
 from minato._support.files import PRIVATE, check_private, is_private, open_regular, write_all
 from minato.caching.base import Cache
 
@@ -19,6 +20,8 @@ __all__ = ["DiskCache"]
 
 _SHARDS = 4
 _UNBOUNDED = 1 << 62
+_inherited: list[Any] = []
+"""What the parent of this forked process has opened: its collection here would write to the same files."""
 _BUSY_S = 60.0
 _MODE = 0o700
 _FILE = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
@@ -70,7 +73,10 @@ class DiskCache(Cache):
             OSError, sqlite3.Error: It cannot be opened; this process does not try again.
         """
         with self._lock:
-            if self._opened is None or self._opened[0] != os.getpid():
+            if self._opened is not None and self._opened[0] != os.getpid():
+                _inherited.append(self._opened[1])
+                self._opened = None
+            if self._opened is None:
                 try:
                     self._opened = os.getpid(), self._open()
                 except self.failures as error:
@@ -122,10 +128,15 @@ class DiskCache(Cache):
         return self._add(0)
 
     def _load(self, key: bytes) -> bytes | None:
-        entry: bytes | None = self._samples().get(key)
+        with held_off_forks():  # a child would inherit the locks of SQLite itself
+            entry: bytes | None = self._samples().get(key)
         return entry
 
     def _store(self, key: bytes, entry: bytes) -> int:
+        with held_off_forks():
+            return self._add_sample(key, entry)
+
+    def _add_sample(self, key: bytes, entry: bytes) -> int:
         samples = self._samples()
         size = len(entry)
         # Reserve first: checking before reserving would let several processes exceed the quota together.
@@ -144,9 +155,9 @@ class DiskCache(Cache):
         return size if added else 0
 
     def _drop(self, key: bytes) -> None:
-        samples = self._samples()
         # Its tag is the size that was counted; the entry itself may be truncated or foreign.
-        size = samples.pop(key, tag=True)[1]
+        with held_off_forks():
+            size = self._samples().pop(key, tag=True)[1]
         if isinstance(size, int):
             self._add(-size)
 

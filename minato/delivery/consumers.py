@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minato._fork_safety import renew_in_children
 from minato.checks import check_device, check_whole
 from minato.delivery.accelerator import Accelerator, accelerator_of, memory_pinner
 from minato.delivery.device import move_leaves
@@ -58,11 +59,15 @@ class Group:
         self._batches: Iterator[Any] = iter(())
         self._over = True
         # Re-entrant: the garbage collector may call leave() inside it.
-        self._changed = threading.Condition()
+        self._renew()
+        renew_in_children(self, Group._renew)
         self._fetcher: threading.Thread | None = None
         self._members: list[_Member] = []
         self._waiting: deque[_Member] = deque()
         self._left_over: deque[_Outcome] = deque()
+
+    def _renew(self) -> None:
+        self._changed = threading.Condition()
 
     def enter(self, number: int) -> _Member:
         """Join an epoch, or open the next one as soon as all consumers have left the last.
@@ -139,7 +144,8 @@ class Group:
         """Fetch a batch for the member that has waited longest."""
         self._fetcher = threading.current_thread()
         outcome: _Outcome | None = None
-        self._changed.release()
+        changed = self._changed
+        changed.release()
         try:
             outcome = _Outcome(next(self._batches), None)
         except StopIteration:
@@ -147,9 +153,9 @@ class Group:
         except Exception as error:
             outcome = _Outcome(None, error)
         finally:
-            self._changed.acquire()
+            changed.acquire(changed is self._changed)  # not in a child that a sample has forked
             self._fetcher = None
-            self._changed.notify_all()
+            changed.notify_all()
         if outcome is None:
             self._over, self._batches = True, iter(())
         else:

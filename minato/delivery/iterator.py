@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
 from minato._core import now_ns
+from minato._fork_safety import foreign_workers
 from minato._support.exceptions import not_the_end
 from minato.batching.pinned_slots import MemoryPinner
 from minato.delivery.accelerator import memory_pinner
@@ -128,10 +129,7 @@ class BatchIterator(TorchIterator):
     def _enter_child(self) -> None:
         """Continue in a forked child of the iterator's process, which has a copy of its own if there are no workers."""
         if self._num_workers > 0:
-            raise RuntimeError(
-                f"this iterator and its workers belong to the process with pid {self._owner}, and a forked child "
-                f"(pid {os.getpid()}) cannot go on with them: make a DataLoader of its own there"
-            )
+            raise foreign_workers(self._owner)
         self._owner = os.getpid()
         self._turn, self._in_turn = threading.RLock(), False  # a thread of the parent may hold it
 

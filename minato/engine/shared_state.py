@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from minato._core import EventCount, Ledger
 from minato._core.segment import Segment
+from minato._fork_safety import renew_in_children, starts_worker
 from minato.observe.stats.costs import Meters
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.concurrent import SharedReadLimit
@@ -61,6 +62,7 @@ class SharedState:
         self.work = EventCount(memory, ledger.work_events_offset)
         self.active = ActiveWorkers(memory, layout.active_offset, self.work)
         self._meters: dict[int, Meters] = {}
+        renew_in_children(layout.segment, _separate)
 
     @classmethod
     def create(
@@ -103,3 +105,9 @@ class SharedState:
         """The limit of in-flight reads of all workers together; ``most`` None: unlimited."""
         layout = self.layout
         return SharedReadLimit(layout.segment.array, layout.reads_offset, layout.num_workers, most)
+
+
+def _separate(segment: Segment) -> None:
+    """Have a forked child of the program, or of a worker, change only its own copy."""
+    if not starts_worker():
+        segment.separate()

@@ -18,6 +18,7 @@ from minato._core import Ledger, now_ns
 from minato._core.codes import STARTING
 from minato._core.read_only import ReadOnlyMemory
 from minato._core.segment import Segment
+from minato._fork_safety import end_copy
 from minato._support.exceptions import not_the_end
 from minato._support.pickling import ForChild
 from minato.batching.arena import Arena
@@ -296,15 +297,19 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
 
 def initialise(plan: WorkerPlan, number: int) -> Exception | None:
     """Prepare worker ``number``; returns its error, which becomes that of its first sample."""
+    owner = os.getpid()
+    failure: Exception | None = None
     try:
         if plan.init_fn is not None:
             plan.init_fn(number)
         restore(plan, number)
     except StopIteration as stop:
-        return not_the_end("worker_init_fn", stop)
+        failure = not_the_end("worker_init_fn", stop)
     except Exception as error:
-        return error
-    return None
+        failure = error
+    if os.getpid() != owner:  # worker_init_fn has forked this process
+        end_copy(failure)
+    return failure
 
 
 def restore(plan: WorkerPlan, number: int) -> None:

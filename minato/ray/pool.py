@@ -6,12 +6,14 @@ import contextlib
 import functools
 import importlib
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from minato._compat import kill_actor
 from minato._core import EventCount
 from minato._support.threads import start_thread
+from minato.errors import MinatoWarning
 from minato.ray.actor import ActorSpec, SampleServer
 from minato.ray.reads import ActorLost
 from minato.workers.local_pools import ThreadPool
@@ -95,14 +97,15 @@ class ActorPool(ThreadPool):
     """Worker threads with one actor each; a worker whose actor is lost is replaced.
 
     Args:
-        recover: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples, or raises.
+        recover: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples and returns a warning to
+            give, or None; or raises.
         num_workers, make_worker, ready, stop, may_leave: As of :class:`ThreadPool`.
     """
 
     def __init__(
         self,
         group: ActorGroup,
-        recover: Callable[[int, int | None, WorkerLoss], None],
+        recover: Callable[[int, int | None, WorkerLoss], str | None],
         num_workers: int,
         *,
         make_worker: Callable[[int, Callable[[], bool]], Worker | None],
@@ -133,10 +136,12 @@ class ActorPool(ThreadPool):
         """Replace workers whose actors are lost, or raise torch's RuntimeError."""
         self._group.check()
         for number, lost in list(self._lost.items()):
-            self._recover(number, lost.pid, lost.loss)
+            warning = self._recover(number, lost.pid, lost.loss)
             del self._lost[number]
             self.threads[number] = self._make(number)
             start_thread(self.threads[number])
+            if warning is not None:
+                warnings.warn(warning, MinatoWarning, stacklevel=2)
         super().check()
 
     def _gone(self) -> list[int]:

@@ -85,11 +85,15 @@ class Connections(Generic[T]):
         return self._open_one()
 
     def _give_back(self, connection: T) -> None:
+        if self._is_inherited(connection):
+            return
         if not self._shared:
             with self._lock:
                 self._idle.append(connection)
 
     def _drop(self, connection: T) -> None:
+        if self._is_inherited(connection):
+            return
         with self._lock:
             if self._shared:
                 # Other threads may use it: it closes when it is collected.
@@ -97,6 +101,13 @@ class Connections(Generic[T]):
                 return
         with contextlib.suppress(Exception):  # it is broken, and the error of the block says so
             self._close_one(connection)
+
+    def _is_inherited(self, connection: T) -> bool:
+        """Whether a child that was forked within a lease ends it; then the parent alone uses the connection."""
+        if self._owner == os.getpid():
+            return False
+        _inherited.append(connection)
+        return True
 
     def close(self) -> None:
         """Close the connections that are not in use."""

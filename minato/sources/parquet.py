@@ -13,6 +13,7 @@ import pyarrow.dataset as ds
 from pyarrow import types
 from torch.utils.data import IterableDataset, get_worker_info
 
+from minato._fork_safety import renew_in_children
 from minato._support.counters import shared_integers
 from minato.sources.base import KeyedSource, SourceError
 from minato.sources.retry import Retry
@@ -119,6 +120,7 @@ class Parquet(KeyedSource):
         self._kept_groups = kept_groups
         self._ends: Any = None
         self._reset()
+        renew_in_children(self, Parquet._reset)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
@@ -130,6 +132,7 @@ class Parquet(KeyedSource):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+        renew_in_children(self, Parquet._reset)
 
     def __fingerprint__(self) -> dict[str, Any]:
         return {**super().__fingerprint__(), "_lock": None, "_kept": None, "_ends": None}

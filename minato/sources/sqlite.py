@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import pathname2url
 
+from minato._fork_safety import held_off_forks
 from minato.sources.retry import Retry
 from minato.sources.sql import TableSource
 
@@ -55,6 +56,14 @@ class SQLite(TableSource):
         # A missing table or column is an OperationalError too. Python 3.10 has no error codes.
         code: int = getattr(error, "sqlite_errorcode", _UNKNOWN)
         return super()._is_transient(error) and code % 256 in _TRANSIENT
+
+    def _query(self, text: str, arguments: tuple[Any, ...]) -> tuple[list[Any], list[str]]:
+        with held_off_forks():  # a child would inherit the locks of SQLite itself
+            return super()._query(text, arguments)
+
+    def _close_one(self, connection: sqlite3.Connection) -> None:
+        with held_off_forks():
+            super()._close_one(connection)
 
     def _open(self) -> sqlite3.Connection:
         if not self._path.exists():

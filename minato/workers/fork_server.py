@@ -8,6 +8,7 @@ loaders of the process, and ends with it.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import inspect
 import io
@@ -16,6 +17,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import stat
 import sys
 import warnings
 from collections.abc import Iterable
@@ -242,7 +244,7 @@ def preload() -> None:
 def _import(wanted: dict[str, Any]) -> None:
     preparation = wanted["preparation"]
     spawn.prepare({name: value for name, value in preparation.items() if "_main_" not in name})
-    before = _threads()
+    before, opened = _threads(), set(_files())
     try:
         with importing_main():
             spawn.prepare(preparation)
@@ -253,13 +255,17 @@ def _import(wanted: dict[str, Any]) -> None:
         told = str(error).strip().splitlines()
         cause = f"it raised {type(error).__name__}: {told[0] if told else 'no message'}"
     else:
+        files = [path for descriptor, path in _files().items() if descriptor not in opened]
         if _has_device():
             cause = "it initialised a device"
+        elif files:
+            cause = f"it opened {files[0]}, whose position or connection all workers would share"
         elif (_threads() - before) and (_left_by_a_fork() - before):
             cause = "it started threads"
         else:
             return
-    # Threads do not survive a fork, but the locks do that they held: start again without the main module.
+    # Threads do not survive a fork, but the locks that they held do. What is open is one thing for all children, as is
+    # its position. Start again without the main module.
     _log.warning(
         "the fork server cannot import the main module, so each worker imports it again: %s. Put what the script does "
         "under if __name__ == '__main__'",
@@ -286,6 +292,20 @@ def _threads() -> set[int]:
         with suppress(OSError):  # it has ended
             if (task / "comm").read_text().strip() not in _FORK_SAFE:
                 found.add(int(task.name))
+    return found
+
+
+def _files() -> dict[int, str]:
+    """The open files and connections of this process that forked children would use together, by descriptor."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the directory itself
+            descriptor, path = int(entry.name), os.readlink(entry)
+            mode = os.fstat(descriptor).st_mode
+            appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND  # a log
+            is_memory = path.startswith(("/memfd:", "/dev/shm/"))
+            if not (stat.S_ISCHR(mode) or stat.S_ISDIR(mode) or appends or is_memory):
+                found[descriptor] = path
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from minato._core import EventCount
+from minato._fork_safety import foreign_workers
 from minato._support.threads import start_thread
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, thread_usage
@@ -89,7 +90,9 @@ class ThreadPool:
             self._ready.wait(seen, timeout_s)
 
     def check(self) -> None:
-        """Raise RuntimeError if a thread has ended unexpectedly."""
+        """Raise RuntimeError if a thread has ended unexpectedly, or this is a forked child, which has no threads."""
+        if not self._is_owner:
+            raise foreign_workers(self._owner)
         ended = [self.threads[n].name for n in self._gone() if not self._may_leave(n)]
         if ended:
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(ended)} ended unexpectedly")

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ import torch
 
 from minato._compat import (
     announce_worker,
+    close_ends_of_parent,
     forget_child_processes,
     forget_executor_threads,
     name_process_thread,
@@ -33,12 +35,14 @@ from minato._compat import (
 )
 from minato._core import EventCount
 from minato._core.limits import explaining_limits
+from minato._fork_safety import foreign_workers, forget_in_children, starting_worker
 from minato._support.pickling import holding_descriptors
+from minato.errors import MinatoWarning
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.signals import exiting, signals_deferred
-from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, exit_code
+from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses
 
 if sys.platform != "win32":  # which has threads only
     import fcntl
@@ -53,20 +57,12 @@ __all__ = [
 ]
 
 _ANNOUNCED = threading.Lock()
-_STOPPED_S = 1.0
-"""A sleep that exceeds its timeout by more than this means that the whole process was stopped (SIGSTOP, Ctrl-Z)."""
 _ARRIVAL_S = 2.0
 """A worker that has not begun after this time does not wait for a core, and further workers start."""
 _STARTS = 20
 """Attempts to start a process while its fork server ends."""
 _LOOK_S = 0.02
 """Interval between two checks whether a starting worker has begun."""
-_FIRST_LOOK_S = 0.001
-"""The same during the head start of the first forked worker."""
-_UP_LOOKS = 10
-"""Checks until the first forked worker must run a sample; a longer wait would delay the other workers."""
-_FIRST_BATCH_LOOKS = 3
-"""Checks for its first batch once it does. If that takes longer, more workers are wanted."""
 
 
 class ProcessSettings(NamedTuple):
@@ -75,7 +71,7 @@ class ProcessSettings(NamedTuple):
     Attributes:
         context: A multiprocessing context; its start method is used.
         num_workers: Largest number of processes.
-        first: Processes that ``start`` starts; with ``fork`` it starts all, because a later fork may be unsafe.
+        first: Processes that ``start`` starts; with ``fork`` it starts all.
         max_starting: Processes that start at the same time; more would compete for the same cores.
         target: Run in each process as ``target(number, *args)``.
         args: Its further arguments.
@@ -96,7 +92,8 @@ class ProcessPool:
         ready: Counts the events that wake the training loop.
         stop: Asks the workers to exit.
         may_leave: Whether worker ``number`` may exit by itself.
-        recover: Called with ``(number, pid, exit code)`` of a dead worker; releases its samples, or raises.
+        recover: Called with ``(number, pid, exit code)`` of a dead worker; releases its samples and returns what to
+            warn of, or None; or raises.
         has_work: Whether there is work for one more worker.
         has_begun: Whether worker ``number`` has claimed a sample.
         watchdog: Ends workers whose sample takes too long.
@@ -109,7 +106,7 @@ class ProcessPool:
         ready: EventCount,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
-        recover: Callable[[int, int | None, int | None], None],
+        recover: Callable[[int, int | None, int | None], str | None],
         has_work: Callable[[], bool],
         has_begun: Callable[[int], bool],
         watchdog: SampleWatchdog | None = None,
@@ -123,9 +120,11 @@ class ProcessPool:
         self._has_begun = has_begun
         self._starting: dict[int, float] = {}  # start times of workers that have not begun
         self._forks = settings.context.get_start_method() == "fork"
+        self._owner = os.getpid()
         self._to_start = deque(range(settings.num_workers if self._forks else settings.first))
         self._unwatched = False
-        self._watch = ExitWatch(settings.context, ready.notify)
+        look_s = None if watchdog is None else watchdog.interval_s
+        self._watch = ExitWatch(settings.context, ready.notify, look_s)
         self._started = StartedProcesses(stop, self._watch)
         self.shut_down = self._started.shut_down
         """Ends all workers. Refers to no object of the user's, which may refer to the loader and so to this pool."""
@@ -144,11 +143,12 @@ class ProcessPool:
 
         Args:
             enough: Called in between. Once it holds, or the largest number is starting, ``wait`` starts the others.
-                None: all start now.
+                None: all start now. With ``fork`` all start now in any case: a later fork would hand on what the
+                program has opened, locked or begun since.
         """
-        if self._forks and enough is not None:
-            self._start_first()
-        while self._to_start and (enough is None or (self._has_room() and not enough())):
+        while self._to_start and (
+            self._forks or enough is None or (self._has_room() and not enough())
+        ):
             self._start_next()
         if not self._to_start:
             self._watch_all()
@@ -159,15 +159,6 @@ class ProcessPool:
             if self.processes[number].pid is None:
                 self._start(number)
         self._watch_all()
-
-    def _start_first(self) -> None:
-        """Start one process and give it time for a fast batch: further forks take cores and the program's time."""
-        seen, number, left = self._ready.events, self._to_start[0], _UP_LOOKS
-        self._start_next()
-        while self._to_start and left and not self._ready.wait(seen, _FIRST_LOOK_S):
-            left -= 1
-            if self._has_begun(number):
-                left = min(left, _FIRST_BATCH_LOOKS)
 
     def _start_next(self) -> None:
         self._start(self._to_start[0])
@@ -194,7 +185,7 @@ class ProcessPool:
         with explaining_limits("start a worker process"):
             if self._forks:
                 # Python ignores what a signal's handler raises in a callback that is registered around forks.
-                with signals_deferred():
+                with signals_deferred(), starting_worker(self._started):
                     process.start()
                 return
             for left in reversed(range(_STARTS)):
@@ -220,7 +211,12 @@ class ProcessPool:
         return process_usage(process.pid for process in self.processes if process.pid is not None)
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until the ready events exceed ``seen``, or start one of the processes that ``start`` has left."""
+        """Sleep until the ready events exceed ``seen``, or start one of the processes that ``start`` has left.
+
+        Raises:
+            RuntimeError: This is a forked child, to which the workers do not belong.
+        """
+        self._check_owner()
         if self._to_start and not self._is_ending and self._has_work():
             if self._has_room():
                 self._start_next()
@@ -230,11 +226,12 @@ class ProcessPool:
             self._watch_all()
         if self._watchdog is not None:
             timeout_s = min(timeout_s, self._watchdog.interval_s)
-        begin_s = time.monotonic()
         with in_profile("minato: wait for workers"):
             self._ready.wait(seen, timeout_s)
-        if self._watchdog is not None and time.monotonic() - begin_s > timeout_s + _STOPPED_S:
-            self._watchdog.restart_timers()
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise foreign_workers(self._owner)
 
     @property
     def _is_ending(self) -> bool:
@@ -243,12 +240,17 @@ class ProcessPool:
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError; during shutdown, do nothing."""
+        self._check_owner()
         if self._is_ending:
             return
         while (ended := self._watch.first_ended()) is not None:
-            self._replace(*ended)
+            warning = self._replace(*ended)
             self._watch.forget()  # only now: after an interrupt or an error the next call handles the same process
+            if warning is not None:
+                warnings.warn(warning, MinatoWarning, stacklevel=2)
         if self._watchdog is not None:
+            if self._watch.was_stopped():
+                self._watchdog.restart_timers()
             self._watchdog.end(self.processes)
 
     def check_early(self) -> None:
@@ -256,28 +258,35 @@ class ProcessPool:
         if self._watch.first_ended() is not None and self._has_work():
             self.check()
 
-    def _replace(self, number: int, dead: BaseProcess) -> None:
+    def _replace(self, number: int, dead: BaseProcess) -> str | None:
+        """Replace a dead worker unless it may be gone; returns what to warn of, or None."""
+        warning: str | None = None
         if self.processes[number] is dead:
-            code = exit_code(dead)
-            if self._may_leave(number) and code in (0, None, UNREADABLE):
-                return
-            self._recover(number, dead.pid, code)
+            if self._may_leave(number) and dead.exitcode in (0, None, UNREADABLE):
+                return None
+            warning = self._recover(number, dead.pid, self._watch.exit_code(dead))
             self.processes[number] = self._make(number)
         self._start(number)
         self._watch_all()
+        return warning
 
 
 _POOLS: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
 
 
 def _forget_parents_workers() -> None:
-    # At exit multiprocessing would end them, because it regards them as children of this process.
-    for pool in _POOLS:
+    global _ANNOUNCED
+    _ANNOUNCED = threading.Lock()
+    for pool in list(_POOLS):
+        # At exit multiprocessing would end them, because it regards them as children of this process.
         forget_child_processes(pool.processes)
+        # They end with the process that holds the other end of their pipes: that must not be this one.
+        for process in pool.processes:
+            close_ends_of_parent(process)
+    _POOLS.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parents_workers)
+forget_in_children(_forget_parents_workers)
 
 
 def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: object) -> None:
@@ -286,7 +295,6 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
     # At exit Python joins the threads of executors; one of them may have forked this process, which would join itself.
     forget_executor_threads()
     _end_with_parent()
-    _yield_to_training()
     name_process_thread("minato_worker")
     seed_worker(number, num_workers, base_seed, dataset)
 
@@ -295,8 +303,7 @@ def _end_with_parent() -> None:
     """Have the kernel kill this process when the process that requested its start ends or runs another program.
 
     The other side of the pipe between the two is then closed, and the kernel sends the chosen signal. That does not
-    depend on the activity of this process nor on the thread that started it. Siblings that were forked later hold that
-    side, too, until the kernel has killed them.
+    depend on the activity of this process nor on the thread that started it.
     """
     creator = multiprocessing.parent_process()
     if sys.platform != "linux" or creator is None:
@@ -307,18 +314,6 @@ def _end_with_parent() -> None:
     fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
     if connection.wait([creator.sentinel], 0):  # it has ended already
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _yield_to_training() -> None:
-    """Have the kernel run this process as a batch job, which does not preempt others when it wakes up.
-
-    Where workers outnumber idle cores, one that ``next()`` wakes would take the core of the training loop for some
-    milliseconds before ``next()`` returns. The share of the processor stays the same.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):  # a sandbox forbids the call
-            if os.sched_getscheduler(0) == os.SCHED_OTHER:
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def seed_worker(number: int, num_workers: int, base_seed: int, dataset: object) -> None:

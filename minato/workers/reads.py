@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
@@ -13,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from minato._core import now_ns
+from minato._fork_safety import end_copy, foreign_workers
 from minato._support.text import text_of
 from minato._support.threads import start_thread
 from minato.transforms.rng import SampleRandomness
@@ -144,6 +146,7 @@ class FinishedReads:
         self.on_finished: Callable[[], None] = lambda: None
         self._done: deque[Read] = deque()
         self._any_done = threading.Event()
+        self._owner = os.getpid()
 
     def finished(self) -> Read | None:
         """Return the next read that has finished, in the order in which they finish; None if there is none."""
@@ -158,7 +161,15 @@ class FinishedReads:
         """Sleep until a read has finished; returns whether one has."""
         return self._any_done.wait(timeout_s)
 
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:  # a forked child has none of the threads
+            raise foreign_workers(self._owner)
+
     def _finish(self, read: Read) -> None:
+        if (
+            os.getpid() != self._owner
+        ):  # the read has forked this process, in which no worker waits for it
+            end_copy(read.error)
         read.duration_ns = now_ns() - read.started_ns
         self._done.append(read)
         self._any_done.set()
@@ -178,6 +189,7 @@ class ThreadReads(FinishedReads):
 
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
+        self._check_owner()
         self.outstanding += 1
         self._ask(read)
 
@@ -231,6 +243,7 @@ class BegunReads(ThreadReads):
 
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
+        self._check_owner()
         self.outstanding += 1
         with self._lock:
             if not self._free:
@@ -301,6 +314,7 @@ class CoroutineReads(FinishedReads):
 
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
+        self._check_owner()
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(

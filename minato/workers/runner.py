@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from time import thread_time_ns
 from typing import Any, NamedTuple
 
 from minato._core import now_ns, run_samples
+from minato._fork_safety import end_copy
 from minato.observe.stats.costs import Meters
 from minato.observe.stats.slowest import UNKNOWN
 from minato.observe.trace.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
@@ -112,6 +114,8 @@ class Runner:
         self._failure = settings.failure
         self.in_main_process = settings.in_main_process
         self._catches = settings.catches
+        # In the main process, a copy of the worker is one of the program, and its own.
+        self._owner = None if settings.in_main_process else os.getpid()
         self.cost_estimate = cost_estimate or CostEstimate()
         if make_randomness is None:
             self.cost_estimate.draws = False
@@ -328,6 +332,7 @@ class Runner:
             epoch,
             self._catches,
         )
+        self._end_copy(error)
         self.durations[0] += deferred.active_ns
         self._record(samples, [deferred.key], epoch)
         return samples, error
@@ -343,9 +348,11 @@ class Runner:
     ) -> tuple[list[Any], BaseException | None]:
         stage_runner, durations = self._stage_runner, self.durations
         if stage_runner is None or not probes:
-            return run_samples(
+            samples, error = run_samples(
                 fetch, indices, position, self._lease, durations, bind, epoch, self._catches
             )
+            self._end_copy(error)
+            return samples, error
         samples, error = run_samples(
             fetch, indices[:-1], position, self._lease, durations, bind, epoch, self._catches
         )
@@ -362,7 +369,13 @@ class Runner:
                 self._catches,
             )
             samples += last
+        self._end_copy(error)
         return samples, error
+
+    def _end_copy(self, error: BaseException | None) -> None:
+        """End this process if a sample has forked it from the worker's."""
+        if self._owner is not None and os.getpid() != self._owner:
+            end_copy(error)
 
     def _record(self, samples: list[Any], indices: list[Any], epoch: int) -> None:
         """Record what complete samples have cost."""

@@ -1,6 +1,6 @@
 """What happens when a worker dies, from top to bottom.
 
-1. `ExitWatch` notices that a process has ended, and wakes the training loop; `exit_code` reads its exit code.
+1. `ExitWatch` notices that a process has ended, wakes the training loop, and reads the exit code.
 2. The pool calls `WorkerRecovery` for the worker: it releases the worker's samples, so that other workers run them.
 3. `RestartPolicy` decides whether a new process replaces the worker, or torch's error is raised.
 4. `OomBackoff` opens fewer batches where the kernel killed the worker because memory ran out.
@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -25,12 +24,13 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, cast
 
+from minato._compat import forget_child_processes
 from minato._core import Ledger
 from minato._core.codes import STARTING
 from minato._support.text import text_of
 from minato._support.threads import start_thread
 from minato._system import memory_kills, memory_limit_bytes
-from minato.errors import MinatoWarning, WorkerDiedError
+from minato.errors import WorkerDiedError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.current_sample import Collation, CurrentSample
@@ -46,11 +46,12 @@ __all__ = [
     "StartedProcesses",
     "WorkerLoss",
     "WorkerRecovery",
-    "exit_code",
 ]
 
 _RECORDING_S = 1.0
 """How long another thread may take to store the exit code that it has read."""
+_STOPPED_S = 1.0
+"""A look at the clock that comes later than this after its time means that the whole process was stopped."""
 UNREADABLE = 255
 """The exit code that multiprocessing reports if it comes through a fork server, and another thread has read it."""
 _GRACE_S = 3.0
@@ -66,7 +67,7 @@ _COLLATION = -1
 
 if sys.platform != "win32":  # which has threads only
     _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM}
-    _LIKELY = {
+    _LIKELY: dict[int, str] = {
         signal.SIGKILL: "most often because memory ran out",
         signal.SIGSEGV: "a fault in compiled code",
         signal.SIGBUS: "memory that cannot be allocated, or a truncated mapped file",
@@ -83,13 +84,19 @@ class ExitWatch:
     Args:
         context: The multiprocessing context that the processes come from.
         notify: Called, in the thread, whenever a process has ended.
+        look_s: Interval at which the thread looks at the clock, for ``was_stopped``; None: it does not.
     """
 
-    def __init__(self, context: Any, notify: Callable[[], None]) -> None:
+    def __init__(
+        self, context: Any, notify: Callable[[], None], look_s: float | None = None
+    ) -> None:
         # A process's sentinel stays open while a child of the process is alive. Its pidfd does not, but works only for
         # a child of this process that no other process reaps.
         self._uses_pidfd = hasattr(os, "pidfd_open") and context.get_start_method() != "forkserver"
         self._notify = notify
+        self._look_s = look_s
+        self._looked_s, self._was_stopped = time.monotonic(), False
+        self._codes_are_lost = False
         self._latest: dict[int, BaseProcess] = {}
         self._added: deque[tuple[int, int, BaseProcess]] = deque()
         self._ended: deque[tuple[int, BaseProcess]] = deque()
@@ -120,6 +127,7 @@ class ExitWatch:
                 self._wake.send_bytes(b"look")
             return
         self._woken, self._wake = connection.Pipe(duplex=False)
+        self._looked_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
         try:
             start_thread(self._thread)
@@ -135,8 +143,33 @@ class ExitWatch:
         """Drop the process that ``first_ended`` returns."""
         self._ended.popleft()
 
+    def was_stopped(self) -> bool:
+        """Whether this process was stopped for a while (SIGSTOP, Ctrl-Z) since the last call; needs ``look_s``."""
+        self._look()
+        was_stopped, self._was_stopped = self._was_stopped, False
+        return was_stopped
+
+    def _look(self) -> None:
+        before_s, self._looked_s = self._looked_s, time.monotonic()
+        if self._look_s is not None and self._looked_s > before_s + self._look_s + _STOPPED_S:
+            self._was_stopped = True
+
+    def exit_code(self, process: BaseProcess) -> int | None:
+        """The exit code of a process that has ended; None if it is lost.
+
+        Whenever a thread starts a process, ``multiprocessing`` reaps all processes that have ended. Until that thread
+        has stored the exit code, ``join`` returns in other threads although the code is still unknown. It stays
+        unknown where the program ignores SIGCHLD or reaps children itself: then only the first call waits.
+        """
+        process.join()
+        until = time.monotonic() + (0.0 if self._codes_are_lost else _RECORDING_S)
+        while process.exitcode is None and time.monotonic() < until:
+            time.sleep(0.001)
+        self._codes_are_lost = process.exitcode is None
+        return process.exitcode
+
     def outlast(self, processes: Iterable[BaseProcess], timeout_s: float) -> list[BaseProcess]:
-        """Wait until processes have ended.
+        """Wait until processes have ended, whatever their exit codes.
 
         Args:
             processes: Processes that have started.
@@ -150,14 +183,14 @@ class ExitWatch:
             for process in processes:
                 descriptor = self._descriptor(process)
                 if descriptor is None:
-                    exit_code(process)
+                    _reap(process)
                 else:
                     waiting[descriptor] = process
             while waiting and (ended := connection.wait(list(waiting), timeout_s)):
                 for descriptor in cast(list[int], ended):
                     process = waiting.pop(descriptor)
                     _close(descriptor, process)
-                    exit_code(process)
+                    _reap(process)
             return list(waiting.values())
         finally:
             for descriptor, process in waiting.items():
@@ -211,7 +244,9 @@ class ExitWatch:
             while self._added:
                 descriptor, number, process = self._added.popleft()
                 watched[descriptor] = number, process
-            for one in connection.wait([woken, *watched]):
+            ended = connection.wait([woken, *watched], self._look_s)
+            self._look()
+            for one in ended:
                 if one is woken:
                     if woken.recv_bytes() == b"end":
                         return
@@ -229,17 +264,11 @@ def _close(descriptor: int, process: BaseProcess) -> None:
         os.close(descriptor)
 
 
-def exit_code(process: BaseProcess) -> int | None:
-    """The exit code of a process that has ended; None if it is lost.
-
-    Whenever a thread starts a process, ``multiprocessing`` reaps all processes that have ended. Until that thread has
-    stored the exit code, ``join`` returns in other threads although the code is still unknown.
-    """
+def _reap(process: BaseProcess) -> None:
+    """Reap a process that has ended. Where others have done so, multiprocessing must forget it: its pid is free."""
     process.join()
-    until = time.monotonic() + _RECORDING_S
-    while process.exitcode is None and time.monotonic() < until:
-        time.sleep(0.001)
-    return process.exitcode
+    if process.exitcode is None:
+        forget_child_processes([process])
 
 
 # ---- 2. release the samples ----
@@ -269,8 +298,13 @@ class WorkerRecovery:
         # By position; negative for a collation, None for a start.
         self._timeouts: Counter[int | None] = Counter()
 
-    def __call__(self, number: int, pid: int | None, exit_code: int | WorkerLoss | None) -> None:
+    def __call__(
+        self, number: int, pid: int | None, exit_code: int | WorkerLoss | None
+    ) -> str | None:
         """Release the samples of a worker that has ended.
+
+        Returns:
+            What to warn of once the worker is replaced: a warning may be an error. None: nothing.
 
         Raises:
             RuntimeError: The worker is not replaced.
@@ -285,6 +319,7 @@ class WorkerRecovery:
         starts = self.ledger.lease(number)[2] == STARTING
         error: Exception | None = None if self.watchdog is None else self.watchdog.cause(number)
         attempts = 0
+        warning: str | None = None
         if error is not None:
             if sample is not None:
                 self._timeouts[sample.position] += 1
@@ -298,7 +333,7 @@ class WorkerRecovery:
             elif collation is not None or starts:
                 raise error  # no single sample is the cause
         else:
-            error = self.restart_policy.report(
+            warning, error = self.restart_policy.report(
                 number, pid, exit_code, sample, self.progress(), collation
             )
             attempts = 0 if sample is None else self.restart_policy.deaths_on(sample)
@@ -309,6 +344,7 @@ class WorkerRecovery:
         self.ledger.lease_words(number)[2] = -1  # the new worker has not begun
         if self.watchdog is not None:
             self.watchdog.forget(number)
+        return warning
 
     def _give_up(self, number: int, sample: CurrentSample, error: Exception, attempts: int) -> None:
         """Treat a sample as its worker does if the sample raises ``error``."""
@@ -382,8 +418,8 @@ class RestartPolicy:
         sample: CurrentSample | None,
         progress: int,
         collation: Collation | None = None,
-    ) -> WorkerDiedError | None:
-        """Count a death; if the worker is to be replaced, warn and return.
+    ) -> tuple[str | None, WorkerDiedError | None]:
+        """Count a death; return if the worker is to be replaced.
 
         Args:
             sample: The sample that the worker was on; None: it was on none.
@@ -392,7 +428,7 @@ class RestartPolicy:
             collation: The batch that it collated, if it was on no sample.
 
         Returns:
-            None, or the error of the sample if the run continues without it.
+            What to warn of, or None; and the error of the sample if the run continues without it, or None.
 
         Raises:
             RuntimeError: torch's, with an explanation as its cause.
@@ -427,16 +463,11 @@ class RestartPolicy:
         if self._oom_backoff is not None:
             what += self._oom_backoff.apply_if_killed()
         if self._restarts and not unable and times < fatal:
-            warnings.warn(
-                f"{what} Another worker takes its place, and nothing is lost.",
-                MinatoWarning,
-                stacklevel=2,
-            )
-            return None
+            return f"{what} Another worker takes its place, and nothing is lost.", None
         if self._restarts and not unable:
             what += f" {times} workers died there: it is the likely cause."
             if sample and self._settles:
-                return WorkerDiedError(what)
+                return None, WorkerDiedError(what)
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)
@@ -455,9 +486,9 @@ def _describe(exit_code: int | WorkerLoss | None) -> str:
         return "ended by itself (exit code 0, as after a KeyboardInterrupt or os._exit(0))"
     if exit_code > 0:
         return f"exited with code {exit_code}"
-    number = signal.Signals(-exit_code)
+    number = -exit_code  # real-time signals are no signal.Signals, and some have no description
     likely = f" ({_LIKELY[number]})" if number in _LIKELY else ""
-    return f"is killed by signal: {signal.strsignal(number)}{likely}"
+    return f"is killed by signal: {signal.strsignal(number) or number}{likely}"
 
 
 # ---- 4. use less memory ----
@@ -509,6 +540,11 @@ class StartedProcesses:
         self._stop = stop
         self._watch = watch
         self._owner = os.getpid()
+        self._has_ended = False
+
+    def has_ended(self) -> bool:
+        """Whether all have ended that ever were started."""
+        return self._has_ended
 
     def shut_down(self) -> bool:
         """End all workers: by request, then by signals, at once where this call is interrupted.
@@ -534,6 +570,7 @@ class StartedProcesses:
             for process in remaining:
                 process.join()
             self._watch.close()
+            self._has_ended = True
         return True
 
 

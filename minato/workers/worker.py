@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from minato._core import EventCount, Ledger, now_ns
+from minato._fork_safety import end_copy
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.samplers import LISTS
 from minato.workers.active_workers import ActiveWorkers
@@ -133,7 +134,7 @@ class Worker:
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process ends."""
         ledger, events, active_workers = self._ledger, self._events, self._active_workers
-        checked_ns = now_ns()
+        checked_ns, owner = now_ns(), os.getpid()
         while True:
             if active_workers is not None and not active_workers.is_active(self._number):
                 self._resume_all()
@@ -148,7 +149,10 @@ class Worker:
                 return
             # Read before the step: otherwise no worker would run what was published last.
             draining = ledger.draining
-            if self.step():
+            stepped = self.step()
+            if os.getpid() != owner:  # user code has forked this process within the step
+                end_copy(None)
+            if stepped:
                 if now_ns() - checked_ns > _PATIENCE_NS:
                     if not parent_lives():
                         return

@@ -24,6 +24,15 @@ from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, parent_watch
 
 FORK = multiprocessing.get_context("fork")
+
+
+class OfServer(type(FORK)):  # type: ignore[misc]  # a base class that is computed
+    """Forks, and says that a server does so: a pool may start such processes late."""
+
+    def get_start_method(self, allow_none: bool = False) -> str:
+        return "forkserver"
+
+
 PATIENCE_S = 60.0
 """For what never comes, however busy the machine."""
 
@@ -48,9 +57,9 @@ class Stage:
         if len(self.deaths) > 2:
             raise RuntimeError("too many")
 
-    def processes(self, work: Any) -> ProcessPool:
+    def processes(self, work: Any, context: Any = FORK) -> ProcessPool:
         settings = ProcessSettings(
-            context=FORK,
+            context=context,
             num_workers=2,
             first=2,
             max_starting=self.at_once,
@@ -282,7 +291,7 @@ def test_a_forked_copy_of_a_pool_ends_nobody() -> None:
 
 def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
     stage = Stage()
-    pool = stage.processes(mortal)
+    pool = stage.processes(mortal, OfServer())
     pool.start(lambda: pool.processes[0].pid is not None)
     stage.has_work = False
     pool.wait(stage.ready.events, 0.01)
@@ -297,31 +306,11 @@ def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
     pool.shut_down()
 
 
-def prompt(number: int, stage: Stage) -> None:
-    stage.segment.array[300] = 1
-    stage.ready.notify()
-    obedient(number, stage)
-
-
-def test_a_fast_first_batch_waits_for_no_further_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minato.workers.process_pool._UP_LOOKS", 60_000)
+def test_with_fork_all_start_before_the_first_batch() -> None:
     stage = Stage()
-    pool = stage.processes(prompt)
-    pool.start(lambda: bool(stage.segment.array[300]))
-    assert [process.pid is None for process in pool.processes] == [False, True]
-    pool.shut_down()
-
-
-def test_others_are_forked_soon_where_the_first_one_runs_a_slow_sample(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("minato.workers.process_pool._UP_LOOKS", 60_000)
-    stage = Stage()
-    stage.has_begun = True
+    stage.at_once = 1
     pool = stage.processes(obedient)
-    begin = time.monotonic()
-    pool.start(lambda: False)
-    assert time.monotonic() - begin < 30
+    pool.start(lambda: True)
     assert all(process.pid for process in pool.processes)
     pool.shut_down()
 
@@ -330,7 +319,7 @@ def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.M
     monkeypatch.setattr("minato.workers.process_pool._ARRIVAL_S", 3600.0)
     stage = Stage()
     stage.at_once = 1
-    pool = stage.processes(obedient)
+    pool = stage.processes(obedient, OfServer())
     pool.start(lambda: False)
     pool.wait(stage.ready.events, 0.01)
     assert [process_pool.pid is None for process_pool in pool.processes] == [False, True]
@@ -338,7 +327,7 @@ def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.M
     pool.wait(stage.ready.events, 0.01)
     assert all(process_pool.pid for process_pool in pool.processes)
     pool.shut_down()
-    late = stage.processes(obedient)
+    late = stage.processes(obedient, OfServer())
     stage.has_begun = False
     monkeypatch.setattr("minato.workers.process_pool._ARRIVAL_S", 0.0)
     late.start(lambda: False)
@@ -522,34 +511,6 @@ def test_a_ctrl_c_ends_a_worker_process_and_travels_from_a_thread() -> None:
     with pytest.raises(KeyboardInterrupt):
         wrapped("worker process 3", in_process=True)(KeyboardInterrupt())
     assert wrapped("worker thread 2")(KeyboardInterrupt()).exc_type is KeyboardInterrupt
-
-
-class Policies(torch.utils.data.Dataset[int]):
-    """How the kernel schedules the process that reads a sample."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return os.sched_getscheduler(0)
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the kernel has no batch jobs")
-@pytest.mark.parametrize("own", ["SCHED_OTHER", "SCHED_IDLE"])
-def test_workers_interrupt_nobody_when_they_wake_up(own: str) -> None:
-    given = {"SCHED_OTHER": os.SCHED_BATCH, "SCHED_IDLE": os.SCHED_IDLE}[own]
-    loader = DataLoader(Policies(), 4, num_workers=1, multiprocessing_context="fork")
-    found: list[int] = []
-
-    def read() -> None:  # a thread of its own: from SCHED_IDLE not every kernel leads back
-        os.sched_setscheduler(0, getattr(os, own), os.sched_param(0))
-        found.extend(torch.cat(list(loader)).tolist())
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
-    assert found == [given] * 8
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 class Collecting(torch.utils.data.Dataset[int]):
