@@ -57,7 +57,7 @@ from minato.sampling.distributed import set_sampler_epoch
 from minato.sampling.epoch import Epoch
 from minato.sampling.position import Position
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.samplers import SeededSampler
+from minato.sampling.samplers import SeededSampler, next_sampler
 from minato.sampling.spec import SamplingSpec
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
@@ -134,6 +134,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         fetch_concurrency: int | FetchOptions = 1,
         cache: Cache | None = None,
         name: str | None = None,
+        prefetch_next_epoch: bool = False,
         compat: Literal["torch"] | None = None,
         memory_budget: int | str | None = None,
         workers: Literal["process", "thread"] | RayWorkers = "process",
@@ -170,6 +171,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             has_batch_sampler=batch_sampler is not None,
             is_stream=isinstance(dataset, IterableDataset),
             in_threads=_starts_threads(multiprocessing_context),
+            persistent_workers=persistent_workers,
             dataset_name=type(dataset).__name__,
         )
         self._options = options = Options.of(given, torchs)
@@ -236,6 +238,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         )
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
+        if options.prefetch_next_epoch and next_sampler(index_sampler(self)) is None:
+            raise ValueError(
+                f"prefetch_next_epoch=True needs an order that is known in advance, and that of "
+                f"{type(self.sampler).__name__} is not: shuffle with seed=, use a SequentialSampler or a "
+                "DistributedSampler, or leave it out"
+            )
         self._history = self._fresh_history()
         check_platform(
             worker_processes=self.num_workers > 0 and options.worker_kind == "process",
@@ -583,7 +591,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             mixes_batches=options.mixes_batches,
             seed=options.seed,
             has_workers=self.num_workers > 0,
-            predictable=persistent and options.seeds_samples and self._replay is None,
+            predictable=persistent and options.prefetch_next_epoch,
             record_order=options.record_order,
             replay=self._replay,
             rank=None if self._session is None else self._session.place,

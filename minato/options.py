@@ -658,6 +658,7 @@ class TorchArguments(NamedTuple):
         has_batch_sampler: Whether one is given.
         is_stream: Whether the dataset is iterable.
         in_threads: Whether the processes of ``multiprocessing_context`` are threads.
+        persistent_workers: As given.
         dataset_name: The default of ``name``.
     """
 
@@ -665,6 +666,7 @@ class TorchArguments(NamedTuple):
     has_batch_sampler: bool
     is_stream: bool
     in_threads: bool = False
+    persistent_workers: bool = False
     dataset_name: str = "dataset"
 
 
@@ -754,6 +756,14 @@ class Options:
         values="string",
         shown="the dataset's class",
         check=_name,
+    )
+    prefetch_next_epoch: bool = option(
+        False,
+        "Persistent workers that run out of work [begin the next epoch](../how-to/slow-samples.md#begin-the-next-epoch-"
+        "early) before the loop asks for it. Its samples then see what the loop had prepared by then, not what it "
+        "prepares between epochs.",
+        values="`True`, `False`",
+        check=_one_of(False, True),
     )
     compat: str | None = option(
         None,
@@ -884,6 +894,7 @@ class Options:
         _check_fetching(options, torchs.is_stream)
         _check_sharing(options, torchs.is_stream)
         _check_ray(options, torchs.is_stream)
+        _check_next_epoch(options, torchs)
         if options.affinity is not None and (
             options.num_workers == 0 or options.workers != "process"
         ):
@@ -994,6 +1005,25 @@ def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
         max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
         prefetch_to_device=_AHEAD if ahead is None else ahead,
     )
+
+
+def _check_next_epoch(options: Options, torchs: TorchArguments) -> None:
+    """Workers that stay, and samples whose content does not depend on earlier ones."""
+    if not options.prefetch_next_epoch:
+        return
+    given = "prefetch_next_epoch=True"
+    if not torchs.persistent_workers:
+        raise ValueError(
+            f"{given} is for workers that stay for the next epoch: give persistent_workers=True too, or leave it out"
+        )
+    refused = {
+        "an iterable dataset": torchs.is_stream,
+        "compat='torch'": options.compat == "torch",
+        f"replay_order={options.replay_order!r}": options.replay_order is not None,
+    }
+    for cause, applies in refused.items():
+        if applies:
+            raise ValueError(f"{given} does not go with {cause}: leave one of the two out")
 
 
 def _check_errors(options: Options, is_stream: bool) -> None:

@@ -169,6 +169,7 @@ def test_persistent_workers_are_told_in_time(epochs: list[list[float]]) -> None:
         sampler=sampler,
         num_workers=1,
         persistent_workers=True,
+        prefetch_next_epoch=True,
         seed=5,
         transforms=[draw],
     )

@@ -134,11 +134,11 @@ class Counted(Numbers):
         return index
 
 
-def test_next_epoch_begins_early() -> None:
+def test_next_epoch_begins_early_only_on_request() -> None:
     for make, own, early in (
         (TorchLoader, {}, False),
-        (minato.DataLoader, {}, True),
-        (minato.DataLoader, {"compat": "torch"}, False),
+        (minato.DataLoader, {}, False),
+        (minato.DataLoader, {"prefetch_next_epoch": True}, True),
     ):
         dataset = Counted(8)
         loader = make(dataset, 2, num_workers=1, persistent_workers=True, **own)

@@ -107,11 +107,13 @@ class Round:
         if not in_threads and draw.random() < 0.2:
             ways[draw.randrange(length)] = "h"
         self.dataset = Eventful(length, in_threads, ways, directory)
+        stay = draw.random() < 0.6
         self.workers: dict[str, Any] = (
             {"workers": "thread"}
             if in_threads
-            else {"multiprocessing_context": method, "persistent_workers": draw.random() < 0.6}
+            else {"multiprocessing_context": method, "persistent_workers": stay}
         )
+        self.workers["prefetch_next_epoch"] = stay and not in_threads
         self.arguments: dict[str, Any] = {
             "batch_size": draw.randint(1, 12),
             "shuffle": draw.random() < 0.7,

@@ -122,7 +122,10 @@ def train_until_killed(path: Path) -> None:
 WORKERS = [
     pytest.param({}, id="none"),
     pytest.param({"num_workers": 2, "workers": "thread"}, id="thread"),
-    pytest.param({"num_workers": 2, "persistent_workers": True}, id="fork, persistent"),
+    pytest.param(
+        {"num_workers": 2, "persistent_workers": True, "prefetch_next_epoch": True},
+        id="fork, persistent, next epoch ahead",
+    ),
     pytest.param({"num_workers": 2, "seed": 1, "order": "arrival"}, id="fork, arrival"),
     *(
         pytest.param({"num_workers": 1, "multiprocessing_context": method}, id=method)
