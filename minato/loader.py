@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -57,7 +58,7 @@ from minato.sampling.distributed import set_sampler_epoch
 from minato.sampling.epoch import Epoch
 from minato.sampling.position import Position
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.samplers import SeededSampler, next_sampler
+from minato.sampling.samplers import SeededSampler, independent, next_sampler
 from minato.sampling.spec import SamplingSpec
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
@@ -375,12 +376,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             TypeError: It is no dictionary.
         """
         self._refuse_data_pipes("load_state_dict()")
-        self._iterator = None
         if state_dict == {}:
             self._position = self._position.without_state()
         else:
             spec = self._spec()
             self._position.load(spec.sampling, state_dict, spec.max_dataset_states)
+        self._iterator = None
 
     @made_only
     def report(self, labels: Labels | None = None) -> Report:
@@ -453,17 +454,19 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and then a few of these again and again. ``print`` it after the loop. On a GPU, let the loop wait for each step
         (``torch.cuda.synchronize()``), or it times how fast steps are queued.
 
-        The loader itself, its present epoch and torch's generators stay as they are.
+        The loader, its epochs, its samplers, all generators and all files but a ``cache`` stay as they are: the batches
+        are those of an epoch of its own. What a dataset changes when it is asked for a sample, it changes here too.
 
         Args:
             steps: Number of timed steps of each kind, after two that warm up; fewer if there are fewer batches.
 
         Raises:
-            ValueError: ``steps`` is less than 1.
+            ValueError: ``steps`` is less than 1, or iteration starts and the sampler cannot be copied.
         """
         from minato.observe.report.headroom import Headroom
 
         self._inspector().refuse_ranks("headroom()")
+        self._refuse_data_pipes("headroom()")
         return Headroom(self._separate_batches, steps)
 
     @made_only
@@ -669,47 +672,71 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         engines: EngineFactory,
         history: History,
         begin_epoch: Callable[[Any], Epoch],
+        loader: object = None,
     ) -> BatchIterator:
         """An iterator; neither it nor its engine refers to this loader.
 
         Args:
             begin_epoch: Begins the next epoch of a loader.
+            loader: Has torch's attributes; by default this one.
         """
         from minato.delivery.iterator import BatchIterator
 
         make_source = functools.partial(engines.source, spec, history)
         may_pin = self._options.target is None
         if self._session is not None:
-            return BatchIterator(self, make_source, begin_epoch, may_pin)
+            return BatchIterator(loader or self, make_source, begin_epoch, may_pin)
         pins_ahead = self.num_workers > 0
-        return BatchIterator(self, make_source, begin_epoch, may_pin, pins_ahead, engines.idle.keep)
+        loader = loader or self
+        return BatchIterator(loader, make_source, begin_epoch, may_pin, pins_ahead, engines.idle.keep)
 
     def _separate_batches(self) -> Iterator[Any]:
-        """Batches of an epoch that changes nothing of this loader."""
-        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
-            return super()._get_iterator()
+        """Batches of an epoch that changes nothing of this loader, and no file."""
         spec = self._spec()
         self._check_workers(spec)
         engines, history = self._engines.fresh(traced=False), self._fresh_history()
         position = self._position.without_state()
+        sampler = independent(spec.sampling.index_sampler, self.dataset)
+        generator = self.generator
+        if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
+            generator = copy.deepcopy(generator)
+        twin = _Twin(self, _index_sampler=sampler, generator=generator)
+        options = self._options
+        silent = replace(options, errors=replace(options.errors, log=None), cost_history=None)
+        sampling = replace(
+            spec.sampling, index_sampler=sampler, generator=generator, record_order=None
+        )
+        spec = replace(spec, sampling=sampling, options=silent)
 
-        def begin_epoch(loader: DataLoader[Any]) -> Epoch:
-            return engines.epoch(loader._spec(), position, persists=False)
+        def begin_epoch(loader: object) -> Epoch:
+            return engines.epoch(spec, position, persists=False)
 
-        generators = [torch.default_generator]
-        if self.generator is not None:
-            generators.append(self.generator)
-        states = [each.get_state() for each in generators]
-        batches = self._batch_iterator(spec, engines, history, begin_epoch)
-        for each, state in zip(generators, states, strict=True):
-            each.set_state(state)
-        return batches
+        kept = self._inspector(spec).randomness(0).saved
+        with kept():
+            batches = self._batch_iterator(spec, engines, history, begin_epoch, twin)
+        while True:
+            with kept():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
 
     def _refuse_data_pipes(self, feature: str) -> None:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             raise ValueError(
                 f"{feature} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
             )
+
+
+class _Twin:
+    """A loader with other values of some attributes; the loader itself keeps its own."""
+
+    def __init__(self, loader: DataLoader[Any], **values: object) -> None:
+        vars(self).update(values, _loader=loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 _ALIKE = (

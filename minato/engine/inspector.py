@@ -233,21 +233,28 @@ class Inspector:
         self._refuse_attached("coverage()")
         return self._position.coverage()
 
+    def randomness(self, seed: int) -> SampleRandomness:
+        """Binds all generators of this process that a sample may use: the global ones, and the dataset's own."""
+        owned = {"dataset": self._spec.dataset, **self._spec.transforms.by_name}
+        return SampleRandomness(seed, owned=OwnedGenerators(owned))
+
     def reproduce(self, index: object, epoch: int | None, seed: int | None, occurrence: int) -> Any:
         """See ``DataLoader.reproduce``."""
         from minato.workers.fetch import Fetcher
 
         spec, position = self._spec, self._position
         epoch = max(position.epoch, 0) if epoch is None else epoch
-        if seed is None:
-            seed = position.seed_of(epoch) if spec.sampling.seed is None else spec.sampling.seed
+        sampling = spec.sampling
+        if seed is None and sampling.replay is not None:
+            seed = sampling.replay.seed(epoch)
+        elif seed is None:
+            seed = position.seed_of(epoch) if sampling.seed is None else sampling.seed
         if seed is None:
             raise ValueError(
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "
                 "not: give seed=, as in the file of ErrorPolicy.log"
             )
-        owned = OwnedGenerators({"dataset": spec.dataset, **spec.transforms.by_name})
-        randomness = SampleRandomness(seed, owned=owned)
+        randomness = self.randomness(seed)
         with randomness.saved():
             fetcher = Fetcher(spec.dataset, spec.transforms, spec.sampling.batched)
             if not spec.options.seeds_samples:

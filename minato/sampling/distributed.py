@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
@@ -13,6 +14,7 @@ from minato._support.values import plain
 __all__ = [
     "InterleavedRanks",
     "RankSampler",
+    "at_epoch",
     "epoch_of",
     "nested",
     "ranked",
@@ -49,6 +51,26 @@ def set_sampler_epoch(sampler: Any, epoch: int) -> None:
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
+
+
+@contextmanager
+def at_epoch(sampler: Any, epoch: int | None) -> Iterator[None]:
+    """Give samplers that have an epoch another one for the length of a ``with`` block; None: they keep their own."""
+    own = [
+        (one, one.epoch)
+        for one in nested(sampler)
+        if isinstance(getattr(one, "epoch", None), int)
+        and callable(getattr(one, "set_epoch", None))
+    ]
+    if epoch is None or all(before == epoch for _, before in own):
+        own = []
+    try:
+        for one, _ in own:
+            one.set_epoch(epoch)
+        yield
+    finally:
+        for one, before in own:
+            one.set_epoch(before)
 
 
 class RankSampler(DistributedSampler[int]):

@@ -14,7 +14,7 @@ from minato.observe.stats.size import length_of
 from minato.sampling.coverage import Progress, index_hash, remaining_batches
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.distributed import InterleavedRanks
-from minato.sampling.replay import OrderRecord
+from minato.sampling.replay import OrderRecord, Origin
 from minato.sampling.rng_state import SamplerState
 from minato.sampling.samplers import counted, index_batches, next_sampler, sizes_of
 from minato.sampling.spec import SamplingSpec
@@ -97,8 +97,16 @@ class Epoch:
         """Set torch's draw for the workers; returns the one that is used, which a resumed epoch already has."""
         self.base_seed = drawn if self._state is None else self._state["base_seed"]
         replay = self._spec.replay
-        self.seed = self.seed_in(self.number) if replay is None else replay.seed(self.number)
+        if replay is None:
+            self.seed = self.seed_in(self.number)
+        else:
+            replay.check(self.number, self._origin())
+            self.seed = replay.seed(self.number)
         return self.base_seed
+
+    def _origin(self) -> Origin:
+        """What a record of this epoch belongs to."""
+        return Origin(self._spec.batched, length_of(self._spec.dataset))
 
     def drawn_seed_in(self, epoch: int) -> int:
         """The seed of another epoch of the same iterator, by torch's draw."""
@@ -122,7 +130,9 @@ class Epoch:
         path = self._spec.record_order
         if path is not None:
             first = self.progress.done().batches
-            self.progress.record = OrderRecord(path, self.number, self.seed, first)
+            self.progress.record = OrderRecord(
+                path, self.number, self.seed, first, self._origin()
+            )
         self.has_started = True
         self._state = self._default = None
         return map(self.progress.requested, batches)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from minato._core.epochs import seed_of_epoch
 from minato.observe.stats.lateness import Lateness
 from minato.sampling.completed import Completed
 from minato.sampling.coverage import Coverage, Progress
-from minato.sampling.distributed import epoch_of, nested, set_sampler_epoch
+from minato.sampling.distributed import at_epoch, epoch_of, nested, set_sampler_epoch
 from minato.sampling.epoch import Epoch
 from minato.sampling.rng_state import SamplerState
 from minato.sampling.samplers import SEEDED
@@ -18,6 +19,7 @@ from minato.sampling.state import (
     completed_from_plain,
     completed_to_plain,
     is_stateful,
+    sampler_epoch_in,
     signature,
 )
 
@@ -28,36 +30,43 @@ class Position:
     """The epoch of a loader, and the state that its next iterator resumes.
 
     Attributes:
-        epoch: Number of the last epoch, -1 before the first.
         last: The last epoch; None before the first, and after ``load``.
     """
 
     def __init__(self) -> None:
-        self.epoch = -1
         self.last: Epoch | None = None
+        self._number = -1  # of the last epoch
+        self._chosen: int | None = None  # number of the next epoch, if set_epoch was called
         self._predicts = True
-        self._sampler_epoch: int | None = 0
-        self._is_set = False
+        self._sampler_epoch: int | None = 0  # what it was when the last epoch began
         self._last_seed: int | None = None
         self._loaded: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The last epoch belongs to its iterator, which no copy shares.
-        kept = {"last": None, "_last_seed": self.seed, "_predicts": self._may_predict()}
+        seed = self._last_seed if self.last is None else self.last.seed
+        kept = {"last": None, "_last_seed": seed, "_predicts": self._may_predict()}
         return {**self.__dict__, **kept, "_loaded": self._pending()}
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the number of the next epoch."""
-        self.epoch, self._is_set = epoch - 1, True
+        self._chosen = epoch
 
     @property
-    def seed(self) -> int | None:
-        """The seed of the last epoch's samples; None before the first."""
-        return self._last_seed if self.last is None else self.last.seed
+    def epoch(self) -> int:
+        """Number of the present or last epoch, that of a loaded state if there is one; -1 before the first."""
+        loaded = self._pending()
+        return self._number if loaded is None else loaded["epoch"]
 
     def seed_of(self, epoch: int) -> int | None:
-        """The seed of another epoch of the last epoch's iterator, where torch drew it."""
-        last = self.last
+        """The seed of another epoch of the last epoch's iterator, where torch drew it; None if it is unknown."""
+        last, loaded = self.last, self._pending()
+        if loaded is not None:
+            if loaded["finished"]:
+                return None
+            number = loaded["epoch"]
+            drawn_epoch = loaded.get("drawn_epoch", number) + epoch - number
+            return seed_of_epoch(loaded["base_seed"], drawn_epoch, epoch)
         if last is None:
             return self._last_seed
         drawn = last.seed == last.drawn_seed_in(last.number)
@@ -103,50 +112,47 @@ class Position:
         sampler, loaded = spec.index_sampler, self._pending()
         dataset_states = loaded and loaded["dataset_states"]
         predicts = self._may_predict()
+        chosen, self._chosen = self._choice(sampler), None
         if loaded is not None and not loaded["finished"]:
             if done is not None:
                 loaded = {**loaded, "done": completed_to_plain(done)}
-            self.epoch = loaded["epoch"]
+            self._number = loaded["epoch"]
             if loaded["draw"].get("epoch") is not None:
                 set_sampler_epoch(sampler, loaded["draw"]["epoch"])
             self._sampler_epoch = epoch_of(sampler)
             self.last = Epoch(
                 spec,
-                self.epoch,
-                drawn_epoch=loaded.get("drawn_epoch", self.epoch),
+                self._number,
+                drawn_epoch=loaded.get("drawn_epoch", self._number),
                 state=loaded,
                 prefetches_next=predicts,
             )
             return self.last, dataset_states
         if loaded is not None:
-            self.epoch = loaded["epoch"]
+            self._number = loaded["epoch"]
             SamplerState(spec.generator, sampler).load(loaded["draw"])
-        drawn_epoch = self._advance(sampler, persists)
-        for one in nested(sampler):
-            if isinstance(one, SEEDED):
-                one.set_epoch(self.epoch)
+        if chosen is not None:
+            self._number = drawn_epoch = chosen
+        else:
+            self._number += 1
+            counts_on = persists and self.last is not None
+            drawn_epoch = self.last.drawn_epoch + 1 if counts_on and self.last is not None else 0
+        _set_seeded(sampler, self._number)
         self._sampler_epoch = epoch_of(sampler)
         self._loaded = None
         self.last = Epoch(
             spec,
-            self.epoch,
+            self._number,
             drawn_epoch=drawn_epoch,
             restored=loaded is not None and SamplerState(spec.generator, sampler).sources[1] > 0,
             prefetches_next=predicts,
         )
         return self.last, dataset_states
 
-    def _advance(self, sampler: object, persists: bool) -> int:
-        """Go to the next epoch, by ``set_epoch`` of sampler or loader if it was called; returns its ``drawn_epoch``."""
-        of_sampler, is_set = epoch_of(sampler), self._is_set
-        self._is_set = False
-        if of_sampler is None or of_sampler == self._sampler_epoch:
-            self.epoch += 1
-        else:
-            self.epoch, is_set = of_sampler, True
-        if is_set:
-            return self.epoch
-        return self.last.drawn_epoch + 1 if persists and self.last is not None else 0
+    def _choice(self, sampler: object) -> int | None:
+        """The epoch that ``set_epoch`` of sampler or loader has chosen since the last one began; None if none has."""
+        of_sampler = epoch_of(sampler)
+        return self._chosen if of_sampler in (None, self._sampler_epoch) else of_sampler
 
     def state(self, spec: SamplingSpec) -> dict[str, Any]:
         """The present state as plain data, apart from the ``state_dict()`` of samplers and datasets."""
@@ -155,12 +161,20 @@ class Position:
             return copy.deepcopy(loaded)
         last, draw = self.last, SamplerState(spec.generator, spec.index_sampler)
         progress = None if last is None else last.progress.part or last.progress
+        # Its length may depend on the epoch that it has now.
+        loader = {
+            **signature(spec, draw.sources),
+            "sampler_epoch": epoch_of(spec.index_sampler),
+        }
         state = {
-            "loader": signature(spec, draw.sources),
-            "epoch": self.epoch,
+            "loader": loader,
+            "epoch": self._number,
             "finished": progress is None or progress.finished,
         }
         if last is None or progress is None or progress.finished:
+            chosen = self._choice(spec.index_sampler)
+            if chosen is not None:
+                state["epoch"] = chosen - 1
             if not spec.has_workers and is_stateful(spec.dataset):
                 own = copy.deepcopy(spec.dataset.state_dict())
                 each = {"dataset": own, "iterator": None, "batches": 0, "ended": False}
@@ -192,12 +206,18 @@ class Position:
         Raises:
             TypeError, ValueError: It is no state, or belongs to another loader.
         """
-        draw = SamplerState(spec.generator, spec.index_sampler)
-        loaded = checked(state, signature(spec, draw.sources), copies)
+        sampler = spec.index_sampler
+        draw = SamplerState(spec.generator, sampler)
+        with at_epoch(sampler, sampler_epoch_in(state)):
+            mine = signature(spec, draw.sources)
+        loaded = checked(state, mine, copies)
         draw.check(loaded["draw"])
         self._may_predict()
         self._loaded = loaded
-        self._last_seed, self.last = self.seed, None
+        self._chosen = self.last = self._last_seed = None
+        # So that a later set_epoch() of the sampler is noticed whatever its number.
+        if _set_seeded(sampler, loaded["epoch"]):
+            self._sampler_epoch = epoch_of(sampler)
 
     def lateness(self) -> Lateness:
         """By how many batches the samples of the last epoch differ from the sampler's order."""
@@ -205,4 +225,16 @@ class Position:
 
     def coverage(self) -> Coverage:
         """The coverage of the last epoch's indices."""
-        return (self.last.progress if self.last else Progress(self.epoch)).coverage()
+        if self.last is not None:
+            return self.last.progress.coverage()
+        resumes = self.resumes
+        progress = Progress(self.epoch) if resumes is None else Progress(*resumes)
+        return progress.coverage()
+
+
+def _set_seeded(sampler: object, epoch: int) -> bool:
+    """Set the epoch of the samplers whose order is a function of it; False if there is none."""
+    seeded = [one for one in nested(sampler) if isinstance(one, SEEDED)]
+    for one in seeded:
+        one.set_epoch(epoch)
+    return bool(seeded)

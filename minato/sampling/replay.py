@@ -1,6 +1,7 @@
 """Records the order of batches in a file, and replays it: JSON lines, one per batch.
 
-An epoch begins with ``{"minato_order": 1, "epoch": e, "seed": s, "first_batch": b}``. Each delivered batch is a list of
+An epoch begins with ``{"minato_order": 2, "epoch": e, "seed": s, "first_batch": b, "batched": y, "length": n}``, where n
+is the length of the dataset, or null, and y whether the loader makes batches. Each delivered batch is a list of
 its indices in the order of their places. ``[index, n]`` is an index that occurred n times before in the epoch.
 ``{"end": n}`` ends an epoch of n batches. A resumed run appends: its record of an epoch from batch b on replaces the
 earlier one.
@@ -15,17 +16,29 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import index as as_integer
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
 from minato._support.text import text_of
 from minato.sampling.occurrences import Again
 
-__all__ = ["OrderRecord", "RecordedOrder"]
+__all__ = ["OrderRecord", "Origin", "RecordedOrder"]
 
-_VERSION = 1
+_VERSION = 2
 _INT64 = 1 << 63
 _BEGINS = b'{"minato_order":'
+
+
+class Origin(NamedTuple):
+    """What a recorded order belongs to.
+
+    Attributes:
+        batched: Whether the loader makes batches.
+        length: Length of the dataset; None if it has none.
+    """
+
+    batched: bool
+    length: int | None
 
 
 class OrderRecord:
@@ -34,13 +47,14 @@ class OrderRecord:
     Args:
         path: File to append to; an incomplete last line is cut off. A new file has mode 0600.
         first_batch: Number of batches of the epoch that were delivered before.
+        origin: What the record belongs to.
 
     Raises:
         ValueError: The file holds something else, and is not changed.
         OSError: The file cannot be written.
     """
 
-    def __init__(self, path: str, epoch: int, seed: int, first_batch: int) -> None:
+    def __init__(self, path: str, epoch: int, seed: int, first_batch: int, origin: Origin) -> None:
         self._path = path
         self._descriptor = open_lines(path, _BEGINS, "a recorded order (record_order=)")
         self._close = weakref.finalize(self, os.close, self._descriptor)
@@ -48,9 +62,8 @@ class OrderRecord:
         self._waiting: dict[int, int | str | list[Any]] = {}
         self._requested = 0
         self._batches = first_batch
-        self._write(
-            {"minato_order": _VERSION, "epoch": epoch, "seed": seed, "first_batch": first_batch}
-        )
+        head = {"minato_order": _VERSION, "epoch": epoch, "seed": seed, "first_batch": first_batch}
+        self._write({**head, **origin._asdict()})
 
     def requested(self, indices: Any) -> None:
         """Number the indices of the next batch that the sampler yields.
@@ -121,6 +134,7 @@ class _Epoch:
     """Offsets of the batches of an epoch in the file."""
 
     seed: int
+    origin: Origin
     line: int
     offsets: array[int] = field(default_factory=lambda: array("q"))
     complete: bool = False
@@ -177,7 +191,8 @@ class RecordedOrder:
     def _begin_epoch(self, line: dict[str, Any], number: int) -> _Epoch:
         if type(line["minato_order"]) is not int or line["minato_order"] != _VERSION:
             raise self._wrong(
-                number, f"version {line['minato_order']!r}, and this minato reads {_VERSION}"
+                number,
+                f"version {line['minato_order']!r}, and this minato reads {_VERSION}: record the order again",
             )
         head: list[Any] = [line.get(name) for name in ("epoch", "seed", "first_batch")]
         if any(type(value) is not int for value in head):
@@ -185,10 +200,17 @@ class RecordedOrder:
         epoch, seed, first = head
         if first < 0 or not all(-_INT64 <= value < _INT64 for value in head):
             raise self._wrong(number, "epoch, seed or first_batch is out of range")
-        before = self._epochs.get(epoch, _Epoch(seed, number))
-        if first > len(before.offsets) or (first and seed != before.seed):
+        origin = Origin(line.get("batched"), line.get("length"))  # type: ignore[arg-type]
+        if type(origin.batched) is not bool or not (
+            origin.length is None or (type(origin.length) is int and origin.length >= 0)
+        ):
+            raise self._wrong(number, "it must give batched and the length of the dataset")
+        before = self._epochs.get(epoch, _Epoch(seed, origin, number))
+        if first > len(before.offsets) or (
+            first and (seed, origin) != (before.seed, before.origin)
+        ):
             raise self._wrong(number, "what it goes on from does not stand before it")
-        self._epochs[epoch] = _Epoch(seed, number, before.offsets[:first])
+        self._epochs[epoch] = _Epoch(seed, origin, number, before.offsets[:first])
         return self._epochs[epoch]
 
     def _wrong(self, number: int, why: str) -> ValueError:
@@ -211,6 +233,28 @@ class RecordedOrder:
                 f"{len(found.offsets)} batches, not to its end"
             )
         return found.seed
+
+    def check(self, epoch: int, origin: Origin) -> None:
+        """Check that an epoch belongs to a loader.
+
+        Raises:
+            ValueError: It does not, or the file does not hold it.
+        """
+        self.seed(epoch)
+        found = self._epochs[epoch]
+        if found.origin.batched != origin.batched:
+            kinds = {True: "batches", False: "single samples (batch_size=None)"}
+            raise self._wrong(
+                found.line,
+                f"epoch {epoch} was recorded as {kinds[found.origin.batched]}, and this loader returns "
+                f"{kinds[origin.batched]}: make them as it was made",
+            )
+        if None not in (found.origin.length, origin.length) and found.origin != origin:
+            raise self._wrong(
+                found.line,
+                f"epoch {epoch} was recorded of a dataset of {found.origin.length} samples, and this one has "
+                f"{origin.length}: give the dataset that was recorded, or record the order again",
+            )
 
     def batches(self, epoch: int) -> Iterator[list[int | str | Again]]:
         """Yield the indices of each batch of a complete epoch."""

@@ -11,8 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from minato._compat import EndlessSampler
 from minato._core import Occurrences, mix_seed
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.sampling.distributed import InterleavedRanks, RankSampler
@@ -23,6 +31,7 @@ __all__ = [
     "SEEDED",
     "SeededSampler",
     "counted",
+    "independent",
     "index_batches",
     "largest_batch",
     "next_sampler",
@@ -171,6 +180,41 @@ def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:
     """Yield the size of each batch of an iterable dataset, in place of its indices."""
     for index in index_sampler:
         yield [len(index) if batched else 1]
+
+
+_COPIED = (
+    *(BatchSampler, SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
+    *(DistributedSampler, EndlessSampler, InterleavedRanks, *SEEDED),
+)
+"""Samplers whose iterators change nothing but their generator."""
+
+
+def independent(sampler: Any, dataset: object) -> Any:
+    """Return a copy of a sampler, and of its generators; an epoch of the copy leaves the sampler as it is.
+
+    Args:
+        dataset: Is not copied, where the sampler refers to it.
+
+    Raises:
+        ValueError: A sampler of another class than torch's and ours cannot be copied.
+    """
+    if isinstance(sampler, (list, tuple, range)):
+        return sampler
+    if type(sampler) not in _COPIED:
+        try:
+            return copy.deepcopy(sampler, {id(dataset): dataset})
+        except Exception as error:
+            raise ValueError(
+                f"an epoch of its own needs a copy of the sampler, and a {type(sampler).__name__} cannot be copied "
+                f"({type(error).__name__}: {error}): give the class a __deepcopy__"
+            ) from error
+    found = copy.copy(sampler)
+    for name, value in vars(found).items():
+        if isinstance(value, torch.Generator) and value is not torch.default_generator:
+            setattr(found, name, copy.deepcopy(value))
+        elif name in ("sampler", "batch_sampler"):
+            setattr(found, name, independent(value, dataset))
+    return found
 
 
 def next_sampler(index_sampler: Any) -> Any | None:

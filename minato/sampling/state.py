@@ -13,18 +13,26 @@ import torch
 
 from minato.observe.stats.size import length_of
 from minato.sampling.completed import Completed, Tally
-from minato.sampling.distributed import nested
+from minato.sampling.distributed import epoch_of, nested
 from minato.sampling.spec import SamplingSpec
 
-__all__ = ["checked", "completed_from_plain", "completed_to_plain", "is_stateful", "signature"]
+__all__ = [
+    "checked",
+    "completed_from_plain",
+    "completed_to_plain",
+    "is_stateful",
+    "sampler_epoch_in",
+    "signature",
+]
 
-_VERSION = 1
+_VERSION = 2
 _INT64 = 1 << 63
 _FAMILY = "minato.DataLoader"
 _WORDS = {
     "place": "its place among ranks that share a pool",
     "dataset_length": "len(dataset)",
     "sampler": "the sampler's type",
+    "batched": "whether batches are made",
     "sampler_length": "the number of batches",
     "generators": "the number of generators given to the loader and its samplers",
     "stateful_samplers": "the number of samplers with state_dict()",
@@ -39,13 +47,17 @@ def signature(spec: SamplingSpec, sources: tuple[int, int]) -> dict[str, Any]:
     """
     sampler = spec.index_sampler
     generators, stateful = sources
+    sets_epoch = any(callable(getattr(one, "set_epoch", None)) for one in nested(sampler))
+    # It may depend on the epoch, and the sampler does not say which one it has.
+    length = None if sets_epoch and epoch_of(sampler) is None else length_of(sampler)
     return {
         "kind": _FAMILY,
         "version": _VERSION,
         "place": spec.rank,
         "dataset_length": None if spec.streams else length_of(spec.dataset),
         "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
-        "sampler_length": length_of(sampler),
+        "sampler_length": length,
+        "batched": spec.batched,
         "batch_size": spec.batch_size,
         "drop_last": spec.drop_last,
         "order": spec.order,
@@ -53,6 +65,13 @@ def signature(spec: SamplingSpec, sources: tuple[int, int]) -> dict[str, Any]:
         "generators": generators,
         "stateful_samplers": stateful,
     }
+
+
+def sampler_epoch_in(state: object) -> int | None:
+    """The epoch that the sampler had when a state was taken; None if it had none, or the state does not say so."""
+    loader = state.get("loader") if isinstance(state, dict) else None
+    epoch = loader.get("sampler_epoch") if isinstance(loader, dict) else None
+    return epoch if _is_int64(epoch) else None
 
 
 def checked(state: object, mine: dict[str, Any], copies: int) -> dict[str, Any]:
@@ -72,6 +91,11 @@ def checked(state: object, mine: dict[str, Any], copies: int) -> dict[str, Any]:
         raise ValueError(
             f"this is no state of a {_FAMILY}: it has the keys {sorted(map(str, state))}. A state of torchdata's "
             "StatefulDataLoader cannot be resumed here"
+        )
+    if theirs.get("version") != _VERSION:
+        raise ValueError(
+            f"the state has version {theirs.get('version')!r}, and this minato reads {_VERSION}: resume it with the "
+            "minato that wrote it, to the end of the epoch"
         )
     for name, value in mine.items():
         if theirs.get(name) != value:
@@ -113,7 +137,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_int64(value: object) -> bool:
-    return isinstance(value, int) and -_INT64 <= value < _INT64
+    return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
 
 
 def _are_dataset_states(value: object) -> bool:

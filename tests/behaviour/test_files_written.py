@@ -157,7 +157,7 @@ def test_of_its_own_file_only_a_torn_line_is_cut(tmp_path: Path) -> None:
         path.write_bytes(whole + torn)
         record(path)
         assert path.read_bytes().startswith(whole + b'{"minato_order":')
-    for head in range(len(b'{"minato_order":1,"epoch":')):  # killed within its very first line
+    for head in range(len(b'{"minato_order":2,"epoch":')):  # killed within its very first line
         path.write_bytes(whole[:head])
         record(path)
         RecordedOrder(str(path))
@@ -165,10 +165,12 @@ def test_of_its_own_file_only_a_torn_line_is_cut(tmp_path: Path) -> None:
 
 LINE = st.one_of(
     st.builds(
-        lambda **head: {"minato_order": 1, **head},
+        lambda **head: {"minato_order": 2, **head},
         epoch=st.integers(-1, 2),
         seed=st.integers(-(2**70), 2**70) | st.integers(0, 3),
         first_batch=st.integers(-2, 3),
+        batched=st.booleans() | st.booleans() | st.integers(0, 1),
+        length=st.sampled_from([10, 10, 9, None, -1, "10"]),
     ),
     st.lists(
         st.integers(-3, 9) | st.text(max_size=3) | st.lists(st.integers(-1, 2), max_size=3),
@@ -176,7 +178,7 @@ LINE = st.one_of(
     ),
     st.builds(lambda end: {"end": end}, st.integers(-1, 4) | st.none() | st.floats()),
     st.recursive(st.none() | st.booleans() | st.floats(), st.lists, max_leaves=3),
-    st.just({"minato_order": 2}),
+    st.just({"minato_order": 3}),
 )
 
 
@@ -190,9 +192,12 @@ def lines_of(parts: list[Any]) -> bytes:
 @given(parts=st.lists(LINE | st.binary(max_size=20), max_size=8))
 @example(parts=[b"[" * 100_000 + b"\n"])
 @example(
-    parts=[b'{"minato_order":1,"epoch":0,"seed":0,"first_batch":0}\n', b"[" + b"9" * 5000 + b"]\n"]
+    parts=[
+        b'{"minato_order":2,"epoch":0,"seed":0,"first_batch":0,"batched":true,"length":3}\n',
+        b"[" + b"9" * 5000 + b"]\n",
+    ]
 )
-@example(parts=[{"minato_order": 1, "epoch": 0, "seed": 0, "first_batch": -1}, [1], {"end": 1}])
+@example(parts=[{"minato_order": 2, "epoch": 0, "seed": 0, "first_batch": -1}, [1], {"end": 1}])
 def test_any_recorded_order_is_replayed_or_refused_by_name(
     parts: list[Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -51,7 +51,8 @@ def test_the_file_says_what_came_before_the_loop_has_it(tmp_path: Path) -> None:
     iterator = iter(loader)
     next(iterator)
     head, batch = (json.loads(line) for line in path.read_text().splitlines())
-    assert head == {"minato_order": 1, "epoch": 0, "seed": 5, "first_batch": 0}
+    origin = {"batched": True, "length": 6}
+    assert head == {"minato_order": 2, "epoch": 0, "seed": 5, "first_batch": 0, **origin}
     assert batch == [0, 1, 2, 3]
     assert len(list(iterator)) == 1
     assert [json.loads(line) for line in path.read_text().splitlines()][2:] == [[4, 5], {"end": 2}]
@@ -115,7 +116,9 @@ def test_a_replay_is_resumed_too(tmp_path: Path) -> None:
     assert later.coverage().complete
 
 
-HEAD = '{"minato_order": 1, "epoch": 0, "seed": 5, "first_batch": 0}\n'
+HEAD = (
+    '{"minato_order": 2, "batched": true, "length": 4, "epoch": 0, "seed": 5, "first_batch": 0}\n'
+)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +133,15 @@ HEAD = '{"minato_order": 1, "epoch": 0, "seed": 5, "first_batch": 0}\n'
         (HEAD + "[true]\n", "line 2: it is no line"),
         (HEAD + '[1]\n{"end": 2}\n', "line 3: 1 batches stand before it"),
         (HEAD + '[1]\n{"end": 1}\n[2]\n', "line 4: a batch after the end of its epoch"),
-        ('{"minato_order": 7}\n', "line 1: version 7, and this minato reads 1"),
-        ('{"minato_order": 1, "epoch": 0}\n', "line 1: it must give epoch, seed and first_batch"),
+        ('{"minato_order": 7}\n', "line 1: version 7, and this minato reads 2: record"),
+        (HEAD.replace("4", "null") + "[1", "line 2: it is no line"),
+        (HEAD.replace("true", "1"), "line 1: it must give batched and the length"),
+        (HEAD.replace("4", "-4"), "line 1: it must give batched and the length"),
+        (
+            HEAD + "[1]\n" + HEAD.replace("0}", "1}").replace("4", "5"),
+            "line 3: what it goes on from",
+        ),
+        ('{"minato_order": 2, "epoch": 0}\n', "line 1: it must give epoch, seed and first_batch"),
         (HEAD.replace("0}", "3}"), "line 1: what it goes on from does not stand before it"),
         (
             HEAD + "[1]\n" + HEAD.replace("0}", "1}").replace("5", "6"),

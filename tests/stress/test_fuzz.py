@@ -34,7 +34,8 @@ def written(lines: st.SearchStrategy[list[Any]], check: Callable[[Path], None]) 
 
 
 def orders(folder: Path) -> Any:
-    head = st.just({"minato_order": 1, "epoch": 0, "seed": 3, "first_batch": 0}).map(
+    origin = {"batched": True, "length": 10}
+    head = st.just({"minato_order": 2, "epoch": 0, "seed": 3, "first_batch": 0, **origin}).map(
         lambda one: [one]
     )
     lines = st.lists(test_files_written.LINE | st.binary(max_size=20), max_size=12)
