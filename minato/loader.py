@@ -60,6 +60,7 @@ from minato.sampling.position import Position
 from minato.sampling.replay import RecordedOrder
 from minato.sampling.samplers import SeededSampler, independent, next_sampler
 from minato.sampling.spec import SamplingSpec
+from minato.transforms.collate import TransformingCollate
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
 
@@ -153,6 +154,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         replay_order: str | os.PathLike[str] | None = None,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
+        if isinstance(collate_fn, TransformingCollate):  # of another loader of ours
+            transforms = collate_fn.transforms.steps if transforms is None else transforms
+            collate_fn = collate_fn.collate_fn
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
         from minato.integrations import connect, counts_batches
@@ -245,6 +249,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 f"{type(self.sampler).__name__} is not: shuffle with seed=, use a SequentialSampler or a "
                 "DistributedSampler, or leave it out"
             )
+        self._set_collate(self.collate_fn)
         self._history = self._fresh_history()
         check_platform(
             worker_processes=self.num_workers > 0 and options.worker_kind == "process",
@@ -254,7 +259,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if self.num_workers > 0 and options.worker_kind == "process" and session is None:
             from minato.workers.fork_server import start_early
 
-            used = (dataset, self.collate_fn, worker_init_fn, *self._transforms.steps)
+            used = (dataset, collate_fn, worker_init_fn, *self._transforms.steps)
             start_early(self.multiprocessing_context, used)
         _log.debug("%r is made", self)
 
@@ -263,7 +268,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """A loader with the arguments of one of torch's.
 
         Args:
-            loader: Stays as it is; its dataset, samplers and generator are shared.
+            loader: Stays as it is; its dataset, samplers and generator are shared. If it is one of this class, the new
+                one has its options too.
             arguments: More arguments of this class, which go before those of ``loader``. Without ``prefetch_factor``,
                 torch's default of 2 does not bound the prefetch window.
 
@@ -546,7 +552,16 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 given = vars(self).get("workers", self._options.workers)
                 in_threads = given == "process" and _starts_threads(val)
                 self._options = replace(self._options, workers="thread" if in_threads else given)
+            if attr == "collate_fn":
+                self._set_collate(val)
+                return
         super().__setattr__(attr, val)
+
+    def _set_collate(self, collate_fn: Any) -> None:
+        """Set the attribute that others take for a loader of their own, which then transforms samples as this one."""
+        if self._transforms.steps and not isinstance(collate_fn, TransformingCollate):
+            collate_fn = TransformingCollate(self._transforms, collate_fn, is_batched(self))
+        vars(self)["collate_fn"] = collate_fn
 
     def __getstate__(self) -> dict[str, Any]:
         if not is_made(self):
@@ -582,6 +597,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs."""
         options, persistent = self._options, self.persistent_workers
+        collate_fn: Any = self.collate_fn
+        transforms = isinstance(collate_fn, TransformingCollate) and bool(self._transforms.steps)
         sampling = SamplingSpec(
             dataset=self.dataset,
             streams=is_iterable(self),
@@ -611,7 +628,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return LoaderSpec(
             sampling=sampling,
             transforms=self._transforms,
-            collate_fn=self.collate_fn,
+            collate_fn=collate_fn.inside if transforms else collate_fn,
             cache=vars(self)["cache"],
             workers=workers,
             pin_memory=bool(self.pin_memory),
@@ -688,7 +705,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             return BatchIterator(loader or self, make_source, begin_epoch, may_pin)
         pins_ahead = self.num_workers > 0
         loader = loader or self
-        return BatchIterator(loader, make_source, begin_epoch, may_pin, pins_ahead, engines.idle.keep)
+        return BatchIterator(
+            loader, make_source, begin_epoch, may_pin, pins_ahead, engines.idle.keep
+        )
 
     def _separate_batches(self) -> Iterator[Any]:
         """Batches of an epoch that changes nothing of this loader, and no file."""
@@ -750,7 +769,11 @@ _ALIKE = (
 def _torch_arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
     """The arguments with which torch's class makes a loader such as this one."""
     given = {name: getattr(loader, name) for name in _ALIKE if hasattr(loader, name)}
-    if given["prefetch_factor"] == 2:  # torch's default
+    ours = is_made(loader)
+    if ours:
+        given.update({name: vars(loader)[name] for name in OWN_NAMES if name in vars(loader)})
+    unbound = isinstance(given["prefetch_factor"], Unbound)
+    if unbound or (not ours and given["prefetch_factor"] == 2):  # torch's default
         del given["prefetch_factor"]
     if isinstance(loader.dataset, IterableDataset):
         return given
@@ -758,6 +781,8 @@ def _torch_arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
     if loader.batch_size is None and loader.batch_sampler is not None:
         del given["batch_size"], given["drop_last"]
         return {**given, "batch_sampler": loader.batch_sampler}
+    if type(sampler) is SeededSampler and cast(object, sampler.data_source) is loader.dataset:
+        return {**given, "shuffle": True}
     if type(sampler) is RandomSampler and vars(sampler) == vars(
         RandomSampler(sampler.data_source, generator=loader.generator)
     ):

@@ -130,9 +130,7 @@ class Epoch:
         path = self._spec.record_order
         if path is not None:
             first = self.progress.done().batches
-            self.progress.record = OrderRecord(
-                path, self.number, self.seed, first, self._origin()
-            )
+            self.progress.record = OrderRecord(path, self.number, self.seed, first, self._origin())
         self.has_started = True
         self._state = self._default = None
         return map(self.progress.requested, batches)

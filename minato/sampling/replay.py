@@ -1,7 +1,7 @@
 """Records the order of batches in a file, and replays it: JSON lines, one per batch.
 
-An epoch begins with ``{"minato_order": 2, "epoch": e, "seed": s, "first_batch": b, "batched": y, "length": n}``, where n
-is the length of the dataset, or null, and y whether the loader makes batches. Each delivered batch is a list of
+An epoch begins with ``{"minato_order": 2, "epoch": e, "seed": s, "first_batch": b, "batched": y, "length": n}``: y says
+whether the loader makes batches, and n is the length of the dataset, or null. Each delivered batch is a list of
 its indices in the order of their places. ``[index, n]`` is an index that occurred n times before in the epoch.
 ``{"end": n}`` ends an epoch of n batches. A resumed run appends: its record of an epoch from batch b on replaces the
 earlier one.
@@ -200,11 +200,11 @@ class RecordedOrder:
         epoch, seed, first = head
         if first < 0 or not all(-_INT64 <= value < _INT64 for value in head):
             raise self._wrong(number, "epoch, seed or first_batch is out of range")
-        origin = Origin(line.get("batched"), line.get("length"))  # type: ignore[arg-type]
-        if type(origin.batched) is not bool or not (
-            origin.length is None or (type(origin.length) is int and origin.length >= 0)
-        ):
+        batched, length = line.get("batched"), line.get("length")
+        is_length = length is None or (type(length) is int and length >= 0)
+        if type(batched) is not bool or not is_length:
             raise self._wrong(number, "it must give batched and the length of the dataset")
+        origin = Origin(batched, length)
         before = self._epochs.get(epoch, _Epoch(seed, origin, number))
         if first > len(before.offsets) or (
             first and (seed, origin) != (before.seed, before.origin)
