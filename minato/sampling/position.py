@@ -157,8 +157,10 @@ class Position:
     def state(self, spec: SamplingSpec) -> dict[str, Any]:
         """The present state as plain data, apart from the ``state_dict()`` of samplers and datasets."""
         loaded = self._pending()
+        chosen = self._choice(spec.index_sampler)
         if loaded is not None:
-            return copy.deepcopy(loaded)
+            epoch = chosen - 1 if loaded["finished"] and chosen is not None else loaded["epoch"]
+            return copy.deepcopy({**loaded, "epoch": epoch})
         last, draw = self.last, SamplerState(spec.generator, spec.index_sampler)
         progress = None if last is None else last.progress.part or last.progress
         # Its length may depend on the epoch that it has now.
@@ -172,7 +174,6 @@ class Position:
             "finished": progress is None or progress.finished,
         }
         if last is None or progress is None or progress.finished:
-            chosen = self._choice(spec.index_sampler)
             if chosen is not None:
                 state["epoch"] = chosen - 1
             if not spec.has_workers and is_stateful(spec.dataset):

@@ -1,0 +1,405 @@
+"""What belongs to which epoch: what the loop prepares, what is resumed, what a record or a state may be used for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import DataLoader as TorchLoader
+
+import minato
+from minato import DataLoader
+from tests.datasets import Draws, Numbers, indices
+
+SIZE, BATCH = 16, 4
+
+
+# ---- what the loop prepares between two epochs ------------------------------------------------
+
+
+class Told(Numbers):
+    """Each sample is what the loop has last written to four places, and the index."""
+
+    def __init__(self, size: int, path: Path, method: str | None) -> None:
+        super().__init__(size)
+        self.path = path
+        self.value = multiprocessing.get_context(method).Value("i", -1)
+        self.tensor = torch.full((1,), -1).share_memory_()
+        self.attribute = -1
+
+    def write(self, epoch: int) -> None:
+        self.value.value = epoch
+        self.tensor.fill_(epoch)
+        self.path.write_text(str(epoch))
+        self.attribute = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        read = int(self.path.read_text())
+        return index, self.value.value, int(self.tensor), read, self.attribute
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
+    "threads": {"num_workers": 2, "workers": "thread"},
+}
+ORDERS: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "shuffle": {"shuffle": True},
+    "seed": {"shuffle": True, "seed": 3},
+    "distributed": {},
+    "compat": {"compat": "torch"},
+    "patched": {},
+}
+WAYS = [
+    (kind, order, persistent)
+    for kind, order, persistent in itertools.product(KINDS, ORDERS, (False, True))
+    if not (persistent and kind == "inline") and not (kind == "threads" and order == "patched")
+]
+
+
+def check_what_samples_see(kind: str, order: str, persistent: bool, path: Path) -> None:
+    dataset = Told(SIZE, path, KINDS[kind].get("multiprocessing_context"))
+    dataset.write(-1)
+    sampler = DistributedSampler(dataset, 1, 0) if order == "distributed" else None
+    arguments = {**KINDS[kind], **ORDERS[order], "sampler": sampler}
+    with minato.patch() if order == "patched" else contextlib.nullcontext():
+        loader: Any = (torch.utils.data if order == "patched" else minato).DataLoader(
+            dataset, BATCH, persistent_workers=persistent, **arguments
+        )
+        assert isinstance(loader, DataLoader)
+        for epoch in range(3):
+            if sampler is not None:
+                sampler.set_epoch(epoch)
+            dataset.write(epoch)
+            seen = [row for batch in loader for row in torch.stack(batch, 1).tolist()]
+            assert sorted(row[0] for row in seen) == list(range(SIZE))
+            # Only what a worker process shares with the loop can follow it.
+            follows = kind in ("inline", "threads") or (kind == "fork" and not persistent)
+            assert {tuple(row[1 : 5 if follows else 4]) for row in seen} == {
+                (epoch,) * (4 if follows else 3)
+            }
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "persistent"),
+    random.Random(5).sample([way for way in WAYS if way[0] != "forkserver"], 10),
+)
+def test_samples_see_what_the_loop_has_prepared(
+    kind: str, order: str, persistent: bool, tmp_path: Path
+) -> None:
+    check_what_samples_see(kind, order, persistent, tmp_path / "epoch")
+
+
+@pytest.mark.slow
+def test_samples_see_what_the_loop_has_prepared_in_every_way(tmp_path: Path) -> None:
+    for way in WAYS:
+        check_what_samples_see(*way, tmp_path / "epoch")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_workers": 1}, "persistent_workers=True"),
+        ({"shuffle": True}, "order that is known in advance, and that of RandomSampler"),
+        ({"sampler": [1, 0]}, "order that is known in advance, and that of list"),
+        ({"compat": "torch"}, "does not go with compat='torch'"),
+        ({"prefetch_next_epoch": "yes"}, "prefetch_next_epoch='yes'"),
+    ],
+)
+def test_beginning_early_is_refused_where_it_cannot_be(given: dict[str, Any], message: str) -> None:
+    stays = {"num_workers": 1, "persistent_workers": "num_workers" not in given}
+    with pytest.raises(ValueError, match=message):
+        DataLoader(Numbers(4), **{**stays, "prefetch_next_epoch": True, **given})
+
+
+# ---- the number of an epoch --------------------------------------------------------------------
+
+
+def drawn(loader: Any) -> list[Any]:
+    """Order and random numbers of one epoch."""
+    return [[part.tolist() for part in batch] for batch in loader]
+
+
+def seeded(**given: Any) -> Any:
+    return DataLoader(Draws(SIZE), BATCH, seed=3, **given)
+
+
+def epoch_alone(number: int, shuffle: bool = False) -> list[Any]:
+    loader = seeded(shuffle=shuffle)
+    loader.set_epoch(number)
+    return drawn(loader)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_set_epoch_after_a_finished_epoch_chooses_the_next(number: int, shuffle: bool) -> None:
+    loader = seeded(shuffle=shuffle)
+    drawn(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    for target in (loader, seeded(shuffle=shuffle)):
+        target.load_state_dict(state)
+        target.set_epoch(number)
+        assert target.state_dict() != state or number == 1
+        assert drawn(target) == epoch_alone(number, shuffle)
+        assert target.coverage().epoch == number
+        assert drawn(target) == epoch_alone(number + 1, shuffle)
+    by_sampler = seeded(shuffle=True)
+    drawn(by_sampler)
+    drawn(by_sampler)
+    again = seeded(shuffle=True)
+    again.load_state_dict(by_sampler.state_dict())
+    again.sampler.set_epoch(number)
+    # The number that the sampler has already is no choice.
+    assert drawn(again) == epoch_alone(2 if number == 1 else number, shuffle=True)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("own", [{}, {"shuffle": True}, "distributed"])
+def test_a_state_in_mid_epoch_goes_before_set_epoch(own: Any, before: bool) -> None:
+    def make() -> Any:
+        if own == "distributed":
+            return seeded(sampler=DistributedSampler(Numbers(SIZE), 1, 0))
+        return seeded(**own)
+
+    loader = make()
+    loader.set_epoch(5)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = drawn(iterator)
+    following = drawn(loader) if own != "distributed" else None
+    other = make()
+    if before:
+        other.set_epoch(2)
+    other.load_state_dict(state)
+    if not before:
+        other.set_epoch(2)
+    assert other.coverage()[:1] == (5,)
+    assert other.coverage().delivered.samples == BATCH
+    assert drawn(other) == rest
+    if following is not None:
+        assert drawn(other) == following
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_after_set_epoch_names_the_epoch_that_runs(workers: int) -> None:
+    loader = seeded(shuffle=True, num_workers=workers)
+    drawn(loader)
+    iterator = iter(loader)
+    next(iterator)
+    loader.set_epoch(7)
+    assert loader.coverage().epoch == 1
+    state = loader.state_dict()
+    assert (state["epoch"], state["finished"]) == (1, False)
+    rest = drawn(iterator)
+    ended = loader.state_dict()
+    assert drawn(loader) == epoch_alone(7, shuffle=True)
+    for taken, expected in ((state, rest), (ended, epoch_alone(7, shuffle=True))):
+        other = seeded(shuffle=True)
+        other.load_state_dict(taken)
+        assert drawn(other) == expected
+
+
+def test_reproduce_after_a_load_is_about_the_epoch_of_the_state() -> None:
+    loader = DataLoader(Draws(SIZE), BATCH)
+    drawn(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    sample = next(iterator)
+    other = DataLoader(Draws(SIZE), BATCH)
+    other.load_state_dict(state)
+    assert other.reproduce(BATCH + 1)[1:] == pytest.approx([part[1].item() for part in sample][1:])
+    drawn(iterator)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="seed"):
+        other.reproduce(1)
+
+
+# ---- states of samplers whose length depends on the epoch --------------------------------------
+
+
+class Growing(Sampler[int]):
+    """Epoch n has 3 n more indices; it says which epoch it has, or not."""
+
+    def __init__(self, says: bool) -> None:
+        self.says = says
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.says:
+            self.epoch = epoch
+        self.hidden = epoch
+
+    def __len__(self) -> int:
+        return 8 + 3 * self.hidden
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+def by_cost() -> Any:
+    costs = np.random.default_rng(0).lognormal(3, 1, 60)
+    sampler = minato.CostBatchSampler(costs, 300, seed=1, oversized="alone", pool=12)
+    return DataLoader(Numbers(60), batch_sampler=sampler)
+
+
+def growing(says: bool) -> Any:
+    return DataLoader(Numbers(60), BATCH, sampler=Growing(says))
+
+
+def growing_batches() -> Any:
+    return DataLoader(Numbers(60), batch_sampler=BatchSampler(Growing(True), BATCH, False))
+
+
+@pytest.mark.parametrize(
+    "make", [by_cost, lambda: growing(True), lambda: growing(False), growing_batches]
+)
+def test_lengths_that_depend_on_the_epoch_are_resumed(make: Any) -> None:
+    loader = make()
+    for epoch in range(5):
+        loader.set_epoch(epoch)
+        iterator = iter(loader)
+        next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = indices(iterator)
+        end = json.loads(json.dumps(loader.state_dict()))
+        other = make()
+        if getattr(other.sampler, "says", True) is False:
+            other.set_epoch(epoch)  # a state cannot hold what the sampler does not say
+        other.load_state_dict(state)
+        assert indices(other) == rest
+        other.load_state_dict(end)
+        other.set_epoch(epoch + 1)
+        loader.set_epoch(epoch + 1)
+        assert indices(other) == indices(loader)
+
+
+def test_a_refused_state_leaves_the_loader_as_it_is() -> None:
+    loader, other = by_cost(), DataLoader(Numbers(60), batch_sampler=Growing(True))
+    list(loader)
+    state = loader.state_dict()
+    state["loader"]["sampler_length"] += 1
+    fresh = by_cost()
+    expected = indices(by_cost())
+    for target in (fresh, other):
+        target.load_state_dict({}), target.set_epoch(0)
+        with pytest.raises(ValueError, match="the state belongs to another loader"):
+            target.load_state_dict(state)
+        assert target.batch_sampler.epoch == 0
+    assert indices(fresh) == expected
+
+
+def test_single_samples_and_batches_are_told_apart() -> None:
+    loader = DataLoader(Numbers(4), batch_sampler=[[0, 1], [2, 3]])
+    next(iter(loader))
+    other = DataLoader(Numbers(4), batch_size=None, sampler=[0, 1])
+    with pytest.raises(ValueError, match="whether batches are made was True .* is False here"):
+        other.load_state_dict(loader.state_dict())
+
+
+# ---- records ------------------------------------------------------------------------------------
+
+
+def test_a_record_is_refused_by_a_loader_that_it_does_not_belong_to(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    list(DataLoader(Numbers(10), 4, record_order=path))
+    for arguments, message in (
+        ({"dataset": Numbers(20), "batch_size": 4}, "of 10 samples, and this one has 20: give"),
+        ({"dataset": Numbers(10), "batch_size": None}, r"as batches, .* returns single samples"),
+    ):
+        for workers in (0, 1):
+            loader: Any = DataLoader(**arguments, num_workers=workers, replay_order=path)
+            with pytest.raises(ValueError, match=f"order.jsonl, line 1: epoch 0 .*{message}"):
+                list(loader)
+    alone = tmp_path / "alone.jsonl"
+    list(DataLoader(Numbers(10), None, record_order=alone))
+    with pytest.raises(ValueError, match="as single samples .* this loader returns batches"):
+        list(DataLoader(Numbers(10), 2, replay_order=alone))
+    assert list(DataLoader(Numbers(10), None, replay_order=alone)) == list(range(10))
+
+
+def test_a_replayed_sample_is_reproduced_with_the_recorded_seed(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    recorded = DataLoader(Draws(6), 3, seed=1, record_order=path)
+    for _ in range(2):
+        list(recorded)
+    loader = DataLoader(Draws(6), 3, seed=2, replay_order=path)
+    expected = recorded.reproduce(4, epoch=1)
+    assert loader.reproduce(4, epoch=1) == expected
+    loader.set_epoch(1)
+    list(loader)
+    assert loader.reproduce(4) == expected
+
+
+# ---- loaders made from the parts of others ------------------------------------------------------
+
+
+def negative(value: int) -> int:
+    return -value
+
+
+def summed(values: list[int]) -> Any:
+    return "sum", sum(values)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collate", [None, summed])
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_the_parts_of_a_loader_transform_as_it_does(
+    batch_size: int | None, collate: Any, workers: int
+) -> None:
+    if batch_size is None and collate is not None:
+        collate = str
+    loader: Any = DataLoader(
+        Numbers(6), batch_size, transforms=[negative], collate_fn=collate, num_workers=workers
+    )
+
+    def content(other: Any) -> str:
+        return repr(list(other))
+
+    def parts(**given: Any) -> dict[str, Any]:
+        return {"batch_size": batch_size, "collate_fn": loader.collate_fn, **given}
+
+    expected = content(loader)
+    assert "-5" in expected or "-12" in expected
+    dataset = loader.dataset
+    assert content(TorchLoader(dataset, **parts(num_workers=workers))) == expected
+    assert content(DataLoader(dataset, **parts())) == expected
+    assert content(DataLoader(dataset, transforms=[negative], **parts())) == expected
+    assert content(DataLoader(dataset, transforms=[], **parts())) != expected
+    with minato.patch():
+        assert content(torch.utils.data.DataLoader(dataset, **parts())) == expected
+    assert content(DataLoader.from_torch(loader)) == expected
+    # A collate_fn around that of the loader gets each sample transformed once, there and elsewhere.
+    inner = loader.collate_fn
+    loader.collate_fn = lambda samples: ["around", inner(samples)]
+    around = content(loader)
+    assert around.count("-5") == expected.count("-5")
+    assert around.count("around") == len(loader)
+    assert content(TorchLoader(dataset, **parts())) == around
+    assert content(DataLoader(dataset, **parts(num_workers=0))) == around
+
+
+def test_from_torch_keeps_the_options_of_our_loader() -> None:
+    given = {"seed": 3, "errors": "skip", "order": "arrival", "max_lag": 5, "name": "mine"}
+    loader: Any = DataLoader(Draws(8), 2, shuffle=True, prefetch_factor=2, num_workers=1, **given)
+    other = DataLoader.from_torch(loader)
+    assert {name: getattr(other, name) for name in given} == given
+    assert (repr(other), other.prefetch_factor) == (repr(loader), 2)
+    assert other.sampler is not loader.sampler  # its epochs are its own
+    assert sorted(map(str, drawn(other))) == sorted(map(str, drawn(loader)))
+    plain = DataLoader.from_torch(loader, errors="raise", seed=None, prefetch_factor=4)
+    assert (plain.errors, plain.seed, plain.prefetch_factor) == ("raise", None, 4)
