@@ -277,10 +277,12 @@ def quantized_per_channel() -> Callable[..., torch.Tensor] | None:
 
 # --- random generators ----------------------------------------------------------------------
 
+_python_state: random.Random = getattr(random, "_inst", None) or cast(Any, random.random).__self__
+
 
 def python_state() -> random.Random:
-    """The generator behind the functions of ``random``, which are documented as its bound methods."""
-    return cast(random.Random, random.random.__self__)  # type: ignore[attr-defined]  # typeshed: a function
+    """The generator behind the functions of ``random``, whatever a test has put in the place of these functions."""
+    return _python_state
 
 
 def numpy_state() -> Any:
@@ -654,6 +656,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "_core/tensor_memory.py finds fields of tensors",
         "four attributes of each tensor are asked for: 0.15 µs a tensor",
         _has("torch", "_efficientzerotensor"),
+    ),
+    PrivateName(
+        "random._inst",
+        "the random numbers of a sample reach the functions of random, of which a test may have replaced some",
+        "the generator of random.random, as it is when minato is imported",
+        lambda: isinstance(cast(Any, random)._inst, random.Random),
     ),
     PrivateName(
         "numpy.random.mtrand._rand, RandomState._bit_generator",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import numbers
 import pickle
 import zlib
 from bisect import bisect_left
@@ -23,10 +24,9 @@ from collections.abc import (
     Sequence,
     ValuesView,
 )
-from contextlib import suppress
-from dataclasses import is_dataclass
 from enum import Enum
 from io import BytesIO
+from operator import is_not
 from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeAlias, TypeVar, cast
 
@@ -36,11 +36,12 @@ from torch.utils.data import Dataset
 
 from minato._core import Column
 from minato._core.read_only import ReadOnlyMemory, shared_base, view_of
+from minato._support.objects import Kind, Node, derives, items_of, name_of, path_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SharedDict", "SharedList", "large_containers", "share"]
+__all__ = ["SharedDict", "SharedList", "is_looked_through", "share"]
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -79,127 +80,162 @@ def share(dataset: T) -> T:
         TypeError: A large container cannot be shared; names it, the element and its type. Nothing is changed.
         OSError: There is no memory left, or no file descriptor.
     """
-    found: dict[int, _Found] = {}
-
-    def note(value: Any, path: str) -> Any:
-        found.setdefault(id(value), _Found(value, path))
-        return value
-
-    _Walk(note).over(dataset)
+    walk = _Walk(dataset)
+    found = list(walk.found.values())
     if not found:
         return dataset
 
     def write(file: BinaryIO) -> None:
         writer = _Writer(file)
-        for each in found.values():
+        for each in found:
             each.write(writer)
 
     memory = ReadOnlyMemory.written_by(write)
-    forms = {key: each.attach(memory) for key, each in found.items()}
-    for each in found.values():
+    forms = {id(each.value): each.attach(memory) for each in found}
+    for each in found:
         _log.info("shared %s: %d items", each.path, len(each.value))
-    return cast(T, _Walk(lambda value, path: forms[id(value)]).over(dataset))
+    return cast(T, walk.replace(forms))
 
 
-def large_containers(dataset: object, least: int) -> list[tuple[str, Any]]:
-    """Path and value of the lists, tuples and dictionaries of a dataset that :func:`share` could share.
-
-    Args:
-        least: The number of items from which one is named.
-    """
-    found: dict[int, tuple[str, Any]] = {}
-
-    def note(value: Any, path: str) -> Any:
-        if not isinstance(value, np.ndarray) and len(value) >= least:
-            found.setdefault(id(value), (path, value))
-        return value
-
-    with suppress(TypeError):  # it cannot be shared as it is
-        _Walk(note).over(dataset)
-    return list(found.values())
+def is_looked_through(kind: Kind) -> bool:
+    """Whether :func:`share` looks at the attributes of objects of a class: of datasets and dataclasses."""
+    return issubclass(kind.kind, Dataset) or kind.defines("__dataclass_fields__")
 
 
 class _Walk:
-    """Replaces each large container of a dataset by ``form(container, path)``."""
+    """Finds the large containers of a dataset, and replaces them.
 
-    def __init__(self, form: Callable[[Any, str], Any]) -> None:
-        self._form = form
+    Args:
+        root: A dataset or a container.
+
+    Attributes:
+        found: What is to be replaced, by id.
+
+    Raises:
+        TypeError: A large container cannot be shared.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.found: dict[int, _Found] = {}
+        self._kinds: dict[int, Kind] = {}
         self._seen: set[int] = set()
-
-    def over(self, root: object) -> Any:
-        """Walk over a dataset or a container; returns the dataset, or the form of the container."""
-        if isinstance(root, (*_CONTAINERS, np.ndarray, SharedList, SharedDict)):
-            return self._replaced(root, type(root).__qualname__, 0)
-        if not hasattr(root, "__dict__") or isinstance(root, type):
-            raise TypeError(
-                f"a {type(root).__qualname__} has nothing to share: pass a dataset, or a list, tuple, dictionary or "
-                "array"
-            )
-        self._attributes(root, "dataset")
-        return root
-
-    def _replaced(self, value: Any, path: str, least: int = LEAST_ITEMS) -> Any:
-        if isinstance(value, np.ndarray):
-            return (
-                self._array(value, path)
-                if value.nbytes >= min(LEAST_ARRAY_NBYTES, least)
-                else value
-            )
-        if isinstance(value, (SharedList, SharedDict)):
-            return value
-        if isinstance(value, _CONTAINERS):
-            return self._container(value, path) if len(value) >= least else self._items(value, path)
-        if isinstance(value, Dataset) or (is_dataclass(value) and not isinstance(value, type)):
-            self._attributes(value, path)
-        return value
-
-    def _array(self, value: np.ndarray[Any, Any], path: str) -> Any:
-        if shared_base(value) is not None:
-            return value
-        if type(value) is not np.ndarray or value.dtype.hasobject:
-            raise TypeError(
-                f"{path} is a {type(value).__qualname__} of {value.dtype}, which cannot be shared: make it a list, or "
-                "an array of another dtype"
-            )
-        return self._form(value, path)
-
-    def _container(self, value: Any, path: str) -> Any:
-        if type(value) not in (list, tuple, dict):
-            raise TypeError(
-                f"{path} is a {type(value).__qualname__} of {len(value)} items, which cannot be shared: make it a list "
-                "or a dictionary, or share the other attributes, as in dataset.paths = minato.share(dataset.paths)"
-            )
-        return self._form(value, path)
-
-    def _items(self, value: Any, path: str) -> Any:
-        if id(value) in self._seen or not isinstance(value, (list, tuple, dict)):
-            return value
-        self._seen.add(id(value))
-        pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-        new = {key: self._replaced(item, f"{path}[{key!r}]") for key, item in pairs}
-        changed = {key: new[key] for key, item in pairs if new[key] is not item}
-        if changed and isinstance(value, tuple):
-            return type(value)(*new.values()) if hasattr(value, "_fields") else tuple(new.values())
-        for key, item in changed.items():
-            cast(Any, value)[key] = item
-        return value
-
-    def _attributes(self, value: Any, path: str) -> None:
-        if id(value) in self._seen:
+        self._holders: list[Node] = []
+        self._held: list[list[tuple[Any, Any]]] = []
+        """What each holder holds, with keys, positions or names."""
+        kind = self._kind(root)
+        name = name_of(kind.kind)
+        if derives(kind.kind, *_CONTAINERS, np.ndarray, SharedList, SharedDict):
+            self._look(Node(root, None, name), least=0)
             return
-        self._seen.add(id(value))
-        for name, item in list(vars(value).items()):
-            new = self._replaced(item, f"{path}.{name}")
-            if new is not item:
-                object.__setattr__(value, name, new)  # a dataclass may be frozen
+        if not kind.has_attributes or issubclass(kind.kind, type):
+            raise TypeError(
+                f"a {name} has nothing to share: pass a dataset, or a list, tuple, dictionary or array"
+            )
+        self._hold(Node(root, None, "dataset"))
+        for node in self._holders:  # which grows
+            kind = self._kind(node.thing)
+            if kind.container is None:
+                attributes = [*items_of(kind.dict_of(node.thing) or {}, dict)]
+                held = [*attributes, *kind.slots_of(node.thing)]
+                nodes = [Node(value, node, f".{key}") for key, value in held]
+            else:
+                held = items_of(node.thing, kind.container)
+                nodes = [Node(value, node, (key,)) for key, value in held]
+            self._held.append(held)
+            for each in nodes:
+                self._look(each)
+
+    def _kind(self, value: Any) -> Kind:
+        kind = self._kinds.get(id(type(value)))
+        if kind is None:
+            kind = self._kinds[id(type(value))] = Kind(type(value))
+        return kind
+
+    def _hold(self, node: Node) -> None:
+        if id(node.thing) not in self._seen:
+            self._seen.add(id(node.thing))
+            self._holders.append(node)
+
+    def _look(self, node: Node, least: int = LEAST_ITEMS) -> None:
+        """Note a container that is large, and look into other ones later."""
+        value = node.thing
+        kind = self._kind(value)
+        if issubclass(kind.kind, np.ndarray):
+            if _nbytes(value) >= min(LEAST_ARRAY_NBYTES, least) and shared_base(value) is None:
+                self._check_array(node)
+                self.found.setdefault(id(value), _Found(value, node))
+            return
+        base = next((base for base in _CONTAINERS if issubclass(kind.kind, base)), None)
+        if base is None:
+            if is_looked_through(kind):
+                self._hold(node)
+        elif base.__len__(value) >= least:
+            if not (kind.kind is list or kind.kind is tuple or kind.kind is dict):
+                raise TypeError(
+                    f"{path_of(node)} is a {name_of(kind.kind)} of {base.__len__(value)} items, which cannot be "
+                    "shared: make it a list or a dictionary, or share the other attributes, as in dataset.paths = "
+                    "minato.share(dataset.paths)"
+                )
+            self.found.setdefault(id(value), _Found(value, node))
+        elif base in (list, tuple, dict):
+            self._hold(node)
+
+    def _check_array(self, node: Node) -> None:
+        array = node.thing
+        if type(array) is not np.ndarray or array.dtype.hasobject:
+            raise TypeError(
+                f"{path_of(node)} is a {name_of(type(array))} of {array.dtype}, which cannot be shared: make it a "
+                "list, or an array of another dtype"
+            )
+
+    def replace(self, forms: dict[int, Any]) -> Any:
+        """Replace what was found by its form, by id; returns the root, or its form."""
+        new = dict(forms)
+        kept: list[Any] = []  # keeps the ids in ``new`` unique
+        holders = list(zip(self._holders, self._held, strict=False))
+        # Tuples first, from the innermost out: a tuple with another item is another tuple.
+        tuples = [
+            pair for pair in reversed(holders) if self._kind(pair[0].thing).container is tuple
+        ]
+        changes = True
+        while changes:
+            changes = False
+            for node, held in tuples:
+                items = [new.get(id(value), value) for _, value in held]
+                before = new.get(id(node.thing), node.thing)
+                if any(map(is_not, items, tuple.__iter__(before))):
+                    new[id(node.thing)] = self._tuple_like(node.thing, items)
+                    kept.append(before)
+                    changes = True
+        for node, held in holders:
+            kind = self._kind(node.thing)
+            for key, value in held:
+                if id(value) not in new or kind.container is tuple:
+                    continue
+                if kind.container is None:
+                    kind.set_attribute(node.thing, key, new[id(value)])
+                else:
+                    kind.container.__setitem__(node.thing, key, new[id(value)])
+        return new.get(id(self._root), self._root)
+
+    def _tuple_like(self, given: Any, items: list[Any]) -> Any:
+        made = tuple.__new__(type(given), items)
+        kind = self._kind(given)
+        for name, value in items_of(kind.dict_of(given) or {}, dict):
+            dict.__setitem__(cast(Any, kind.dict_of(made)), name, value)
+        return made
+
+
+_nbytes: Callable[[Any], int] = vars(np.ndarray)["nbytes"].__get__
 
 
 class _Found:
     """A container that is to be shared."""
 
-    def __init__(self, value: Any, path: str) -> None:
+    def __init__(self, value: Any, node: Node) -> None:
         self.value = value
-        self.path = path
+        self.path = path_of(node)
         self._layout: Any = None
 
     def write(self, writer: _Writer) -> None:
@@ -286,7 +322,8 @@ class SharedDict(Mapping[K, V]):
     A lookup is a binary search, and makes a new object, equal to the one that was stored.
 
     Args:
-        items: Keys are strings, bytes, numbers, None, or tuples of them; values as in :class:`SharedList`.
+        items: Keys are strings, bytes, numbers but NaN, None, or tuples of them, and are found by any key that equals
+            them, of whichever type; values as in :class:`SharedList`.
 
     Raises:
         TypeError: A key or value cannot be shared; names it and its type.
@@ -410,9 +447,9 @@ def _hash(key: object) -> int | None:
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
     if isinstance(key, bytes):
         return zlib.crc32(key, 1)
-    if isinstance(key, (int, float, complex, np.number)):
-        return hash(key)
-    if type(key) is tuple:
+    if isinstance(key, (numbers.Number, np.bool_)):
+        return None if key != key else hash(key)  # NaN
+    if isinstance(key, tuple):
         parts = tuple(map(_hash, key))
         return None if None in parts else hash(parts)
     hash(key)  # raises TypeError as a dictionary does
@@ -462,7 +499,7 @@ class _Writer:
             if value is None:
                 raise TypeError(
                     f"{path} cannot be shared: its key {key!r} is a {type(key).__qualname__}; keys can be strings, "
-                    "bytes, numbers, None, and tuples of them"
+                    "bytes, numbers but NaN, None, and tuples of them"
                 )
             hashes[i] = value
         places = np.argsort(hashes, kind="stable").astype(np.int64, copy=False)

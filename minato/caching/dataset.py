@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from minato._support.objects import attribute
 from minato.caching.base import Cache
 from minato.caching.fingerprint import fingerprint
 
@@ -44,7 +45,7 @@ class CachedDataset(Dataset[Any]):
             if cache.version is None
             else hashlib.blake2b(cache.version.encode(), digest_size=16).digest()
         )
-        if hasattr(dataset, "__aget__"):
+        if attribute(dataset, "__aget__") is not None:
             self.__aget__ = self._aget
 
     def __len__(self) -> int:

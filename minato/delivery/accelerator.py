@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from minato._compat import has_cuda_context
+from minato._support.objects import attribute
 from minato.batching.pinned_slots import DeviceEvent, MemoryPinner
 
 __all__ = ["Accelerator", "Cuda", "SyncDevice", "accelerator_of", "memory_pinner"]
@@ -94,13 +95,13 @@ class Cuda:
         with torch.cuda.stream(self._copies.stream):
             yield
 
-    def copy(self, value: object) -> Any:
+    def copy(self, value: Any) -> Any:
         """Queue a copy, from pinned memory: what is not pinned yet is pinned first."""
         assert self._copies is not None
         if isinstance(value, torch.Tensor):
             if value.device.type == "cpu" and value.layout == torch.strided:
                 value = value.pin_memory()  # returns itself if it is pinned
-        elif hasattr(value, "pin_memory"):
+        elif attribute(value, "pin_memory") is not None:
             value = value.pin_memory()
         return _moved(value, self._copies.stream.device)
 

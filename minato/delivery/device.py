@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minato._support.objects import attribute
 from minato.batching.arena import Arena, Slot
 from minato.batching.pinned_slots import DeviceEvent, PinnedSlots
 from minato.delivery.accelerator import Accelerator, accelerator_of
@@ -126,7 +127,7 @@ def move_leaves(data: object, move: Callable[[Any], Any]) -> Any:
 
     Containers are rebuilt by the rules of ``torch.utils.data._utils.pin_memory``.
     """
-    if isinstance(data, torch.Tensor) or hasattr(data, "to"):
+    if isinstance(data, torch.Tensor) or attribute(data, "to") is not None:
         return move(data)
     if isinstance(data, (str, bytes)):
         return data

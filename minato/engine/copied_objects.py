@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
+from minato._support.objects import Search, path_of
 from minato.errors import MinatoWarning
-from minato.sharing import large_containers
+from minato.sharing import is_looked_through
 
 __all__ = ["CopiedObjects"]
 
@@ -20,6 +22,7 @@ _LEAST_ITEMS = 50_000
 _LEAST_NBYTES = 256 << 20
 """Of all workers together: a warning is not worth less."""
 _SAMPLE = 256
+_SIZED = {id(each) for each in (dict, list, tuple, str, bytes, int, float)}
 
 
 class _Processes(Protocol):
@@ -34,19 +37,14 @@ class CopiedObjects:
         dataset: Its largest list, tuple or dictionary is looked for.
         pool: The workers.
 
-    Attributes:
-        nbytes: Size of that container with its items; 0: there is none of notable size.
+    The containers are looked for at the first comparison, so that short epochs pay nothing.
     """
 
     warned = False
     """Whether this process has warned: once is enough."""
 
     def __init__(self, dataset: object, pool: _Processes) -> None:
-        found = [
-            (_nbytes_of(value), len(value), path)
-            for path, value in large_containers(dataset, _LEAST_ITEMS)
-        ]
-        self.nbytes, self._items, self._path = max(found, default=(0, 0, ""))
+        self._dataset = dataset
         self._pool = pool
         self._batches = 0
 
@@ -68,38 +66,61 @@ class CopiedObjects:
     def leave(self, *_: object) -> None:
         """The loop gets a batch."""
         self._batches += 1
-        if self._batches in _AFTER_BATCHES and self.nbytes and not CopiedObjects.warned:
-            self._check()
+        if self._batches in _AFTER_BATCHES and not CopiedObjects.warned:
+            with suppress(Exception):
+                self._check()
 
     def _check(self) -> None:
+        found = large_containers(self._dataset)
+        if not found:
+            return
+        nbytes, items, path = max(found)
         pids = [process.pid for process in self._pool.processes if process.pid is not None]
         private, count = sum(map(_private_dirty, pids)), len(pids)
-        if private < max(_LEAST_NBYTES, count * self.nbytes // 2):
+        if private < max(_LEAST_NBYTES, count * nbytes // 2):
             return
         CopiedObjects.warned = True
         warnings.warn(
-            f"{count} forked workers have {private >> 20} MiB of memory of their own. {self._path} holds {self._items} "
-            f"Python objects (about {self.nbytes >> 20} MiB), which each worker copies page by page as it reads them. "
+            f"{count} forked workers have {private >> 20} MiB of memory of their own. {path} holds {items} "
+            f"Python objects (about {nbytes >> 20} MiB), which each worker copies page by page as it reads them. "
             "Keep them once for all workers: dataset = minato.share(dataset)",
             MinatoWarning,
             stacklevel=2,
         )
 
 
+def large_containers(dataset: object) -> list[tuple[int, int, str]]:
+    """Bytes, length and path of each large list, tuple and dictionary that ``minato.share`` finds in a dataset."""
+    search = Search(
+        lambda kind: any(kind.kind is each for each in (list, tuple, dict)),
+        least=_LEAST_ITEMS,
+        opens=is_looked_through,
+    )
+    found = search.run({"dataset": dataset})
+    return [(_nbytes_of(node.thing), len(node.thing), path_of(node)) for node in found]
+
+
 def _nbytes_of(container: Any) -> int:
     """The memory of a container with its items, extrapolated from the first ones."""
-    values = container.items() if isinstance(container, Mapping) else container
-    sample = [*itertools.islice(values, _SAMPLE)]
-    return sys.getsizeof(container) + sum(map(_size, sample)) * len(container) // len(sample)
+    sample, count = _first(container), min(len(container), _SAMPLE)
+    return sys.getsizeof(container) + sum(map(_size, sample)) * len(container) // count
 
 
 def _size(item: object) -> int:
-    parts: Iterable[Any] = ()
-    if isinstance(item, Mapping):
-        parts = item.values()
-    elif isinstance(item, (list, tuple)):
-        parts = item
-    return sys.getsizeof(item) + sum(map(sys.getsizeof, itertools.islice(parts, _SAMPLE)))
+    return _size_of_one(item) + sum(map(_size_of_one, _first(item)))
+
+
+def _size_of_one(item: object) -> int:
+    # sys.getsizeof asks the object.
+    return sys.getsizeof(item) if id(type(item)) in _SIZED else object.__sizeof__(item)
+
+
+def _first(container: Any) -> list[Any]:
+    """The first items of a container, those of a dictionary with their keys; empty for other objects."""
+    kind = type(container)
+    if kind is dict:
+        return [*itertools.chain.from_iterable(itertools.islice(container.items(), _SAMPLE))]
+    return [*itertools.islice(container, _SAMPLE)] if kind is list or kind is tuple else []
 
 
 def _private_dirty(pid: int) -> int:

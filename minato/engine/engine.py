@@ -444,9 +444,7 @@ def _observers(
     if track is not None:
         observers.append(LoopTrack(track))
     if plan.worker.in_processes and plan.pool.context.get_start_method() == "fork":
-        copied = CopiedObjects(plan.worker.pipeline.dataset, pool)
-        if copied.nbytes:
-            observers.append(copied)
+        observers.append(CopiedObjects(plan.worker.pipeline.dataset, pool))
     return observers
 
 

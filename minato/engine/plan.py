@@ -11,6 +11,7 @@ import torch
 
 from minato._core import mix_seed
 from minato._core.limits import explaining_limits
+from minato._support.objects import attribute, takes_lists
 from minato._system import local_ranks, recent_available_memory_bytes
 from minato.engine.spec import LoaderSpec
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -118,7 +119,7 @@ class WorkerPlan(NamedTuple):
     @property
     def takes_lists(self) -> bool:
         """Whether the dataset loads all samples of a batch in one call."""
-        return self.pipeline.batched and bool(getattr(self.pipeline.dataset, "__getitems__", None))
+        return self.pipeline.batched and takes_lists(self.pipeline.dataset)
 
     @property
     def begins_lists(self) -> bool:
@@ -129,7 +130,7 @@ class WorkerPlan(NamedTuple):
             and not (self.in_main_process or self.round_robin or self.fetching.at_once)
             and self.method != "ray"
             and self.dataset_states is None
-            and hasattr(self.pipeline.dataset, "__beginitems__")
+            and attribute(self.pipeline.dataset, "__beginitems__") is not None
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
+from minato._support.objects import attribute
 from minato._support.values import plain
 
 __all__ = [
@@ -32,14 +33,14 @@ def nested(sampler: Any) -> Iterator[Any]:
         if sampler is None:
             return
         yield sampler
-        inner = getattr(sampler, "sampler", None)
-        sampler = getattr(sampler, "batch_sampler", None) if inner is None else inner
+        inner = attribute(sampler, "sampler")
+        sampler = attribute(sampler, "batch_sampler") if inner is None else inner
 
 
 def epoch_of(sampler: Any) -> int | None:
     """Return the ``epoch`` of the first nested sampler that has one; None without."""
     for one in nested(sampler):
-        epoch = plain(getattr(one, "epoch", None))
+        epoch = plain(attribute(one, "epoch"))
         if isinstance(epoch, int):
             return epoch
     return None
@@ -48,7 +49,7 @@ def epoch_of(sampler: Any) -> int | None:
 def set_sampler_epoch(sampler: Any, epoch: int) -> None:
     """Call ``set_epoch`` of all nested samplers that have it, as trainers do."""
     for one in nested(sampler):
-        set_epoch = getattr(one, "set_epoch", None)
+        set_epoch = attribute(one, "set_epoch")
         if callable(set_epoch):
             set_epoch(epoch)
 
@@ -95,18 +96,20 @@ class RankSampler(DistributedSampler[int]):
 
 def ranked(sampler: Any) -> Any | None:
     """Return the first of the nested samplers with ``rank`` and ``num_replicas``; None if there is none."""
-    known = (
-        one for one in nested(sampler) if hasattr(one, "rank") and hasattr(one, "num_replicas")
-    )
-    return next(known, None)
+    return next(filter(_has_rank, nested(sampler)), None)
+
+
+def _has_rank(sampler: Any) -> bool:
+    names = ("rank", "num_replicas")
+    return all(attribute(sampler, name) is not None for name in names)
 
 
 def sampler_at_rank(sampler: Any, rank: int) -> Any:
     """Return a copy of a sampler, as another rank has it."""
     here = copy.copy(sampler)
-    if hasattr(sampler, "rank") and hasattr(sampler, "num_replicas"):
+    if _has_rank(sampler):
         here.rank = rank
-    elif getattr(sampler, "sampler", None) is not None:
+    elif attribute(sampler, "sampler") is not None:
         here.sampler = sampler_at_rank(sampler.sampler, rank)
     else:
         here.batch_sampler = sampler_at_rank(sampler.batch_sampler, rank)
@@ -129,7 +132,7 @@ class InterleavedRanks:
     def __init__(self, sampler: Any, ranks: range) -> None:
         self.sampler = sampler
         self.ranks = ranks
-        self.batch_size: Any = getattr(sampler, "batch_size", None)
+        self.batch_size: Any = attribute(sampler, "batch_size")
 
     def __len__(self) -> int:
         return len(self.sampler) * len(self.ranks)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minato._core.epochs import seed_of_epoch
+from minato._support.objects import takes_lists
 from minato.observe.stats.size import length_of
 from minato.sampling.coverage import Progress, index_hash, remaining_batches
 from minato.sampling.dataset_state import DatasetStates
@@ -194,7 +195,7 @@ class Epoch:
         batches = index_batches(
             indices,
             spec.batched,
-            whole=bool(getattr(spec.dataset, "__getitems__", None)),
+            whole=takes_lists(spec.dataset),
             mixes=spec.mixes_batches,
             copies=spec.has_workers,
         )

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from minato._compat import EndlessSampler, ExceptionWrapper
+from minato._support.objects import attribute
 from minato.sampling.distributed import InterleavedRanks, epoch_of, nested
 from minato.sampling.samplers import SEEDED
 from minato.sampling.state import is_stateful
@@ -82,7 +83,7 @@ class SamplerState:
 
     def __init__(self, generator: torch.Generator | None, index_sampler: Any) -> None:
         samplers = list(nested(index_sampler))
-        own = [generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
+        own = [generator, *(attribute(sampler, "generator") for sampler in samplers)]
         self._generators = list(
             {
                 id(one): one

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch.utils.data import (
 
 from minato._compat import EndlessSampler
 from minato._core import Occurrences, mix_seed
+from minato._support.objects import attribute
+from minato.observe.stats.size import length_of
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.sampling.distributed import InterleavedRanks, RankSampler
 from minato.sampling.occurrences import Recurring
@@ -38,6 +40,8 @@ __all__ = [
     "sizes_of",
 ]
 
+_MOST_RESERVED = 1 << 20
+"""Samples of a batch for which memory is reserved in advance, where their number is unknown."""
 _MOST_COUNTED = 1 << 28
 """Largest number of a dataset's indices that an array counts."""
 
@@ -169,11 +173,19 @@ def _as_given(mixes: bool, copies: bool, indices: Any) -> Any:
 
 
 def largest_batch(index_sampler: object, batched: bool) -> int:
-    """Return the largest number of samples in a batch, if ``batch_size`` or a list of batches shows it; else 1."""
-    size = getattr(index_sampler, "batch_size", None)
-    if batched and isinstance(index_sampler, (list, tuple)):
-        size = max((len(batch) for batch in index_sampler if isinstance(batch, Sized)), default=1)
-    return max(size, 1) if batched and isinstance(size, int) else 1
+    """Return the largest number of samples in a batch, if ``batch_size`` or a list of batches shows it; else 1.
+
+    A ``batch_size`` beyond the number of samples ("all in one batch") counts as that number.
+    """
+    if not batched:
+        return 1
+    size = attribute(index_sampler, "batch_size")
+    if issubclass(type(index_sampler), (list, tuple)):
+        size = max(filter(None, map(length_of, cast("list[Any]", index_sampler))), default=1)
+    if not isinstance(size, int):
+        return 1
+    samples = length_of(attribute(index_sampler, "sampler"))
+    return max(min(size, _MOST_RESERVED if samples is None else samples), 1)
 
 
 def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
+from minato.observe.stats.size import length_of
 from minato.sampling.replay import RecordedOrder
 
 __all__ = ["SamplingSpec"]
@@ -62,18 +63,14 @@ class SamplingSpec:
             if type(sampler) is not BatchSampler:
                 return None
             sampler = sampler.sampler
-        try:
-            return len(sampler)
-        except TypeError:
-            return None
+        return length_of(sampler)
 
     def batches_left(self, done: int) -> int | None:
         """Number of batches of an epoch after the first ``done``; None if the length is unknown."""
         counted, size = self.index_sampler, 1
         if self.streams:
             counted, size = self.dataset, self.batch_size or 1
-        try:
-            count = len(counted)
-        except TypeError:
+        count = length_of(counted)
+        if count is None:
             return None
         return max((count if self.drop_last else count + size - 1) // size - done, 0)

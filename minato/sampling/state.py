@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from minato._support.objects import attribute
 from minato.observe.stats.size import length_of
 from minato.sampling.completed import Completed, Tally
 from minato.sampling.distributed import epoch_of, nested
@@ -202,15 +203,15 @@ def is_stateful(thing: object) -> bool:
 
     The weights of a module are not the state of its data, and a class has no state.
     """
-    if isinstance(thing, (type, torch.nn.Module)):
+    if issubclass(type(thing), (type, torch.nn.Module)):
         return False
-    state_dict = getattr(thing, "state_dict", None)
-    if not callable(state_dict) or not callable(getattr(thing, "load_state_dict", None)):
+    state_dict = attribute(thing, "state_dict")
+    if not callable(state_dict) or not callable(attribute(thing, "load_state_dict")):
         return False
     try:
         inspect.signature(state_dict).bind()
-    except TypeError:
-        return False
     except ValueError:  # a compiled function does not say what it takes
-        pass
+        return True
+    except Exception:
+        return False
     return True

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minato._support.objects import attribute
 from minato._system import available_cores
 from minato._version import __version__
 from minato.delivery.accelerator import accelerator_of
@@ -282,8 +283,8 @@ class PoolSession:
             "dataset": type(spec.dataset).__qualname__,
             "len(dataset)": len(spec.dataset),
             "sampler": type(known).__qualname__,
-            "sampler.shuffle": getattr(known, "shuffle", None),
-            "sampler.seed": getattr(known, "seed", None),
+            "sampler.shuffle": attribute(known, "shuffle"),
+            "sampler.seed": attribute(known, "seed"),
             "len(loader)": len(sampling.index_sampler),
             "batch_size": sampling.batch_size,
             "drop_last": sampling.drop_last,
@@ -322,4 +323,4 @@ class PoolSession:
 
 
 def _name_of(function: object) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    return str(attribute(function, "__qualname__", type(function).__qualname__))

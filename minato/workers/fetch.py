@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from minato._support.objects import takes_lists
 from minato.sampling.dataset_state import DatasetState
 from minato.sampling.state import is_stateful
 from minato.transforms.compose import Transforms
@@ -59,7 +60,7 @@ class Fetcher:
         get = functools.partial(operator.getitem, dataset)  # dataset[index] without a frame
         self.one: Callable[[Any], Any] = self._transformed if transforms.steps else get
         """Loads the sample of an index and runs the transforms."""
-        self.takes_lists = batched and bool(getattr(dataset, "__getitems__", None))
+        self.takes_lists = batched and takes_lists(dataset)
         self.has_rows = batched and self._run is None and has_rows(dataset)
         """Whether samples are rows of tensors or arrays, which are copied together."""
         self.keeps_state = keeps_state

@@ -44,6 +44,7 @@ from minato._compat import (
     user_preload,
 )
 from minato._support.main_module import is_guarded
+from minato._support.objects import attribute
 
 __all__ = ["fork_server_context", "preload", "server_pid", "start_early"]
 
@@ -223,7 +224,7 @@ def _name_modules(used: Iterable[Any]) -> None:
 
 
 def _module_of(value: object) -> str | None:
-    name = getattr(value, "__module__", None)
+    name = attribute(value, "__module__")
     return name if isinstance(name, str) and name not in ("__main__", "__mp_main__") else None
 
 

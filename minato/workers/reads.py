@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from minato._core import now_ns
 from minato._fork_safety import end_copy, foreign_workers
+from minato._support.objects import attribute
 from minato._support.text import text_of
 from minato._support.threads import start_thread
 from minato.transforms.rng import SampleRandomness
@@ -416,10 +417,10 @@ def reads_of(dataset: object, limit: int) -> Reads:
             threads.
     """
     get = functools.partial(operator.getitem, dataset)
-    begin: Begin | None = getattr(dataset, "__begin__", None)
+    begin: Begin | None = attribute(dataset, "__begin__")
     if begin is not None:
         return BegunReads(begin, get, limit)
-    aget = getattr(dataset, "__aget__", None)
+    aget = attribute(dataset, "__aget__")
     if aget is not None:
         return CoroutineReads(aget, limit)
     return ThreadReads(get, limit)

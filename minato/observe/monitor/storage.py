@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from minato._support.counters import Counters
+from minato._support.objects import Search
 
 __all__ = ["StorageCounters"]
 
@@ -37,17 +37,9 @@ class StorageCounters:
         return found
 
 
-def _counters_of(dataset: object) -> Iterator[Counters]:
-    seen: set[int] = set()
-    left: list[Any] = [dataset]
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Counters):
-            yield value
-        elif isinstance(value, Dataset):
-            left += getattr(value, "__dict__", {}).values()
-        elif type(value) in (list, tuple) and value and isinstance(value[0], Dataset):
-            left += value
+def _counters_of(dataset: object) -> list[Counters]:
+    search = Search(
+        lambda kind: issubclass(kind.kind, Counters),
+        opens=lambda kind: issubclass(kind.kind, Dataset),
+    )
+    return [node.thing for node in search.run({"dataset": dataset})]

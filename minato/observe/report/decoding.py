@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from minato._support.objects import attribute, mro_of
 
 __all__ = ["uses_pil"]
 
@@ -20,25 +24,24 @@ def uses_pil(objects: Iterable[object], depth: int = 0) -> bool:
         depth: Number of datasets around these.
     """
     for each in objects:
-        kinds = (each,) if hasattr(each, "__code__") else type(each).__mro__
-        if any(_module_refers_to_pil(getattr(kind, "__module__", "")) for kind in kinds):
+        kinds = (each,) if type(each) is FunctionType else mro_of(type(each))
+        if any(_module_refers_to_pil(attribute(kind, "__module__")) for kind in kinds):
             return True
-        inner = [getattr(each, name, None) for name in _NESTED]
+        inner = [attribute(each, name) for name in _NESTED]
         nested = [one for value in inner for one in _listed(value)]
         if nested and depth < _DEEPEST and uses_pil(nested, depth + 1):
             return True
     return False
 
 
-def _listed(value: object) -> list[object]:
-    if isinstance(value, (list, tuple)):
+def _listed(value: Any) -> list[Any]:
+    if issubclass(type(value), (list, tuple)):
         return list(value)
     return [] if value is None else [value]
 
 
-def _module_refers_to_pil(name: str) -> bool:
-    names = vars(sys.modules.get(name, object)).values()
-    origins = (
-        getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in names
-    )
-    return any(isinstance(origin, str) and origin.partition(".")[0] == "PIL" for origin in origins)
+def _module_refers_to_pil(name: object) -> bool:
+    module = sys.modules.get(name) if type(name) is str else None
+    values = () if type(module) is not ModuleType else list(vars(module).values())
+    origins = [attribute(value, each) for value in values for each in ("__module__", "__name__")]
+    return any(type(origin) is str and origin.partition(".")[0] == "PIL" for origin in origins)

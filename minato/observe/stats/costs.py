@@ -17,6 +17,7 @@ from typing import Any
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
+from minato._support.objects import Kind, attribute, items_of
 from minato._support.text import message_of
 from minato.errors import MinatoWarning
 from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
@@ -173,12 +174,15 @@ def _describe(thing: object) -> str:
         arguments = [*map(_describe, thing.args), *map(_describe, thing.keywords.items())]
         return f"partial {_describe(thing.func)} {arguments}"
     kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
-    text = repr(thing)
+    try:
+        text = repr(thing)
+    except Exception:  # the object's own
+        text = " at 0x"
     if " at 0x" not in text and len(text) <= _LONGEST_TEXT:
         return f"{kind} {text}"
-    name = getattr(thing, "__qualname__", "")
-    attributes = getattr(thing, "__dict__", {}).items()
-    plain = sorted((key, value) for key, value in attributes if isinstance(value, _PLAIN))
+    name = attribute(thing, "__qualname__", "")
+    attributes = items_of(Kind(type(thing)).dict_of(thing) or {}, dict)
+    plain = sorted((key, value) for key, value in attributes if issubclass(type(value), _PLAIN))
     return f"{kind} {name} {plain}"
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from minato.observe.stats.size import nbytes_of
 
 
-class Image:
-    """Looks like one of Pillow's."""
+class Lazy(Mapping[str, int]):
+    """A row whose columns would be fetched when they are asked for."""
 
-    size = (20, 10)
+    def __len__(self) -> int:
+        raise AssertionError("it is asked")
 
-    def getbands(self) -> tuple[str, ...]:
-        return "R", "G", "B"
+    __iter__ = __getitem__ = values = __len__  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,10 @@ class Image:
         ((np.zeros(4), 1), 40),
         ({"image": torch.zeros(2), "label": [1, 2]}, 24),
         ([0.0] * 5000, 40000),
-        (Image(), 600),
+        (Image.new("RGB", (20, 10)), 600),
+        (UserDict(ids=[1, 2]), 16),
+        (OrderedDict.fromkeys(range(800), 1), 6400),
+        (Lazy(), 0),
         (object(), 0),
         (torch.eye(3).to_sparse(), 0),
         ((torch.zeros(2), torch.eye(3).to_sparse()), 8),

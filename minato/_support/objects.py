@@ -1,0 +1,465 @@
+"""Looks at objects of the user's: by their real type, on snapshots, without running their code.
+
+An object may lie about its class, raise wherever it is asked, hold a million others, refer to itself, or be changed by
+another thread meanwhile. So what is here reads the memory of objects by the functions of their builtin base types: no
+``isinstance``, ``==``, ``hash``, ``len``, ``repr`` or attribute of an object or of its class. No walk recurses.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Kind",
+    "Node",
+    "Search",
+    "attribute",
+    "derives",
+    "in_any_process",
+    "items_of",
+    "module_of",
+    "mro_of",
+    "name_of",
+    "path_of",
+    "takes_lists",
+    "vars_of",
+]
+
+mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+"""The base classes of a class, without its metaclass."""
+vars_of: Callable[[type], types.MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
+"""The attributes of a class itself, without its metaclass."""
+_module_of: Callable[[type], object] = type.__dict__["__module__"].__get__
+name_of: Callable[[type], str] = type.__dict__["__qualname__"].__get__
+"""The qualified name of a class, without its metaclass."""
+
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
+"""Types whose items are looked at. The order of a set differs between processes."""
+_TRIES = 3
+"""How often a container that another thread changes is read."""
+_MOST_ITEMS = 1024
+_MOST_ALIKE, _MOST_ITEMS_ALIKE = 32, 2048
+_MOST_LOOKS = 20_000
+"""Values that a search looks at in all."""
+
+
+def attribute(thing: Any, name: str, default: Any = None) -> Any:
+    """An attribute of an object of the user's; the default if it has none, or if asking for it raises."""
+    try:
+        return getattr(thing, name, default)
+    except Exception:  # a property or __getattr__ may raise anything
+        return default
+
+
+def takes_lists(dataset: Any) -> bool:
+    """Whether a dataset has ``__getitems__``. One that raises has it: its use raises again, as with torch."""
+    try:
+        return bool(dataset.__getitems__)
+    except AttributeError:
+        return False
+    except Exception:
+        return True
+
+
+def derives(kind: type, *bases: type) -> bool:
+    """Whether a class is or extends one of these classes; unlike ``issubclass`` it does not ask an abstract class."""
+    return any(one is base for one in mro_of(kind) for base in bases)
+
+
+class Kind:
+    """What a search needs to know of a class.
+
+    Args:
+        kind: The class.
+
+    Attributes:
+        kind: The same. Its id stands for it as long as this object lives.
+        container: Its base among dict, list, tuple and deque, or None.
+    """
+
+    __slots__ = ("_dict_of", "_slots", "container", "kind")
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.container: Any = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+        self._dict_of: Callable[[Any], Any] | None = None
+        self._slots: list[tuple[str, types.MemberDescriptorType]] = []
+        for one in mro_of(kind):
+            held = vars_of(one)
+            found = held.get("__dict__")
+            if self._dict_of is None and type(found) is types.GetSetDescriptorType:
+                self._dict_of = found.__get__
+            if one is not functools.partial and module_of(one) != "builtins":
+                self._slots += [
+                    (name, member)
+                    for name, member in list(held.items())
+                    if type(member) is types.MemberDescriptorType
+                ]
+
+    @property
+    def has_attributes(self) -> bool:
+        """Whether its instances have attributes, in a ``__dict__`` or in slots."""
+        return self._dict_of is not None or bool(self._slots)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether its instances hold nothing that a search looks at."""
+        holds = self.container is not None or self.has_attributes
+        return not holds and self.kind is not types.MethodType
+
+    @property
+    def has_dict(self) -> bool:
+        """Whether its instances have a ``__dict__``."""
+        return self._dict_of is not None
+
+    def dict_of(self, thing: Any) -> dict[str, Any] | None:
+        """The live ``__dict__`` of an instance; None if it has none."""
+        held = None if self._dict_of is None else self._dict_of(thing)
+        return held if issubclass(type(held), dict) else None
+
+    def slots_of(self, thing: Any) -> Iterator[tuple[str, Any]]:
+        """Names and values of the slots of an instance."""
+        for name, member in self._slots:
+            with suppress(AttributeError):  # not set
+                yield name, member.__get__(thing)
+
+    def set_attribute(self, thing: Any, name: str, value: object) -> None:
+        """Set an attribute that an instance has."""
+        held = self.dict_of(thing)
+        if held is not None and name in held:
+            dict.__setitem__(held, name, value)
+        else:
+            next(member for slot, member in self._slots if slot == name).__set__(thing, value)
+
+    def length_of(self, thing: Any) -> int:
+        """The length of an instance, if it is a container."""
+        return int(self.container.__len__(thing))
+
+    def defines(self, name: str) -> bool:
+        """Whether the class or a base class has an attribute of its own with this name."""
+        return any(name in vars_of(one) for one in mro_of(self.kind))
+
+
+def items_of(thing: Any, base: Any) -> list[tuple[Any, Any]]:
+    """Keys or positions, and items, of an instance of a container type as it is now; empty if it changes too fast."""
+    for _ in range(_TRIES):
+        with suppress(RuntimeError):  # another thread, or a finalizer, changes it
+            return list(dict.items(thing) if base is dict else enumerate(base.__iter__(thing)))
+    return []
+
+
+def module_of(kind: type) -> str:
+    """The module of a class in the training process; spawned workers have another name for the main module."""
+    module = _module_of(kind)
+    return in_any_process(module) if type(module) is str else ""
+
+
+def in_any_process(module: str) -> str:
+    """The name of a module in the training process."""
+    return "__main__" if module == "__mp_main__" else module
+
+
+class Node(NamedTuple):
+    """An object that a search has reached.
+
+    Attributes:
+        thing: The object.
+        parent: The node of its holder, or None.
+        step: How the holder holds it: text, or its key in a tuple.
+        get: With ``name`` returns what the holder holds there now; None if that is not known.
+        group: Key of the objects that are like it.
+        place: Part of the keys of those that it holds: its class, its code, or where the outermost container is held.
+    """
+
+    thing: Any
+    parent: Node | None
+    step: str | tuple[Any]
+    get: Callable[[Any], Any] | None = None
+    name: str = ""
+    group: Any = None
+    place: Any = None
+
+
+def path_of(node: Node) -> str:
+    """How a node is reached, such as ``dataset.parts['a'][0]``."""
+    steps: list[str] = []
+    one: Node | None = node
+    while one is not None:
+        steps.append(one.step if isinstance(one.step, str) else _item(one.step[0]))
+        one = one.parent
+    return "".join(reversed(steps))
+
+
+def _item(key: str | int) -> str:
+    try:
+        return f"[{key!r}]"
+    except ValueError:  # an integer of thousands of digits
+        return "[...]"
+
+
+class _Group:
+    """Objects that are alike: those of one class, or the containers, that are under one attribute of one class.
+
+    Attributes:
+        left: Further ones that are looked into.
+        items_left: Items of containers that are.
+        owns: Something was found in one of them: then all are looked into.
+        skipped: Nodes that hold more of them.
+    """
+
+    __slots__ = ("items_left", "left", "owns", "skipped")
+
+    def __init__(self) -> None:
+        self.left = _MOST_ALIKE
+        self.items_left = _MOST_ITEMS_ALIKE
+        self.owns = False
+        self.skipped: list[Node] = []
+
+    def takes(self, size: int) -> bool:
+        """Whether one more is looked into, of this number of items; the first that is not ends it for all others."""
+        if self.owns:
+            return True
+        if self.left <= 0 or size > self.items_left:
+            self.left = 0
+            return False
+        self.left -= 1
+        self.items_left -= size
+        return True
+
+    def skip(self, holder: Node) -> None:
+        """Leave out what a node holds, for now."""
+        if not (self.skipped and self.skipped[-1] is holder):
+            self.skipped.append(holder)
+
+
+class Search:
+    """Finds objects below some roots, the nearest first, each once.
+
+    It looks at attributes of objects; at items of dictionaries, lists, tuples and deques; at arguments of partial
+    functions, at objects of methods, and at closures and defaults of functions. Containers of more than 1,024 items are
+    data. Of the objects of one class, and of the containers, under one attribute of a class, in however many objects,
+    it looks into the first 32 (and at 2,048 items of these containers); into the others only if it found something in
+    one of these. It ends after 20,000 values. Only counts decide, so that it finds the same in each process.
+
+    Args:
+        finds: Whether values of this kind are looked for; these are not looked into.
+        least: Only those with this number of items or more.
+        opens: Whether to look into the attributes of objects of this kind below the roots; None: into all.
+        of_class: Further nodes of a class that is seen for the first time.
+        of_function: Further nodes of a function.
+        opaque: Classes with nothing inside.
+    """
+
+    def __init__(
+        self,
+        finds: Callable[[Kind], bool],
+        *,
+        least: int = 0,
+        opens: Callable[[Kind], bool] | None = None,
+        of_class: Callable[[type], Iterable[Node]] = lambda kind: (),
+        of_function: Callable[[types.FunctionType], Iterable[Node]] = lambda function: (),
+        opaque: tuple[type, ...] = (),
+    ) -> None:
+        self._finds = finds
+        self._least = least
+        self._opens = opens
+        self._of_class = of_class
+        self._of_function = of_function
+        self._opaque = opaque
+        self._plain = {id(each) for each in (*opaque, bool, type(None))}
+        self._kinds: dict[int, Kind] = {}
+        self._wanted: set[int] = set()  # ids of kinds
+        self._seen: dict[int, Any] = {}  # an id is unique as long as its object lives
+        self._classes: dict[int, type] = {}
+        self._groups: dict[Any, _Group] = {}
+        self._waiting: deque[tuple[Node, bool]] = deque()
+        self._found: list[Node] = []
+        self.looks = 0
+        """Values that it has looked at."""
+
+    def run(self, roots: Mapping[str, Any], seen: Iterable[object] = ()) -> list[Node]:
+        """Search. A search that fails finds nothing.
+
+        Args:
+            seen: Objects to leave out.
+        """
+        self._seen = {id(each): each for each in seen}
+        try:
+            for name, root in roots.items():
+                self._take(Node(root, None, name, group=name, place=name))
+            while self._waiting and self.looks < _MOST_LOOKS:
+                self._open(*self._waiting.popleft())
+        except Exception:  # an object may be odd in a way that nobody has thought of
+            return []
+        return self._found
+
+    def _kind(self, thing: Any) -> Kind | None:
+        """The kind of a value; None if there is nothing in it."""
+        key = id(type(thing))
+        if key in self._plain:
+            return None
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind(type(thing))
+            if issubclass(kind.kind, self._opaque):
+                self._plain.add(key)
+                return None
+            self._look_at_class(kind.kind)
+            if self._finds(kind):
+                self._wanted.add(key)
+            elif kind.is_leaf:
+                self._plain.add(key)
+                return None
+        return kind
+
+    def _look_at_class(self, kind: type) -> None:
+        for one in mro_of(kind):
+            if id(one) not in self._classes:
+                self._classes[id(one)] = one
+                for node in self._of_class(one):
+                    self._take(node)
+
+    def _take(self, node: Node) -> None:
+        """Note what is looked for; look into other objects later."""
+        kind = self._kind(node.thing)
+        if kind is None:
+            return
+        size = 0 if kind.container is None else kind.length_of(node.thing)
+        if id(kind.kind) not in self._wanted or size < self._least:
+            if size <= _MOST_ITEMS:
+                self._waiting.append((node, False))
+        elif id(node.thing) not in self._seen:
+            self._seen[id(node.thing)] = node.thing
+            self._found.append(node)
+
+    def _release(self, holder: Node | None) -> None:
+        """Have all objects looked into that are like those that hold something."""
+        while holder is not None:
+            group = self._groups.get(holder.group)
+            if group is not None and not group.owns:
+                group.owns = True
+                self._waiting.extend((node, True) for node in group.skipped)
+                group.skipped = []
+            holder = holder.parent
+
+    def _open(self, node: Node, again: bool) -> None:
+        """Look at what an object holds."""
+        thing = node.thing
+        if id(thing) in self._seen and not again:
+            return
+        self._seen[id(thing)] = thing
+        kind = self._kinds[id(type(thing))]
+        if issubclass(kind.kind, type):
+            self._look_at_class(thing)
+            return
+        if kind.container is not None:
+            self._open_container(node, kind)
+        if self._opens is not None and node.parent is not None and not self._opens(kind):
+            return
+        for name, value in _parts_of(thing):
+            self._offer(node, kind, name, value)
+        if type(thing) is types.FunctionType:
+            for each in self._of_function(thing):
+                self._take(each)
+        held = kind.dict_of(thing)
+        get = held.get if type(held) is dict else None
+        items = [] if held is None else items_of(held, dict)
+        self.looks += 1 + len(items)
+        for name, value in items:
+            if id(type(value)) not in self._plain and type(name) is str:
+                self._offer(node, kind, f".{name}", value, get, name)
+        for name, value in kind.slots_of(thing):
+            self._offer(node, kind, f".{name}", value, None, name)
+
+    def _open_container(self, node: Node, kind: Kind) -> None:
+        items = items_of(node.thing, kind.container)
+        self.looks += len(items)
+        left_out: dict[int, _Group] = {}
+        for key, value in items:
+            kind_id = id(type(value))
+            if kind_id in self._plain or kind_id in left_out:
+                continue
+            step = (key,) if type(key) is str or type(key) is int else ""
+            group = self._offer(node, kind, step, value)
+            if group is not None:
+                left_out[kind_id] = group
+        if any(
+            group.owns for group in left_out.values()
+        ):  # since something was found in a later item
+            self._waiting.append((node, True))
+
+    def _offer(
+        self,
+        holder: Node,
+        holder_kind: Kind,
+        step: str | tuple[Any],
+        value: Any,
+        get: Callable[[Any], Any] | None = None,
+        name: str = "",
+    ) -> _Group | None:
+        """Take a value; returns the group of values of its type in a container, if these are left out."""
+        kind = self._kind(value)
+        if kind is None:
+            return None
+        kind_id, size = id(kind.kind), 0
+        is_item = holder_kind.container is not None and not name
+        where = holder.place
+        if not is_item:
+            where = (where if holder_kind.container is None else id(holder_kind.kind)), step
+        key: Any = where, kind_id
+        place: Any = kind_id
+        if kind.container is not None:
+            key = place = where
+            size = kind.length_of(value)
+        elif kind_id in _FUNCTIONS:
+            key = place = _FUNCTIONS[kind_id](value)
+            is_item = False  # other items are other functions
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group()
+        if kind_id in self._wanted and size >= self._least:
+            if id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._found.append(Node(value, holder, step, get, name))
+                self._release(holder)
+        elif size > _MOST_ITEMS or (not size and kind.container and not kind.has_attributes):
+            pass  # data, or nothing
+        elif group.takes(size):
+            self._waiting.append((Node(value, holder, step, get, name, key, place), False))
+        else:
+            group.skip(holder)
+            return group if is_item else None
+        return None
+
+
+_FUNCTIONS: dict[int, Callable[[Any], int]] = {
+    id(types.FunctionType): lambda function: id(function.__code__),
+    id(types.MethodType): lambda method: id(method.__func__),
+    id(functools.partial): lambda partial: id(partial.func),
+}
+"""What functions that are alike have in common, by the id of their type."""
+
+
+def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of what functions, methods and partial functions hold."""
+    if type(thing) is types.MethodType:
+        yield ".__self__", thing.__self__
+        yield ".__func__", thing.__func__
+    elif type(thing) is types.FunctionType:
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
+            with suppress(ValueError):  # not yet set
+                yield f".{name}", cell.cell_contents
+        yield ".__defaults__", thing.__defaults__
+        yield ".__kwdefaults__", thing.__kwdefaults__
+    elif issubclass(type(thing), functools.partial):
+        yield ".func", _PARTIAL["func"](thing)
+        yield ".args", _PARTIAL["args"](thing)
+        yield ".keywords", _PARTIAL["keywords"](thing)
+
+
+_PARTIAL = {name: vars(functools.partial)[name].__get__ for name in ("func", "args", "keywords")}

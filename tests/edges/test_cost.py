@@ -1,0 +1,133 @@
+"""What a loader costs does not grow with what its dataset and samples hold: counted in calls, not in time."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from minato import DataLoader
+from minato.engine.copied_objects import large_containers
+from minato.observe.stats.size import nbytes_of
+from minato.transforms.owned import OwnedGenerators
+from tests.datasets import Numbers
+
+
+class Small:
+    """One of many objects of a dataset."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+class Holds(Numbers):
+    def __init__(self, held: Any) -> None:
+        super().__init__(8)
+        self.held = held
+
+
+def boxes(count: int) -> list[dict[str, Any]]:
+    return [{"box": [1, 2, 3, 4], "label": i, "crowd": False} for i in range(count)]
+
+
+def nested_tuple(depth: int) -> Any:
+    made: Any = ()
+    for i in range(depth):
+        made = (made, i)
+    return made
+
+
+def chain(depth: int) -> Any:
+    made: Any = None
+    for _ in range(depth):
+        made = Small(after=made)
+    return made
+
+
+SHAPES: dict[str, Callable[[int], Any]] = {
+    "list of objects": lambda n: [Small() for _ in range(n)],
+    "dictionary of objects": lambda n: {i: Small() for i in range(n)},
+    "lists of objects": lambda n: [[Small() for _ in range(100)] for _ in range(n // 100)],
+    "annotations": lambda n: {i: boxes(20) for i in range(n // 20)},
+    "objects with parts": lambda n: [Small(a=Small(), b=[Small()] * 9) for _ in range(n // 10)],
+    "tree of dictionaries": lambda n: {
+        i: {j: dict.fromkeys(range(20), (i, j)) for j in range(20)} for i in range(n // 400)
+    },
+    "deep tuples": nested_tuple,
+    "long chain": chain,
+    "partial lists": lambda n: [boxes(3) for _ in range(n // 3)],
+}
+
+
+@contextmanager
+def counted() -> Any:
+    """Counts the calls of Python and C functions in this thread."""
+    calls = [0]
+
+    def count(frame: object, event: str, arg: object) -> None:
+        calls[0] += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def drop(held: Any) -> None:
+    """Free a chain link by link: its end would recurse."""
+    while held is not None:
+        held = vars(held).pop("after") if isinstance(held, Small) else None
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "search for generators": lambda dataset: OwnedGenerators({"dataset": dataset}),
+    "search for large containers": large_containers,
+    "iter": lambda dataset: iter(DataLoader(dataset, 2)),
+    "epoch": lambda dataset: list(DataLoader(dataset, 2)),
+    "size of a sample": lambda dataset: nbytes_of({"of": dataset.held, "other": [dataset.held]}),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_do_not_grow_with_the_dataset(shape: str, use: str) -> None:
+    counts = []
+    for size in (15_000, 45_000):
+        dataset = Holds(SHAPES[shape](size))
+        USES[use](dataset)  # what happens once
+        with counted() as calls:
+            USES[use](dataset)
+        counts.append(calls[0])
+        if shape == "long chain":
+            drop(dataset.held)
+    assert counts[1] <= counts[0] * 1.1 + 200
+    assert counts[0] < 30_000
+
+
+def test_of_many_that_are_alike_the_first_decide() -> None:
+    def found(items: list[Any]) -> int:
+        return len(OwnedGenerators({"dataset": Holds(items)}).names)
+
+    owner = Small(part=Small(rng=random.Random(0)))
+    others = [Small(part=Small(rng=random.Random(i))) for i in range(100)]
+    assert found(others) == 100
+    assert found([Small(part=None) for _ in range(10)] + others) == 100
+    assert found([Small(part=None) for _ in range(100)] + [owner]) == 0
+    assert found([("a", [0.5, Small(part=None)])] * 10 + [("b", [0.5, owner])]) == 1
+    # A list of that attribute which is too long for what is left does not hide what its neighbours of other kinds hold.
+    assert found([["x"] * 600, ["y"] * 600, [owner]]) == 1
+
+
+def test_each_process_finds_the_same() -> None:
+    def make() -> Holds:
+        return Holds([Small(rng=random.Random(i), more=[Small()] * 40) for i in range(300)])
+
+    names = [OwnedGenerators({"dataset": make()}).names for _ in range(2)]
+    assert names[0] == names[1]
+    assert len(names[0]) == 300
