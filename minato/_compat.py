@@ -16,11 +16,12 @@ import importlib.util
 import inspect
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executor
 from contextlib import contextmanager, suppress
-from multiprocessing import context, forkserver, popen_fork, spawn, util
+from multiprocessing import context, forkserver, popen_fork, resource_sharer, spawn, util
 from multiprocessing import process as process_module
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -84,9 +85,11 @@ __all__ = [
     "numpy_state",
     "pickling_for_a_child",
     "pin_batch",
+    "process_reducers",
     "python_state",
     "quantized_per_channel",
     "quantized_per_tensor",
+    "serves_other_processes",
     "set_popen_of_spawning",
     "set_signal_handlers",
     "shared_file_storage",
@@ -316,6 +319,18 @@ def close_ends_of_parent(process: Any) -> None:
                 os.close(descriptor)
 
 
+def process_reducers() -> Mapping[type, Callable[[Any], Any]]:
+    """The functions that reduce objects for another process, by type; ``ForkingPickler.register`` has added them."""
+    reducers: dict[type, Callable[[Any], Any]] = getattr(ForkingPickler, "_extra_reducers", {})
+    return reducers
+
+
+def serves_other_processes() -> bool:
+    """Whether this process may have sent what others must fetch from it: descriptors, or memory of a device."""
+    sharer = getattr(resource_sharer, "_resource_sharer", None)
+    return getattr(sharer, "_listener", None) is not None or torch.cuda.is_initialized()
+
+
 class _Spawning:
     """Stands for a child that is being started."""
 
@@ -326,10 +341,23 @@ class _Spawning:
         return descriptor
 
 
+class _SpawningSeveral:
+    """Stands for several children: what is sent to one at a time is refused."""
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        raise RuntimeError("each child needs a descriptor of its own")
+
+    DupFd = duplicate_for_child
+
+
 @contextmanager
-def pickling_for_a_child() -> Iterator[None]:
-    """Allow locks and queues to be pickled, as while a child is being started."""
-    context.set_spawning_popen(cast(Any, _Spawning()))
+def pickling_for_a_child(several: bool = False) -> Iterator[None]:
+    """Allow locks and queues to be pickled, as while a child is being started.
+
+    Args:
+        several: For more than one child. What needs a descriptor in the child raises RuntimeError.
+    """
+    context.set_spawning_popen(cast(Any, _SpawningSeveral() if several else _Spawning()))
     try:
         yield
     finally:
@@ -532,6 +560,10 @@ def _numpy_state_is_known() -> bool:
     )
 
 
+def _reducers_are_known() -> bool:
+    return torch.Tensor in process_reducers()
+
+
 def _child_can_be_faked() -> bool:
     with pickling_for_a_child():
         known = isinstance(context.get_spawning_popen(), _Spawning)
@@ -689,6 +721,18 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "self.finalizer = util.Finalize(" in inspect.getsource(popen_fork)
             and "self._args = args" in inspect.getsource(util.Finalize)
         ),
+    ),
+    PrivateName(
+        "multiprocessing.reduction.ForkingPickler._extra_reducers",
+        "objects of samples are sent by the functions that are registered there",
+        "pipes, sockets and objects of packages that register a function cannot be sent",
+        _reducers_are_known,
+    ),
+    PrivateName(
+        "multiprocessing.resource_sharer._resource_sharer",
+        "a worker that has sent an end of a pipe stays until the loop has received it",
+        "the worker may have ended before, and the loop raises an OSError",
+        _has("multiprocessing.resource_sharer", "_resource_sharer", "_listener"),
     ),
     PrivateName(
         "multiprocessing.context.set_spawning_popen",

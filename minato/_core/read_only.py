@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
-from typing import Any, BinaryIO, ClassVar
-from weakref import WeakValueDictionary
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,17 +24,11 @@ class ReadOnlyMemory:
         array: shape (nbytes,), uint8, read-only.
     """
 
-    _sent: list[ReadOnlyMemory] | None = None
-    """Those that were pickled by name; None: they are pickled whole."""
-    _known: ClassVar[WeakValueDictionary[bytes, ReadOnlyMemory]] = WeakValueDictionary()
-
-    def __init__(self, content: Segment | Any, name: bytes | None = None) -> None:
+    def __init__(self, content: Segment | Any) -> None:
         self._segment = content if isinstance(content, Segment) else None
-        self._name = name or os.urandom(16)
         # Not an array, in which NumPy would see the base of all views.
         self.buffer: Any = content.mapping if isinstance(content, Segment) else content
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self.buffer, np.uint8)
-        self._known[self._name] = self
 
     @classmethod
     def written_by(cls, write: Callable[[BinaryIO], object]) -> ReadOnlyMemory:
@@ -48,30 +39,9 @@ class ReadOnlyMemory:
         """
         return cls(Segment.filled(write))
 
-    @classmethod
-    @contextmanager
-    def sent_separately(cls) -> Iterator[list[ReadOnlyMemory]]:
-        """Pickle names in place of memory; yields a list of the memory, which must be unpickled before.
-
-        So one pickle serves many processes, each of which receives the memory as it starts.
-        """
-        cls._sent = []
-        try:
-            yield cls._sent
-        finally:
-            cls._sent = None
-
-    @classmethod
-    def _named(cls, name: bytes) -> ReadOnlyMemory:
-        return cls._known[name]
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if self._segment is not None:
-            if self._sent is not None:
-                self._sent.append(self)
-                return ReadOnlyMemory._named, (self._name,)
-            if get_spawning_popen() is not None:
-                return ReadOnlyMemory, (self._segment, self._name)
+        if self._segment is not None and get_spawning_popen() is not None:
+            return ReadOnlyMemory, (self._segment,)
         return ReadOnlyMemory, (
             pickle.PickleBuffer(self.array) if protocol >= 5 else self.array.tobytes(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copyreg
+import functools
 import importlib
 import io
 import logging
@@ -10,13 +10,13 @@ import os
 import pickle
 import sys
 import warnings
-from collections import ChainMap
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections import ChainMap, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from multiprocessing import reduction
-from types import FunctionType
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
+from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -24,12 +24,14 @@ import torch
 from minato._compat import (
     duplicates_for_child,
     pickling_for_a_child,
+    process_reducers,
     quantized_per_channel,
     quantized_per_tensor,
     typed_storage,
     untyped_storage,
 )
-from minato._core.read_only import shared_base
+from minato._core.read_only import ReadOnlyMemory, shared_base
+from minato._core.segment import Segment
 from minato._support.main_module import defined_under_guard
 from minato.errors import NotPicklableError
 
@@ -37,16 +39,20 @@ __all__ = [
     "ForChild",
     "Purpose",
     "SidePickler",
+    "Snapshot",
     "advise",
     "check_picklable",
     "dumps",
+    "for_children",
     "holding_descriptors",
 ]
 
 _log = logging.getLogger("minato")
 
-Purpose: TypeAlias = Literal["sample", "result", "process"]
+Purpose: TypeAlias = Literal["sample", "result"]
 """The purpose of a pickle; see :class:`SidePickler`."""
+Reducer: TypeAlias = Callable[[Any], Any]
+"""Returns what an object's ``__reduce__`` would return."""
 
 _ADVICE = (
     "Got pickle error when attempting to start a worker Process. "
@@ -58,25 +64,95 @@ _ADVICE = (
 """torch's own words."""
 
 
+_TORCH_REDUCTIONS = "torch.multiprocessing.reductions"
 _KEEPS_ARRAYS = pickle.DEFAULT_PROTOCOL >= 5
 """Whether arrays from torch's workers stay read-only, and in their byte order: from Python 3.14 on."""
+_KNOWN_REDUCERS = ("multiprocessing", "torch")
+"""Packages whose reducers need no own pickle for each child, or say so by an exception."""
+_SPARSE_BYTES = 1 << 20
+"""A view that spans more than this, and sees less than half of it, is copied without what it does not see."""
+_ALIGNMENT = 64
+_MOST_SHARED = 200
+"""Storages that are shared with a child: each takes a descriptor, of which a fork server takes about 250."""
 
 
-class _StorageBytes:
-    """A tensor's storage while it is pickled; tensors that share one still do on the other side."""
+class _Storage:
+    """A tensor's storage while it is pickled; tensors that share one still do on the other side.
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    Args:
+        whole: All of it travels. If not, what the tensors of the pickle see.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, whole: bool) -> None:
+        self._bytes = _bytes_of(storage)
+        self._spans: list[tuple[int, int]] | None = None if whole else []
+        self._buffers: tuple[pickle.PickleBuffer, ...] = ()
+
+    def see(self, start: int, end: int) -> None:
+        """Send these bytes."""
+        if self._spans is not None:
+            self._spans.append(
+                (start // _ALIGNMENT * _ALIGNMENT, -(-end // _ALIGNMENT) * _ALIGNMENT)
+            )
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return _storage_tensor, (pickle.PickleBuffer(self._bytes),)
+        data = pickle.PickleBuffer(self._bytes)
+        if self._spans is None:
+            return _storage_tensor, (data,)
+        self._buffers = data, pickle.PickleBuffer(b"")
+        return _cut_storage, self._buffers
+
+    def cut(self) -> Iterator[tuple[pickle.PickleBuffer, memoryview]]:
+        """The buffers of a storage that was not sent whole, and what they hold: what is seen, and where that was."""
+        if not self._buffers:
+            return
+        pieces: list[list[int]] = []
+        for start, end in sorted(self._spans or ()):
+            if pieces and start <= pieces[-1][1]:
+                pieces[-1][1] = max(pieces[-1][1], end)
+            else:
+                pieces.append([start, end])
+        seen = [self._bytes[start:end] for start, end in pieces]
+        data, table = self._buffers
+        yield data, memoryview(seen[0] if len(seen) == 1 else np.concatenate(seen))
+        yield table, memoryview(np.array(pieces, np.int64).reshape(-1).view(np.uint8))
+
+
+class _Cut(NamedTuple):
+    """What has arrived of a storage.
+
+    Attributes:
+        base: The bytes that are seen, piece after piece.
+        pieces: Start and end of each piece in the storage that was sent.
+    """
+
+    base: torch.Tensor
+    pieces: list[list[int]]
+
+    def moved(self, start: int) -> int:
+        """Where byte ``start`` of the storage that was sent is now."""
+        before = 0
+        for first, end in self.pieces:
+            if start < end:
+                return before + start - first
+            before += end - first
+        raise IndexError(start)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray[Any, Any]:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
 
 def _storage_tensor(data: object) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _rebuild_storage(base: torch.Tensor | None, dtype: torch.dtype | None) -> Any:
+def _cut_storage(data: object, table: Any) -> _Cut:
+    return _Cut(_storage_tensor(data), np.frombuffer(table, np.int64).reshape(-1, 2).tolist())
+
+
+def _rebuild_storage(base: torch.Tensor | _Cut | None, dtype: torch.dtype | None) -> Any:
+    base = base.base if isinstance(base, _Cut) else base
     storage = torch.UntypedStorage() if base is None else base.untyped_storage()
     if dtype is None:
         return storage
@@ -84,7 +160,7 @@ def _rebuild_storage(base: torch.Tensor | None, dtype: torch.dtype | None) -> An
 
 
 def _rebuild_tensor(
-    base: torch.Tensor | None,
+    base: torch.Tensor | _Cut | None,
     dtype: torch.dtype,
     offset: int,
     size: tuple[int, ...],
@@ -94,6 +170,9 @@ def _rebuild_tensor(
     if base is None:
         tensor = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     else:
+        if isinstance(base, _Cut):
+            offset = base.moved(offset * dtype.itemsize) // dtype.itemsize
+            base = base.base
         tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(base.untyped_storage(), offset, size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
@@ -113,75 +192,109 @@ class _Pieces(list[Any]):
 
 
 class SidePickler(pickle.Pickler):
-    """Pickles arrays and plain CPU tensors as out-of-band buffers; strides and shared storages are kept.
+    """Pickles arrays and CPU tensors as out-of-band buffers; strides and shared storages are kept.
 
     Args:
-        buffers: Receives the buffers, in the order of ``pickle.loads(buffers=…)``.
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
-            before Python 3.14 writable and in native byte order. ``"process"``: the other side is being started;
-            tensors in shared memory must be shared, so they are refused; no local class or function can be imported,
-            nor what an interactive session, the ``__main__`` of a package, or a script under its guard has defined:
-            cloudpickle carries them.
+            before Python 3.14 writable and in native byte order.
+        reducers: How objects of some types are reduced; by default as :mod:`pickle` does.
     """
 
     def __init__(
-        self, file: _Writable, buffers: list[pickle.PickleBuffer], purpose: Purpose = "sample"
+        self,
+        file: _Writable,
+        purpose: Purpose = "sample",
+        reducers: Mapping[type, Reducer] = MappingProxyType({}),
     ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self._buffers: list[pickle.PickleBuffer] = []
+        super().__init__(file, protocol=5, buffer_callback=self._buffers.append)
         self._purpose = purpose
-        self._storages: dict[int, _StorageBytes] = {}
+        self._reducers = reducers
+        self._storages: dict[tuple[int, int], _Storage] = {}
+
+    def raws(self) -> list[memoryview]:
+        """The buffers as flat bytes, as ``pickle.loads(buffers=…)`` takes them; valid while the object is unchanged."""
+        cut = {id(buffer): raw for each in self._storages.values() for buffer, raw in each.cut()}
+        return [cut[id(each)] if id(each) in cut else each.raw() for each in self._buffers]
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle a plain tensor as its storage and its view of it; leave everything else to its own methods."""
-        if not isinstance(value, torch.Tensor):
-            typed = isinstance(value, torch.storage.TypedStorage)
-            storage = untyped_storage(value) if typed else value
-            if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
-                return _rebuild_storage, (self._shared(storage), value.dtype if typed else None)
-            if isinstance(value, np.ndarray) and self._purpose == "result":
-                ordinary = value.flags.writeable and value.dtype.isnative
-                return NotImplemented if ordinary or _KEEPS_ARRAYS else value.__reduce_ex__(4)
-            if self._purpose == "process":
-                if isinstance(value, np.ndarray):
-                    base = shared_base(value)
-                    return NotImplemented if base is None else base.reduce_view(value)
-                if _stays_behind(value):
-                    return _by_value(value, copyreg.dispatch_table, _refuse_shared)
-            return NotImplemented
-        if value.requires_grad and not value.is_leaf:
+        """Pickle a tensor as its storage and its view of it; leave everything else to its own methods."""
+        reduce = self._reducers.get(type(value))
+        if reduce is not None and reduce.__module__ != _TORCH_REDUCTIONS:
+            return reduce(value)
+        if isinstance(value, torch.Tensor):
+            return self._reduce_tensor(value, reduce)
+        if isinstance(value, np.ndarray):
+            ordinary = self._purpose == "sample" or _KEEPS_ARRAYS
+            ordinary = ordinary or (value.flags.writeable and value.dtype.isnative)
+            return NotImplemented if ordinary else value.__reduce_ex__(4)
+        typed = isinstance(value, torch.storage.TypedStorage)
+        storage = untyped_storage(value) if typed else value
+        if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
+            return _rebuild_storage, (self._shared(storage), value.dtype if typed else None)
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor, reduce: Reducer | None) -> Any:
+        if tensor.requires_grad and not tensor.is_leaf:
             raise RuntimeError(
                 "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does not "
                 "support crossing process boundaries.  If you just want to transfer the data, call detach() on "
                 "the tensor before serializing (e.g., putting it on the queue)."
             )
-        if not _is_plain(value):
-            return _reduce_quantized(value) if value.is_quantized else NotImplemented
-        offset = value.storage_offset()
-        if value.untyped_storage().nbytes() > 2 * value.nbytes and not value.requires_grad:
-            value, offset = _compact(value), 0
+        if tensor.is_quantized:
+            return _reduce_quantized(tensor)
+        # Attributes of a tensor do not arrive from torch's workers, but reach collate_fn.
+        if not _is_plain(tensor) or (self._purpose == "sample" and vars(tensor)):
+            # A tensor's own methods keep more than torch's reducer: attributes of parameters, conjugation.
+            return NotImplemented if _is_here(tensor) or reduce is None else reduce(tensor)
+        storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+        strides = tensor.stride()
+        base: _Storage | None = None
+        if tensor.numel():
+            whole = storage.nbytes() <= 2 * tensor.nbytes
+            span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
+            if not whole and span > 2 * tensor.numel() and span * tensor.itemsize > _SPARSE_BYTES:
+                copy = tensor.detach().clone()
+                storage, offset, strides, whole = copy.untyped_storage(), 0, copy.stride(), True
+            base = self._shared(storage, whole)
+            if base is not None:
+                start = int(offset) * tensor.itemsize
+                base.see(start, start + int(span) * tensor.itemsize)
         return _rebuild_tensor, (
-            self._shared(value.untyped_storage()),
-            value.dtype,
+            base,
+            tensor.dtype,
             offset,
-            tuple(value.shape),
-            value.stride(),
-            value.requires_grad,
+            tuple(tensor.shape),
+            strides,
+            tensor.requires_grad,
         )
 
-    def _shared(self, storage: torch.UntypedStorage) -> _StorageBytes | None:
+    def _shared(self, storage: torch.UntypedStorage, whole: bool = True) -> _Storage | None:
         """The object that travels in place of a storage, the same each time; None if it is empty."""
-        if self._purpose == "process":
-            _refuse_shared(storage)
-        if not storage.nbytes():
+        nbytes = storage.nbytes()
+        if not nbytes:
             return None
-        return self._storages.setdefault(storage.data_ptr(), _StorageBytes(storage))
+        key = storage.data_ptr(), nbytes
+        known = self._storages.get(key)
+        if known is None:
+            known = self._storages[key] = _Storage(storage, whole)
+        elif whole:
+            known.see(0, nbytes)
+        return known
 
 
 class _ChildPickler(reduction.ForkingPickler):
     """Pickles for a child that is being started: as multiprocessing does, and what no child can import by value."""
 
+    def reduce_part(self, value: object) -> Any:
+        """Reduce what must not be copied, also where a class or function that goes by value refers to it."""
+        base = shared_base(value) if isinstance(value, np.ndarray) else None
+        return NotImplemented if base is None else base.reduce_view(cast(Any, value))
+
     def reducer_override(self, value: object) -> Any:
-        return _by_value(value, self.dispatch_table) if _stays_behind(value) else NotImplemented
+        if _stays_behind(value):
+            return _by_value(value, self)
+        return self.reduce_part(value)
 
 
 class ForChild:
@@ -195,7 +308,143 @@ class ForChild:
 
     def __reduce__(self) -> tuple[Any, ...]:
         with duplicates_for_child(_held.get()):
-            return pickle.loads, (_for_child(self._value),)
+            return _loaded, (_for_child(self._value),)
+
+
+class _NeedsEachError(Exception):
+    """An object must be pickled for each child."""
+
+
+class _CannotShareError(Exception):
+    """A storage cannot be shared; says why."""
+
+
+class _SnapshotPickler(_ChildPickler):
+    """Pickles once for all children; memory that they share becomes a number in the list ``parts``."""
+
+    def __init__(self, file: BinaryIO, parts: list[object], shares: bool) -> None:
+        super().__init__(file)
+        self._parts = parts
+        self._shares = shares
+        self._reducers = process_reducers()
+
+    def reduce_part(self, value: object) -> Any:
+        reduce = self._reducers.get(type(value))
+        if reduce is not None and reduce.__module__.partition(".")[0] not in _KNOWN_REDUCERS:
+            raise _NeedsEachError
+        if isinstance(value, (torch.Tensor, torch.UntypedStorage)) and not _is_here(value):
+            raise _NeedsEachError
+        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
+            return self._reduce_storage(value)
+        if isinstance(value, ReadOnlyMemory):
+            return self._numbered(value)
+        return super().reduce_part(value)
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        if not storage.nbytes():
+            return torch.UntypedStorage, ()
+        if not storage.is_shared():
+            if not self._shares:
+                return _copied_storage, (_bytes_of(storage),)
+            if (
+                len(self._parts) == _MOST_SHARED
+                and torch.multiprocessing.get_sharing_strategy() != "file_system"
+            ):
+                raise _CannotShareError(f"it has more than {_MOST_SHARED} of them")
+            try:
+                storage.share_memory_()
+            except RuntimeError as error:
+                raise _CannotShareError(str(error)) from error
+        return self._numbered(storage)
+
+    def _numbered(self, part: object) -> tuple[Any, ...]:
+        self._parts.append(part)
+        return _arrived_part, (len(self._parts) - 1,)
+
+
+class Snapshot:
+    """Arrives as the object that it holds, as that is now, in each child that is being started.
+
+    The object is pickled once. Tensors are shared with the children, as torch shares them.
+
+    Raises:
+        Exception: Of pickling, also if a part of the object can only be sent to one child at a time.
+    """
+
+    def __init__(self, value: object) -> None:
+        try:
+            self._pickle(value, shares=True)
+        except _CannotShareError as error:
+            _say_copied(str(error))
+            self._pickle(value, shares=False)
+
+    def _pickle(self, value: object, shares: bool) -> None:
+        parts: list[object] = []
+        with pickling_for_a_child(several=True):
+            self._memory = Segment.filled(
+                lambda file: _SnapshotPickler(file, parts, shares).dump(value)
+            )
+        self._parts = parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._memory, ForChild(self._parts))
+
+
+def for_children(value: object) -> Snapshot | ForChild:
+    """What arrives as an object, in children that are being started.
+
+    Locks, pipes and the like are sent to one child at a time: then the object is pickled for each child.
+
+    Raises:
+        NotPicklableError: A package is missing that carries a definition.
+    """
+    try:
+        return Snapshot(value)
+    except NotPicklableError:
+        raise
+    except Exception:  # what cannot be pickled at all is found when the first child starts
+        return ForChild(value)
+
+
+@functools.cache
+def _say_copied(reason: str) -> None:
+    _log.warning(
+        "the dataset's tensors are copied to each worker, not shared as with torch: %s. If workers must see what is "
+        "written to them, call torch.multiprocessing.set_sharing_strategy('file_system'), keep fewer tensors, or use "
+        "multiprocessing_context='fork' and share_memory_()",
+        reason,
+    )
+
+
+_arrived: ContextVar[list[Any]] = ContextVar("_arrived")
+
+
+def _arrived_part(number: int) -> Any:
+    return _arrived.get()[number]
+
+
+def _copied_storage(data: Any) -> torch.UntypedStorage:
+    return _storage_tensor(bytearray(data)).untyped_storage()
+
+
+def _restored(memory: Segment, parts: list[Any]) -> Any:
+    token = _arrived.set(parts)
+    try:
+        return _loaded(memoryview(memory.array))
+    finally:
+        _arrived.reset(token)
+
+
+def _loaded(data: Any) -> Any:
+    try:
+        return pickle.loads(data)
+    except AttributeError as error:
+        if not str(error).startswith("Can't get attribute"):
+            raise
+        raise NotPicklableError(
+            f"{error}: workers that are not forked import the main module again, without the code under "
+            "if __name__ == '__main__'. Define it above"
+        ) from error
 
 
 _held: ContextVar[list[int]] = ContextVar("_held")
@@ -216,23 +465,8 @@ def holding_descriptors() -> Iterator[None]:
 
 def _for_child(value: object) -> bytes:
     file = io.BytesIO()
-    _ChildPickler(file, 5).dump(value)
+    _ChildPickler(file).dump(value)
     return file.getvalue()
-
-
-def _refuse_shared(value: object) -> None:
-    storages = torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage
-    if isinstance(value, storages) and value.device.type == "cpu" and value.is_shared():
-        raise pickle.PicklingError("a tensor in shared memory would become a copy")
-
-
-def _compact(view: torch.Tensor) -> torch.Tensor:
-    """Copy only what a small view of a large storage sees; strides are kept, unless it sees little of what it spans."""
-    shape, strides = view.shape, view.stride()
-    span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if not view.numel() or span > 2 * view.numel():
-        return view.clone()
-    return view.as_strided((span,), (1,)).clone().as_strided(shape, strides)
 
 
 def _reduce_quantized(tensor: torch.Tensor) -> Any:
@@ -249,6 +483,11 @@ def _reduce_quantized(tensor: torch.Tensor) -> Any:
         arguments = (tensor.int_repr(), *scales, tensor.q_per_channel_axis())
         return build, arguments
     return NotImplemented
+
+
+def _is_here(value: torch.Tensor | torch.UntypedStorage) -> bool:
+    """Whether no device has it."""
+    return value.device.type in ("cpu", "meta")
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -291,17 +530,8 @@ def _has_name(value: Any) -> bool:
     return found is value
 
 
-def _by_value(
-    value: Any,
-    reducers: MutableMapping[type, Callable[[Any], Any]],
-    check: Callable[[Any], None] | None = None,
-) -> Any:
-    """Pickle a class or function by its code.
-
-    Args:
-        reducers: How the pickler around it reduces objects of some types, for what the code refers to.
-        check: Raises for what must not be copied.
-    """
+def _by_value(value: Any, around: _ChildPickler) -> Any:
+    """Pickle a class or function by its code; ``around`` reduces what the code refers to."""
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
@@ -317,16 +547,17 @@ def _by_value(
     )
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]  # an optional package's class
-        dispatch_table: ClassVar = ChainMap({}, cloudpickle.Pickler.dispatch_table, reducers)
+        dispatch_table: ClassVar = ChainMap(
+            {}, cloudpickle.Pickler.dispatch_table, cast(Any, around.dispatch_table)
+        )
 
         def reducer_override(self, part: Any) -> Any:
-            if check is not None:
-                check(part)
             # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
             of_main = isinstance(part, (type, FunctionType)) and part.__module__ == "__main__"
             if of_main and not _stays_behind(part):
                 return part.__qualname__
-            return super().reducer_override(part)
+            reduced = around.reduce_part(part)
+            return super().reducer_override(part) if reduced is NotImplemented else reduced
 
     file = io.BytesIO()
     Pickler(file, protocol=5).dump(value)
@@ -345,11 +576,15 @@ def _define(data: bytes) -> Any:
 
 
 def dumps(value: object, purpose: Purpose = "sample") -> tuple[list[memoryview], list[memoryview]]:
-    """Pickle an object; returns the parts of the pickle and its buffers as flat bytes, valid while it is unchanged."""
+    """Pickle an object for a process of this machine, with multiprocessing's reducers.
+
+    Returns:
+        The parts of the pickle and its buffers as flat bytes, valid while the object is unchanged.
+    """
     pieces = _Pieces()
-    buffers: list[pickle.PickleBuffer] = []
-    SidePickler(pieces, buffers, purpose).dump(value)
-    return [memoryview(piece) for piece in pieces], [buffer.raw() for buffer in buffers]
+    pickler = SidePickler(pieces, purpose, process_reducers())
+    pickler.dump(value)
+    return [memoryview(piece) for piece in pieces], pickler.raws()
 
 
 def advise(error: Exception) -> None:
@@ -381,9 +616,22 @@ def check_picklable(name: str, value: object) -> None:
             break
     raise NotPicklableError(
         f"{path} cannot be pickled, as it must be for workers that are not forked ({error}). It is a "
-        f"{type(value).__qualname__}: define it at the top level of an importable module, create it in "
-        "worker_init_fn or on first use, or use multiprocessing_context='fork'."
+        f"{type(value).__qualname__}: {_remedy(value)}."
     ) from error
+
+
+def _remedy(value: object) -> str:
+    cls = type(value)
+    own = any(isinstance(each, FunctionType) for c in cls.__mro__ for each in vars(c).values())
+    if isinstance(value, (type, FunctionType)) or (own and not _has_name(cls)):
+        return "define it at the top level of an importable module"
+    # A handle that forked workers share has one offset and one stream of answers for all of them.
+    if isinstance(value, io.IOBase) or hasattr(cls, "fileno") or not own:
+        return "open or create it at its first use in the worker"
+    return (
+        "create it in worker_init_fn or at its first use in the worker, or use "
+        "multiprocessing_context='fork'"
+    )
 
 
 def _failure(value: object) -> Exception | None:
@@ -395,10 +643,30 @@ def _failure(value: object) -> Exception | None:
     return None
 
 
-def _parts(value: object) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"[{i}]", item) for i, item in enumerate(value))
-    else:
-        yield from ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
+        yield from ((f"[{_shown(key)}]", item) for key, item in list(dict.items(value)))
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((f"[{i}]", item) for i, item in enumerate(list(value)))
+    elif isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield from ((f".args[{i}]", item) for i, item in enumerate(value.args))
+        yield from ((f".keywords[{key!r}]", item) for key, item in value.keywords.items())
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    if isinstance(value, (type, FunctionType)):
+        return
+    fields = {}
+    with suppress(AttributeError):
+        fields = object.__getattribute__(value, "__dict__")
+    yield from ((f".{key}", item) for key, item in list(fields.items()))
+    for cls in type(value).__mro__:
+        for key, slot in list(vars(cls).items()):
+            if isinstance(slot, MemberDescriptorType) and "__slots__" in vars(cls):
+                with suppress(AttributeError):  # it is not set
+                    yield f".{key}", slot.__get__(value)
+
+
+def _shown(key: object) -> str:
+    """A key as text; only of types whose ``repr`` is not the program's."""
+    return repr(key) if type(key) in (str, int, bytes) else f"a {type(key).__qualname__}"

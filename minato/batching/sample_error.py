@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from minato._compat import ExceptionWrapper
 from minato._core.limits import slot_overflow
@@ -14,6 +16,25 @@ from minato.batching.serialization import damaged
 from minato.errors import add_note
 
 __all__ = ["SampleError", "raise_sample_error", "slot_overflow_error", "wrapped"]
+
+
+class _Travelling(ExceptionWrapper):
+    """Arrives as torch's wrapper; of a class that does not arrive only the text does, in a RuntimeError."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            kind = pickle.dumps(self.exc_type)
+        except Exception:
+            kind = b""
+        return _arrived, (kind, {**self.__dict__, "exc_type": RuntimeError})
+
+
+def _arrived(kind: bytes, fields: dict[str, Any]) -> ExceptionWrapper:
+    wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
+    wrapper.__dict__.update(fields)
+    with suppress(Exception):  # this process cannot import it
+        wrapper.exc_type = pickle.loads(kind)
+    return wrapper
 
 
 class SampleError:
@@ -83,7 +104,7 @@ def wrapped(worker: str, in_process: bool = False) -> Callable[[BaseException], 
             # Raised in the training loop it would end the program, a generator or a task, and not report a bad sample.
             ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
             ended.__cause__, error = error, ended
-        return ExceptionWrapper(
+        return _Travelling(  # type: ignore[no-untyped-call]  # torch's class
             (type(error), error, error.__traceback__), where=f"in DataLoader {worker}"
         )
 

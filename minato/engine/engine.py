@@ -210,8 +210,9 @@ class Engine:
             failures=self._failures,
         )
         self._pickles_plan = worker.in_processes and plan.pool.context.get_start_method() != "fork"
-        if self._pickles_plan:
-            context.write_plan(arena)
+        # A context of another package has a pickler of its own.
+        if self._pickles_plan and type(plan.pool.context).__module__ == "multiprocessing.context":
+            context.sent = pickling.for_children(worker)
         self.afterwards: list[Callable[[], object]] = []
         if plan.prefetch.shares_budget:
             self.afterwards.append(window.release_budget)

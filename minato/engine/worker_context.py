@@ -9,25 +9,23 @@ import functools
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minato._compat import ExceptionWrapper
+from minato._compat import ExceptionWrapper, serves_other_processes, withdraw_worker
 from minato._core import Ledger, now_ns
 from minato._core.codes import STARTING
-from minato._core.read_only import ReadOnlyMemory
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy
 from minato._support.exceptions import not_the_end
-from minato._support.pickling import ForChild
-from minato.batching.arena import Arena
+from minato._support.pickling import ForChild, Snapshot
 from minato.batching.sample_error import wrapped
 from minato.batching.serialization import Store, stored_indices
 from minato.batching.writer import BatchWriter, WriterSettings
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
-from minato.errors import NotPicklableError
 from minato.observe.stats.costs import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.dataset_state import DatasetState
@@ -50,6 +48,10 @@ from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 __all__ = ["WorkerContext", "initialise", "restore", "run_worker_process"]
 
 
+_SERVING_S = 0.02
+"""Interval between two looks whether a worker that has sent descriptors may end."""
+
+
 @dataclass
 class WorkerContext:
     """All that a worker needs besides its number; travels to worker processes.
@@ -57,51 +59,23 @@ class WorkerContext:
     Attributes:
         layout: Of the shared segment.
         arena: Memory of the batches.
-        written_plan: Offset and size of the pickled plan in the arena, if it was written there.
+        sent: Travels in place of the plan, as which it arrives; None: the plan itself.
         stacks: The file that stuck workers write their stacks to.
         cost_estimate: The cost estimate of the worker in the main process, which the next engine reuses.
         policy: Handles samples that raise; not in the plan, because only a starting child can inherit its log.
-        read_only: Memory of shared lists and arrays in a plan that was written to the arena.
     """
 
     plan: WorkerPlan
     layout: SharedLayout
     arena: Segment
     store: Store
-    written_plan: tuple[int, int] | None = None
+    sent: Snapshot | ForChild | None = None
     stacks: StackFile | None = None
     cost_estimate: CostEstimate | None = None
     policy: FailureHandler | None = None
-    read_only: Sequence[ReadOnlyMemory] = ()
-
-    def write_plan(self, arena: Arena) -> None:
-        """Pickle the plan once for all workers, into a slot that is never released.
-
-        Locks, queues and tensors in shared memory can only be sent to a starting child: then each child gets the plan.
-        """
-        slot = arena.acquire()
-        try:
-            with ReadOnlyMemory.sent_separately() as memory:
-                self.written_plan = self.store.put(lambda nbytes: slot.start, self.plan, "process")
-            self.read_only = memory
-        except NotPicklableError:
-            raise
-        except Exception:
-            arena.release(slot)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "plan": None if self.written_plan else ForChild(self.plan)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.written_plan:
-            try:
-                self.plan = self.store.peek(*self.written_plan)
-            except AttributeError as error:
-                raise NotPicklableError(
-                    f"{error}: workers that are not forked import the main module again, without the code under "
-                    "if __name__ == '__main__'. Define it above"
-                ) from error
+        return {**self.__dict__, "plan": self.sent or self.plan, "sent": None}
 
     def read_indices(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
         """The indices of samples k … k+count-1 of a batch."""
@@ -268,31 +242,42 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
     """Run as worker ``number`` until nothing is left to do, or the training process ends."""
     # A collection would write to every object, and so copy the pages that a forked worker shares with its parent.
     gc.freeze()
-    parent_lives = parent_watch()
-    plan = context.plan
     try:
-        if plan.placement is not None:
-            plan.placement.enter(number)
-        enter_worker_process(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset)
-        if context.stacks is not None:
-            context.stacks.listen()
-        state = SharedState.attach(context.layout)
-        ledger = state.ledger
-        if not state.active.wait_until_active(
-            number, lambda: ledger.stopping or ledger.draining, parent_lives
-        ):
-            return
-        lease = ledger.lease_words(number)
-        if plan.init_fn is not None:
-            lease[1], lease[2] = now_ns(), STARTING
-        failure = initialise(plan, number)
-        lease[2] = -1
-        wrap = wrapped(f"worker process {number}", in_process=True)
-        worker = context.worker(number, state, wrap, failure, BaseException)
-        worker.loop(parent_lives)
-        worker.close()
+        _work(number, context, parent_watch())
     except KeyboardInterrupt:
         pass  # the training process was interrupted too, and reports it
+    finally:
+        # The process ends without a last collection: the dataset's files are flushed as it is destroyed here.
+        withdraw_worker(None)
+        vars(context).clear()
+        gc.collect()
+
+
+def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool]) -> None:
+    plan = context.plan
+    if plan.placement is not None:
+        plan.placement.enter(number)
+    enter_worker_process(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset)
+    if context.stacks is not None:
+        context.stacks.listen()
+    state = SharedState.attach(context.layout)
+    ledger = state.ledger
+    if not state.active.wait_until_active(
+        number, lambda: ledger.stopping or ledger.draining, parent_lives
+    ):
+        return
+    lease = ledger.lease_words(number)
+    if plan.init_fn is not None:
+        lease[1], lease[2] = now_ns(), STARTING
+    failure = initialise(plan, number)
+    lease[2] = -1
+    wrap = wrapped(f"worker process {number}", in_process=True)
+    worker = context.worker(number, state, wrap, failure, BaseException)
+    worker.loop(parent_lives)
+    worker.close()
+    # What the training loop has not unpickled yet may need this process: an end of a pipe, memory of a device.
+    while serves_other_processes() and not ledger.stopping and parent_lives():
+        time.sleep(_SERVING_S)
 
 
 def initialise(plan: WorkerPlan, number: int) -> Exception | None:

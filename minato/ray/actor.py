@@ -153,9 +153,9 @@ def _pickler() -> type[SidePickler]:
 
 def _pack(value: object) -> tuple[bytes, list[Any]]:
     file = io.BytesIO()
-    buffers: list[pickle.PickleBuffer] = []
-    _pickler()(file, buffers, "result").dump(value)
-    return file.getvalue(), [np.asarray(buffer.raw()) for buffer in buffers]
+    pickler = _pickler()(file, "result")
+    pickler.dump(value)
+    return file.getvalue(), [np.asarray(raw) for raw in pickler.raws()]
 
 
 def _pack_error(error: Exception) -> tuple[bytes, list[Any]]:

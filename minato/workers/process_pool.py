@@ -306,7 +306,8 @@ def _end_with_parent() -> None:
     depend on the activity of this process nor on the thread that started it.
     """
     creator = multiprocessing.parent_process()
-    if sys.platform != "linux" or creator is None:
+    # A context of another package may have no such pipe.
+    if sys.platform != "linux" or creator is None or getattr(creator, "sentinel", 0) is None:
         return
     fcntl.fcntl(creator.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())

@@ -479,12 +479,12 @@ class Holder(Numbers):
 
 LOCKED = functools.partial(print, threading.RLock())
 UNPICKLABLE = {
-    "dataset.transform": {"dataset": Holder(transform=LOCKED)},
+    "dataset.transform.args[0]": {"dataset": Holder(transform=LOCKED)},
     "dataset.files['a'][1]": {"dataset": Holder(files={"a": [1, open(os.devnull, "rb")]})},  # noqa: SIM115
     "dataset.inner.lock": {"dataset": Holder(inner=Holder(lock=threading.RLock()))},
-    "collate_fn": {"collate_fn": LOCKED},
-    "worker_init_fn": {"worker_init_fn": LOCKED},
-    "transforms[1]": {"transforms": [abs, LOCKED]},
+    "collate_fn.args[0]": {"collate_fn": LOCKED},
+    "worker_init_fn.args[0]": {"worker_init_fn": LOCKED},
+    "transforms[1].args[0]": {"transforms": [abs, LOCKED]},
 }
 
 
@@ -499,7 +499,7 @@ def test_what_cannot_be_pickled_is_named(context: str, where: str) -> None:
     ) as caught:
         list(loader)
     assert isinstance(caught.value, TypeError)
-    assert "worker_init_fn" in str(caught.value)
+    assert "open or create it at its first use in the worker" in str(caught.value)
     assert multiprocessing.active_children() == []
 
 

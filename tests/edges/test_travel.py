@@ -1,0 +1,534 @@
+"""What travels between processes arrives as from torch's loader: samples, batches, the dataset, errors."""
+
+from __future__ import annotations
+
+import functools
+import io
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import heap, resource_sharer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+import minato
+from minato import DataLoader
+from minato._core.segment import Segment
+from minato._support import pickling
+from minato.batching import arena
+from minato.batching.serialization import SharedStore
+from tests import subprocesses
+from tests.edges.travellers import (
+    ALIASED,
+    KEPT,
+    KEPT_EXACTLY,
+    LEGACY,
+    MAKERS,
+    SENT_TO_ONE_CHILD,
+    Holder,
+    Samples,
+    by_multiprocessing,
+    itself,
+    shares,
+    shown,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(ComplexHalf|Sparse CSR|nested|Sparse inv).*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning"),
+]
+METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No end of a pipe, nor the thread in which multiprocessing hands descriptors over."""
+    yield
+    resource_sharer.stop()
+    while KEPT:
+        KEPT.pop().close()
+
+
+def sent(value: Any, purpose: pickling.Purpose = "result") -> Any:
+    """An object after its way through shared memory."""
+    segment = Segment(1 << 22)
+    store = SharedStore(segment)
+    return store.get(*store.put(lambda nbytes: 4096, value, purpose))
+
+
+# ---- one process -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_result_arrives_as_multiprocessing_sends_it(name: str) -> None:
+    assert shown(sent(MAKERS[name]())) == shown(by_multiprocessing(MAKERS[name]()))
+
+
+CHANGED = {
+    *("registered array", "copyreg", "subclass of array", "memmap", "views of a dict"),
+    *("broadcast", "reversed", "sliced"),
+}
+"""Their own reducers change them; an array becomes contiguous."""
+
+
+@pytest.mark.parametrize("name", sorted({*MAKERS, *KEPT_EXACTLY} - CHANGED))
+def test_a_sample_arrives_as_it_is(name: str) -> None:
+    make = (MAKERS | KEPT_EXACTLY)[name]
+    assert shown(sent(make(), "sample")) == shown(make())
+
+
+@pytest.mark.parametrize("name", KEPT_EXACTLY)
+def test_what_torch_changes_arrives_as_it_is(name: str) -> None:
+    assert shown(sent(KEPT_EXACTLY[name]())) == shown(KEPT_EXACTLY[name]())
+
+
+def test_attributes_of_a_tensor_reach_the_collate_fn() -> None:
+    tensor = torch.ones(2)
+    tensor.note = "kept"  # type: ignore[attr-defined]
+    assert sent(tensor, "sample").note == "kept"
+    assert not hasattr(sent(tensor), "note")
+    assert not hasattr(by_multiprocessing(tensor), "note")
+
+
+@pytest.mark.parametrize("name", ALIASED)
+def test_tensors_that_share_memory_still_do(name: str) -> None:
+    expected = shares(by_multiprocessing(ALIASED[name]()))
+    assert shares(sent(ALIASED[name]())) == expected
+    if name != "one address":
+        assert shares(ALIASED[name]()) == expected
+
+
+VIEWS = st.lists(
+    st.tuples(st.integers(0, 900), st.integers(1, 60), st.integers(1, 4), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(VIEWS)
+def test_any_views_of_one_storage(views: list[tuple[int, int, int, bool]]) -> None:
+    def make() -> list[torch.Tensor]:
+        storage = torch.arange(1200, dtype=torch.float32)
+        made = [storage[at : at + count * step : step] for at, count, step, _ in views]
+        return [
+            each.view(torch.int32) if as_int and each.is_contiguous() else each
+            for each, (*_, as_int) in zip(made, views, strict=True)
+        ]
+
+    before, after = make(), sent(make())
+    assert [each.tolist() for each in after] == [each.tolist() for each in before]
+    for each in (*before, *after):
+        each.zero_()
+    assert shares(after) == shares(before)
+
+
+def test_little_is_sent_of_a_large_storage() -> None:
+    large = torch.zeros(1 << 20)
+    for views in ([large[:10], large[-10:]], [large.view(1024, 1024)[:, 3]], [large[5:5]]):
+        assert sum(raw.nbytes for raw in pickling.dumps(views, "result")[1]) < 10_000
+
+
+def test_each_registered_type_has_an_example() -> None:
+    """A type that a new version of Python or torch registers needs one, too."""
+    found: set[type] = set()
+
+    def look(value: Any) -> None:
+        found.add(type(value))
+        for part in value if isinstance(value, (list, tuple)) else ():
+            look(part)
+
+    for name in MAKERS.keys() - {"recursive"}:
+        look(MAKERS[name]())
+    found.add(heap.Arena)  # that of every shared value, which is sent to a child only
+    registered = {
+        each
+        for each in pickling.process_reducers()
+        if each.__module__.startswith(("torch", "multiprocessing", "builtins", "socket"))
+        and "cuda" not in each.__module__  # no device
+        and each.__name__.removesuffix("Tensor").removesuffix("Storage") not in LEGACY  # no objects
+    }
+    assert len(registered) >= 10
+    assert registered - found == set()
+
+
+# ---- batches ---------------------------------------------------------------------------------
+
+
+def batches(make: Any, names: list[str], method: str, **arguments: Any) -> list[Any]:
+    got: list[Any] = []
+    context = multiprocessing.get_context(method)
+    loader = make(
+        Samples(names), num_workers=1, multiprocessing_context=context, timeout=60, **arguments
+    )
+    for batch in loader:
+        got += [batch] if arguments["batch_size"] is None else batch
+    return got
+
+
+def seen(samples: list[Any]) -> dict[str, Any]:
+    return {name: shares(value) if name in ALIASED else shown(value) for name, value in samples}
+
+
+@functools.cache
+def from_torch(batch_size: int | None) -> dict[str, Any]:
+    names = sorted({*MAKERS, *ALIASED})
+    return seen(batches(TorchLoader, names, "fork", batch_size=batch_size, collate_fn=itself))
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("method", ["fork", *METHODS])
+def test_samples_arrive_as_from_torchs_loader(method: str, batch_size: int | None) -> None:
+    names = sorted({*MAKERS, *ALIASED})
+    got = seen(batches(DataLoader, names, method, batch_size=batch_size, collate_fn=itself))
+    assert got == from_torch(batch_size)
+
+
+def test_a_pipe_arrives_although_its_worker_has_no_more_work() -> None:
+    """What was sent into it is with the worker, which stays until the loop has it."""
+    context = multiprocessing.get_context("fork")
+    loader = DataLoader(
+        Samples(["none", "none", "connection"]),
+        None,
+        num_workers=1,
+        multiprocessing_context=context,
+        collate_fn=itself,
+        prefetch_factor=2,
+    )
+    iterator = iter(loader)
+    kinds = [shown(next(iterator)[1])[0]]
+    kinds += [shown(value)[0] for _, value in iterator]
+    assert kinds == ["NoneType", "NoneType", "Connection"]
+
+
+# ---- the dataset -----------------------------------------------------------------------------
+
+
+def held(make: Any, method: str, names: list[str]) -> list[str]:
+    """What a worker sees of objects that the dataset holds."""
+    objects = {name: (MAKERS | SENT_TO_ONE_CHILD)[name]() for name in names}
+    loader = make(Holder(objects), batch_size=None, num_workers=1, multiprocessing_context=method)
+    return [*loader]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_dataset_arrives_as_with_torchs_loader(method: str) -> None:
+    """Once pickled for all workers, and once for each, as it must be where a descriptor goes with it."""
+    names = [*(MAKERS.keys() - SENT_TO_ONE_CHILD.keys())]
+    expected = held(TorchLoader, method, [*names, *SENT_TO_ONE_CHILD])
+    assert held(DataLoader, method, names) == expected[: len(names)]
+    assert held(DataLoader, method, [*names, *SENT_TO_ONE_CHILD]) == expected
+
+
+class Counting(Dataset[Any]):
+    """Writes to its tensors; a sample is what they held before."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self.lock = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[float]:
+        before = [float(each.detach().sum()) for each in self.tensors.values()]
+        with torch.no_grad():
+            for each in self.tensors.values():
+                each.view(-1)[index] += 1
+        return before
+
+
+def counted(make: Any, method: str, lock: Any = None, **arguments: Any) -> Any:
+    """What the workers and the loop see of each other's writes, and of views of one storage."""
+    whole = torch.zeros(30)
+    tensors = {
+        "plain": torch.zeros(8),
+        "shared": torch.zeros(8).share_memory_(),
+        "view": whole[5:13],
+        "other view": whole[9:17],
+        "parameter": torch.nn.Parameter(torch.zeros(8)),
+        "from NumPy": torch.from_numpy(np.zeros(8)),
+    }
+    dataset = Counting(**tensors)
+    dataset.lock = lock
+    loader = make(
+        dataset, batch_size=None, num_workers=1, multiprocessing_context=method, **arguments
+    )
+    first = [*loader]
+    tensors["plain"].fill_(5)
+    return first, [*loader], [each.tolist() for each in tensors.values()], whole.tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("locked", [False, True])
+def test_tensors_of_the_dataset_are_shared(method: str, locked: bool) -> None:
+    """Also where the dataset is pickled for each worker, because of a pipe that it holds."""
+    if locked:
+        with multiprocessing.Pipe()[0] as pipe:
+            got = counted(DataLoader, method, pipe)
+    else:
+        got = counted(DataLoader, method)
+    assert got == counted(TorchLoader, method)
+
+
+def test_persistent_workers_see_what_the_loop_writes() -> None:
+    got = counted(DataLoader, "forkserver", persistent_workers=True, compat="torch")
+    assert got == counted(TorchLoader, "forkserver", persistent_workers=True)
+
+
+class Many(Dataset[Any]):
+    """Holds more tensors than a fork server takes descriptors."""
+
+    def __init__(self, count: int) -> None:
+        self.tensors = [torch.full((3,), float(i)) for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensors[index]
+
+
+def test_more_tensors_than_can_be_shared_are_copied(caplog: pytest.LogCaptureFixture) -> None:
+    pickling._say_copied.cache_clear()
+    dataset = Many(300)
+    loader = DataLoader(dataset, 50, num_workers=1, multiprocessing_context="forkserver")
+    with caplog.at_level("WARNING", "minato"):
+        assert torch.cat([*loader])[:, 0].tolist() == [*range(300)]
+        assert sum(len(batch) for batch in loader) == 300
+    (said,) = [each.getMessage() for each in caplog.records if "copied" in each.getMessage()]
+    assert "more than 200" in said
+    assert "set_sharing_strategy" in said
+    assert len(minato.DataLoader(dataset, 100, num_workers=0)) == 3
+
+
+def test_without_shared_memory_tensors_are_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(storage: object) -> None:
+        raise RuntimeError("unable to allocate shared memory: no space left on device")
+
+    monkeypatch.setattr(torch.UntypedStorage, "share_memory_", full)
+    loader = DataLoader(Many(3), 3, num_workers=1, multiprocessing_context="forkserver")
+    with caplog.at_level("WARNING", "minato"):
+        assert next(iter(loader))[:, 0].tolist() == [0, 1, 2]
+    assert "no space left" in caplog.text
+
+
+class Verified(Dataset[int]):
+    """Counts wrong numbers in what it holds; the first worker dies."""
+
+    def __init__(self, marker: Path) -> None:
+        self.numbers = np.arange(2_000_000)
+        self.marker = marker
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 12 and not self.marker.exists():
+            self.marker.touch()
+            os._exit(1)
+        return int((self.numbers != np.arange(2_000_000)).sum()), np.ones(50_000)
+
+
+@pytest.mark.filterwarnings("ignore:A worker:RuntimeWarning", "ignore:.*worker:RuntimeWarning")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_later_worker_gets_the_dataset_as_it_was(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dataset is larger than the memory of a batch, and changes after the start."""
+    monkeypatch.setattr(arena, "_RESERVE_BYTES", 1 << 26)
+    monkeypatch.setattr(arena, "_LEAST_RESERVE_BYTES", 1 << 26)
+    dataset = Verified(tmp_path / "died")
+    wrong = []
+    for batch, _ in DataLoader(dataset, 2, num_workers=1, multiprocessing_context=method):
+        wrong += batch.tolist()
+        dataset.numbers[:] = 0
+    assert wrong == [0] * 24
+    assert dataset.marker.exists()
+
+
+class Meeting:
+    """Is pickled while another thread pickles one, too."""
+
+    def __init__(self, barrier: threading.Barrier | None = None) -> None:
+        self.barrier = barrier
+
+    def __reduce__(self) -> Any:
+        if self.barrier is not None:
+            self.barrier.wait(60)
+        return Meeting, ()
+
+
+class Named(Dataset[Any]):
+    def __init__(self, number: int, barrier: threading.Barrier) -> None:
+        self.names = minato.SharedList([f"{number}-{i}" for i in range(100)])
+        self.meeting = Meeting(barrier)
+        self.labels = minato.SharedList([number] * 100)
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        return self.names[index], self.labels[index]
+
+
+def test_threads_start_loaders_of_shared_lists_at_once() -> None:
+    barrier = threading.Barrier(2)
+    got: dict[int, Any] = {}
+
+    def load(number: int) -> None:
+        dataset = Named(number, barrier)
+        loader = DataLoader(dataset, 100, num_workers=1, multiprocessing_context="forkserver")
+        ((names, labels),) = loader
+        got[number] = names[-1], labels.tolist()
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert got == {number: (f"{number}-99", [number] * 100) for number in range(2)}
+
+
+class Writing(Dataset[int]):
+    """Writes a line for each sample to a file, which is flushed when the dataset is destroyed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file: Any = None
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if self.file is None:
+            self.file = (self.folder / str(os.getpid())).open("w")
+        self.file.write(f"{index}\n")
+        return index
+
+    def __del__(self) -> None:
+        if self.file is not None:
+            self.file.write("end\n")
+            self.file.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_destroys_its_dataset(method: str, tmp_path: Path) -> None:
+    loader = DataLoader(Writing(tmp_path), 2, num_workers=1, multiprocessing_context=method)
+    assert sum(len(batch) for batch in loader) == 6
+    (written,) = tmp_path.iterdir()
+    assert written.read_text().split() == [*"012345", "end"]
+
+
+@pytest.mark.slow
+def test_a_context_of_another_package_sends_the_dataset_by_its_own_pickler() -> None:
+    pytest.importorskip("joblib")
+    assert subprocesses.run("foreign_context.py") == "[0, 1, 2] [3, 4, 5]\n"
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def local_error() -> type[Exception]:
+    class LocalError(Exception):
+        pass
+
+    return LocalError
+
+
+class Raising(Dataset[int]):
+    """Raises an exception whose class cannot be sent, or is found in the worker alone."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index < 2:
+            return index
+        if self.kind == "local":
+            raise local_error()("file 5 is broken")
+        module = ModuleType("found_in_the_worker")
+        module.Own = type("Own", (Exception,), {"__module__": module.__name__})  # type: ignore[attr-defined]
+        sys.modules[module.__name__] = module
+        raise module.Own("file 5 is broken")
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("kind", ["local", "worker's"])
+def test_the_text_of_an_exception_arrives_without_its_class(
+    kind: str, batch_size: int | None
+) -> None:
+    iterator = iter(
+        DataLoader(Raising(kind), batch_size, num_workers=1, multiprocessing_context="fork")
+    )
+    next(iterator)
+    if batch_size is None:
+        next(iterator)
+    with pytest.raises(RuntimeError, match="file 5 is broken") as caught:
+        next(iterator)
+    assert "Error: file 5" in str(caught.value) or "Own: file 5" in str(caught.value)
+    assert "in DataLoader worker process 0" in str(caught.value)
+
+
+class Refusing:
+    """Cannot be pickled, and says so."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+OPEN = "open or create it at its first use in the worker."
+REMEDIES: dict[str, tuple[Callable[[], Any], str]] = {
+    "file": (lambda: open(os.devnull, "rb"), OPEN),  # noqa: SIM115
+    "text": (lambda: io.TextIOWrapper(io.BytesIO()), OPEN),
+    "lock": (threading.Lock, OPEN),
+    "generator": (lambda: (i for i in "ab"), OPEN),
+    "other": (Refusing, "create it in worker_init_fn or at its first use in the worker, or use"),
+}
+
+
+@pytest.mark.parametrize("kind", REMEDIES)
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
+def test_the_remedy_is_that_of_the_part(kind: str) -> None:
+    make, remedy = REMEDIES[kind]
+    part = make()
+    path = r"dataset.held['a'].args[1].one"
+    holder = Holder({"a": functools.partial(print, 1, Slotted(part))})
+    with pytest.raises(minato.NotPicklableError, match=f"^{re.escape(path)} cannot") as caught:
+        pickling.check_picklable("dataset", holder)
+    assert remedy in str(caught.value)
+    assert ("='fork'" in str(caught.value)) == (kind == "other")
+    if hasattr(part, "close"):
+        part.close()
+
+
+class Slotted:
+    __slots__ = ("one",)
+
+    def __init__(self, one: Any) -> None:
+        self.one = one
+
+
+def test_a_socket_of_the_dataset_travels() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        pickling.check_picklable("dataset", one)
