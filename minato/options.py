@@ -693,7 +693,8 @@ class Options:
         None,
         "Callables applied one after the other to `dataset[i]`, or an object with such a list in its attribute "
         "`transforms`. Torchvision's `Compose` counts as the list of its transforms (those of `v2` take a pair of "
-        "image and label); any other callable, subclasses and the `Compose` of other libraries included, is one transform.",
+        "image and label); any other callable, such as a subclass or the `Compose` of another library, is one "
+        "transform.",
         values="list of callables, or an object with `.transforms`",
     )
     order: str = option(

@@ -42,13 +42,15 @@ class WriterSettings(NamedTuple):
 
 
 class Unsendable:
-    """Takes the place of a sample that cannot be pickled for the worker that collates its batch.
+    """Takes the place of a sample that no other worker can get as it is; the one that collates its batch runs it again.
 
     Args:
-        error: The exception of its pickling.
+        index: The sample's.
+        error: The exception of its pickling; None if its copy might differ.
     """
 
-    def __init__(self, error: SampleError) -> None:
+    def __init__(self, index: object, error: SampleError | None = None) -> None:
+        self.index = index
         self.error = error
 
 
@@ -67,8 +69,6 @@ class BlobWriter:
         self._catches = settings.catches
         self._ledger = ledger
         self._store = store
-        self.has_unsendable = False
-        """Whether a sample could not be pickled for another worker."""
 
     def attach(self, batch: int, place: int, value: object, kind: int) -> None:
         """Attach an object to a place; if it cannot be pickled, the error that says so."""
@@ -76,15 +76,32 @@ class BlobWriter:
             offset, nbytes = self.put(batch, value, kind)
         except self._catches as error:
             failure = SampleError(self._describe_error(error))
-            if kind == SAMPLE_BLOB:
-                self.has_unsendable = True
-                offset, nbytes = self.put_error(batch, Unsendable(failure), kind)
-            else:
-                kind = ERROR_BLOB
-                offset, nbytes = self.put_error(batch, failure, kind)
-            if not offset:
-                kind = ERROR_BLOB
+            offset, nbytes = self.put_error(batch, failure, ERROR_BLOB)
+            kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
+
+    def attach_sample(
+        self, batch: int, place: int, sample: object, index: object, sends: bool
+    ) -> bool:
+        """Attach a sample to a place, or what has it run again by the worker that collates its batch.
+
+        Args:
+            sends: Whether the sample may be sent to that worker.
+
+        Returns:
+            Whether it is sent: it may be, and can be pickled.
+        """
+        failure: SampleError | None = None
+        if sends:
+            try:
+                offset, nbytes = self.put(batch, sample, SAMPLE_BLOB)
+                self._ledger.attach(place, offset | SAMPLE_BLOB, nbytes)
+                return True
+            except self._catches as error:
+                failure = SampleError(self._describe_error(error))
+        offset, nbytes = self.put_error(batch, Unsendable(index, failure), SAMPLE_BLOB)
+        self._ledger.attach(place, offset | (SAMPLE_BLOB if offset else ERROR_BLOB), nbytes)
+        return False
 
     def attach_error(
         self, batch: int, place: int, error: BaseException, index: object, state: GetState | None

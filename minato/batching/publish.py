@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 
 from minato._compat import collate_in_own_memory
 from minato._core import Ledger, now_ns
@@ -26,10 +27,14 @@ from minato.batching.serialization import Store, damaged, stored_indices
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.workers.current_sample import describe_indices
 
-__all__ = ["BatchPublisher", "RunAgain"]
+__all__ = ["BatchPublisher", "Bind", "RunAgain"]
 
-RunAgain = Callable[[], Callable[[int], list[Any]] | None]
-"""Returns a function that runs all samples of a batch in this worker, or None if the worker has ended."""
+Bind = Callable[[int, int, Any, int], AbstractContextManager[None]]
+"""Binds randomness to a batch, by seed, epoch, and index and occurrence of its first sample."""
+
+RunAgain = Callable[[], Callable[[int, int, Any], list[Any]] | None]
+"""Returns a function that runs a sample of a batch in this worker, by its position and index, and returns a list with
+it, or an empty one if it is skipped; or None if the worker has ended."""
 
 
 class _NothingLeftError(Exception):
@@ -66,8 +71,10 @@ class BatchPublisher:
         self._tracer = tracer
         by_default = settings.collate_fn is default_collate
         self._collate_fn = collate_in_own_memory if by_default else settings.collate_fn
+        self._draws = not (by_default or settings.collate_fn is default_convert)
         self._lease = ledger.lease_words(settings.worker)
         self._owner = os.getpid()
+        self.bind: Bind = lambda *_: nullcontext()
         self.run_again: RunAgain = lambda: None
 
     def set_collated(
@@ -118,7 +125,7 @@ class BatchPublisher:
         """Return the samples of a full batch that were not skipped, from the fields and the store."""
         _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
         record = read_layout(self._segment, layout_offset) if layout_offset else None
-        samples = []
+        samples: list[Any] = []
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
             if kind == SKIP_BLOB and not offset:
                 continue
@@ -127,17 +134,19 @@ class BatchPublisher:
                 if record is None or len(value) != record.layout.num_texts:
                     raise damaged("what belongs to a sample")
                 value = record.layout.sample(self._segment.array, record.fields, count, k, value)
-            samples.append(value)
+            samples += self._run_again(batch, k, value) if type(value) is Unsendable else [value]
         if not samples:
             raise _NothingLeftError
-        unsendable = next((sample for sample in samples if type(sample) is Unsendable), None)
-        if unsendable is None:
-            return samples
+        return samples
+
+    def _run_again(self, batch: int, k: int, sample: Unsendable) -> list[Any]:
+        """Run the sample at a place of a full batch in this worker, because it does not arrive here as it is."""
         run_again = self.run_again()
-        if run_again is None or not self._ledger.describe(batch)[3]:
-            unsendable.error.reraise()
-            raise AssertionError(unsendable)
-        return run_again(batch)
+        if run_again is not None:
+            return run_again(batch, self._ledger.occupants(batch)[k], sample.index)
+        if sample.error is not None:
+            sample.error.reraise()
+        raise RuntimeError("the worker that could run a sample again has ended")
 
     def _collate(
         self, batch: int, gather: Callable[[], list[Any]], name: str | None = None
@@ -150,7 +159,12 @@ class BatchPublisher:
         settings = self._settings
         try:
             samples = gather()
-            result = self._collate_fn(samples if settings.auto_collation else samples[0])
+            given = samples if settings.auto_collation else samples[0]
+            if self._draws:
+                with self._bound(batch):
+                    result = self._collate_fn(given)
+            else:
+                result = self._collate_fn(given)
             self._end_copy(None)
             offset, nbytes = self._blobs.put(batch, result, SAMPLE_BLOB, "result")
             return offset | SAMPLE_BLOB, nbytes
@@ -174,6 +188,13 @@ class BatchPublisher:
         """End this process if ``collate_fn`` has forked it from the worker's."""
         if not self._settings.in_main_process and os.getpid() != self._owner:
             end_copy(error)
+
+    def _bound(self, batch: int) -> AbstractContextManager[None]:
+        """Bind randomness to a batch: its content depends neither on its worker nor on what that has run before."""
+        _, first, _, _, epoch, seed, *_ = self._ledger.describe(batch)
+        index = next(iter(self._indices(batch, 0, 1)), None)
+        (occurrence,) = self._ledger.occurrences(first, 1) or (0,)
+        return self.bind(seed, epoch, index, occurrence)
 
     def _indices(self, batch: int, k: int, count: int) -> Sequence[Any]:
         return stored_indices(self._ledger, self._store, batch, k, count)

@@ -16,6 +16,7 @@ __all__ = [
     "Spec",
     "describe",
     "formats_matter",
+    "is_plain_tensor",
     "name_of",
     "rules_hold",
 ]
@@ -72,7 +73,7 @@ def formats_matter() -> bool:
 def _infer(x: Any, depth: int) -> Spec | None:
     kind = type(x)
     if kind is torch.Tensor:
-        return ("tensor", name_of(x.dtype), tuple(x.shape), 0) if _is_plain_tensor(x) else None
+        return ("tensor", name_of(x.dtype), tuple(x.shape), 0) if is_plain_tensor(x) else None
     if kind is np.ndarray or kind is np.memmap:  # rows of a mapped file
         return ("array", x.dtype.str, x.shape, 0) if _is_plain_array(x) else None
     if kind in (float, bool):
@@ -112,7 +113,7 @@ def _infer_container(x: Any, depth: int) -> Spec | None:
     return (tag, exact, tuple(children))
 
 
-def _is_plain_tensor(x: torch.Tensor) -> bool:
+def is_plain_tensor(x: torch.Tensor) -> bool:
     """Return whether a packer can copy a tensor as it stands in memory."""
     return (
         x.dtype in _TENSOR_DTYPES

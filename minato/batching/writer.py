@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 from torch.utils.data import default_collate
 
 from minato._core import Ledger, Packer, now_ns
-from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB, TEXT_BLOB
+from minato._core.codes import MUST_COLLATE, TEXT_BLOB
 from minato._core.segment import Segment
 from minato.batching.blobs import BlobWriter, GetState, WriterSettings
 from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layout
-from minato.batching.publish import BatchPublisher, RunAgain
+from minato.batching.plain import are_plain
+from minato.batching.publish import BatchPublisher, Bind, RunAgain
 from minato.batching.serialization import DamagedError, Store
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.scheduling.handover import Handover
 from minato.workers.fetch import Rows
 
 __all__ = ["BatchWriter", "WriterSettings"]
@@ -54,6 +56,7 @@ class BatchWriter:
         ledger: Holds the batches.
         segment: Memory of the arena.
         store: Holds objects.
+        handover: What is known of samples that go from one worker to another; None: they go as they are.
         tracer: Records copies and collations.
 
     Attributes:
@@ -68,6 +71,7 @@ class BatchWriter:
         ledger: Ledger,
         segment: Segment,
         store: Store,
+        handover: Handover | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self.collates = settings.collate_fn is not default_collate or not settings.auto_collation
@@ -76,6 +80,7 @@ class BatchWriter:
         self._ledger = ledger
         self._segment = segment
         self._tracer = tracer
+        self._handover = handover
         self._blobs = BlobWriter(settings, ledger, store)
         self._publisher = BatchPublisher(
             settings,
@@ -89,9 +94,24 @@ class BatchWriter:
         self._last: Layout | None = None
 
     @property
-    def has_unsendable(self) -> bool:
-        """Whether a sample could not be pickled for another worker: then a worker best runs whole batches."""
-        return self._blobs.has_unsendable
+    def keeps_batches(self) -> bool:
+        """Whether the worker that runs the samples of a batch must collate them: then it claims whole batches."""
+        return self._handover is not None and self._handover.keeps_batches
+
+    def note_types(self, samples: list[Any]) -> None:
+        """Find out from the samples of a whole batch whether those of others may be handed over."""
+        handover = self._handover
+        if handover is not None and handover.answer is None:
+            handover.settle(are_plain(samples))
+
+    @property
+    def bind(self) -> Bind:
+        """Function that binds randomness to a batch while its samples are collated; the worker sets it."""
+        return self._publisher.bind
+
+    @bind.setter
+    def bind(self, bind: Bind) -> None:
+        self._publisher.bind = bind
 
     @property
     def run_again(self) -> RunAgain:
@@ -102,10 +122,22 @@ class BatchWriter:
     def run_again(self, run_again: RunAgain) -> None:
         self._publisher.run_again = run_again
 
-    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+    def write_run(
+        self,
+        batch: int,
+        k: int,
+        place: int,
+        samples: list[Any],
+        indices: Sequence[Any] = (),
+        whole: bool = False,
+    ) -> None:
         """Write samples k, k + 1, … of a batch, whose places follow one another from ``place`` on.
 
         The caller then fills the places.
+
+        Args:
+            indices: Theirs; of use only where another worker may have to run them again.
+            whole: They are all samples of the batch: those that have no place in its fields are collated at once.
         """
         start_ns = self._tracer.now()
         try:
@@ -113,17 +145,21 @@ class BatchWriter:
         except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
             self.write_error(batch, place, error, None)
         else:
-            if fields is None:
+            if fields is None and whole:
+                self._publisher.set_collated(batch, samples)
+            elif fields is None:
                 begun_ns = now_ns()
-                for i, sample in enumerate(samples):
-                    self._blobs.attach(batch, place + i, sample, SAMPLE_BLOB)
+                self._attach(batch, place, samples, indices)
                 self._note_handover((now_ns() - begun_ns) / len(samples))
             elif len(samples) == 1 or not self._pack_run(fields, k, samples):
                 address = self._segment.address + fields.offset
                 for i, sample in enumerate(samples):
                     texts = fields.packer.pack(sample, address, k + i)
+                    if texts is None and whole:
+                        self._publisher.set_collated(batch, samples)
+                        break
                     if texts is None:
-                        self._blobs.attach(batch, place + i, sample, SAMPLE_BLOB)
+                        self._attach(batch, place + i, [sample], indices[i : i + 1])
                     elif texts:
                         self._blobs.attach(batch, place + i, texts, TEXT_BLOB)
         self._tracer.slice("copy", start_ns)
@@ -223,6 +259,17 @@ class BatchWriter:
     def publish_collated(self, batch: int) -> None:
         """Collate a full batch that another worker left, and publish it."""
         self._publisher.publish_collated(batch)
+
+    def _attach(self, batch: int, place: int, samples: list[Any], indices: Sequence[Any]) -> None:
+        """Attach samples for the worker that collates their batch, or what has them run again there."""
+        handover, attach = self._handover, self._blobs.attach_sample
+        sends = handover is None or are_plain(samples)
+        sent = sends
+        for i, sample in enumerate(samples):
+            index = indices[i] if indices else None
+            sent = attach(batch, place + i, sample, index, sends) and sent
+        if handover is not None and not sent:
+            handover.settle(False)
 
     def _note_handover(self, cost_ns: float) -> None:
         """Update the estimate; a process that had to wait for a core raises it little."""

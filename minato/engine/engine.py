@@ -111,6 +111,13 @@ class Engine:
         self._cost_history = _cost_history(plan, history)
         state = _shared_state(plan)
         state.active.set_count(worker.most_workers)
+        # Where a place that a skipped sample leaves is for another one, no batch may begin with places that are kept.
+        fills = policy is not None and not worker.order.keeps_places
+        optimistic = history.may_travel is None and (fills or not worker.hands_over)
+        if optimistic or not worker.in_processes:
+            state.handover.settle(True)
+        elif history.may_travel is not None:
+            state.handover.settle(history.may_travel)
         self.ledger = state.ledger
         self.meters = [state.meters(number) for number in range(worker.most_workers)]
         store = SharedStore(arena.segment) if worker.in_processes else LocalStore()
@@ -171,6 +178,7 @@ class Engine:
                 order=worker.order,
                 assignment=_assignment(plan, self._reader.state),
                 early_start=self._early_start,
+                handover=state.handover,
             ),
             settings=_dispatcher_settings(plan),
             wait_stats=wait_stats,
@@ -218,6 +226,8 @@ class Engine:
             self.afterwards.append(window.release_budget)
         if worker.dataset_states is not None:
             self.afterwards.append(worker.dataset_states.keep_present)
+        if worker.hands_over:
+            self.afterwards.append(functools.partial(history.learn, state.handover))
         if history.epoch_log is not None:
             self.afterwards.append(functools.partial(settle, history.epoch_log, self._metrics))
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, arena, self.afterwards)

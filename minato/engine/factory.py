@@ -194,7 +194,13 @@ class EngineFactory:
             return
         self._warned_of_generators = True
         pipeline = worker.pipeline
-        owned = OwnedGenerators({"dataset": pipeline.dataset, **pipeline.transforms.by_name})
+        owned = OwnedGenerators(
+            {
+                "dataset": pipeline.dataset,
+                **pipeline.transforms.by_name,
+                "collate_fn": pipeline.collate_fn,
+            }
+        )
         unbound, cause = owned.others, "minato does not know how to write their states"
         if worker.method == "thread" and not worker.in_main_process:
             unbound, cause = owned.names, "worker threads share them"

@@ -10,6 +10,7 @@ from minato._core import Histogram
 from minato.engine.spec import LoaderSpec
 from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel
+from minato.scheduling.handover import Handover
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
 from minato.workers.current_sample import CurrentSample
 from minato.workers.runner import CostEstimate
@@ -42,6 +43,7 @@ class History:
         cost_estimate: The cost estimate of the worker in the main process.
         autoscale: The number of active workers and its controller; None: all workers are active.
         epoch_log: The log of epochs that reports read; None: nothing is measured.
+        may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
         engine: A weak reference to the newest engine.
     """
 
@@ -51,7 +53,12 @@ class History:
     cost_estimate: CostEstimate = field(default_factory=CostEstimate)
     autoscale: AutoscaleState | None = None
     epoch_log: EpochLog | None = None
+    may_travel: bool | None = None
     engine: Callable[[], RunningEngine | None] = _no_engine
+
+    def learn(self, handover: Handover) -> None:
+        """Keep what an engine's workers have found out."""
+        self.may_travel = handover.answer
 
     @classmethod
     def of(cls, spec: LoaderSpec) -> History:

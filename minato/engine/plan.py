@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.data import default_collate
 
 from minato._core import mix_seed
 from minato._core.limits import explaining_limits
@@ -110,6 +111,12 @@ class WorkerPlan(NamedTuple):
     def in_processes(self) -> bool:
         """Whether the workers are processes of this machine."""
         return not self.in_main_process and self.method == "process"
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether samples may go to other workers than the one that made them before ``collate_fn`` gets them."""
+        collates = self.pipeline.collate_fn is not default_collate or not self.pipeline.batched
+        return self.in_processes and collates and not self.round_robin
 
     @property
     def sends_states(self) -> bool:

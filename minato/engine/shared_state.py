@@ -1,4 +1,4 @@
-"""The shared segment of the training process and its workers: ledger, meters, active workers and read limit."""
+"""The shared segment of the training process and its workers: ledger, meters, active workers, read limit, handover."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from minato._core import EventCount, Ledger
 from minato._core.segment import Segment
 from minato._fork_safety import renew_in_children, starts_worker
 from minato.observe.stats.costs import Meters
+from minato.scheduling.handover import Handover
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.concurrent import SharedReadLimit
 
@@ -21,7 +22,7 @@ class SharedLayout(NamedTuple):
     """A segment and the offsets of its parts; travels to worker processes.
 
     Attributes:
-        segment: Holds ledger, meters, active workers and read limit, one after the other.
+        segment: Holds ledger, meters, active workers, read limit and handover, one after the other.
         num_workers: Largest number of workers.
         num_steps: Number of transforms, each with a meter.
         ledger_nbytes: Size of the ledger.
@@ -42,6 +43,11 @@ class SharedLayout(NamedTuple):
         """Offset of the read limit."""
         return self.active_offset + ActiveWorkers.NBYTES
 
+    @property
+    def handover_offset(self) -> int:
+        """Offset of what is known of handing over samples."""
+        return self.reads_offset + SharedReadLimit.nbytes(self.num_workers)
+
 
 class SharedState:
     """The parts of the segment in one process.
@@ -52,6 +58,7 @@ class SharedState:
         ready: Counts batches that have become ready.
         work: Counts samples that have become available.
         active: Which workers are active.
+        handover: Whether workers may hand samples over to each other.
     """
 
     def __init__(self, layout: SharedLayout, ledger: Ledger) -> None:
@@ -61,6 +68,7 @@ class SharedState:
         self.ready = EventCount(memory, ledger.ready_events_offset)
         self.work = EventCount(memory, ledger.work_events_offset)
         self.active = ActiveWorkers(memory, layout.active_offset, self.work)
+        self.handover = Handover(memory, layout.handover_offset)
         self._meters: dict[int, Meters] = {}
         renew_in_children(layout.segment, _separate)
 
@@ -80,7 +88,8 @@ class SharedState:
         sizes = (num_workers, records, positions)
         ledger_nbytes = -(-Ledger.nbytes(*sizes) // _LINE) * _LINE
         nbytes = ledger_nbytes + num_workers * Meters.nbytes(num_steps) + ActiveWorkers.NBYTES
-        segment = Segment(nbytes + SharedReadLimit.nbytes(num_workers), shared=shared)
+        nbytes += SharedReadLimit.nbytes(num_workers) + Handover.NBYTES
+        segment = Segment(nbytes, shared=shared)
         layout = SharedLayout(segment, num_workers, num_steps, ledger_nbytes)
         return cls(layout, Ledger(segment.array, sizes, segment.descriptor))
 

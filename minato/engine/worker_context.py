@@ -29,6 +29,7 @@ from minato.engine.shared_state import SharedLayout, SharedState
 from minato.observe.stats.costs import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.dataset_state import DatasetState
+from minato.scheduling.handover import Handover
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -87,6 +88,7 @@ class WorkerContext:
         ledger: Ledger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         catches: type[BaseException] = Exception,
+        handover: Handover | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> BatchWriter:
         """The writer of worker ``number``."""
@@ -99,7 +101,12 @@ class WorkerContext:
             in_main_process=self.plan.in_main_process,
         )
         return BatchWriter(
-            settings, ledger=ledger, segment=self.arena, store=self.store, tracer=tracer
+            settings,
+            ledger=ledger,
+            segment=self.arena,
+            store=self.store,
+            handover=handover,
+            tracer=tracer,
         )
 
     def worker(
@@ -123,7 +130,11 @@ class WorkerContext:
         ledger = state.ledger
         # Concurrent reads share the dataset's generators.
         at_once = plan.fetching.at_once and remote_reads is None
-        roots = {"dataset": None if at_once else pipeline.dataset, **pipeline.transforms.by_name}
+        roots = {"dataset": pipeline.dataset, **pipeline.transforms.by_name}
+        if at_once:
+            del roots["dataset"]
+        if not at_once or getattr(pipeline.collate_fn, "__self__", None) is not pipeline.dataset:
+            roots["collate_fn"] = pipeline.collate_fn
 
         def make_randomness(seed: int) -> SampleRandomness:
             # In another thread, restoring the generators would undo the draws of the main thread.
@@ -199,7 +210,8 @@ class WorkerContext:
         queue = WorkQueue(
             ledger, state.work, functools.partial(self.read_indices, ledger), active_workers
         )
-        sink = self.writer(number, ledger, describe_error, catches, tracer)
+        handover = state.handover if plan.in_processes else None
+        sink = self.writer(number, ledger, describe_error, catches, handover, tracer)
         fetching = plan.fetching
         concurrent_worker = ConcurrentWorker
         if plan.begins_lists:

@@ -86,6 +86,7 @@ class OpenBatch:
         indices_offset: … and their offset.
         epoch: The epoch that it belongs to.
         owner: Number of its worker + 1; 0 for any.
+        bound: Whether its samples keep their places.
         opened_ns: Time of its opening; 0 if no trace is recorded.
         found_ns: Time at which ``next()`` chose it; 0 if no trace is recorded.
         retired: Whether its record is free.
@@ -98,6 +99,7 @@ class OpenBatch:
     indices_offset: int
     epoch: OpenEpoch
     owner: int
+    bound: bool = True
     opened_ns: int = 0
     found_ns: int = 0
     retired: bool = False

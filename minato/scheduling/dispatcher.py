@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from minato._core import EventCount, Ledger
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
+from minato.errors import MinatoWarning
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.coverage import Progress
 from minato.sampling.epoch import NextEpoch
@@ -23,7 +25,8 @@ from minato.scheduling.batches import (
     offset_in_slot,
 )
 from minato.scheduling.cost_model import EarlyStart, integers_of
-from minato.scheduling.orders import Order
+from minato.scheduling.handover import Handover
+from minato.scheduling.orders import BatchOrder, Order
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.waiting import ConsumerWait, Pool
 
@@ -35,6 +38,11 @@ _STOPPED_S = 1.0
 """A sleep that is late by more than this was a stop of the whole process, by SIGSTOP or Ctrl-Z."""
 _SETTLING_S = 0.01
 """Time between checks whether cancelled samples have ended, for which there is no event."""
+_STAYS_WHOLE = (
+    "the samples hold objects of which another process would get a copy that may differ, so each batch is made by one "
+    "worker, as with order='batch': use that, or let the dataset return tensors, arrays, numbers, strings, and lists, "
+    "tuples and dictionaries of these (in_order=False alone means order='arrival')"
+)
 _ALL_WORKERS = (1 << 31) - 1
 
 
@@ -46,12 +54,14 @@ class Schedule(NamedTuple):
         order: Chooses the batch that comes next.
         assignment: Chooses the worker of a batch.
         early_start: Starts slow samples before those that precede them.
+        handover: Whether samples may be collated by another worker than the one that made them; None: they may.
     """
 
     window: PrefetchWindow
     order: Order
     assignment: Assignment
     early_start: EarlyStart | None = None
+    handover: Handover | None = None
 
 
 class DispatcherSettings(NamedTuple):
@@ -110,6 +120,8 @@ class Dispatcher:
         self._order = order
         self._assignment = schedule.assignment
         self._early_start = schedule.early_start
+        self._handover = None if order.keeps_places else schedule.handover
+        self._mixed_before = self._handover is not None and not self._handover.refused
         self._wait_stats = wait_stats or ConsumerWait()
         self._tracer, self._trace_wait_as = tracer, settings.trace_wait_as
         self._timeout_s = settings.timeout_s
@@ -291,7 +303,9 @@ class Dispatcher:
         """Whether all samples of a batch are skipped, or it is short and ``drop_short`` drops it."""
         if result & KIND_MASK == SKIP_BLOB and not result & ~KIND_MASK:
             return True
-        return self._drops_short and -1 in self._ledger.occupants(item.record)
+        if not self._drops_short or item.bound:
+            return False
+        return -1 in self._ledger.occupants(item.record)
 
     def _have_settled(self) -> bool:
         """Whether all samples of the epoch that are in flight have run."""
@@ -398,6 +412,8 @@ class Dispatcher:
 
     def _open_next(self) -> bool:
         """Open the next batch; False if there is none, or no free record, position or worker."""
+        if self._handover is not None and self._handover.refused:
+            self._keep_places()
         indices = self._draw()
         if indices is None:
             self._run_dry()
@@ -422,6 +438,14 @@ class Dispatcher:
         if self._early_start is not None:
             self._early_start.hint(item.record, item.indices)
         return True
+
+    def _keep_places(self) -> None:
+        """Leave an order that mixes batches, once no open batch is mixed, because samples must stay in their worker."""
+        if all(item.bound for batches in (self._open, self._prefetched) for item in batches):
+            self._handover = None
+            self._order = BatchOrder()
+            if self._mixed_before:
+                warnings.warn(_STAYS_WHOLE, MinatoWarning, stacklevel=2)
 
     def _run_dry(self) -> None:
         if not self._is_dry:
@@ -466,6 +490,9 @@ class Dispatcher:
                 self._storage.slots.release(indices_slot)
                 raise
         slot, epoch = self._storage.slots.acquire(), self._epoch
+        bound = self._order.keeps_places
+        if self._handover is not None:
+            bound = self._handover.keeps_batches
         record = self._ledger.open(
             indices=indices if fits_ledger else integers_of(indices),
             count=count,
@@ -473,7 +500,7 @@ class Dispatcher:
             epoch_slot=epoch.slot,
             epoch=epoch.number,
             seed=epoch.seed,
-            bound=self._order.keeps_places,
+            bound=bound,
             indices_offset=offset,
             indices_nbytes=nbytes,
             # A batch with an owner must wake that very worker.
@@ -484,9 +511,9 @@ class Dispatcher:
         if epoch.start is None:
             epoch.start = self._ledger.describe(record)[1]
         item = OpenBatch(
-            record, indices, slot, indices_slot, offset, epoch, owner, opened_ns=opened_ns
+            record, indices, slot, indices_slot, offset, epoch, owner, bound, opened_ns=opened_ns
         )
-        if not self._order.keeps_places:
+        if not bound:
             self._bind_late(item)
         return item
 

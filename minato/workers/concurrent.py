@@ -16,7 +16,7 @@ from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.reads import Read, Reads
 from minato.workers.results import Sink
 from minato.workers.runner import Runner
-from minato.workers.worker import ALL_SAMPLES, Worker, WorkerSettings, WorkQueue
+from minato.workers.worker import ALL_SAMPLES, WHOLE_BATCH, Worker, WorkerSettings, WorkQueue
 
 __all__ = ["ConcurrentFetch", "ConcurrentWorker", "Hedging", "SharedReadLimit"]
 
@@ -276,7 +276,7 @@ class ConcurrentWorker(Worker):
     def _claim(self) -> bool:
         """Claim samples and submit their reads until enough are in flight."""
         claimed = False
-        whole = self._sink.collates or self._sink.has_unsendable
+        whole = self._sink.collates or self._sink.keeps_batches
         while True:
             self._begin_claimed()
             if self._claimed or not self._may_read_more:
@@ -296,6 +296,8 @@ class ConcurrentWorker(Worker):
 
     def _claim_run(self, free: int, whole: bool) -> tuple[int, int, int] | None:
         """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
+        if self._sink.keeps_batches:
+            return self._ledger.claim(self._number, WHOLE_BATCH)
         return self._ledger.claim(self._number, ALL_SAMPLES if whole else free)
 
     def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:

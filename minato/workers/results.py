@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from minato._core import Ledger
@@ -22,14 +23,26 @@ class Sink(Protocol):
 
     collates: bool
     handover_ns: float
-    run_again: Callable[[], Callable[[int], list[Any]] | None]
+    bind: Callable[[int, int, Any, int], AbstractContextManager[None]]
+    run_again: Callable[[], Callable[[int, int, Any], list[Any]] | None]
 
     @property
-    def has_unsendable(self) -> bool:
-        """Whether a sample could not be pickled for another worker."""
+    def keeps_batches(self) -> bool:
+        """Whether the worker that runs the samples of a batch must collate them."""
 
-    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
-        """Write samples to consecutive places, the first of which belongs to sample k of the batch."""
+    def note_types(self, samples: list[Any]) -> None:
+        """Find out from the samples of a whole batch whether others may be handed over."""
+
+    def write_run(
+        self,
+        batch: int,
+        k: int,
+        place: int,
+        samples: list[Any],
+        indices: Sequence[Any] = (),
+        whole: bool = False,
+    ) -> None:
+        """Write samples to consecutive places, the first of which belongs to sample k of the batch, or a whole one."""
 
     def write_rows(self, batch: int, k: int, rows: Rows) -> bool:
         """Copy rows to consecutive places from sample k of the batch on; False if they do not fit."""
@@ -124,14 +137,16 @@ class ResultWriter:
                 )
             return
         has_skipped = self._may_skip and any(map(_is_skipped, samples))
-        in_one = whole and (sink.collates or sink.has_unsendable or self._fetcher.sends_state)
+        in_one = whole and (sink.collates or has_skipped or self._fetcher.sends_state)
+        if whole and sink.collates:
+            sink.note_types([sample for sample in samples if sample is not SKIP])
         if in_one:
             self._collated(batch, position, samples, has_skipped)
         if has_skipped:
-            self._fill(batch, position, k, samples, written=in_one)
+            self._fill(batch, position, k, samples, None if in_one else indices)
             return
         if not in_one:
-            sink.write_run(batch, k, position, samples)
+            sink.write_run(batch, k, position, samples, indices, whole)
         sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(indices)))
 
     def rows(self, batch: int, k: int, rows: Rows) -> bool:
@@ -158,17 +173,22 @@ class ResultWriter:
             self._sink.write_collated(batch, kept, places)
 
     def _fill(
-        self, batch: int, position: int, k: int, samples: list[Any], written: bool = True
+        self,
+        batch: int,
+        position: int,
+        k: int,
+        samples: list[Any],
+        indices: list[Any] | None = None,
     ) -> None:
-        """Fill the places of samples some of which are skipped, after writing the others."""
+        """Fill the places of samples some of which are skipped, after writing the others unless ``indices`` is None."""
         sink, ledger = self._sink, self._ledger
         first = 0
         for skipped, piece in itertools.groupby(samples, _is_skipped):
             run = list(piece)
             end = first + len(run)
             if not skipped:
-                if not written:
-                    sink.write_run(batch, k + first, position + first, run)
+                if indices is not None:
+                    sink.write_run(batch, k + first, position + first, run, indices[first:end])
                 sink.publish_if_full(
                     batch, ledger.fill_run(self._number, batch, k + first, len(run))
                 )
@@ -192,9 +212,11 @@ class ResultWriter:
         elif self._fetcher.sends_state:
             sink.write_collated(batch, result, (), (first, self._fetcher.state))
         elif sink.collates or type(result) is not list or len(result) != count:
+            if type(result) is list:
+                sink.note_types(result)
             sink.write_collated(batch, result)
         else:
-            sink.write_run(batch, 0, first, result)
+            sink.write_run(batch, 0, first, result, whole=True)
         sink.publish_if_full(batch, self._ledger.fill_run(self._number, batch, 0, count))
 
     def streamed(
@@ -231,7 +253,7 @@ class ResultWriter:
         slow = self._slow_to_newest and cost_ns > ledger.slow_ns > 0
         place, batch, k = ledger.reserve(self._number, position, slow)
         if error is None:
-            sink.write_run(batch, k, place, [sample])
+            sink.write_run(batch, k, place, [sample], [index])
         else:
             sink.write_error(batch, place, error, index)
         sink.publish_if_full(batch, ledger.fill(self._number, position, place))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import thread_time_ns
 from typing import Any, NamedTuple
@@ -155,6 +155,22 @@ class Runner:
             if self._stage_runner is not None:
                 self._stage_runner.capture = self._randomness.capture
 
+    @contextmanager
+    def bound_to_batch(
+        self, seed: int, epoch: int, index: object, occurrence: int
+    ) -> Iterator[None]:
+        """Bind randomness to a batch inside the ``with`` block, by the first of its samples."""
+        if self._make_randomness is None:
+            yield
+            return
+        self.enter(seed)
+        randomness = self._randomness
+        assert randomness is not None
+        with self._guard(randomness):
+            # An index and its occurrence belong to one batch of an epoch. Negative: the sample itself draws others.
+            randomness.bind(epoch, index, ~occurrence)
+            yield
+
     def transformed(
         self, index: object, value: object, read_ns: int, transforms: Transforms
     ) -> Any:
@@ -260,6 +276,9 @@ class Runner:
                     cost_estimate.draws = True
                 elif cost_estimate.draws is None and cost_estimate.watched == _PROBES:
                     cost_estimate.draws = not randomness.watches
+        elif cost_estimate.draws is None and not (batch_size or self._looked_twice):
+            with self._guard(randomness):
+                samples, error = self._run_first(position, epoch, indices, fetch, binder)
         else:
             with self._guard(randomness):
                 samples, error = run(binder())
@@ -376,6 +395,39 @@ class Runner:
         """End this process if a sample has forked it from the worker's."""
         if self._owner is not None and os.getpid() != self._owner:
             end_copy(error)
+
+    def _run_first(
+        self,
+        position: int,
+        epoch: int,
+        indices: list[Any],
+        fetch: Fetch,
+        binder: Callable[[], Bind],
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run the first samples of a worker together; the first of them may make generators, and then runs again."""
+
+        def run(k: int, end: int, bind: Bind) -> tuple[list[Any], BaseException | None]:
+            durations = memoryview(self.durations)[k:]
+            part = indices[k:end]
+            result = run_samples(
+                fetch, part, position + k, self._lease, durations, bind, epoch, self._catches
+            )
+            self._end_copy(result[1])
+            return result
+
+        assert self._randomness is not None
+        self._looked_twice = True
+        bind = binder()
+        samples, error = run(0, 1, bind)
+        if self._randomness.look():
+            self.cost_estimate.draws = True
+            self._reset()
+            bind = binder()
+            samples, error = run(0, 1, bind)
+        if error is None:
+            rest, error = run(1, len(indices), bind)
+            samples += rest
+        return samples, error
 
     def _record(self, samples: list[Any], indices: list[Any], epoch: int) -> None:
         """Record what complete samples have cost."""

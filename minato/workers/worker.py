@@ -14,7 +14,7 @@ from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.samplers import LISTS
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
-from minato.workers.error_policy import SampleRetry
+from minato.workers.error_policy import SKIP, SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.results import ResultWriter, Sink
 from minato.workers.runner import Runner
@@ -103,6 +103,7 @@ class Worker:
         self._fetcher = fetcher
         self._runner = runner
         self._sink = sink
+        sink.bind = runner.bound_to_batch
         # Weakly: the objects that a loader refers to must be freed with its iterator, not by the garbage collector.
         sink.run_again = weakref.WeakMethod(self._run_again)
         self._deferral = deferral
@@ -306,14 +307,21 @@ class Worker:
             return self._runner.run(position, epoch, indices, fetcher.single)
         return self._run(fetcher, position, epoch, indices)
 
-    def _run_again(self, batch: int) -> list[Any]:
-        """Run all samples of a batch in this worker, because other workers ran some that cannot be sent here."""
-        _, first, size, _, epoch, seed, *_ = self._ledger.describe(batch)
+    def _run_again(self, batch: int, position: int, index: Any) -> list[Any]:
+        """Run a sample in this worker, because it does not arrive as it is from the worker that ran it.
+
+        Returns:
+            A list with the sample, empty if it is skipped.
+        """
+        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
         assert isinstance(self._fetcher, Fetcher)
-        indices = list(self._read_indices(batch, 0, size))
         self._runner.enter(seed)
-        each = self._fetcher.each(indices)
-        samples, error = self._runner.run(first, epoch, indices, each, repeats=True)
+        samples, error = self._runner.run(
+            position, epoch, [index], self._fetcher.single, repeats=True
+        )
+        if error is not None and self._sample_retry is not None:
+            sample, error = self._sample_retry.settle(position, epoch, index, error)
+            samples = [] if sample is SKIP else [sample]
         if error is not None:
             raise error
         return samples
@@ -321,8 +329,10 @@ class Worker:
     def _longest_run(self) -> int:
         if self._fetcher.takes_lists:
             return WHOLE_BATCH  # ``__getitems__`` may return one object for the batch
-        if self._whole_batches or self._sink.has_unsendable:
+        if self._whole_batches:
             return ALL_SAMPLES
+        if self._sink.keeps_batches:
+            return WHOLE_BATCH
         cost_estimate = self._runner.cost_estimate
         mean_ns, share = cost_estimate.mean_ns, self._fair_share()
         is_cheap = mean_ns < _HANDOVERS * self._sink.handover_ns

@@ -166,15 +166,13 @@ def test_the_keys_are_the_first_samples_even_if_it_comes_last(
 
 
 @each
-def test_negative_strides_fail_as_with_torch_or_are_straightened_on_the_way(workers) -> None:
+def test_negative_strides_fail_as_with_torch(workers: dict[str, Any]) -> None:
     dataset = Samples([np.arange(6.0)[::-1]] * 3)
     (outcome,) = outcomes(iter(DataLoader(dataset, 3, **workers)))
-    if workers["num_workers"] and "workers" not in workers:
-        assert outcome[1].tolist() == [[5, 4, 3, 2, 1, 0]] * 3
-    else:
-        (theirs,) = outcomes(iter(TorchLoader(dataset, 3)))
-        assert essence(outcome) == theirs
-        assert theirs[1] is ValueError
+    (theirs,) = outcomes(iter(TorchLoader(dataset, 3)))
+    assert essence(outcome)[:2] == theirs[:2]
+    assert "stride in the given numpy array is negative" in outcome[2]
+    assert theirs[1] is ValueError
 
 
 @pytest.mark.parametrize("order", ["batch", "arrival", "fast_first"])

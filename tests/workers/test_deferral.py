@@ -177,14 +177,22 @@ class Sink:
     """Keeps what comes to each place."""
 
     def __init__(self, bench: Bench) -> None:
-        self.collates = self.has_unsendable = False
+        self.collates = self.keeps_batches = False
         self.handover_ns = 0.0
         self.run_again: Any = None
         self.samples: dict[int, Any] = {}
         self.errors: list[tuple[Any, str]] = []
         self._ledger = bench.ledger
 
-    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+    def write_run(
+        self,
+        batch: int,
+        k: int,
+        place: int,
+        samples: list[Any],
+        indices: Any = (),
+        whole: bool = False,
+    ) -> None:
         for i, (key, value) in enumerate(samples):
             assert key not in self.samples
             self.samples[key] = value.copy()

@@ -32,11 +32,22 @@ class Sink:
     def __init__(self, bench: Bench, collates: bool) -> None:
         self.collates = collates
         self.handover_ns = 0.0
-        self.has_unsendable = False
+        self.keeps_batches = False
         self.journal: list[Any] = []
         self._ledger = bench.ledger
 
-    def write_run(self, batch: int, k: int, place: int, samples: list[Any]) -> None:
+    def note_types(self, samples: list[Any]) -> None:
+        pass
+
+    def write_run(
+        self,
+        batch: int,
+        k: int,
+        place: int,
+        samples: list[Any],
+        indices: Any = (),
+        whole: bool = False,
+    ) -> None:
         self.journal.append(("samples", k, samples))
         for i in range(len(samples)):
             self._ledger.attach(place + i, 64 | SAMPLE_BLOB, 0)

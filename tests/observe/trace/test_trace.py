@@ -66,11 +66,13 @@ class Failing(Numbers):
 
 
 class Unsendable(Sleepy):
-    """Gives functions that no other process can be sent."""
+    """Gives functions that no other process can be sent, from a sample on."""
+
+    first = 0
 
     def __getitem__(self, index: int) -> Any:
         super().__getitem__(index)
-        return lambda: index
+        return (lambda: index) if index >= self.first else index
 
 
 class DiesOnce(Sleepy):
@@ -92,8 +94,8 @@ def slow_step(value: Any) -> Any:
     return value
 
 
-def called(functions: list[Any]) -> list[int]:
-    return [function() for function in functions]
+def called(functions: list[Any]) -> list[Any]:
+    return [function() if callable(function) else function for function in functions]
 
 
 def once(epochs: int, size: int = SIZE) -> Counter[tuple[int, int]]:
@@ -218,9 +220,9 @@ def test_samples_that_are_run_again_are_told_as_such(tmp_path: Path) -> None:
 
 def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(
-        Unsendable(SIZE, 0.003), BATCH, num_workers=2, collate_fn=called, trace=path
-    )
+    dataset = Unsendable(SIZE, 0.003)
+    dataset.first = SIZE // 2 + 1
+    loader: Any = DataLoader(dataset, BATCH, num_workers=2, collate_fn=called, trace=path)
     assert [value for batch in loader for value in batch] == [*range(SIZE)]
     del loader
     events = read(path)

@@ -1,0 +1,93 @@
+"""Which samples arrive in another process exactly as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import PosixPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from minato.batching.sample_spec import is_plain_tensor
+
+__all__ = ["are_plain"]
+
+_MOST_PARTS = 4096
+"""A sample of more parts takes longer to copy than it is worth, and may refer to something large of the dataset."""
+
+_SCALARS = {np.dtype(code).type for code in "?bBhHiIlLqQefdgFDG"}
+_ATOMS = frozenset(
+    {
+        *(int, float, bool, complex, str, bytes, type(None), PosixPath),
+        *(torch.Size, torch.dtype, torch.device, *_SCALARS),
+    }
+)
+"""Exact types of immutable values whose pickle is exact."""
+_SEQUENCES = (tuple, list)
+_NUMBERS = "?biufcSUmM"
+"""Kinds of NumPy's dtypes without objects or fields."""
+_has_names: Callable[[torch.Tensor], bool] = getattr(
+    torch.Tensor, "has_names", lambda tensor: False
+)
+"""Names of dimensions, which later versions of torch have no more."""
+
+
+def are_plain(samples: Iterable[Any]) -> bool:
+    """Return whether samples are of types that are known to arrive in another process exactly as they are.
+
+    They are numbers, strings, paths, plain tensors and arrays without attributes of their own, and lists, tuples, named
+    tuples and dictionaries of these, of exactly those types. No list, dictionary, tensor or array may belong to two of
+    the samples: what a dataset shares among its samples would be copied with each.
+    """
+    before: set[int] = set()
+    for sample in samples:
+        parts: set[int] = set()
+        try:
+            if not _is_plain(sample, parts) or not before.isdisjoint(parts):
+                return False
+        except Exception:  # a list that a thread changes meanwhile, for one
+            return False
+        before |= parts
+    return True
+
+
+def _is_plain(sample: Any, mutable: set[int]) -> bool:
+    """Return whether one sample is plain; adds the ids of its mutable parts."""
+    if type(sample) in _ATOMS:
+        return True
+    left, waiting = _MOST_PARTS, [sample]
+    while waiting:
+        part = waiting.pop()
+        kind = type(part)
+        if kind is torch.Tensor:
+            if not is_plain_tensor(part) or part.__dict__ or _has_names(part):
+                return False
+        elif kind is np.ndarray:
+            # The pickle straightens other strides.
+            straight = part.flags.c_contiguous or part.flags.f_contiguous
+            if part.dtype.kind not in _NUMBERS or part.dtype.metadata or not straight:
+                return False
+        elif kind in _SEQUENCES or kind is dict or _is_plain_namedtuple(kind):
+            left -= len(part) + 1
+            if left < 0:
+                return False
+            if kind is dict:
+                if not _ATOMS.issuperset(map(type, part)):
+                    return False
+                part_values: Iterable[Any] = part.values()
+            else:
+                part_values = part
+            if not _ATOMS.issuperset(map(type, part_values)):
+                waiting.extend(each for each in part_values if type(each) not in _ATOMS)
+            if kind is not list and kind is not dict:
+                continue
+        else:
+            return False
+        mutable.add(id(part))
+    return True
+
+
+def _is_plain_namedtuple(kind: Any) -> bool:
+    """Return whether ``namedtuple`` or ``NamedTuple`` has made a class; a subclass may have methods of its own."""
+    return bool(kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))

@@ -1,0 +1,434 @@
+"""What ``collate_fn`` gets: the objects that the dataset returned, whichever workers run the samples of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import io
+import pathlib
+import random
+import threading
+import types
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from minato import DataLoader, ErrorPolicy
+from minato.batching.plain import are_plain
+from tests.datasets import Numbers, flat, forked, outcomes
+
+SIZE, BATCH = 12, 3
+
+
+class Tensor(torch.Tensor):
+    """A subclass, as of images with metadata."""
+
+
+class Array(np.ndarray):  # type: ignore[type-arg]
+    pass
+
+
+class Text(str):
+    pass
+
+
+class Number(int):
+    pass
+
+
+class Record(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Items(list):  # type: ignore[type-arg]
+    pass
+
+
+class Two(tuple):  # type: ignore[type-arg]
+    def __new__(cls, a: Any, b: Any) -> Two:
+        return super().__new__(cls, (a, b))
+
+
+class Lazy(Mapping):  # type: ignore[type-arg]
+    """A row of a table, whose cells are read as they are needed."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __getitem__(self, key: str) -> Any:
+        if key != "index":
+            raise KeyError(key)
+        return self.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["index"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: list[int]
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: int
+
+
+Row = namedtuple("Row", ["a", "b"])  # as programs have them
+
+
+class Kind(enum.Enum):
+    CAT = 0
+    DOG = 1
+
+
+class Lossy:
+    """An object whose pickle is another one's."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        return Lossy, (-1,)
+
+
+class Stuck(Lossy):
+    """An object that no pickle can be made of."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a handle")
+
+
+class Gone(Lossy):
+    """An object that pickles, and does not unpickle."""
+
+    def __reduce__(self) -> Any:
+        return Gone, ()
+
+
+def with_attribute(value: Any, index: int) -> Any:
+    value.spacing = index
+    return value
+
+
+def image(index: int) -> Any:
+    from PIL import Image
+
+    return with_attribute(Image.new("L", (2, 2), index), index)
+
+
+def series(index: int) -> Any:
+    import pandas
+
+    return with_attribute(pandas.Series([index]), index)
+
+
+SHARED = {"table": list(range(5))}
+WORDS = {f"word {i}": i for i in range(10_000)}
+
+OTHERS: dict[str, Callable[[int], Any]] = {
+    "image": image,
+    "series": series,
+    "tensor subclass": lambda i: torch.full((2,), i).as_subclass(Tensor),
+    "tensor with attribute": lambda i: with_attribute(torch.full((2,), i), i),
+    "tensor with gradient": lambda i: torch.full((2,), float(i), requires_grad=True),
+    "array subclass": lambda i: with_attribute(np.full(2, i).view(Array), i),
+    "array of objects": lambda i: np.array([Lossy(i), None]),
+    "reversed array": lambda i: np.arange(i + 1)[::-1],
+    "masked array": lambda i: np.ma.masked_equal([i, 1], 1),
+    "structured array": lambda i: np.array([(i, 2.0)], dtype=[("a", int), ("b", float)]),
+    "text subclass": lambda i: with_attribute(Text(i), i),
+    "number subclass": lambda i: with_attribute(Number(i), i),
+    "dictionary subclass": lambda i: with_attribute(Record(a=i), i),
+    "list subclass": lambda i: with_attribute(Items([i]), i),
+    "tuple with arguments": lambda i: Two(i, [i]),
+    "ordered": lambda i: OrderedDict(a=i),
+    "default": lambda i: defaultdict(list, a=[i]),
+    "user dictionary": lambda i: UserDict(a=i),
+    "mapping": Lazy,
+    "dataclass": lambda i: Point(i, [i]),
+    "enum": lambda i: Kind(i % 2),
+    "decimal": decimal.Decimal,
+    "fraction": lambda i: fractions.Fraction(i, 7),
+    "date": lambda i: datetime.datetime(2020, 1, 1 + i, tzinfo=datetime.timezone.utc),
+    "namespace": lambda i: types.SimpleNamespace(a=i),
+    "set": lambda i: {str(i), "x"},
+    "function": lambda i: lambda: i,
+    "generator": lambda i: (each for each in [i]),
+    "lock": lambda i: [threading.Lock(), i],
+    "file": lambda i: io.BytesIO(bytes([i])),
+    "lossy": Lossy,
+    "stuck": Stuck,
+    "gone": Gone,
+    "inside": lambda i: {"a": [(i, {"b": Lossy(i)})]},
+    "shared list": lambda i: (i, SHARED),
+    "vocabulary": lambda i: (i, WORDS),
+    "loop": lambda i: looped(i),
+}
+"""Samples that must stay in their worker."""
+
+
+def looped(index: int) -> list[Any]:
+    loop: list[Any] = [index]
+    loop.append(loop)
+    return loop
+
+
+PLAIN: dict[str, Callable[[int], Any]] = {
+    "number": lambda i: i,
+    "nothing": lambda i: None,
+    "text": lambda i: f"{i}",
+    "tensor": lambda i: torch.full((2,), i),
+    "0-d tensor": lambda i: torch.tensor(i),
+    "bfloat16": lambda i: torch.full((2,), i, dtype=torch.bfloat16),
+    "permuted": lambda i: torch.full((2, 3), i).T,
+    "array": lambda i: np.full(2, i),
+    "0-d array": lambda i: np.array(i),
+    "columns": lambda i: np.full((2, 3), i, order="F"),
+    "read-only": lambda i: np.frombuffer(bytes([i, i]), np.uint8),
+    "foreign order": lambda i: np.full(2, i, ">i4"),
+    "scalar": lambda i: np.float32(i),
+    "dates": lambda i: np.array(["2020-01-01"], "M8[D]") + i,
+    "detection": lambda i: (torch.full((3, 2), i), {"boxes": torch.ones(i, 4), "labels": [i] * i}),
+    "named": lambda i: Pair(torch.tensor(i), i),
+    "row": lambda i: Row(i, [i, 2.5, True, None, b"x", 1j]),
+    "path": lambda i: pathlib.Path(f"/x/{i}.png"),
+    "tokens": lambda i: {"ids": list(range(1000)), "index": i},
+}
+"""Samples that another worker may collate."""
+
+KINDS = {**OTHERS, **PLAIN}
+LOADERS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "strict": forked(2),
+    "batch": {**forked(2), "order": "batch"},
+    "arrival": {**forked(2), "in_order": False},
+    "fast first": {**forked(3), "order": "fast_first"},
+    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
+    "threads": {"num_workers": 2, "workers": "thread"},
+    "compat": {**forked(2), "compat": "torch"},
+    "reads": {**forked(2), "fetch_concurrency": 2},
+}
+
+
+class Made(Numbers):
+    """Samples of one kind; the kind is a name, because functions without one do not travel."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(SIZE)
+        self.kind = kind
+
+    def __getitem__(self, index: int) -> Any:
+        return KINDS[self.kind](index)
+
+
+def told(value: Any, depth: int = 4) -> str:
+    """All that a program can see of a sample, as text."""
+    kind = type(value)
+    seen = [f"{kind.__module__}.{kind.__qualname__}"]
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().as_subclass(torch.Tensor)
+        seen += [str(value.dtype), str(plain.tolist()), str(value.stride())]
+        seen += [str(value.requires_grad)]
+    elif isinstance(value, np.ndarray):
+        seen += [str(value.dtype), str(value.strides), str(value.flags.writeable)]
+        items = value.ravel().tolist()
+        seen += [told(each, depth - 1) for each in items]
+    elif isinstance(value, Mapping):
+        if len(value) < 100 and depth:
+            seen += [f"{key!r}: {told(value[key], depth - 1)}" for key in value]
+    elif isinstance(value, (list, tuple)):
+        if depth:
+            seen += [told(each, depth - 1) for each in value]
+    elif isinstance(value, types.GeneratorType):
+        seen += [str(list(value))]
+    elif isinstance(value, types.FunctionType):
+        seen += [str(value())]
+    elif isinstance(value, io.BytesIO):
+        seen += [str(value.read())]
+    elif isinstance(value, (str, int, float, bytes, complex, pathlib.Path)) or (
+        kind.__module__ not in ("_thread", "builtins") and not hasattr(value, "__dict__")
+    ):
+        seen += [repr(value)]
+    if kind.__module__ == "PIL.Image":
+        return f"{seen} {value.tobytes()!r} {value.spacing}"
+    if kind.__module__.startswith("pandas"):
+        return f"{seen} {value.tolist()} {value.spacing}"
+    if depth:
+        held = vars(value) if hasattr(value, "__dict__") and depth else {}
+        seen += [
+            f".{name}={told(each, depth - 1)}" for name, each in held.items() if name[0] != "_"
+        ]
+    return f"({', '.join(seen)})"
+
+
+def report(samples: list[Any]) -> list[str]:
+    """A ``collate_fn`` that returns what it was given, and whether all samples refer to one object."""
+    second = [id(each[1]) for each in samples if type(each) is tuple and len(each) == 2]
+    return [*map(told, samples), f"{len(set(second))} objects"]
+
+
+def skip_without(kind: str) -> None:
+    for name, package in (("image", "PIL"), ("series", "pandas")):
+        if kind == name:
+            pytest.importorskip(package)
+
+
+def check(kind: str, loader: str) -> None:
+    skip_without(kind)
+    expected = list(TorchLoader(Made(kind), BATCH, collate_fn=report))
+    ours = DataLoader(Made(kind), BATCH, collate_fn=report, **LOADERS[loader])
+    if loader in ("arrival", "fast first") and kind in OTHERS:
+        with pytest.warns(RuntimeWarning, match="each batch is made by one worker"):
+            found = [list(ours), list(ours)]  # the warning comes once
+    else:
+        found = [list(ours)]
+    for batches in found:
+        if (
+            loader in ("strict", "batch", "0", "forkserver", "threads", "compat", "reads")
+            or kind in OTHERS
+        ):
+            assert sorted(batches) == sorted(expected)
+        else:  # whose batches are mixed
+            told_each = sorted(each for batch in batches for each in batch[:-1])
+            assert told_each == sorted(each for batch in expected for each in batch[:-1])
+
+
+_SAMPLED = random.Random(5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader"), [(kind, _SAMPLED.choice([*LOADERS])) for kind in KINDS]
+)
+def test_collate_fn_gets_what_the_dataset_returned(kind: str, loader: str) -> None:
+    check(kind, loader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", LOADERS)
+def test_collate_fn_gets_what_the_dataset_returned_with_each_loader(loader: str) -> None:
+    for kind in KINDS:
+        check(kind, loader)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_which_samples_may_leave_their_worker(kind: str) -> None:
+    skip_without(kind)
+    assert are_plain([KINDS[kind](i) for i in range(2)]) == (kind in PLAIN)
+
+
+def test_a_list_that_a_thread_changes_is_no_plain_sample() -> None:
+    class Changes(type):
+        def __getattribute__(cls, name: str) -> Any:
+            raise RuntimeError(name)
+
+    class Strange(metaclass=Changes):
+        pass
+
+    assert not are_plain([Strange()])
+
+
+class Late(Numbers):
+    """Tensors first, and then objects that must stay where they are; counts how often samples run."""
+
+    def __init__(self, size: int, counts: torch.Tensor) -> None:
+        super().__init__(size)
+        self.counts = counts
+
+    def __getitem__(self, index: int) -> Any:
+        self.counts[index] += 1
+        return Stuck(index) if index >= 20 else torch.tensor(index)
+
+
+def values(samples: list[Any]) -> list[int]:
+    return [int(each) if isinstance(each, torch.Tensor) else each.value for each in samples]
+
+
+@pytest.mark.parametrize("loader", ["strict", "batch", "arrival", "fast first"])
+def test_the_first_sample_that_must_stay_changes_how_batches_are_made(loader: str) -> None:
+    counts = torch.zeros(60, dtype=torch.int64).share_memory_()
+    ours = DataLoader(Late(60, counts), 4, collate_fn=values, **LOADERS[loader])
+    if loader in ("arrival", "fast first"):
+        with pytest.warns(RuntimeWarning, match="use that, or let the dataset return tensors"):
+            batches = list(ours)
+    else:
+        batches = list(ours)
+    assert sorted(flat(batches)) == [*range(60)]
+    # Only what was in flight when it happened runs again; in the next epoch everything runs once.
+    assert counts.max() <= 2
+    counts.zero_()
+    again = list(ours)
+    assert sorted(again) == [[*range(k, k + 4)] for k in range(0, 60, 4)]
+    assert counts.tolist() == [1] * 60
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_no_sample_runs_twice_where_all_must_stay(loader: str) -> None:
+    counts = torch.zeros(80, dtype=torch.int64).share_memory_()
+
+    class Always(Late):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index) if index >= 20 else [super().__getitem__(index + 20)]
+
+    ours = DataLoader(
+        Always(80, counts), 4, sampler=range(20, 80), collate_fn=values, **LOADERS[loader]
+    )
+    with pytest.warns(RuntimeWarning) if loader in ("arrival", "fast first") else nullcontext():
+        batches = list(ours)
+    assert sorted(batches) == [[*range(k, k + 4)] for k in range(20, 80, 4)]
+    assert counts.tolist() == [0] * 20 + [1] * 60
+
+
+class Broken(Late):
+    def __getitem__(self, index: int) -> Any:
+        if index % 7 == 3:
+            raise ValueError(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("loader", ["strict", "batch", "arrival", "fast first", "compat", "reads"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_samples_are_skipped_where_batches_stay_whole(loader: str, drop_last: bool) -> None:
+    counts = torch.zeros(40, dtype=torch.int64).share_memory_()
+    ours = DataLoader(
+        Broken(40, counts),
+        4,
+        collate_fn=values,
+        drop_last=drop_last,
+        errors=ErrorPolicy(on_error="skip"),
+        sampler=range(20, 40),
+        **LOADERS[loader],
+    )
+    with pytest.warns(RuntimeWarning):
+        batches = list(ours)
+    expected = [[i for i in range(k, k + 4) if i % 7 != 3] for k in range(20, 40, 4)]
+    if loader not in ("arrival", "fast first"):
+        assert sorted(batches) == expected
+    elif not drop_last:  # which drops the batch that no sample is left for
+        assert sorted(flat(batches)) == flat(expected)
+    assert ours.coverage().complete
+
+
+@pytest.mark.parametrize("kind", ["tuple with arguments", "ordered", "user dictionary", "mapping"])
+@pytest.mark.parametrize("loader", ["strict", "compat", "forkserver"])
+def test_default_collate_gets_containers_as_they_are(kind: str, loader: str) -> None:
+    expected = [*map(told, TorchLoader(Made(kind), BATCH))]
+    assert [*map(told, DataLoader(Made(kind), BATCH, **LOADERS[loader]))] == expected
+
+
+def test_arrays_that_torch_refuses_are_refused_with_workers() -> None:
+    found = outcomes(iter(DataLoader(Made("reversed array"), 1, **forked(2))))
+    assert {(kind, error) for kind, error, *_ in found[1:]} == {("raised", ValueError)}
