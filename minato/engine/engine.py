@@ -74,6 +74,18 @@ def _end(
             afterwards.pop()()
 
 
+def _if_alive(function: Callable[..., object], thing: object, *arguments: Any) -> Callable[[], object]:
+    """A call of a function with an object, unless that is gone by then: a finalizer must not keep it."""
+    reference = weakref.ref(thing)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            function(found, *arguments)
+
+    return call
+
+
 class Engine:
     """Wires the stages of one loader together: it starts the workers and returns their batches.
 
@@ -225,11 +237,11 @@ class Engine:
         if plan.prefetch.shares_budget:
             self.afterwards.append(window.release_budget)
         if worker.dataset_states is not None:
-            self.afterwards.append(worker.dataset_states.keep_present)
+            self.afterwards.append(_if_alive(DatasetStates.keep_present, worker.dataset_states))
         if worker.hands_over:
-            self.afterwards.append(functools.partial(history.learn, state.handover))
+            self.afterwards.append(_if_alive(History.learn, history, state.handover))
         if history.epoch_log is not None:
-            self.afterwards.append(functools.partial(settle, history.epoch_log, self._metrics))
+            self.afterwards.append(_if_alive(settle, history.epoch_log, self._metrics))
         self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, arena, self.afterwards)
 
     def begin(self, epoch: Epoch, batches: Iterator[Any]) -> bool:

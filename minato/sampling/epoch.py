@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ class Epoch:
         done = None if state is None else completed_from_plain(state["done"])
         self.progress = Progress(number, done)
         self.progress.length = functools.partial(
-            spec.batches_left, 0 if done is None else done.batches
+            _batches_left, weakref.ref(spec), 0 if done is None else done.batches
         )
         self.draw = SamplerState(spec.generator, spec.index_sampler)
         self.draw.before_iter()
@@ -216,3 +217,9 @@ class Epoch:
     def size(self) -> int | None:
         """Number of samples, None if it is unknown."""
         return self._spec.size()
+
+
+def _batches_left(reference: weakref.ref[SamplingSpec], done: int) -> int | None:
+    """Number of batches after the first ``done``. A log keeps this function, which must keep no dataset."""
+    spec = reference()
+    return None if spec is None else spec.batches_left(done)
