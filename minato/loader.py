@@ -152,7 +152,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         metrics_address: int | str | None = None,
         record_order: str | os.PathLike[str] | None = None,
         replay_order: str | os.PathLike[str] | None = None,
-        snapshot_every_n_steps: int | None = 1,
+        snapshot_every_n_steps: int | Literal["auto"] | None = "auto",
     ) -> None:
         if isinstance(collate_fn, TransformingCollate):  # of another loader of ours
             transforms = collate_fn.transforms.steps if transforms is None else transforms

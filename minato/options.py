@@ -127,6 +127,10 @@ def _whole(least: int | None) -> Callable[[str, Any], Any]:
     return check
 
 
+def _snapshots(name: str, value: object) -> Any:
+    return value if value == "auto" else check_whole(name, value, 0)
+
+
 def _positive_seconds(name: str, value: Any) -> Any:
     value = check_number(name, value, "seconds")
     if value is not None and not value > 0:
@@ -859,13 +863,13 @@ class Options:
         values="path",
         check=_path,
     )
-    snapshot_every_n_steps: int | None = option(
-        1,
+    snapshot_every_n_steps: int | Literal["auto"] | None = option(
+        "auto",
         "A worker of an iterable dataset [sends its state](../how-to/resume.md#datasets-with-a-state) with one of this "
-        "many batches; 0 or `None`: with none. The loader's state is exact all the same: batches since then are read "
-        "again on resume.",
-        values="0 or more, `None`",
-        check=_whole(0),
+        "many batches; `'auto'`: as often as that takes less than 2 % of its time; 0 or `None`: with none. The loader's "
+        "state is exact all the same: batches since then are read again on resume.",
+        values="0 or more, `'auto'`, `None`",
+        check=_snapshots,
     )
 
     def __post_init__(self) -> None:

@@ -74,7 +74,9 @@ def _end(
             afterwards.pop()()
 
 
-def _if_alive(function: Callable[..., object], thing: object, *arguments: Any) -> Callable[[], object]:
+def _if_alive(
+    function: Callable[..., object], thing: object, *arguments: Any
+) -> Callable[[], object]:
     """A call of a function with an object, unless that is gone by then: a finalizer must not keep it."""
     reference = weakref.ref(thing)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import default_collate
@@ -80,7 +80,8 @@ class WorkerPlan(NamedTuple):
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         round_robin: Batch k is for worker k mod n, as in torch.
         dataset_states: The states of the workers' copies of the dataset, if it is iterable or has a state.
-        state_every: Number of batches after which a stream's worker sends its state again; None: never.
+        state_every: Number of batches after which a stream's worker sends its state again; None: never; ``auto``: as
+            often as that is cheap.
         fetching: How samples are read concurrently.
         measure: Times are measured for a report.
         tracks: Of the trace, or None.
@@ -97,7 +98,7 @@ class WorkerPlan(NamedTuple):
     order: Order
     round_robin: bool
     dataset_states: DatasetStates | None
-    state_every: int | None
+    state_every: int | Literal["auto"] | None
     fetching: FetchOptions
     measure: bool
     tracks: Tracks | None

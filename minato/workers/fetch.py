@@ -6,12 +6,13 @@ import functools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from minato._core import now_ns
 from minato._support.objects import takes_lists
 from minato.sampling.dataset_state import DatasetState
 from minato.sampling.state import is_stateful
@@ -23,6 +24,8 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _INDEX_TYPES = {int, np.int64}  # not bool, which adds a dimension to what it indexes
 _ARRAYS = (np.ndarray, np.memmap)
+_STATE_SHARE = 50
+"""States that are sent unasked take at most this part of a worker's time."""
 _OF_ROWS = (torch.Tensor, TensorDataset, *_ARRAYS)
 
 
@@ -196,7 +199,8 @@ class StreamFetcher:
         at_once: Whether the first epoch begins now, so that the caller gets the errors of the dataset's ``__iter__``;
             otherwise each epoch begins with its first batch. The caller then reads the state, which is not sent.
         initial: The state in which the first epoch starts; None: the dataset's own.
-        state_every: Every such batch carries the state; None: none does.
+        state_every: Every such batch carries the state; None: none does. ``auto``: the first one, and those by which the
+            cost of the last state has become a small share of the time.
     """
 
     def __init__(
@@ -208,7 +212,7 @@ class StreamFetcher:
         drop_last: bool,
         at_once: bool = False,
         initial: DatasetState | None = None,
-        state_every: int | None = None,
+        state_every: int | Literal["auto"] | None = None,
     ) -> None:
         self._dataset = dataset
         self._run = transforms.run if transforms.steps else None
@@ -223,6 +227,7 @@ class StreamFetcher:
         self._sends = not at_once
         self._state_every = state_every
         self._num_taken = 0
+        self._state_begun_ns = self._state_due_ns = 0
         self._dataset_keeps = is_stateful(dataset)
         self._iterator_keeps = is_stateful(self._samples)
 
@@ -236,7 +241,14 @@ class StreamFetcher:
         """Whether the state is sent with the current batch."""
         if not (self._sends and self.keeps_state and self._state_every):
             return False
+        if self._state_every == "auto":
+            return self._num_taken == 1 or now_ns() >= self._state_due_ns
         return self._num_taken % self._state_every == 0
+
+    def state_sent(self) -> None:
+        """Record that the result of ``state`` is written."""
+        now = now_ns()
+        self._state_due_ns = now + _STATE_SHARE * (now - self._state_begun_ns)
 
     @property
     def sends_last_state(self) -> bool:
@@ -245,6 +257,7 @@ class StreamFetcher:
 
     def state(self) -> DatasetState:
         """States of the dataset and of its iterator, and whether that has ended."""
+        self._state_begun_ns = now_ns()
         dataset, iterator = self._dataset, cast(Any, self._samples)
         return DatasetState(
             dataset.state_dict() if self._dataset_keeps and iterator is not dataset else None,

@@ -230,7 +230,10 @@ class ResultWriter:
         """Write a batch of a stream, or its end."""
         sink = self._sink
         if error is None:
-            sink.write_batch(batch, samples, (place, stream.state) if stream.sends_state else None)
+            sends = stream.sends_state
+            sink.write_batch(batch, samples, (place, stream.state) if sends else None)
+            if sends:
+                stream.state_sent()
         elif isinstance(error, StreamEnd):
             sink.write_end(batch, place, stream.state if stream.sends_last_state else None)
         else:

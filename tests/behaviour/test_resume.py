@@ -721,7 +721,7 @@ def test_a_state_is_asked_for_as_often_as_it_may_be_wanted(
     assert times <= asked <= times + (1 if num_workers else 0)
 
 
-@pytest.mark.parametrize("every", mostly_slow([3, 2, None]))
+@pytest.mark.parametrize("every", mostly_slow([3, 2, None, 1]))
 @pytest.mark.parametrize("stream", [Steps, Cursors, Both])
 def test_rarer_snapshots_resume_at_the_same_batch(stream: Any, every: int | None) -> None:
     def loader() -> Any:

@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 from minato import DataLoader
 from minato.engine.copied_objects import large_containers
 from minato.observe.stats.size import nbytes_of
+from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
+from minato.workers import fetch
+from minato.workers.fetch import StreamFetcher
 from tests.datasets import Numbers
 
 
@@ -131,3 +135,48 @@ def test_each_process_finds_the_same() -> None:
     names = [OwnedGenerators({"dataset": make()}).names for _ in range(2)]
     assert names[0] == names[1]
     assert len(names[0]) == 300
+
+
+class Costly(IterableDataset[int]):
+    """Its samples take 1 ms, and its state takes 10, by a clock of the test's."""
+
+    now_ns = 0
+
+    def __iter__(self) -> Any:
+        for i in range(2000):
+            self.now_ns += 1_000_000
+            yield i
+
+    def state_dict(self) -> dict[str, int]:
+        self.now_ns += 10_000_000
+        return {"now": self.now_ns}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("nothing is resumed")
+
+
+@pytest.mark.parametrize(
+    ("every", "sent"),
+    [
+        ("auto", [0, 500, 1000, 1500]),
+        (1, [*range(2000)]),
+        (300, [299, 599, 899, 1199, 1499, 1799]),
+        (None, []),
+    ],
+)
+def test_a_state_that_nobody_asked_for_is_sent_as_often_as_it_is_cheap(
+    every: Any, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Costly()
+    monkeypatch.setattr(fetch, "now_ns", lambda: dataset.now_ns)
+    stream = StreamFetcher(dataset, Transforms(), batched=True, drop_last=False, state_every=every)
+    stream.enter(0, 1)
+    found = []
+    for i in range(2000):
+        stream.take(1)
+        if stream.sends_state:
+            stream.state()
+            stream.state_sent()
+            found.append(i)
+    assert found == sent
+    assert stream.sends_last_state
