@@ -78,7 +78,12 @@ class CachedDataset(Dataset[Any]):
         return sample
 
     def _place(self, index: object) -> bytes:
-        return fingerprint(self._prefix, index)
+        if isinstance(index, np.integer):  # NumPy's integers are what they are equal to
+            index = int(index)
+        if type(index) in (int, str):
+            text = f"{type(index).__name__} {index}".encode("utf-8", "surrogatepass")
+            return self._prefix + hashlib.blake2b(text, digest_size=16).digest()
+        return self._prefix + fingerprint(index)
 
     def _drawn(self) -> Any:
         """State that changes with random draws; in a thread without the global generators, from which others draw."""
