@@ -320,13 +320,15 @@ def _is_of_python(cls: type) -> bool:
 
 def _place(code: CodeType) -> tuple[object, ...]:
     """Where in its file a function begins and ends: two lambdas may stand in one line."""
-    if sys.version_info < (3, 11):
+    places = []
+    if sys.version_info >= (3, 11):
+        places = [place for place in code.co_positions() if None not in place and place[3]]
+    if not places:  # Python was told to keep none
         constants = tuple(each for each in code.co_consts if not isinstance(each, CodeType))
-        return code.co_firstlineno, code.co_code, code.co_names, repr(constants)
-    places = [place for place in code.co_positions() if None not in place and place[3]]
+        return code.co_firstlineno, code.co_code, code.co_names, constants
     starts = [(line, column) for line, _, column, _ in places]
     ends = [(line, column) for _, line, _, column in places]
-    return code.co_firstlineno, *min(starts, default=()), *max(ends, default=())
+    return code.co_firstlineno, *min(starts), *max(ends)
 
 
 # ---- files ----------------------------------------------------------------------------------
@@ -424,7 +426,7 @@ def _is_plain(items: Any, depth: int = 4) -> bool:
 
 
 def _module_of(kind: type) -> str:
-    module = kind.__module__
+    module: object = kind.__module__
     return module if isinstance(module, str) else ""  # a descriptor, in metaclasses of C
 
 
