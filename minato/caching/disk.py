@@ -5,47 +5,58 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import os
-import re
-import sqlite3
+import struct
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from minato._fork_safety import held_off_forks
-from minato._support.files import PRIVATE, check_private, is_private, open_regular, write_all
+from minato._support.files import check_private, open_regular
 from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]
 
-_SHARDS = 4
-_UNBOUNDED = 1 << 62
-_inherited: list[Any] = []
-"""What the parent of this forked process has opened: its collection here would write to the same files."""
-_BUSY_S = 60.0
-_MODE = 0o700
-_FILE = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
-"""How diskcache names the file of a large entry."""
-_TRIES = 5
+_MODE, _FILE_MODE = 0o700, 0o600
+_MAP_BYTES = 1 << 40
+"""Addresses that LMDB reserves. All processes must name the same, and the file is only as large as its content."""
+_READERS = 4200
+"""Most threads of all processes that read at one moment; a loader has up to 4096 workers."""
+_LOCK_FILE_BYTES = 64 * _READERS + 4096
+_PATIENCE_S, _POLL_S = 60.0, 0.01
+"""How long to wait for another process to open the cache, which takes milliseconds, and between two looks."""
+_SYNC_BYTES, _SYNC_S = 64 << 20, 30.0
+"""How much a process writes, and for how long, before it has the disk keep it."""
+_PREFIX_BYTES = 16
+"""The part of a key that names the dataset and its transforms."""
+_USED_S = 60.0
+"""How precise the time is at which a prefix was last used."""
+_TOTAL = b"bytes"
+"""In the database of states: the size of all entries. The other keys are prefixes, with the time of their last use."""
+_STAMP = struct.Struct("<16sQ")
+"""What is known to be on the disk: the start of the machine, and the last transaction before it was written out."""
 
 
 class DiskCache(Cache):
-    """Keeps samples in a directory, through diskcache.
+    """Keeps samples in a directory of a local disk, in an LMDB environment.
 
     Args:
         path: The directory, created with mode 0700. Its entries are unpickled, so no other user may be able to write
             there, or to replace it.
-        quota_bytes: Size limit of all kept samples together, without the overhead of the file system and of SQLite. All
-            processes and runs that use the directory count together, each against its own quota.
+        quota_bytes: Size limit of all kept samples together, without the overhead of LMDB, which stores large samples
+            in whole pages of 4 KiB. All processes and runs that use the directory count together, each against its own
+            quota. Where it is reached, samples with another fingerprint or version make room, if nothing has used them
+            since this cache was made; the longest unused go first.
         after: Number of the loader's transforms that run before a sample is kept; None: all of them.
         version: Identifies the dataset and these transforms; None: a fingerprint of them.
 
     Raises:
+        ModuleNotFoundError: lmdb is not installed.
         PermissionError: Another user could write there; the message names the path and the remedy.
     """
 
     shared = True
-    failures = (OSError, sqlite3.Error)
 
     def __init__(
         self,
@@ -56,166 +67,277 @@ class DiskCache(Cache):
         version: str | None = None,
     ) -> None:
         super().__init__(quota_bytes, after, version)
+        try:
+            import lmdb
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "DiskCache needs the package 'lmdb': pip install 'minatoloader[cache]'", name="lmdb"
+            ) from None
+        self.failures = (OSError, lmdb.Error)
         self._path = Path(path).absolute()
-        self._opened: tuple[int, Any] | None = None
+        self._made_s = time.time()
+        self._used: dict[bytes, float] = {}
+        self._opened: tuple[int, _Environment | Exception, Callable[[], object]] | None = None
         check_private(self._path)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_opened": None}
+        return {**super().__getstate__(), "_opened": None, "_used": {}}
 
     def __repr__(self) -> str:
         return f"DiskCache({str(self._path)!r}, quota_bytes={self.quota_bytes})"
 
-    def _samples(self) -> Any:
-        """The part of diskcache, opened by each process: SQLite's connections must not be used over a fork.
+    def _environment(self) -> _Environment:
+        """The environment, opened by each process: none must use that of its parent.
 
         Raises:
-            OSError, sqlite3.Error: It cannot be opened; this process does not try again.
+            OSError, lmdb.Error: It cannot be opened; this process does not try again.
         """
-        with self._lock:
-            if self._opened is not None and self._opened[0] != os.getpid():
-                _inherited.append(self._opened[1])
-                self._opened = None
-            if self._opened is None:
-                try:
-                    self._opened = os.getpid(), self._open()
-                except self.failures as error:
-                    self._opened = os.getpid(), OSError(*error.args)
-            if isinstance(self._opened[1], OSError):
-                raise self._opened[1].with_traceback(None)
-            return self._opened[1]
-
-    def _open(self) -> Any:
-        import diskcache
-
-        directory = self._path / "samples"
-        self._path.mkdir(_MODE, parents=True, exist_ok=True)
-        directory.mkdir(_MODE, exist_ok=True)
-        for number in range(_SHARDS):
-            shard = directory / f"{number:03}"  # as diskcache names it
-            shard.mkdir(_MODE, exist_ok=True)
-            for part in (shard, *shard.glob("cache.db*")):
-                check_private(part)
-        if not os.access(directory, os.W_OK):
-            raise OSError(errno.EROFS, "May not be written to", str(directory))
-        # Neither a limit nor an eviction of diskcache's own: the quota is ours.
-        how = {"eviction_policy": "none", "cull_limit": 0, "size_limit": _UNBOUNDED}
-        return diskcache.FanoutCache(directory, _SHARDS, timeout=_BUSY_S, disk=_disk(), **how)
-
-    def _add(self, nbytes: int) -> int:
-        """Add to the size of all samples, and return it; in a file, as writers would wait long for a database."""
-        self._path.mkdir(_MODE, parents=True, exist_ok=True)
-        file = open_regular(self._path / "bytes", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # the system releases it when this process ends
-            taken = max(int.from_bytes(os.pread(file, 8, 0), "little") + nbytes, 0)
-            if nbytes:
-                os.pwrite(file, taken.to_bytes(8, "little"), 0)
-            return taken
-        finally:
-            os.close(file)
+        # Without a lock, which a fork could copy while it is held: threads that open it together get the same.
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            try:
+                environment = _Environment(self._path)
+            except self.failures as error:
+                opened = os.getpid(), error, _nothing
+            else:
+                opened = os.getpid(), environment, Finalize(self, environment.sync, exitpriority=0)
+            self._opened = opened
+        if isinstance(opened[1], Exception):
+            raise opened[1].with_traceback(None)
+        return opened[1]
 
     def close(self) -> None:
         """Close the files; they are opened again when they are needed."""
-        with self._lock:
-            opened, self._opened = self._opened, None
-        if opened is not None and opened[0] == os.getpid() and not isinstance(opened[1], OSError):
-            opened[1].close()
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == os.getpid():
+            opened[2]()
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of all kept samples in the directory."""
-        return self._add(0)
+        return self._environment().stored_bytes
 
     def _load(self, key: bytes) -> bytes | None:
-        with held_off_forks():  # a child would inherit the locks of SQLite itself
-            entry: bytes | None = self._samples().get(key)
+        environment = self._environment()
+        entry = environment.get(key)
+        prefix, now_s = key[:_PREFIX_BYTES], time.time()
+        if entry is not None and now_s - self._used.get(prefix, 0.0) > _USED_S:
+            self._used[prefix] = now_s
+            with contextlib.suppress(*self.failures):  # the sample is there all the same
+                environment.mark(prefix, now_s)
         return entry
 
     def _store(self, key: bytes, entry: bytes) -> int:
-        with held_off_forks():
-            return self._add_sample(key, entry)
-
-    def _add_sample(self, key: bytes, entry: bytes) -> int:
-        samples = self._samples()
-        size = len(entry)
-        # Reserve first: checking before reserving would let several processes exceed the quota together.
-        if self._add(size) > self.quota_bytes:
-            self._add(-size)
-            return -1
-        added = False
-        try:
-            added = samples.add(key, entry, tag=size)
-            if not added and samples.get(key) is None:  # its file is missing, or it is no sample
-                self._drop(key)
-                added = samples.add(key, entry, tag=size)
-        finally:
-            if not added:  # another worker was quicker, or the disk is full
-                self._add(-size)
-        return size if added else 0
+        return self._environment().add(key, entry, self.quota_bytes, self._made_s)
 
     def _drop(self, key: bytes) -> None:
-        # Its tag is the size that was counted; the entry itself may be truncated or foreign.
-        with held_off_forks():
-            size = self._samples().pop(key, tag=True)[1]
-        if isinstance(size, int):
-            self._add(-size)
+        self._environment().remove(key)
 
 
-@functools.cache
-def _disk() -> Any:
-    """The storage of diskcache's entries: bytes only, so that diskcache unpickles nothing."""
-    import diskcache
-    from diskcache.core import MODE_BINARY, MODE_RAW, UNKNOWN
+class _Environment:
+    """The files of a cache, as one process uses them.
 
-    class Disk(diskcache.Disk):  # type: ignore[misc]  # an untyped package's class
-        def __init__(self, directory: str, **settings: object) -> None:
-            super().__init__(directory, **settings)
-            self.directory = directory
+    All that a transaction writes is there, or nothing, also if its process is killed. If the machine stops, what the
+    disk holds may be damaged; the cache is then made anew.
 
-        def get(self, key: object, raw: bool) -> Any:
-            return super().get(key, raw) if raw else b""
+    Raises:
+        OSError, lmdb.Error: They cannot be used.
+    """
 
-        def store(self, value: object, read: bool, key: object = UNKNOWN) -> Any:
-            if type(value) is not bytes or len(value) < self.min_file_size:
-                return super().store(value, read, key=key)
-            filename, full_path = self.filename(key, value)
-            _write(full_path, value)
-            return len(value), MODE_BINARY, filename, None
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unsynced_bytes = 0
+        self._synced_s = time.monotonic()
+        path.mkdir(_MODE, parents=True, exist_ok=True)
+        with _locked(path / "opening.lock"):
+            for name in ("", "data.mdb", "lock.mdb", "synced"):
+                check_private(path / name)
+            if not os.access(path, os.W_OK):
+                raise OSError(errno.EROFS, "May not be written to", str(path))
+            # LMDB maps this file to write to it, and a full disk would then kill the process.
+            file = open_regular(path / "lock.mdb", os.O_RDWR | os.O_CREAT)
+            try:
+                os.posix_fallocate(file, 0, _LOCK_FILE_BYTES)
+            finally:
+                os.close(file)
+            self._files = self._open()
+            boot, synced = self._stamp()
+            if boot != _boot():
+                if self._last() > synced:
+                    self._files.close()  # no other process has them: each stamps them first
+                    (path / "data.mdb").unlink()
+                    self._files = self._open()
+                self._write_stamp(self._last())
+            self._check_size()
+            self._files.reader_check()  # frees what killed workers have read
+            self._samples = self._files.open_db(b"samples")
+            self._states = self._files.open_db(b"states")
 
-        def fetch(self, mode: int, filename: Any, value: object, read: bool) -> bytes:
-            """The entry; empty, which no whole one is, if it is something else."""
-            if mode == MODE_RAW and type(value) is bytes:
-                return value
-            if mode != MODE_BINARY or not _FILE.fullmatch(str(filename)):
-                return b""
-            path = os.path.join(self.directory, filename)
-            with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                return file.read() if is_private(os.fstat(file.fileno())) else b""
+    def _open(self) -> Any:
+        from minato._support.lmdb_environments import environment
 
-        def remove(self, file_path: str) -> None:
-            if _FILE.fullmatch(file_path):
-                super().remove(file_path)
+        return environment(
+            self._path,
+            map_size=_MAP_BYTES,
+            mode=_FILE_MODE,
+            max_readers=_READERS,
+            max_dbs=2,
+            sync=False,  # sync() does it, and not for each sample
+        )
 
-    return Disk
+    def _check_size(self) -> None:
+        """Refuse a file that lacks its end, where reading would kill the process."""
+        file = self._path / "data.mdb"
+        pages = self._files.info()["last_pgno"] + 1
+        if file.stat().st_size < pages * self._files.stat()["psize"]:
+            raise OSError(errno.EIO, "Lacks its end: delete the directory of the cache", str(file))
 
+    # ---- entries ------------------------------------------------------------------------
 
-def _write(path: str, content: bytes) -> None:
-    """Write a new file, and remove it if the disk is full."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    for left in reversed(range(_TRIES)):
-        os.makedirs(os.path.dirname(path), _MODE, exist_ok=True)
+    def get(self, key: bytes) -> bytes | None:
+        with self._files.begin(db=self._samples) as view:
+            entry: bytes | None = view.get(key)
+        return entry
+
+    @property
+    def stored_bytes(self) -> int:
+        with self._files.begin(db=self._states) as view:
+            return _number(view.get(_TOTAL))
+
+    def add(self, key: bytes, entry: bytes, quota_bytes: int, made_s: float) -> int:
+        """Add an entry; returns its size, 0 if it is there already, or -1 if there is no room."""
+        import lmdb
+
         try:
-            descriptor = os.open(path, flags, PRIVATE)
-            break
-        except FileNotFoundError:  # another process has removed the empty directory
-            if not left:
-                raise
+            with self._files.begin(write=True) as to:
+                if to.get(key, db=self._samples) is not None:
+                    return 0
+                size = len(entry)
+                total = _number(to.get(_TOTAL, db=self._states)) + size
+                if total > quota_bytes:
+                    freed = self._evict(to, total - quota_bytes, key[:_PREFIX_BYTES], made_s)
+                    total -= freed
+                    if total > quota_bytes:
+                        to.abort()  # and keep what it would have replaced
+                        return -1
+                to.put(key, entry, db=self._samples)
+                to.put(_TOTAL, total.to_bytes(8, "little"), db=self._states)
+                self._mark(to, key[:_PREFIX_BYTES], time.time())
+        except lmdb.MapFullError:
+            return -1
+        self._unsynced_bytes += size
+        if self._unsynced_bytes > _SYNC_BYTES or time.monotonic() - self._synced_s > _SYNC_S:
+            self.sync()
+        return size
+
+    def _evict(self, to: Any, nbytes: int, prefix: bytes, made_s: float) -> int:
+        """Remove entries of other prefixes that were last used before a time; returns the bytes removed."""
+        with to.cursor(db=self._states) as states:
+            found = [(_number(value), key) for key, value in states if key not in (_TOTAL, prefix)]
+        freed = 0
+        for used_ns, other in sorted(found):
+            if used_ns >= made_s * 1e9:
+                break
+            with to.cursor(db=self._samples) as entries:
+                there = entries.set_range(other)
+                while there and freed < nbytes and entries.key().startswith(other):
+                    freed += len(entries.value())
+                    there = entries.delete()
+            if freed >= nbytes:
+                break
+            to.delete(other, db=self._states)
+        return freed
+
+    def mark(self, prefix: bytes, now_s: float) -> None:
+        """Record that a prefix is in use."""
+        with self._files.begin(write=True) as to:
+            self._mark(to, prefix, now_s)
+
+    def _mark(self, to: Any, prefix: bytes, now_s: float) -> None:
+        if now_s * 1e9 - _number(to.get(prefix, db=self._states)) > _USED_S * 1e9:
+            to.put(prefix, int(now_s * 1e9).to_bytes(8, "little"), db=self._states)
+
+    def remove(self, key: bytes) -> None:
+        with self._files.begin(write=True) as to:
+            entry = to.pop(key, db=self._samples)
+            if entry is not None:
+                total = max(_number(to.get(_TOTAL, db=self._states)) - len(entry), 0)
+                to.put(_TOTAL, total.to_bytes(8, "little"), db=self._states)
+
+    # ---- what is on the disk ------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Have the disk keep what was written; a failure costs the entries if the machine stops, and nothing else."""
+        if not self._unsynced_bytes:
+            return
+        self._unsynced_bytes, self._synced_s = 0, time.monotonic()
+        with contextlib.suppress(Exception):
+            last = self._last()
+            self._files.sync(True)
+            self._write_stamp(last)
+
+    def _last(self) -> int:
+        last: int = self._files.info()["last_txnid"]
+        return last
+
+    def _stamp(self) -> tuple[bytes, int]:
+        try:
+            content = (self._path / "synced").read_bytes()
+        except FileNotFoundError:
+            content = b""
+        return _STAMP.unpack(content) if len(content) == _STAMP.size else (b"", 0)
+
+    def _write_stamp(self, last: int) -> None:
+        file = open_regular(self._path / "synced", os.O_WRONLY | os.O_CREAT)
+        try:
+            os.pwrite(file, _STAMP.pack(_boot(), last), 0)
+        finally:
+            os.close(file)
+
+
+def _nothing() -> None:
+    """Nothing was opened."""
+
+
+def _number(data: bytes | None) -> int:
+    return int.from_bytes(data or b"", "little")
+
+
+def _boot() -> bytes:
+    """Identifies the present start of the machine; where there is no such number, all are one."""
     try:
-        write_all(descriptor, content, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
+        return bytes.fromhex(
+            Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "").strip()
+        )[:16]
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes for the block.
+
+    Raises:
+        OSError: Another process holds it for too long, or the file cannot be made.
+    """
+    file = open_regular(path, os.O_RDWR | os.O_CREAT)
+    try:
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise OSError(
+                        errno.EBUSY,
+                        f"Is held by another process for {_PATIENCE_S:.0f} s",
+                        str(path),
+                    ) from None
+            time.sleep(_POLL_S)  # flock() has no time limit
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
     finally:
-        os.close(descriptor)
+        os.close(file)
