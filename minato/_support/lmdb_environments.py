@@ -20,6 +20,8 @@ _opened: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDi
 def environment(path: Path, **how: Any) -> Any:
     """The environment at a path, opened as ``lmdb.open`` does with these arguments unless this process has it open.
 
+    Hold forks off in each call of an environment (``held_off_forks``): a child would wait for it forever.
+
     Raises:
         FileNotFoundError: There is none, and ``create=False``.
         lmdb.Error: It cannot be opened.

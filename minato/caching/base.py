@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import pickle
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from minato._fork_safety import renew_in_children
 from minato._support.counters import Counters
+from minato._support.text import printable
 from minato.errors import MinatoWarning
 
 __all__ = ["Cache", "CacheReport"]
@@ -25,7 +30,7 @@ class CacheReport(NamedTuple):
         hits: Samples found in the cache.
         misses: Samples not found, or damaged.
         damaged: Samples found with invalid content.
-        errors: Reads and writes that failed because of the disk.
+        errors: Reads and writes that failed because of the disk, and samples that cannot be pickled.
         full: Samples not stored because of the quota.
         stored_bytes: Bytes added.
     """
@@ -44,7 +49,7 @@ class CacheReport(NamedTuple):
 
 
 class Cache(ABC):
-    """Stores samples up to a quota. A full cache stores no more samples and evicts none.
+    """Stores samples up to a quota. A full cache stores no more samples of a dataset, and evicts none of them.
 
     If the store fails, it warns once, and samples come from the dataset.
 
@@ -54,13 +59,13 @@ class Cache(ABC):
         quota_bytes: Size limit of all kept samples together, without the overhead of the store.
         after: Number of the loader's transforms that run before a sample is kept; None: all of them. Neither they nor
             the dataset may draw random numbers.
-        version: Identifies the dataset and these transforms in the samples' keys; None: a fingerprint of their code and
-            parameters.
+        version: Identifies the dataset and these transforms in the samples' keys; None: a fingerprint of the files that
+            define them and of their state.
     """
 
     shared = False
     """Whether several processes see one store."""
-    failures: ClassVar[tuple[type[Exception], ...]] = ()
+    failures: tuple[type[Exception], ...] = ()
     """The exceptions of a store that fails."""
 
     def __init__(self, quota_bytes: int, after: int | None, version: str | None) -> None:
@@ -123,11 +128,18 @@ class Cache(ABC):
         return True, sample
 
     def put(self, key: bytes, sample: object) -> None:
-        """Keep a sample if the quota allows it; after a failure of the store, this process keeps no more."""
+        """Keep a sample if it can be pickled and the quota allows it.
+
+        After a failure of the store, this process keeps no more.
+        """
         if not self._takes:
             self.counters.add(errors=1)
             return
-        content = pickle.dumps(sample, 5)
+        try:
+            content = _pickled(sample)
+        except Exception as error:  # of the sample's own code: it is delivered, and not kept
+            self._failed(error)
+            return
         try:
             added = self._store(key, _digest(key, content) + content)
         except self.failures as error:
@@ -140,18 +152,39 @@ class Cache(ABC):
             self.counters.add(stored_bytes=added)
 
     def _failed(self, error: Exception) -> None:
-        if not self.report().errors:  # in no process
-            warnings.warn(
-                f"{self!r} failed ({type(error).__name__}: {error}): samples that it cannot give or keep are read from "
-                "the dataset",
-                MinatoWarning,
-                stacklevel=2,
-            )
+        first = not self.report().errors  # in no process
         self.counters.add(errors=1)
+        if first:
+            # Where warnings are errors, a sample that is there must not fail either.
+            with contextlib.suppress(MinatoWarning):
+                warnings.warn(
+                    f"{self!r} failed ({type(error).__name__}: {printable(str(error))}): samples that it cannot give "
+                    "or keep are read from the dataset",
+                    MinatoWarning,
+                    stacklevel=2,
+                )
 
     def report(self) -> CacheReport:
         """The counts of the cache so far, of all processes."""
         return CacheReport(*self.counters.totals())
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps of a tensor that views a larger one what it sees: pickle would store all of the larger one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if plain and not (value.is_quantized or value.requires_grad or value.__dict__):
+            nbytes: int = value.untyped_storage().nbytes()
+            if nbytes > 2 * value.nbytes:
+                return value.clone().__reduce_ex__(5)
+        return NotImplemented
+
+
+def _pickled(sample: object) -> bytes:
+    to = io.BytesIO()
+    _Pickler(to, 5).dump(sample)
+    return to.getvalue()
 
 
 def _digest(key: bytes, content: bytes) -> bytes:

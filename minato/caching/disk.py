@@ -13,6 +13,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from minato._fork_safety import held_off_forks
 from minato._support.files import check_private, open_regular
 from minato.caching.base import Cache
 
@@ -67,13 +68,7 @@ class DiskCache(Cache):
         version: str | None = None,
     ) -> None:
         super().__init__(quota_bytes, after, version)
-        try:
-            import lmdb
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                "DiskCache needs the package 'lmdb': pip install 'minatoloader[cache]'", name="lmdb"
-            ) from None
-        self.failures = (OSError, lmdb.Error)
+        self.failures = (OSError, _lmdb().Error)
         self._path = Path(path).absolute()
         self._made_s = time.time()
         self._used: dict[bytes, float] = {}
@@ -82,6 +77,10 @@ class DiskCache(Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_opened": None, "_used": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _lmdb()
+        super().__setstate__(state)
 
     def __repr__(self) -> str:
         return f"DiskCache({str(self._path)!r}, quota_bytes={self.quota_bytes})"
@@ -115,23 +114,27 @@ class DiskCache(Cache):
     @property
     def stored_bytes(self) -> int:
         """Bytes of all kept samples in the directory."""
-        return self._environment().stored_bytes
+        with held_off_forks():
+            return self._environment().stored_bytes
 
     def _load(self, key: bytes) -> bytes | None:
-        environment = self._environment()
-        entry = environment.get(key)
         prefix, now_s = key[:_PREFIX_BYTES], time.time()
-        if entry is not None and now_s - self._used.get(prefix, 0.0) > _USED_S:
-            self._used[prefix] = now_s
-            with contextlib.suppress(*self.failures):  # the sample is there all the same
-                environment.mark(prefix, now_s)
+        with held_off_forks():
+            environment = self._environment()
+            entry = environment.get(key)
+            if entry is not None and now_s - self._used.get(prefix, 0.0) > _USED_S:
+                self._used[prefix] = now_s
+                with contextlib.suppress(*self.failures):  # the sample is there all the same
+                    environment.mark(prefix, now_s)
         return entry
 
     def _store(self, key: bytes, entry: bytes) -> int:
-        return self._environment().add(key, entry, self.quota_bytes, self._made_s)
+        with held_off_forks():
+            return self._environment().add(key, entry, self.quota_bytes, self._made_s)
 
     def _drop(self, key: bytes) -> None:
-        self._environment().remove(key)
+        with held_off_forks():
+            self._environment().remove(key)
 
 
 class _Environment:
@@ -206,8 +209,6 @@ class _Environment:
 
     def add(self, key: bytes, entry: bytes, quota_bytes: int, made_s: float) -> int:
         """Add an entry; returns its size, 0 if it is there already, or -1 if there is no room."""
-        import lmdb
-
         try:
             with self._files.begin(write=True) as to:
                 if to.get(key, db=self._samples) is not None:
@@ -223,7 +224,7 @@ class _Environment:
                 to.put(key, entry, db=self._samples)
                 to.put(_TOTAL, total.to_bytes(8, "little"), db=self._states)
                 self._mark(to, key[:_PREFIX_BYTES], time.time())
-        except lmdb.MapFullError:
+        except _lmdb().MapFullError:
             return -1
         self._unsynced_bytes += size
         if self._unsynced_bytes > _SYNC_BYTES or time.monotonic() - self._synced_s > _SYNC_S:
@@ -271,7 +272,7 @@ class _Environment:
         if not self._unsynced_bytes:
             return
         self._unsynced_bytes, self._synced_s = 0, time.monotonic()
-        with contextlib.suppress(Exception):
+        with held_off_forks(), contextlib.suppress(Exception):
             last = self._last()
             self._files.sync(True)
             self._write_stamp(last)
@@ -293,6 +294,23 @@ class _Environment:
             os.pwrite(file, _STAMP.pack(_boot(), last), 0)
         finally:
             os.close(file)
+
+
+def _lmdb() -> Any:
+    """The package; first imported where a cache is made, as a child that is forked in an import hangs in the next.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    try:
+        import lmdb
+
+        import minato._support.lmdb_environments  # noqa: F401  (imported now, too)
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "DiskCache needs the package 'lmdb': pip install 'minatoloader[cache]'", name="lmdb"
+        ) from None
+    return lmdb
 
 
 def _nothing() -> None:

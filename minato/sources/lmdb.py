@@ -9,6 +9,7 @@ from typing import Any
 
 import lmdb
 
+from minato._fork_safety import held_off_forks
 from minato._support.lmdb_environments import environment
 from minato.sources.base import KeyedSource
 from minato.sources.connections import Connections
@@ -75,18 +76,19 @@ class LMDB(KeyedSource):
 
     def close(self) -> None:
         """Unmap the file; the next read maps it again."""
-        self._transactions.close()
-        self._environments.close()
+        with held_off_forks():
+            self._transactions.close()
+            self._environments.close()
 
     def _fetch(self, key: bytes) -> memoryview:
-        with self._transactions.lease() as transaction:
+        with held_off_forks(), self._transactions.lease() as transaction:
             value: memoryview | None = transaction.get(key)
         if value is None:
             raise LookupError(key)
         return value
 
     def _list(self) -> Sequence[bytes]:
-        with self._transactions.lease() as transaction:
+        with held_off_forks(), self._transactions.lease() as transaction:
             entries = [(bytes(key), len(value)) for key, value in transaction.cursor()]
         for (key, _), (following, _) in itertools.pairwise(entries):
             if key == following:
@@ -99,7 +101,8 @@ class LMDB(KeyedSource):
         """Whether a key of the default database is the name of another one."""
         if self._database is not None:
             return False
-        with self._environments.lease() as (opened, _), opened.begin() as transaction:
+        lease = self._environments.lease()
+        with held_off_forks(), lease as (opened, _), opened.begin() as transaction:
             try:
                 opened.open_db(key, txn=transaction, create=False)
             except (lmdb.IncompatibleError, lmdb.NotFoundError):

@@ -20,7 +20,7 @@ from minato.sources.retry import Retry
 from minato.sources.sqlite import SQLite
 from tests.selection import mostly_slow
 
-pytest.importorskip("diskcache", reason="diskcache is not installed: install the extra 'test'")
+pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
 
 COUNT, BATCH, EPOCHS, SEED = 42, 5, 2, 11
 LONGEST_S = 0.008

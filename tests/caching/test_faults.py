@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sqlite3
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from minato.caching import DiskCache
 from tests.datasets import Filled, Numbers
 from tests.disks import Disk, small_disk
 
-diskcache = pytest.importorskip("diskcache", reason="diskcache is not installed")
+lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
 
 QUOTA = 1 << 30
 SAMPLES, NUMBERS = 120, 10_000  # of 40 kB each
@@ -61,12 +60,8 @@ def test_training_goes_on_without_the_disk(fault: Any, num_workers: int, tmp_pat
         report = cache.report()
         assert report.hits + report.misses == 2 * SAMPLES
         if fault is full_soon:
-            # An open cache gives what it has; SQLite cannot be opened again without any room.
-            assert report.hits > 0 or num_workers > 0
-            whole = {path.stat().st_size for path in disk.path.glob("cache/samples/**/*.val")}
-            assert len(whole) <= 1, "a part of an entry is left"
-            # The databases of several workers may fill the disk before there is an entry.
-            assert whole or num_workers > 0
+            assert report.hits > 0  # what there was room for
+            assert cache.stored_bytes > 0
         cache.close()
 
 
@@ -75,7 +70,7 @@ def test_the_disk_that_fails_is_named_once(tmp_path: Path) -> None:
         disk.fill()
         cache = DiskCache(disk.path / "cache", QUOTA)
         loader = minato.DataLoader(Filled(SAMPLES, NUMBERS), 4, cache=cache)
-        with pytest.warns(RuntimeWarning, match="No space left|disk is full") as caught:
+        with pytest.warns(RuntimeWarning, match="No space left") as caught:
             found = [len(list(loader)) for _ in range(2)]
         assert found == [SAMPLES // 4] * 2
         assert [str(each.message) for each in caught if "DiskCache(" in str(each.message)]
@@ -97,48 +92,6 @@ def test_a_disk_that_is_full_for_a_while_loses_no_entry(tmp_path: Path) -> None:
         cache.close()
 
 
-class Planted:
-    """What another user would leave in a cache: its unpickling is code of theirs."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.trace,)
-
-
-def test_rows_that_would_be_unpickled_by_themselves_are_not(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path / "cache", QUOTA, version="1")
-    key = bytes(16)
-    cache.put(key, "good")
-    cache.close()
-    for size in (1, 100_000):  # in the row, and in a file
-        with diskcache.FanoutCache(tmp_path / "cache" / "samples", 4) as samples:
-            samples[key] = [Planted(tmp_path / "trace"), bytes(size)]
-            samples[Planted(tmp_path / "trace")] = b"a key that is a pickle"
-        assert cache.get(key) == (False, None)
-        cache.put(key, "good")
-        assert cache.get(key) == (True, "good")
-        cache.close()
-    assert not (tmp_path / "trace").exists()
-
-
-def test_a_row_that_names_a_file_elsewhere_reads_and_removes_nothing(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path / "cache", QUOTA, version="1")
-    cache.put(bytes(16), bytes(100_000))
-    cache.close()
-    (entry,) = tmp_path.glob("cache/samples/**/*.val")
-    secret = tmp_path / "secret"
-    secret.write_bytes(entry.read_bytes())  # whole, so that nothing else speaks against it
-    for shard in (tmp_path / "cache" / "samples").glob("*/cache.db"):
-        with sqlite3.connect(shard) as connection:
-            connection.execute("UPDATE Cache SET filename = ?", (str(secret),))
-        connection.close()
-    assert cache.get(bytes(16)) == (False, None)
-    assert secret.read_bytes() == entry.read_bytes()
-    cache.close()
-
-
 def test_what_is_made_is_for_this_user_alone(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
@@ -150,10 +103,8 @@ def test_what_is_made_is_for_this_user_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "cache" / "bytes").stat().st_mode & 0o777 == 0o600
-    files = list(tmp_path.glob("cache/samples/**/*.val"))
-    assert len(files) == 4
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    files = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "cache").iterdir()}
+    assert files == dict.fromkeys(["data.mdb", "lock.mdb", "opening.lock", "synced"], 0o600)
 
 
 @pytest.mark.parametrize(
@@ -162,9 +113,8 @@ def test_what_is_made_is_for_this_user_alone(tmp_path: Path) -> None:
         (".", 0o707, "all users.*chmod o-w"),
         (".", 0o720, "by group .*chmod g-w"),
         ("..", 0o707, "all users"),
-        ("samples", 0o707, "all users"),
-        ("samples/001", 0o702, "all users"),
-        ("samples/001/cache.db", 0o606, "all users"),
+        ("data.mdb", 0o606, "all users"),
+        ("lock.mdb", 0o602, "all users"),
     ],
 )
 def test_what_others_may_write_to_is_not_read(
@@ -191,7 +141,7 @@ def test_what_others_may_write_to_is_not_read(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-@pytest.mark.parametrize("part", [".", "..", "samples", "samples/000", "samples/000/cache.db"])
+@pytest.mark.parametrize("part", [".", "..", "data.mdb", "lock.mdb"])
 def test_what_belongs_to_others_is_not_read(part: str, tmp_path: Path) -> None:
     place = tmp_path / "theirs" / "cache"
     place.parent.mkdir()
@@ -201,17 +151,6 @@ def test_what_belongs_to_others_is_not_read(part: str, tmp_path: Path) -> None:
     os.chown(place / part, OTHER_USER, -1)
     with pytest.warns(RuntimeWarning, match=f"belongs to user {OTHER_USER}"):
         assert cache.get(bytes(16)) == (False, None)
-    cache.close()
-
-
-def test_a_large_entry_that_others_may_write_to_is_made_anew(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path / "cache", QUOTA, version="1")
-    cache.put(bytes(16), bytes(100_000))
-    (file,) = tmp_path.glob("cache/samples/**/*.val")
-    file.chmod(0o666)
-    assert cache.get(bytes(16)) == (False, None)
-    cache.put(bytes(16), bytes(100_000))
-    assert cache.get(bytes(16)) == (True, bytes(100_000))
     cache.close()
 
 
@@ -233,29 +172,26 @@ def test_a_directory_like_tmp_is_fine_above_and_not_as_the_cache(tmp_path: Path)
 ENTRIES = st.one_of(
     st.binary(max_size=64),
     st.binary(max_size=64).map(lambda data: pickle.dumps(data)[:-3]),
-    st.integers(),
-    st.none(),
-    st.text(max_size=20),
-    st.lists(st.integers(), max_size=3),
 )
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(entry=ENTRIES, cut=st.integers(0, 200))
 def test_any_entry_gives_a_sample_or_none(
-    tmp_path_factory: pytest.TempPathFactory, entry: Any, cut: int
+    tmp_path_factory: pytest.TempPathFactory, entry: bytes, cut: int
 ) -> None:
     check_entry(shared_cache(tmp_path_factory), entry, cut)
 
 
-def check_entry(cache: DiskCache, entry: Any, cut: int) -> None:
+def check_entry(cache: DiskCache, entry: bytes, cut: int) -> None:
     """Another entry, or the sample's with another end, is made anew."""
     key = bytes(16)
     cache.put(key, ["a sample", 5])
     whole = cache._load(key)
     assert whole is not None
-    samples = cache._samples()
-    samples[key] = whole[:cut] + entry if isinstance(entry, bytes) else entry
+    files = cache._environment()
+    with files._files.begin(write=True) as to:
+        to.put(key, whole[:cut] + entry, db=files._samples)
     found, sample = cache.get(key)
     assert (found, sample) in [(False, None), (True, ["a sample", 5])]
     cache.put(key, ["a sample", 5])
@@ -271,19 +207,28 @@ def shared_cache(paths: pytest.TempPathFactory) -> DiskCache:
     return _CACHES[0]
 
 
-def test_a_database_of_any_bytes_costs_no_sample(tmp_path: Path) -> None:
-    for number, content in enumerate([b"", b"x" * 5000, b"SQLite format 3\0" + bytes(4000)]):
-        place = tmp_path / str(number)
-        with DiskCacheOf(place) as cache:
-            cache.put(bytes(16), 5)
-        for shard in place.glob("samples/*/cache.db"):
-            shard.write_bytes(content)
-        cache = DiskCache(place, QUOTA)
-        loader = minato.DataLoader(Numbers(6), 3, cache=cache)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "DiskCache.* failed", RuntimeWarning)
+@pytest.mark.parametrize("name", ["data.mdb", "synced", "lock.mdb", "opening.lock"])
+@pytest.mark.parametrize("content", [b"", b"x" * 5000, bytes(300_000), None])
+def test_files_of_any_bytes_cost_no_sample(
+    name: str, content: bytes | None, tmp_path: Path
+) -> None:
+    with DiskCacheOf(tmp_path / "cache") as cache:
+        for number in range(50):
+            cache.put(number.to_bytes(16, "little"), bytes(10_000))
+    file = tmp_path / "cache" / name
+    # None: cut off, as a copy that was interrupted leaves it.
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if content is None else content)
+    del cache
+    cache = DiskCache(tmp_path / "cache", QUOTA)
+    loader = minato.DataLoader(Numbers(6), 3, cache=cache)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DiskCache.* failed", RuntimeWarning)
+        for _ in range(2):
             assert [value for batch in loader for value in batch.tolist()] == list(range(6))
-        cache.close()
+    for number in range(50):
+        found, sample = cache.get(number.to_bytes(16, "little"))
+        assert not found or sample == bytes(10_000)
+    cache.close()
 
 
 class DiskCacheOf:

@@ -35,7 +35,6 @@ ON_DEMAND = {"engine", "integrations", "loader"}
 ``sources.ingest``, each of whose stores needs another package."""
 OPTIONAL = {
     "cassandra",
-    "diskcache",
     "lmdb",
     "matplotlib",
     "nilearn",

@@ -42,7 +42,7 @@ SUBSTITUTES = {"cuda": "meta", "/data/cache": "cache"}
 """What stands in a fragment, and what runs instead. A copy to ``meta`` goes through the same code and needs no GPU."""
 NEEDS = {
     "bench/README.md": ("PIL",),
-    "docs/how-to/caches.md": ("diskcache",),
+    "docs/how-to/caches.md": ("lmdb",),
     "docs/how-to/metrics.md": ("lightning", "transformers", "pandas"),
     "docs/how-to/photos.md": ("PIL",),
     "docs/how-to/remote-data.md": ("cassandra", "obstore", "pgserver", "psycopg", "weed"),

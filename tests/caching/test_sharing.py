@@ -1,0 +1,202 @@
+"""A cache on a disk that processes, forks and threads use at once, and that some leave in the middle of a write."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minato
+from minato.caching import DiskCache
+
+pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
+
+from minato.caching import disk
+
+QUOTA = 1 << 30
+LIMIT_S = 60.0
+FORK = multiprocessing.get_context("fork")
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.blake2b(b"%d" % number, digest_size=32).digest()
+
+
+def value_of(number: int) -> bytes:
+    """A value of one byte to half a megabyte, which follows from its number."""
+    size = random.Random(number).choice([1, 1500, 5000, 40_000, 500_000])
+    return hashlib.shake_128(b"%d" % number).digest(size)
+
+
+def check(cache: DiskCache, numbers: range) -> int:
+    """How many of these entries there are; each must be whole."""
+    found = 0
+    for number in numbers:
+        there, value = cache.get(key_of(number))
+        assert not there or value == value_of(number)
+        found += there
+    assert cache.report().damaged == 0
+    files = cache._environment()
+    with files._files.begin(db=files._samples) as view:
+        assert cache.stored_bytes == sum(len(value) for _, value in view.cursor())
+    return found
+
+
+def write_on(cache: DiskCache, started: Any) -> None:
+    for number in range(10_000):
+        cache.put(key_of(number), value_of(number))
+        if number % 7 == 6:
+            cache._drop(key_of(number - 3))
+        if number == 5:
+            started.set()
+
+
+def test_writers_that_are_killed_leave_whole_entries(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    for turn in range(5):
+        writers = []
+        for _ in range(2):
+            started = FORK.Event()
+            writers.append((FORK.Process(target=write_on, args=(cache, started)), started))
+        for writer, _ in writers:
+            writer.start()
+        for writer, started in writers:
+            assert started.wait(LIMIT_S)
+            if turn % 2:
+                os.kill(writer.pid or 0, signal.SIGSTOP)  # in the middle of whatever it does
+            writer.kill()
+            writer.join(LIMIT_S)
+            assert writer.exitcode == -signal.SIGKILL
+        assert check(cache, range(500)) > 0
+        cache.put(key_of(10_000 + turn), "still writable")
+        assert cache.get(key_of(10_000 + turn)) == (True, "still writable")
+    cache.close()
+
+
+def use(cache: DiskCache, first: int) -> None:
+    for number in range(first, first + 30):
+        cache.put(key_of(number), value_of(number))
+        assert cache.get(key_of(number)) == (True, value_of(number))
+
+
+def test_children_that_are_forked_while_threads_use_it(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    ended, failures = threading.Event(), []
+
+    def busy(start: int) -> None:
+        try:
+            while not ended.is_set():
+                use(cache, start)
+                cache._drop(key_of(start))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=busy, args=(100 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(12):
+            child = FORK.Process(target=use, args=(cache, 20 * turn))
+            child.start()
+            child.join(LIMIT_S)
+            assert child.exitcode == 0, "a child hangs or has failed"
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    assert failures == []
+    assert cache.report().errors == 0
+    check(cache, range(400))
+    cache.close()
+
+
+def test_two_loaders_share_it_in_threads_and_forks(tmp_path: Path) -> None:
+    training = minato.DataLoader(
+        list(range(300)), 4, shuffle=True, num_workers=2, workers="thread",
+        cache=DiskCache(tmp_path, QUOTA),
+    )  # fmt: skip
+    validation = minato.DataLoader(
+        list(range(1000, 1016)), 4, num_workers=2, multiprocessing_context="fork",
+        cache=DiskCache(tmp_path, QUOTA), timeout=LIMIT_S,
+    )  # fmt: skip
+    batches = iter(training)
+    seen: list[int] = []
+    for batch in batches:
+        seen += batch.tolist()
+        if len(seen) % 60 == 0:  # in the middle of an epoch, while threads run
+            found = [value for each in validation for value in each.tolist()]
+            assert found == list(range(1000, 1016))
+    assert sorted(seen) == list(range(300))
+    assert validation.cache.report().hits >= 16
+    for loader in (training, validation):
+        assert loader.cache.report().errors == 0
+        loader.cache.close()
+
+
+def test_what_ended_workers_wrote_is_on_the_disk(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    loader = minato.DataLoader(list(range(20)), 4, num_workers=2, cache=cache)
+    assert len(list(loader)) == 5
+    files = cache._environment()
+    assert files._last() >= 20
+    assert files._stamp() == (disk._boot(), files._last())
+    cache.close()
+
+
+def write_and_die(cache: DiskCache, count: int) -> None:
+    for number in range(count):
+        cache.put(key_of(number), value_of(number))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_after_a_restart_of_the_machine_only_what_was_written_out_counts(
+    is_synced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    child = FORK.Process(target=write_and_die, args=(cache, 20))
+    child.start()
+    child.join(LIMIT_S)
+    if is_synced:
+        cache.put(key_of(20), value_of(20))
+    assert check(cache, range(20)) == 20
+    cache.close()
+    del cache
+    monkeypatch.setattr(disk, "_boot", lambda: b"the next start..")
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    assert check(cache, range(20)) == (20 if is_synced else 0)
+    assert cache.report().errors == 0
+    use(cache, 0)
+    cache.close()
+
+
+def test_a_program_that_ends_has_its_writes_on_the_disk(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    child = FORK.Process(target=use, args=(cache, 0))
+    child.start()
+    child.join(LIMIT_S)
+    assert child.exitcode == 0
+    files = cache._environment()
+    assert files._stamp()[1] == files._last() > 0
+    cache.close()
+
+
+def test_an_opening_that_another_process_holds_up_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_PATIENCE_S", 0.1)
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    held = disk._locked(tmp_path / "opening.lock")
+    with held, pytest.warns(RuntimeWarning, match="held by another process"):
+        assert cache.get(key_of(1)) == (False, None)
+    other = DiskCache(tmp_path, QUOTA, version="1")
+    other.put(key_of(1), 5)
+    assert other.get(key_of(1)) == (True, 5)
+    other.close()
