@@ -8,8 +8,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import lmdb
-
 __all__ = ["environment"]
 
 _lock = threading.Lock()
@@ -26,6 +24,8 @@ def environment(path: Path, **how: Any) -> Any:
         FileNotFoundError: There is none, and ``create=False``.
         lmdb.Error: It cannot be opened.
     """
+    import lmdb  # before the lock: a thread may wait for another that imports it
+
     with _lock:
         file = path / "data.mdb" if how.get("subdir", True) else path
         found = None

@@ -15,6 +15,7 @@ from typing import Any
 
 from minato._fork_safety import held_off_forks
 from minato._support.files import check_private, open_regular
+from minato._support.lmdb_environments import environment
 from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]
@@ -95,11 +96,11 @@ class DiskCache(Cache):
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             try:
-                environment = _Environment(self._path)
+                made = _Environment(self._path)
             except self.failures as error:
                 opened = os.getpid(), error, _nothing
             else:
-                opened = os.getpid(), environment, Finalize(self, environment.sync, exitpriority=0)
+                opened = os.getpid(), made, Finalize(self, made.sync, exitpriority=0)
             self._opened = opened
         if isinstance(opened[1], Exception):
             raise opened[1].with_traceback(None)
@@ -120,12 +121,12 @@ class DiskCache(Cache):
     def _load(self, key: bytes) -> bytes | None:
         prefix, now_s = key[:_PREFIX_BYTES], time.time()
         with held_off_forks():
-            environment = self._environment()
-            entry = environment.get(key)
+            opened = self._environment()
+            entry = opened.get(key)
             if entry is not None and now_s - self._used.get(prefix, 0.0) > _USED_S:
                 self._used[prefix] = now_s
                 with contextlib.suppress(*self.failures):  # the sample is there all the same
-                    environment.mark(prefix, now_s)
+                    opened.mark(prefix, now_s)
         return entry
 
     def _store(self, key: bytes, entry: bytes) -> int:
@@ -141,7 +142,7 @@ class _Environment:
     """The files of a cache, as one process uses them.
 
     All that a transaction writes is there, or nothing, also if its process is killed. If the machine stops, what the
-    disk holds may be damaged; the cache is then made anew.
+    disk holds may be damaged; the cache then starts empty.
 
     Raises:
         OSError, lmdb.Error: They cannot be used.
@@ -177,8 +178,6 @@ class _Environment:
             self._states = self._files.open_db(b"states")
 
     def _open(self) -> Any:
-        from minato._support.lmdb_environments import environment
-
         return environment(
             self._path,
             map_size=_MAP_BYTES,
@@ -304,8 +303,6 @@ def _lmdb() -> Any:
     """
     try:
         import lmdb
-
-        import minato._support.lmdb_environments  # noqa: F401  (imported now, too)
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "DiskCache needs the package 'lmdb': pip install 'minatoloader[cache]'", name="lmdb"

@@ -6,7 +6,6 @@ import copyreg
 import functools
 import hashlib
 import importlib.metadata
-import itertools
 import linecache
 import os
 import sys
@@ -323,7 +322,7 @@ def _place(code: CodeType) -> tuple[object, ...]:
     places = []
     if sys.version_info >= (3, 11):
         places = [place for place in code.co_positions() if None not in place and place[3]]
-    if not places:  # Python was told to keep none
+    if not places:  # Python keeps none
         constants = tuple(each for each in code.co_consts if not isinstance(each, CodeType))
         return code.co_firstlineno, code.co_code, code.co_names, constants
     starts = [(line, column) for line, _, column, _ in places]
@@ -415,14 +414,20 @@ def _atom(value: Any) -> bytes:
 
 
 def _is_plain(items: Any, depth: int = 4) -> bool:
-    """Whether the ``repr`` of a list is complete: it holds plain values, or lists and tuples of them."""
+    """Whether the ``repr`` of a list is complete: it holds plain values, or lists, tuples and dicts of them."""
     kinds = set(map(type, items)) - _PLAIN
     if not kinds or not depth:
         return not kinds
-    inner = (item for item in items if type(item) in (list, tuple))
-    return kinds <= {list, tuple} and _is_plain(
-        list(itertools.chain.from_iterable(inner)), depth - 1
-    )
+    if not kinds <= {list, tuple, dict}:
+        return False
+    inner: list[Any] = []
+    for item in items:
+        if type(item) is dict:
+            inner += item
+            inner += item.values()
+        elif type(item) in (list, tuple):
+            inner += item
+    return _is_plain(inner, depth - 1)
 
 
 def _module_of(kind: type) -> str:

@@ -406,7 +406,9 @@ def check_keys(kind: str, tmp_path: Path, chosen: list[tuple[Any, Any]]) -> None
         except (ValueError, SourceError) as error:
             told = str(error)
         if told:
-            named = [str(key) for key in keys] + [repr(key) for key in keys] + ["key 1"]  # True is 1
+            named = (
+                [str(key) for key in keys] + [repr(key) for key in keys] + ["key 1"]
+            )  # True is 1
             assert any(name in told for name in named), told
             continue
         taken += 1

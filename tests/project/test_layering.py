@@ -113,7 +113,9 @@ def allowed(part: str) -> set[str] | None:
         return {"_core", *COMMON}
     if part == "integrations":
         return {part, "observe", *COMMON}
-    if part in ("caching", "sources"):
+    if part == "caching":
+        return {part, "sharing", *COMMON}
+    if part == "sources":
         return {part, *COMMON}
     return {*COMMON}
 
