@@ -130,6 +130,11 @@ class BatchIterator(TorchIterator):
         """Continue in a forked child of the iterator's process, which has a copy of its own if there are no workers."""
         if self._num_workers > 0:
             raise foreign_workers(self._owner)
+        if self._in_turn:
+            raise RuntimeError(
+                "this process was forked while a thread was inside next() of this iterator, whose state here is "
+                "that of the moment: make another one by iter(loader)"
+            )
         self._owner = os.getpid()
         self._turn, self._in_turn = threading.RLock(), False  # a thread of the parent may hold it
 

@@ -304,6 +304,10 @@ def initialise(plan: WorkerPlan, number: int) -> Exception | None:
         failure = not_the_end("worker_init_fn", stop)
     except Exception as error:
         failure = error
+    except BaseException as error:
+        if os.getpid() != owner:
+            end_copy(error)
+        raise
     if os.getpid() != owner:  # worker_init_fn has forked this process
         end_copy(failure)
     return failure

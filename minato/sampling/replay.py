@@ -58,6 +58,7 @@ class OrderRecord:
         self._path = path
         self._descriptor = open_lines(path, _BEGINS, "a recorded order (record_order=)")
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._owner = os.getpid()
         cut_torn_line(self._descriptor)
         self._waiting: dict[int, int | str | list[Any]] = {}
         self._requested = 0
@@ -88,6 +89,8 @@ class OrderRecord:
         self._close()
 
     def _write(self, line: object) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked child that goes on without workers: the file holds its parent's order
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         write_all(self._descriptor, data, self._path)
 

@@ -64,11 +64,17 @@ class _Server(forkserver.ForkServer):
     """The server; ``ensure_running`` starts it."""
 
     _forkserver_pid: int | None
+    _forkserver_alive_fd: int | None
 
     def __init__(self) -> None:
         super().__init__()
         self.modules: list[str] = [_WORKER]
         self.set_forkserver_preload([__name__])
+
+    def let_go(self) -> None:
+        """Close a forked child's copy of the pipe whose end ends the server."""
+        if self._forkserver_alive_fd is not None:
+            os.close(self._forkserver_alive_fd)
 
     def ensure_running(self) -> None:
         """Start the server, unless it runs."""
@@ -97,6 +103,7 @@ _server = _Server()
 def _forget_parents_server() -> None:
     # A process can only wait for its own children: a forked child of the program starts a server of its own.
     global _server
+    _server.let_go()
     _server = _Server()
 
 

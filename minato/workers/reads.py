@@ -199,8 +199,9 @@ class ThreadReads(FinishedReads):
         self._asked.put(read)
         if len(self._threads) < min(self.limit, self.outstanding):
             name = f"minato-read-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-            start_thread(self._threads[-1])
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            start_thread(thread)
+            self._threads.append(thread)  # now that it can be joined
 
     def _run(self) -> None:
         me = threading.current_thread()
@@ -317,11 +318,16 @@ class CoroutineReads(FinishedReads):
         """Start a read; reads beyond the limit wait in a queue."""
         self._check_owner()
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
-                target=self._run, args=(self._loop,), name="minato-reads", daemon=True
+                target=self._run, args=(loop,), name="minato-reads", daemon=True
             )
-            start_thread(self._thread)
+            try:
+                start_thread(self._thread)
+            except BaseException:
+                loop.close()
+                raise
+            self._loop = loop
         self.outstanding += 1
         self._loop.call_soon_threadsafe(self._begin, self._loop, read)
 

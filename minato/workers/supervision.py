@@ -28,7 +28,7 @@ from minato._compat import forget_child_processes
 from minato._core import Ledger
 from minato._core.codes import STARTING
 from minato._support.text import text_of
-from minato._support.threads import start_thread
+from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import WorkerDiedError
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -79,7 +79,7 @@ if sys.platform != "win32":  # which has threads only
 
 
 class ExitWatch:
-    """A thread that sleeps until a process ends.
+    """A thread that sleeps until a process ends; where there is no such thread, ``first_ended`` looks itself.
 
     Args:
         context: The multiprocessing context that the processes come from.
@@ -126,6 +126,8 @@ class ExitWatch:
             with suppress(BrokenPipeError):  # the thread has failed with a traceback
                 self._wake.send_bytes(b"look")
             return
+        if not threads_are_real():
+            return
         self._woken, self._wake = connection.Pipe(duplex=False)
         self._looked_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="minato-exits", daemon=True)
@@ -137,6 +139,13 @@ class ExitWatch:
 
     def first_ended(self) -> tuple[int, BaseProcess] | None:
         """Number and process of one that has ended; the same until ``forget`` is called."""
+        if self._thread is None:
+            for each in list(self._added):
+                descriptor, number, process = each
+                if connection.wait([descriptor], 0):
+                    self._added.remove(each)
+                    _close(descriptor, process)
+                    self._ended.append((number, process))
         return self._ended[0] if self._ended else None
 
     def forget(self) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
+import re
 import signal
+import sqlite3
+import subprocess
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +24,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from minato import DataLoader, MinatoWarning
+import minato
+from minato import DataLoader, MinatoWarning, _fork_safety, patching
+from minato._core.segment import Segment
+from minato._fork_safety import held_off_forks
+from minato._support.counters import Counters
+from minato.caching.memory import MemoryCache
+from minato.shared_pool.descriptors import RemoteArena
+from minato.sources.connections import Connections
+from minato.sources.sqlite import SQLite
+from minato.workers import process_pool, supervision
+from tests.subprocesses import environment, started
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE_S = 60.0
@@ -309,3 +325,670 @@ def check_child(case: Case, journal: Journal, child: int) -> None:
         assert after[-1][2].startswith("this_iterator_and_its_workers_belong_to")
     else:
         assert after[-1][:2] in (["raised", "SystemExit"], ["raised", "ValueError"])
+
+
+# ---- what a forked child holds --------------------------------------------------------------
+
+
+def forked(function: Callable[[], Any]) -> int:
+    """The pid of a child that ends with 0 if the function returns something true."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(int(PATIENCE_S))  # it may hang
+            code = int(not function())
+        finally:
+            os._exit(code)
+    return child
+
+
+def code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def rows(kind: str, **arguments: Any) -> DataLoader:
+    return DataLoader(Rows(400), BATCH, **{**KINDS[kind], **arguments})
+
+
+class Rows:
+    """Rows of 4 KiB that hold their index."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.kept: Any = None
+        self.gate = ""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((512,), index)
+
+
+def grandchild(function: Callable[[], bool]) -> bool:
+    """What a function says in a child of this process, which does not wait for itself."""
+    return code_of(forked(function)) == 0
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+@pytest.mark.parametrize(
+    "kind", ["inline", "fork-persistent", "fork-arrival", "forkserver", "thread"]
+)
+def test_a_batch_that_a_child_holds_stays(kind: str, generation: int, tmp_path: Path) -> None:
+    gate, loader = tmp_path / "gate", rows(kind)
+    batches = iter(loader)
+    held = [next(batches), next(batches)[1:, ::2]]
+    expected = [batch.clone() for batch in held]
+
+    def is_unchanged() -> bool:
+        wait_until(gate.exists)
+        return all(map(torch.equal, held, expected))
+
+    def of_descendant() -> bool:
+        return is_unchanged() if generation == 1 else grandchild(is_unchanged)
+
+    opened = len(os.listdir("/proc/self/fd"))
+    children = [forked(of_descendant) for _ in range(2)]
+    held.clear()
+    assert sum(len(batch) for batch in batches) == 392
+    gate.touch()
+    assert [code_of(child) for child in children] == [0, 0]
+    del batches
+    for _ in range(2):  # the children have ended: their slots and pipes are free again
+        assert sum(len(batch) for batch in loader) == 400
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= opened + 2
+    loader.close()
+
+
+class Watching(Rows):
+    """Samples say whether a batch that the dataset keeps is as it was."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        wait_until(lambda: os.path.exists(self.gate))
+        return torch.tensor(bool((self.kept == self.kept[0, 0]).all() and self.kept[0, 0] == 0))
+
+
+def test_a_batch_that_a_dataset_keeps_stays_in_the_workers_of_another_loader(
+    tmp_path: Path,
+) -> None:
+    batches = iter(rows("fork"))
+    watching = Watching(8)
+    watching.kept, watching.gate = next(batches)[:1], str(tmp_path / "gate")
+    watched = iter(DataLoader(watching, 2, **KINDS["fork"]))
+    watching.kept = None
+    for _ in batches:
+        pass
+    (tmp_path / "gate").touch()
+    assert all(bool(each.all()) for each in watched)
+
+
+def test_a_slot_that_another_process_lends_is_kept_while_a_child_holds_its_batch(
+    tmp_path: Path,
+) -> None:
+    """As of a rank of a shared pool, whose local rank 0 overwrites what was returned."""
+    returned: list[int] = []
+    remote = RemoteArena(Segment(1 << 16), returned.append)
+    lease = remote.segment.array[:4096]
+    remote._leases[0] = weakref.ref(lease, lambda reference: remote._end(0, reference))
+    child = forked(lambda: wait_until((tmp_path / "gate").exists) is None)
+    del lease
+    assert (returned, remote.num_leased) == ([], 1)
+    (tmp_path / "gate").touch()
+    assert code_of(child) == 0
+    assert (remote.num_leased, returned) == (0, [0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["before the first", "after the first", "at the end"])
+def test_a_child_goes_on_with_the_iterator(kind: str, when: str) -> None:
+    """With a copy where there are no workers or threads, otherwise by an error; never by waiting."""
+    loader = rows(kind)
+    batches = iter(loader)
+    seen = 0
+    if when == "after the first":
+        seen = len(next(batches))
+    elif when == "at the end":
+        seen = sum(len(batch) for batch in batches)
+
+    def go_on() -> bool:
+        try:
+            left = sum(len(batch) for batch in batches)
+        except RuntimeError as error:
+            return kind != "inline" and "belong to the process with pid" in str(error)
+        return seen + left == 400 and (kind == "inline" or when == "at the end")
+
+    child = forked(go_on)
+    mine = forked(lambda: sum(len(batch) for batch in rows("inline")) == 400)
+    assert (code_of(child), code_of(mine)) == (0, 0) or when == "at the end"
+    assert seen + sum(len(batch) for batch in batches) == 400
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", ["inline", "fork", "forkserver", "thread"])
+def test_ends_of_pipes_that_the_loop_opens_are_its_own(kind: str) -> None:
+    """No worker holds them, so that a reader finds the end when the loop closes its own."""
+    batches = iter(rows(kind, prefetch_factor=None if kind == "inline" else 2))
+    next(batches)
+    reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert reader.stdin is not None
+    assert sum(len(batch) for batch in batches) == 396
+    reader.stdin.close()
+    assert reader.wait(PATIENCE_S) == 0
+
+
+def test_all_forked_workers_exist_when_iter_returns() -> None:
+    loader = DataLoader(Rows(400), 2, num_workers=5, multiprocessing_context="fork")
+    batches: Any = iter(loader)
+    pids = [worker.pid for worker in batches._workers]
+    assert len(pids) == 5
+    assert sum(len(batch) for batch in batches) == 400
+    assert [worker.pid for worker in batches._workers] in (pids, [])
+
+
+# ---- locks ----------------------------------------------------------------------------------
+
+
+def of_counters(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    counters = Counters("red")
+
+    def works() -> bool:
+        counters.add(red=1)
+        return counters.totals()[0] in (1, 2)  # this process adds after its child
+
+    return counters._lock, works
+
+
+def of_memory_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    return of_cache(MemoryCache(1 << 20))
+
+
+def of_disk_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    pytest.importorskip("diskcache")
+    from minato.caching.disk import DiskCache
+
+    return of_cache(DiskCache(folder / "cache", 1 << 20))
+
+
+def of_cache(cache: Any) -> tuple[Any, Callable[[], bool]]:
+    def works() -> bool:
+        cache.put(b"key", 7)
+        return cache.get(b"key") == (True, 7)
+
+    return cache._lock, works
+
+
+def of_parquet(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from minato.sources.parquet import Parquet
+
+    parquet.write_table(pa.table({"x": [*range(8)]}), folder / "rows.parquet")
+    source = Parquet(str(folder / "rows.parquet"))
+    return source._lock, lambda: source[3]["x"] == 3
+
+
+def of_sqlite(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    with sqlite3.connect(folder / "rows.db") as connection:
+        connection.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, x INTEGER)")
+        connection.execute("INSERT INTO rows VALUES (3, 9)")
+    connection.close()
+    source = SQLite(folder / "rows.db", "rows")
+    return source.connections._lock, lambda: source[0] == {"x": 9}
+
+
+def of_lmdb(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    lmdb = pytest.importorskip("lmdb")
+    from minato._support import lmdb_environments
+    from minato.sources.lmdb import LMDB
+
+    with lmdb.open(str(folder / "db")) as environment, environment.begin(write=True) as writing:
+        writing.put(b"a", b"nine")
+    source = LMDB(folder / "db")
+    return lmdb_environments._lock, lambda: bytes(source[0]) == b"nine"
+
+
+def of_consumers(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    consumers = DataLoader(Rows(8), 2).consumers(2)
+    batches = iter(consumers[0])
+    return consumers[0]._group._changed, lambda: len(next(batches)) == 2
+
+
+def of_patch(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    def works() -> bool:
+        with patching.patch():
+            return torch.utils.data.DataLoader is DataLoader
+
+    return patching._lock, works
+
+
+def of_worker_threads(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    def works() -> bool:
+        return sum(len(batch) for batch in rows("thread")) == 400
+
+    return process_pool._ANNOUNCED, works
+
+
+LOCKS = {
+    "caching.base": [of_memory_cache, of_disk_cache],
+    "_support.counters": [of_counters],
+    "sources.parquet": [of_parquet],
+    "sources.connections": [of_sqlite],
+    "_support.lmdb_environments": [of_lmdb],
+    "delivery.consumers": [of_consumers],
+    "patching": [of_patch],
+    "workers.process_pool": [of_worker_threads],
+}
+"""Locks that a child may need, by module."""
+UNUSED = {
+    "_core._records_py": "workers attach their own; a child of the program cannot use a ledger with workers",
+    "_fork_safety": "held or renewed around each fork",
+    "batching.serialization": "of workers in threads, which a child does not have",
+    "delivery.iterator": "renewed when a child goes on with the iterator",
+    "observe.report.live": "forgotten in children",
+    "ray.pool": "a child does not have the threads",
+    "shared_pool.channel": "a child is no rank: refused, or nothing is sent",
+    "shared_pool.client": "a child is no rank: refused",
+    "shared_pool.server": "a child is no rank: refused",
+    "sources.cassandra": "lives for one call",
+    "workers.reads": "a child does not have the threads: refused",
+    "workers.signals": "never waited for",
+}
+"""Why a child never waits for the others."""
+
+
+def test_every_lock_is_known() -> None:
+    """A lock that another thread holds during a fork stays held in the child: is it renewed, or never needed?"""
+    package = Path(minato.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        if re.search(r"\b(Lock|RLock|Condition|Semaphore|Event|Barrier)\(\)", path.read_text()):
+            found.add(".".join(path.relative_to(package).with_suffix("").parts))
+    assert found == {*LOCKS, *UNUSED}
+
+
+@pytest.mark.parametrize("make", [make for makes in LOCKS.values() for make in makes])
+def test_a_child_does_not_wait_for_a_lock_of_its_parent(make: Any, tmp_path: Path) -> None:
+    lock, works = make(tmp_path)
+    held, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            may_go.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(PATIENCE_S)
+    child = forked(works)
+    may_go.set()
+    thread.join()
+    assert code_of(child) == 0
+    assert works()
+
+
+def test_a_fork_waits_for_calls_of_other_threads_and_not_for_its_own() -> None:
+    inside, may_go, events = threading.Event(), threading.Event(), []
+
+    def call() -> None:
+        with held_off_forks():
+            inside.set()
+            may_go.wait(PATIENCE_S)
+            events.append("called")
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert inside.wait(PATIENCE_S)
+    threading.Timer(0.05, may_go.set).start()
+    with held_off_forks(), held_off_forks():
+        child = forked(lambda: events == ["called"] and enters())
+    assert code_of(child) == 0
+    thread.join()
+    assert enters()
+
+
+def enters() -> bool:
+    with held_off_forks():
+        return True
+
+
+def test_a_call_does_not_begin_while_another_thread_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fork_safety, "_forking", -1)
+    begun = threading.Event()
+    thread = threading.Thread(target=lambda: (enters(), begun.set()))
+    thread.start()
+    assert not begun.wait(0.05)
+    with _fork_safety._calls_changed:
+        _fork_safety._forking = None
+        _fork_safety._calls_changed.notify_all()
+    assert begun.wait(PATIENCE_S)
+    thread.join()
+
+
+def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fork_safety, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(_fork_safety, "_calls", {-1: 1})
+    assert code_of(forked(enters)) == 0
+
+
+def test_a_child_leaves_connections_of_its_parent_alone() -> None:
+    """Also one whose lease ends in the child."""
+    closed: list[object] = []
+    connections = Connections(object, closed.append)
+    for error in (None, LookupError, ValueError):
+        with suppress(LookupError, ValueError), connections.lease() as ours:
+            child = os.fork()
+            if child and error is not None:
+                raise error
+            if child == 0 and error is not None:
+                raise error
+        if child == 0:
+            with connections.lease() as mine:
+                os._exit(not (mine is not ours and not closed))
+        assert code_of(child) == 0
+
+
+# ---- deaths ---------------------------------------------------------------------------------
+
+
+class Dying(Rows):
+    """One worker gets a signal, once."""
+
+    def __init__(self, number: int, flag: Path) -> None:
+        super().__init__(16)
+        self.number, self.flag = number, flag
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5 and not self.flag.exists():
+            self.flag.touch()
+            signal.signal(self.number, signal.SIG_DFL)
+            os.kill(os.getpid(), self.number)
+        return super().__getitem__(index)
+
+
+KILLING = [
+    number
+    for number in sorted(map(int, signal.valid_signals()))
+    if number
+    not in (
+        *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),
+        *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=() if number in (1, 9, 11, 37, 64) else pytest.mark.slow)
+        for number in KILLING
+    ],
+)
+def test_a_worker_that_any_signal_kills_is_replaced(number: int, tmp_path: Path) -> None:
+    if number == signal.SIGKILL:
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(signal, "signal", lambda *_: None)  # it has no handler
+    loader = DataLoader(Dying(number, tmp_path / "flag"), 4, **KINDS["fork"])
+    with pytest.warns(
+        MinatoWarning, match=r"killed by signal: .+ while it ran the sample with index 5"
+    ):
+        assert sum(len(batch) for batch in loader) == 16
+    if number == signal.SIGKILL:
+        monkey.undo()
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 255])
+def test_a_death_is_described_whatever_its_signal(code: int) -> None:
+    assert "exit" in supervision._describe(code)
+    for number in range(1, signal.NSIG):
+        assert "killed by signal: " in supervision._describe(-number)
+        assert "None" not in supervision._describe(-number)
+
+
+def test_warnings_as_errors_lose_nothing() -> None:
+    """The warning of a death is raised once, by one ``next()``; the worker is replaced before."""
+    loader = DataLoader(Rows(64), 4, **KINDS["fork-persistent"])
+    batches: Any = iter(loader)
+    seen, raised = len(next(batches)), 0
+    os.kill(batches._workers[0].pid, signal.SIGKILL)
+    os.kill(batches._workers[1].pid, signal.SIGKILL)
+    wait_until(lambda: len(batches._source._pool._watch._ended) == 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MinatoWarning)
+        while True:
+            try:
+                seen += len(next(batches))
+            except StopIteration:
+                break
+            except MinatoWarning:
+                raised += 1
+    assert (seen, raised) == (64, 2)
+    assert sum(len(batch) for batch in loader) == 64
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", ["fork", "fork-persistent", "fork-torch"])
+@pytest.mark.parametrize("how", ["ignored", "reaped"])
+def test_no_exit_code_is_needed_to_end_workers(
+    kind: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the program ignores SIGCHLD, or a thread reaps all children."""
+
+    def no_code(*_: object) -> None:
+        raise AssertionError("an exit code is awaited")
+
+    monkeypatch.setattr(supervision.ExitWatch, "exit_code", no_code)
+    over = threading.Event()
+
+    def reap() -> None:
+        while not over.is_set():
+            with suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            time.sleep(0.001)
+
+    reaper = threading.Thread(target=reap)
+    before = signal.getsignal(signal.SIGCHLD)
+    if how == "ignored":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    else:
+        reaper.start()
+    try:
+        loader = rows(kind)
+        for _ in range(2):
+            assert sum(len(batch) for batch in loader) == 400
+        loader.close()
+        batches = iter(rows(kind))
+        next(batches)
+        del batches
+        gc.collect()
+        assert multiprocessing.active_children() == []
+    finally:
+        over.set()
+        if how == "reaped":
+            reaper.join()
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_only_the_first_lost_exit_code_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that ignores SIGCHLD loses all."""
+    sleeps: list[float] = []
+    monkeypatch.setattr(supervision, "_RECORDING_S", 0.02)
+    monkeypatch.setattr(supervision.time, "sleep", sleeps.append)
+    watch = supervision.ExitWatch(FORK, lambda: None)
+    gone: Any = FORK.Process(target=time.monotonic)
+    gone.start()
+    os.waitpid(gone.pid, 0)
+    assert watch.exit_code(gone) is None
+    assert sleeps
+    sleeps.clear()
+    assert watch.exit_code(gone) is None
+    assert not sleeps
+    gone._popen.returncode = 0  # multiprocessing waits for it at the end
+    gone.join()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_stuck_workers_end_with_the_program_although_another_child_of_it_lives(method: str) -> None:
+    with started("forked_helper.py", method) as process:
+        assert process.stdout is not None
+        helper, *workers = map(int, process.stdout.readline().split())
+        assert len(workers) == 2
+        try:
+            process.kill()
+            wait_until(lambda: all(map(has_ended, workers)))
+            assert not has_ended(helper)
+        finally:
+            os.kill(helper, signal.SIGKILL)
+
+
+def test_a_pause_while_the_loop_computes_does_not_count_for_a_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervision, "_STOPPED_S", 0.05)
+    now_s = 100.0
+    monkeypatch.setattr(supervision.time, "monotonic", lambda: now_s)
+    watch = supervision.ExitWatch(FORK, lambda: None, look_s=0.5)
+    unasked = supervision.ExitWatch(FORK, lambda: None)
+    for elapsed_s, expected in [(0.5, False), (0.5, False), (0.6, True), (0.0, False)]:
+        now_s += elapsed_s
+        assert (watch.was_stopped(), unasked.was_stopped()) == (expected, False)
+    now_s += 9.0
+    watch._look()  # as its thread does, before the loop asks
+    assert (watch.was_stopped(), watch.was_stopped()) == (True, False)
+
+
+# ---- what a fork server shares --------------------------------------------------------------
+
+
+SCRIPT = """\
+import os, socket, sys, tempfile
+import torch
+from minato import DataLoader
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+{top}
+
+class Reads(torch.utils.data.Dataset):
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        return {sample}
+
+if __name__ == "__main__":
+    loader = DataLoader(Reads(), 10, num_workers=2, multiprocessing_context="forkserver")
+    print(*[value for batch in loader for value in batch.tolist()])
+"""
+OPENING = {
+    "a file": ("FILE = open(os.path.join(FOLDER, 'rows'), 'rb', buffering=0)", True),
+    "a socket": ("PAIR = socket.socketpair()", True),
+    "a pipe": ("PIPE = os.pipe()", True),
+    "a log": ("LOG = open(os.path.join(FOLDER, 'log'), 'a')", False),
+    "shared memory": ("SHARED = torch.zeros(9).share_memory_()", False),
+    "nothing that stays": ("len(open(os.path.join(FOLDER, 'rows'), 'rb').read())", False),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=() if what == "a file" else pytest.mark.slow) for what in OPENING],
+)
+def test_what_a_script_opens_at_its_top_is_not_shared_by_workers(what: str, tmp_path: Path) -> None:
+    top, is_left = OPENING[what]
+    (tmp_path / "rows").write_bytes(bytes(range(200)))
+    sample = "(FILE.seek(index), FILE.read(1)[0])[1]" if what == "a file" else "index"
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(top=top, sample=sample))
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=environment(),
+    )
+    assert ended.stdout.split() == [*map(str, range(200))], ended.stderr
+    assert ("each worker imports it again: it opened" in ended.stderr) == is_left
+
+
+# ---- programs whose threads are none of the system ------------------------------------------
+
+
+class Greenlets:
+    """Stands for what gevent puts in the place of ``_thread.start_new_thread``."""
+
+    def __call__(self, *_: object) -> None:
+        raise AssertionError("it would never run")
+
+
+@pytest.mark.parametrize("kind", ["thread", "inline-reads"])
+def test_threads_that_would_never_run_are_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("_thread.start_new_thread", Greenlets())
+    with pytest.raises(RuntimeError, match="gevent or eventlet.* use workers='process'"):
+        next(iter(rows(kind)))
+
+
+@pytest.mark.parametrize("kind", ["fork", "forkserver"])
+def test_deaths_are_noticed_without_a_thread_that_watches(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("_thread.start_new_thread", Greenlets())
+    batches: Any = iter(rows(kind))
+    seen = len(next(batches))
+    for worker in batches._workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    with pytest.warns(MinatoWarning, match="Another worker takes its place"):
+        seen += sum(len(batch) for batch in batches)
+    assert seen == 400
+
+
+# ---- threads of the program -----------------------------------------------------------------
+
+
+class Slow(Rows):
+    """A sample of the parent lasts until its child has ended."""
+
+    def __init__(self, owner: int, gate: Path) -> None:
+        super().__init__(8)
+        self.owner, self.path = owner, gate
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3 and os.getpid() == self.owner:
+            Path(f"{self.path}-inside").touch()
+            wait_until(self.path.exists)
+        return super().__getitem__(index)
+
+
+def test_a_child_of_a_thread_does_not_go_on_within_next_of_another(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    batches = iter(DataLoader(Slow(os.getpid(), gate), 2))
+    next(batches)
+    thread = threading.Thread(target=lambda: next(batches))
+    thread.start()
+    wait_until((tmp_path / "gate-inside").exists)
+
+    def go_on() -> bool:
+        with pytest.raises(RuntimeError, match="a thread was inside next"):
+            next(batches)
+        return True
+
+    child = forked(go_on)
+    assert code_of(child) == 0
+    gate.touch()
+    thread.join()
+    assert sum(len(batch) for batch in batches) == 4
+
+
+def test_a_child_that_goes_on_does_not_write_to_its_parents_record(tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    batches = iter(DataLoader(Rows(8), 2, record_order=str(path)))
+    next(batches)
+    before = path.read_bytes()
+    assert code_of(forked(lambda: sum(len(batch) for batch in batches) == 6)) == 0
+    assert path.read_bytes() == before
+    for _ in batches:
+        pass
+    again = DataLoader(Rows(8), 2, replay_order=str(path))
+    assert [batch[:, 0].tolist() for batch in again] == [[0, 1], [2, 3], [4, 5], [6, 7]]
