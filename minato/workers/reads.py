@@ -160,6 +160,7 @@ class FinishedReads:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a read has finished; returns whether one has."""
+        self._check_owner()
         return self._any_done.wait(timeout_s)
 
     def _check_owner(self) -> None:

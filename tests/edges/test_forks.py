@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from minato.caching.memory import MemoryCache
 from minato.shared_pool.descriptors import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sqlite import SQLite
-from minato.workers import process_pool, supervision
+from minato.workers import fork_server, process_pool, supervision
 from tests.subprocesses import environment, started
 
 FORK = multiprocessing.get_context("fork")
@@ -62,7 +63,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "thread": {"num_workers": 2, "workers": "thread"},
 }
 ENDS = ("_exit", "exit", "raise", "killed", "return")
-PLACES = ("sample", "list", "transform", "collate", "init", "stream", "sampler", "loop", "thread")
+PLACES = (
+    *("sample", "list", "transform", "collate", "pickle", "result", "policy"),
+    *("init", "stream", "sampler", "loop", "thread"),
+)
 
 
 class Journal:
@@ -155,6 +159,60 @@ class Forking:
         self.at("init", number == 0)
 
 
+class Pickled(NamedTuple):
+    """A sample without a layout; its pickle may fork."""
+
+    forking: Forking
+    index: int
+
+    def __reduce__(self) -> Any:
+        self.forking.at("pickle", self.index == AT)
+        return Pickled, tuple(self)
+
+
+def listed(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.full((8,), sample.index) for sample in samples])
+
+
+class Result:
+    """What ``collate_fn`` returns; arrives as a tensor. Its pickle may fork."""
+
+    def __init__(self, forking: Forking, batch: torch.Tensor) -> None:
+        self.forking, self.batch = forking, batch
+
+    def __reduce__(self) -> Any:
+        self.forking.at("result", AT in self.batch[:, 0])
+        return torch.tensor, (self.batch.tolist(),)
+
+
+class ForkingPickles(Forking):
+    """The same as objects that only ``collate_fn`` makes tensors of."""
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return Pickled(self, index)
+
+
+class Failing(Forking):
+    """One sample fails, for which a function finds another one."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == AT:
+            raise ValueError("a bad sample")
+        return super().__getitem__(index)
+
+    def another(self, failure: Any) -> torch.Tensor:
+        self.at("policy")
+        return torch.full((8,), AT)
+
+
+class ForkingResults(Forking):
+    """The same, and a ``collate_fn`` whose results are pickled."""
+
+    def collate(self, samples: list[torch.Tensor]) -> Any:
+        return Result(self, torch.stack(samples))
+
+
 class ForkingLists(Forking):
     """The same, with all samples of a batch in one call."""
 
@@ -204,6 +262,10 @@ class Case(NamedTuple):
     def is_possible(self) -> bool:
         if self.place == "stream":
             return self.kind in ("inline", "fork", "fork-persistent", "forkserver")
+        if self.place == "pickle":
+            return self.kind == "fork-arrival"
+        if self.place == "result":
+            return not self.kind.startswith("inline") and self.kind != "thread"
         if self.place == "init":
             return not self.kind.startswith("inline")
         if self.place == "list":
@@ -222,7 +284,7 @@ class Case(NamedTuple):
 
 
 CASES = [case for case in map(Case._make, product(PLACES, ENDS, KINDS)) if case.is_possible]
-SAMPLED = {*random.Random(7).sample(CASES, 36)}
+SAMPLED = {*random.Random(7).sample(CASES, 30)}
 
 
 def loader_of(case: Case, forking: Forking) -> DataLoader:
@@ -233,8 +295,12 @@ def loader_of(case: Case, forking: Forking) -> DataLoader:
         arguments["sampler"] = Sampler(forking)
     if case.place == "transform":
         arguments["transforms"] = [forking.transform]
-    if case.place == "collate":
+    if case.place in ("collate", "result"):
         arguments["collate_fn"] = forking.collate
+    if case.place == "pickle":
+        arguments["collate_fn"] = listed
+    if case.place == "policy":
+        arguments["errors"] = minato.ErrorPolicy(on_error=forking.another)
     if case.place == "init":
         arguments["worker_init_fn"] = forking.init
     return DataLoader(forking, BATCH, **arguments)
@@ -275,12 +341,19 @@ def epoch(case: Case, loader: DataLoader, forking: Forking) -> list[int]:
 )
 def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    forking = (ForkingLists if case.place == "list" else Forking)(journal, case.place, case.end)
+    kinds = {
+        "list": ForkingLists,
+        "result": ForkingResults,
+        "pickle": ForkingPickles,
+        "policy": Failing,
+    }
+    forking = kinds.get(case.place, Forking)(journal, case.place, case.end)
     loader = loader_of(case, forking)
     owner = os.getpid()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", MinatoWarning)
+            warnings.filterwarnings("ignore", "0 samples of this epoch", MinatoWarning)
+            warnings.filterwarnings("error", "DataLoader worker", MinatoWarning)
             first = epoch(case, loader, forking)
     except BaseException as error:
         if os.getpid() != owner:
@@ -291,7 +364,9 @@ def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:
         journal.write("returned", *first)
         os._exit(0)
     journal.open_gate()  # also where nothing forked until the end
-    second = epoch(case, loader, forking)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "0 samples of this epoch", MinatoWarning)
+        second = epoch(case, loader, forking)
     loader.close()
     assert (sorted(first), sorted(second)) == ([*range(N)], [*range(N)])
     children = journal.children()
@@ -324,7 +399,9 @@ def check_child(case: Case, journal: Journal, child: int) -> None:
         assert after[-1][:2] == ["raised", "RuntimeError"]
         assert after[-1][2].startswith("this_iterator_and_its_workers_belong_to")
     else:
-        assert after[-1][:2] in (["raised", "SystemExit"], ["raised", "ValueError"])
+        errors = {"SystemExit", "ValueError", *(["RuntimeError"] if case.place == "policy" else [])}
+        assert after[-1][0] == "raised"
+        assert after[-1][1] in errors
 
 
 # ---- what a forked child holds --------------------------------------------------------------
@@ -828,7 +905,7 @@ def test_only_the_first_lost_exit_code_is_awaited(monkeypatch: pytest.MonkeyPatc
     gone.join()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_stuck_workers_end_with_the_program_although_another_child_of_it_lives(method: str) -> None:
     with started("forked_helper.py", method) as process:
         assert process.stdout is not None
@@ -886,14 +963,32 @@ OPENING = {
     "a pipe": ("PIPE = os.pipe()", True),
     "a log": ("LOG = open(os.path.join(FOLDER, 'log'), 'a')", False),
     "shared memory": ("SHARED = torch.zeros(9).share_memory_()", False),
-    "nothing that stays": ("len(open(os.path.join(FOLDER, 'rows'), 'rb').read())", False),
+    "nothing that stays": (
+        "with open(os.path.join(FOLDER, 'rows'), 'rb') as file: file.read()",
+        False,
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    [pytest.param(what, marks=() if what == "a file" else pytest.mark.slow) for what in OPENING],
-)
+def test_open_files_that_children_would_use_together_are_found(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"os": os, "socket": socket, "torch": torch, "FOLDER": str(tmp_path)}
+    (tmp_path / "rows").touch()
+    before = fork_server._files().keys()
+    for what, (top, is_left) in OPENING.items():
+        exec(top, names)
+        found = fork_server._files().keys() - before
+        assert bool(found) == is_left, what
+        for name in [name for name in names if name in ("FILE", "PAIR", "PIPE", "LOG", "SHARED")]:
+            opened = names.pop(name)
+            for each in opened if isinstance(opened, tuple) else [opened]:
+                if isinstance(each, int):
+                    os.close(each)
+                elif hasattr(each, "close"):
+                    each.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", OPENING)
 def test_what_a_script_opens_at_its_top_is_not_shared_by_workers(what: str, tmp_path: Path) -> None:
     top, is_left = OPENING[what]
     (tmp_path / "rows").write_bytes(bytes(range(200)))
