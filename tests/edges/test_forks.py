@@ -369,6 +369,7 @@ def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:
         second = epoch(case, loader, forking)
     loader.close()
     assert (sorted(first), sorted(second)) == ([*range(N)], [*range(N)])
+    wait_until(journal.children)
     children = journal.children()
     assert len(children) == 1
     wait_until(lambda: has_ended(children[0]))
@@ -1030,7 +1031,7 @@ def test_deaths_are_noticed_without_a_thread_that_watches(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("_thread.start_new_thread", Greenlets())
-    batches: Any = iter(rows(kind))
+    batches: Any = iter(rows(kind, prefetch_factor=2))
     seen = len(next(batches))
     for worker in batches._workers:
         os.kill(worker.pid, signal.SIGKILL)
