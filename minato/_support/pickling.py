@@ -225,8 +225,9 @@ class SidePickler(pickle.Pickler):
         if isinstance(value, torch.Tensor):
             return self._reduce_tensor(value, reduce)
         if isinstance(value, np.ndarray):
-            ordinary = self._purpose == "sample" or _KEEPS_ARRAYS
-            ordinary = ordinary or (value.flags.writeable and value.dtype.isnative)
+            if self._purpose == "sample":
+                return _reduce_exactly(value)
+            ordinary = _KEEPS_ARRAYS or (value.flags.writeable and value.dtype.isnative)
             return NotImplemented if ordinary else value.__reduce_ex__(4)
         typed = isinstance(value, torch.storage.TypedStorage)
         storage = untyped_storage(value) if typed else value
@@ -288,8 +289,13 @@ class _ChildPickler(reduction.ForkingPickler):
 
     def reduce_part(self, value: object) -> Any:
         """Reduce what must not be copied, also where a class or function that goes by value refers to it."""
-        base = shared_base(value) if isinstance(value, np.ndarray) else None
-        return NotImplemented if base is None else base.reduce_view(cast(Any, value))
+        if isinstance(value, np.ndarray) and (base := shared_base(value)) is not None:
+            return base.reduce_view(value)
+        if isinstance(value, torch.Tensor) and (value.is_leaf or not value.requires_grad):
+            # A tensor's own methods keep more than torch's reducer: attributes, conjugation.
+            if _is_here(value) and (vars(value) or not _is_plain(value)):
+                return _reduce_quantized(value) if value.is_quantized else value.__reduce_ex__(4)
+        return NotImplemented
 
     def reducer_override(self, value: object) -> Any:
         if _stays_behind(value):
@@ -483,6 +489,50 @@ def _reduce_quantized(tensor: torch.Tensor) -> Any:
         arguments = (tensor.int_repr(), *scales, tensor.q_per_channel_axis())
         return build, arguments
     return NotImplemented
+
+
+class _Bytes:
+    """The memory of an array, for NumPy; nobody writes to it."""
+
+    def __init__(self, array: np.ndarray[Any, Any], start: int, nbytes: int) -> None:
+        self._array = array
+        self.__array_interface__ = {
+            "data": (start, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _reduce_exactly(array: np.ndarray[Any, Any]) -> Any:
+    """Pickle an array with its strides, and its type where several are of one size; its own pickle keeps neither."""
+    flags, dtype = array.flags, array.dtype
+    known = dtype.isbuiltin != 1 or np.dtype(dtype.str).num == dtype.num
+    whole = flags.c_contiguous or flags.f_contiguous
+    if type(array) is not np.ndarray or dtype.hasobject or (whole and known):
+        return NotImplemented
+    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    before = -sum(step for step in steps if step < 0)
+    nbytes = sum(map(abs, steps)) + array.itemsize
+    if nbytes > 2 * array.nbytes and nbytes > _SPARSE_BYTES:
+        return NotImplemented
+    start = array.__array_interface__["data"][0] - before
+    data = pickle.PickleBuffer(np.asarray(_Bytes(array, start, nbytes)))
+    kind = dtype if known else dtype.char
+    return _strided_array, (data, kind, before, array.shape, array.strides, flags.writeable)
+
+
+def _strided_array(
+    data: Any,
+    dtype: Any,
+    before: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    writeable: bool,
+) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, before, strides)
+    array.flags.writeable = writeable
+    return array
 
 
 def _is_here(value: torch.Tensor | torch.UntypedStorage) -> bool:

@@ -227,6 +227,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "array of none": lambda: np.empty((0, 3)),
     "transposed": lambda: GRID.T,
     "Fortran": lambda: np.asfortranarray(GRID),
+    "a field": lambda: np.zeros(3, [("a", "i1"), ("b", "<i4")])["b"],
+    "other name": lambda: [np.arange(3).astype(np.longlong), np.arange(3).astype(np.ulonglong)],
+    "far apart": lambda: np.arange(1 << 19)[:: 1 << 17],
     "sliced": lambda: GRID[::2, 1:7:3],
     "reversed": lambda: GRID[::-1],
     "broadcast": lambda: np.broadcast_to(np.arange(3), (2, 3)),
@@ -331,7 +334,7 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         return name, inner(value.data.view(np.ndarray)), value.mask.tolist(), value.fill_value
     if isinstance(value, np.ndarray):
         flags = value.flags
-        layout = flags.writeable, flags.c_contiguous, flags.f_contiguous
+        layout = flags.writeable, value.strides if value.size else None, value.dtype.num
         each_by_each = value.dtype == object or value.dtype.char in "gG"  # which have padding
         content = [*map(inner, value.ravel())] if each_by_each else value.tobytes()
         attributes = sorted(

@@ -623,7 +623,7 @@ def test_views_and_shared_storages(workers: Any, own: Any) -> None:
 
 
 def test_a_view_that_sees_little_of_its_storage_is_copied_compactly() -> None:
-    table = torch.arange(600.0).view(6, 100)
+    table = torch.arange(600_000.0).view(6, 100_000)
     loader = minato.DataLoader(Samples([table[:, 4]]), None, num_workers=1)
     (column,) = loader
     assert torch.equal(column, table[:, 4])
