@@ -291,9 +291,10 @@ class _ChildPickler(reduction.ForkingPickler):
         """Reduce what must not be copied, also where a class or function that goes by value refers to it."""
         if isinstance(value, np.ndarray) and (base := shared_base(value)) is not None:
             return base.reduce_view(value)
-        if isinstance(value, torch.Tensor) and (value.is_leaf or not value.requires_grad):
-            # A tensor's own methods keep more than torch's reducer: attributes, conjugation.
-            if _is_here(value) and (vars(value) or not _is_plain(value)):
+        if isinstance(value, torch.Tensor) and _is_here(value):
+            # A tensor's own methods keep more than torch's reducer, which refuses what is no leaf.
+            refused = value.requires_grad and not value.is_leaf
+            if not refused and (vars(value) or not _is_plain(value)):
                 return _reduce_quantized(value) if value.is_quantized else value.__reduce_ex__(4)
         return NotImplemented
 
