@@ -24,6 +24,7 @@ from multiprocessing import process as process_module
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,7 +37,8 @@ try:
 
     from torch import _utils
     from torch._utils import ExceptionWrapper
-    from torch.utils.data._utils import collate, pin_memory, worker
+    from torch.utils.data import dataloader
+    from torch.utils.data._utils import collate, fetch, pin_memory, worker
     from torch.utils.data._utils.worker import WorkerInfo, _generate_state
     from torch.utils.data.dataloader import (
         _BaseDataLoaderIter as TorchIterator,
@@ -67,6 +69,7 @@ __all__ = [
     "collate_in_own_memory",
     "collates_by_default",
     "duplicates_for_child",
+    "fetcher_is_replaced",
     "forget_child_processes",
     "forget_executor_threads",
     "has_cuda_context",
@@ -79,8 +82,10 @@ __all__ = [
     "is_iterable",
     "is_profiling",
     "kill_actor",
+    "make_fetcher",
     "may_access_memory",
     "name_process_thread",
+    "next_is_replaced",
     "numpy_seed",
     "numpy_state",
     "pickling_for_a_child",
@@ -89,6 +94,7 @@ __all__ = [
     "python_state",
     "quantized_per_channel",
     "quantized_per_tensor",
+    "replaced_parts",
     "serves_other_processes",
     "set_popen_of_spawning",
     "set_signal_handlers",
@@ -135,6 +141,69 @@ def is_constructed(loader: object) -> bool:
 def pin_batch(batch: object, device: object) -> Any:
     """A batch in pinned memory, by torch's rules for containers."""
     return pin_memory.pin_memory(batch, device=device)
+
+
+# --- parts of torch's loader that programs replace ------------------------------------------
+
+
+def _is_torchs(value: Any, module: ModuleType) -> bool:
+    """Whether a function, or a class with all its methods, is what torch's module has defined."""
+    if isinstance(value, type):
+        held = [getattr(each, "__func__", each) for each in vars(value).values()]
+        functions = [each for each in held if isinstance(each, FunctionType)]
+        own = all(each.__globals__ is vars(module) for each in functions)
+        return value.__module__ == module.__name__ and own
+    return getattr(value, "__globals__", None) is vars(module)
+
+
+def fetcher_is_replaced() -> bool:
+    """Whether the program has put another class or method in the place of torch's fetcher of map-style datasets."""
+    parts = fetch._MapDatasetFetcher, fetch._BaseDatasetFetcher
+    return not (
+        _is_torchs(_DatasetKind, dataloader) and all(_is_torchs(part, fetch) for part in parts)
+    )
+
+
+def make_fetcher(dataset: Any, batched: bool, collate_fn: Any, drop_last: bool) -> Any:
+    """The fetcher that torch's worker would make in this process; ``fetch(indices)`` returns a collated batch."""
+    return _DatasetKind.create_fetcher(_DatasetKind.Map, dataset, batched, collate_fn, drop_last)
+
+
+_NEXT = TorchIterator.__next__ if _is_torchs(TorchIterator.__next__, dataloader) else None
+
+
+def next_is_replaced() -> bool:
+    """Whether the program has replaced ``__next__`` of the iterators' base class, as profilers do."""
+    return TorchIterator.__next__ is not _NEXT
+
+
+def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins: bool) -> list[str]:
+    """The parts of torch's engine that the program has replaced, and that a loader would use with torch.
+
+    ``__init__`` and ``_reset`` of the iterators' base, ``default_collate`` and what it calls, and ``pin_memory`` are
+    not among them: minato uses what is in their place.
+    """
+    found = []
+
+    def look(module: ModuleType, owner: Any, name: str) -> None:
+        value = inspect.getattr_static(owner, name, None)
+        if not _is_torchs(getattr(value, "__func__", value), module):
+            found.append(f"{getattr(owner, '__qualname__', None) or owner.__name__}.{name}")
+
+    look(dataloader, TorchDataLoader, "_get_iterator")
+    look(dataloader, TorchIterator, "_next_index")
+    if worker_processes:
+        look(dataloader, dataloader, "_MultiProcessingDataLoaderIter")
+        look(worker, worker, "_worker_loop")
+    elif not workers:
+        look(dataloader, dataloader, "_SingleProcessDataLoaderIter")
+    if workers and pins:
+        look(pin_memory, pin_memory, "_pin_memory_loop")
+    if streams:
+        look(fetch, fetch, "_IterableDatasetFetcher")
+        look(fetch, fetch, "_BaseDatasetFetcher")
+        look(dataloader, dataloader, "_DatasetKind")
+    return found
 
 
 # --- torch's workers ------------------------------------------------------------------------
@@ -190,14 +259,20 @@ def _default_rules() -> dict[Any, Any] | None:
 
 
 _DEFAULT_RULES = _default_rules()
+_CALLED_BY_RULES = torch.stack, torch.as_tensor, torch.tensor
 
 
 def collates_by_default() -> bool:
     """Whether ``default_collate`` has the rules that minato builds batches by.
 
-    False where a program has added a rule, or a version of torch has others: torch itself then builds the batches.
+    False where a program has added a rule or replaced a function that the rules call, or a version of torch has others:
+    torch itself then builds the batches.
     """
-    return bool(getattr(collate, "default_collate_fn_map", ()) == _DEFAULT_RULES)
+    return (
+        bool(getattr(collate, "default_collate_fn_map", ()) == _DEFAULT_RULES)
+        and (torch.stack, torch.as_tensor, torch.tensor) == _CALLED_BY_RULES
+        and getattr(collate.collate, "__globals__", None) is vars(collate)
+    )
 
 
 def collate_in_own_memory(samples: object) -> Any:
@@ -597,6 +672,29 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "tells iterable datasets from others, as torch does",
         _IMPORT_FAILS,
         _has("torch.utils.data.dataloader", "_DatasetKind", "Iterable"),
+    ),
+    PrivateName(
+        "torch.utils.data._utils.fetch._MapDatasetFetcher, _BaseDatasetFetcher, _DatasetKind.create_fetcher",
+        "the fetcher that a program has put in their place makes the batches",
+        _IMPORT_FAILS,
+        lambda: (
+            not fetcher_is_replaced() and hasattr(make_fetcher([0], True, list, False), "fetch")
+        ),
+    ),
+    PrivateName(
+        "torch.utils.data.dataloader._SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter, "
+        "DataLoader._get_iterator, _BaseDataLoaderIter._next_index, torch.utils.data._utils.worker._worker_loop, "
+        "torch.utils.data._utils.pin_memory._pin_memory_loop, torch.utils.data._utils.fetch._IterableDatasetFetcher",
+        "where a program has replaced one of them, torch's engine uses it",
+        "a warning names the missing part, and torch's engine loads",
+        lambda: (
+            not any(
+                replaced_parts(
+                    streams=True, worker_processes=workers > 0, workers=workers, pins=True
+                )
+                for workers in (0, 1)
+            )
+        ),
     ),
     PrivateName(
         "torch.utils.data.dataloader._InfiniteConstantSampler",

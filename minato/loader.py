@@ -32,6 +32,7 @@ from minato._compat import (
     is_batched,
     is_constructed,
     is_iterable,
+    replaced_parts,
 )
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato._system import environment
@@ -40,6 +41,7 @@ from minato.engine.spec import LoaderSpec, WorkerSpec
 from minato.errors import MinatoWarning
 from minato.options import (
     DEFAULTS,
+    IN_PLACE,
     OPTION_NAMES,
     OWN_NAMES,
     AutoScale,
@@ -356,6 +358,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 belongs to.
         """
         self._refuse_data_pipes("state_dict()")
+        self._refuse_replaced_parts("state_dict()")
         spec = self._spec()
         if spec.keeps_dataset_states and not spec.sampling.streams:
             mixes = spec.sampling.mixes_batches
@@ -382,6 +385,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             TypeError: It is no dictionary.
         """
         self._refuse_data_pipes("load_state_dict()")
+        self._refuse_replaced_parts("load_state_dict()")
         if state_dict == {}:
             self._position = self._position.without_state()
         else:
@@ -473,6 +477,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
         self._inspector().refuse_ranks("headroom()")
         self._refuse_data_pipes("headroom()")
+        self._refuse_replaced_parts("headroom()")
         return Headroom(self._separate_batches, steps)
 
     @made_only
@@ -662,6 +667,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if self._session is not None:
                 self._refuse_data_pipes("shared_pool=True")
             return super()._get_iterator()
+        parts = self._replaced_parts()
+        if parts:
+            return self._torchs_iterator(parts)
         spec = self._spec()
         self._check_workers(spec)
         self._inspector(spec).open_views()
@@ -673,6 +681,48 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             return loader._engines.epoch(spec, loader._position, persists=persists)
 
         return self._batch_iterator(spec, self._engines, self._history, begin_epoch)
+
+    def _replaced_parts(self) -> list[str]:
+        """The parts of torch's engine that the program has replaced, and that only torch's engine uses."""
+        return replaced_parts(
+            streams=is_iterable(self),
+            worker_processes=self.num_workers > 0 and self._options.worker_kind == "process",
+            workers=self.num_workers,
+            pins=bool(self.pin_memory),
+        )
+
+    def _torchs_iterator(self, parts: list[str]) -> TorchIterator:
+        """An iterator of torch's engine, because the program has replaced parts of it."""
+        names = ", ".join(parts)
+        for name in (*OWN_NAMES, "num_workers", "pin_memory"):
+            value = vars(self).get(name, DEFAULTS[name])
+            if name == "num_workers":
+                value = self._options.autoscale
+            elif name == "pin_memory":
+                value = value if value == IN_PLACE else None
+            elif name in _HARMLESS or value == DEFAULTS[name]:
+                continue
+            if value is not None:
+                raise ValueError(
+                    f"the program has replaced {names}, which only torch's engine uses, and that one does without "
+                    f"{name}={value!r}: leave the argument out, or torch's part as it is"
+                )
+        if parts != self._engines.told_parts:
+            self._engines.told_parts = parts
+            warnings.warn(
+                f"the program has replaced {names}, which minato's engine does not use: torch's engine loads",
+                MinatoWarning,
+                stacklevel=4,
+            )
+        return super()._get_iterator()
+
+    def _refuse_replaced_parts(self, feature: str) -> None:
+        parts = self._replaced_parts()
+        if parts:
+            raise ValueError(
+                f"{feature} is about batches of minato's engine, and torch's loads here: the program has replaced "
+                f"{', '.join(parts)}"
+            )
 
     def _check_workers(self, spec: LoaderSpec) -> None:
         if spec.sampling.streams and spec.in_threads:
@@ -758,6 +808,8 @@ class _Twin:
         return getattr(self._loader, name)
 
 
+_HARMLESS = ("name", "compat", "stats", "memory_budget", "snapshot_every_n_steps")
+"""Arguments of ours that change no batch."""
 _ALIKE = (
     *("dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout"),
     *("worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor"),

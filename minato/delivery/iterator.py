@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 from operator import methodcaller
 from typing import Any, Protocol
 
-from minato._compat import TorchIterator, is_iterable, is_profiling, pin_batch
+from minato._compat import (
+    TorchIterator,
+    is_iterable,
+    is_profiling,
+    next_is_replaced,
+    pin_batch,
+)
 from minato._core import now_ns
 from minato._fork_safety import foreign_workers
 from minato._support.exceptions import not_the_end
@@ -140,7 +146,7 @@ class BatchIterator(TorchIterator):
 
     def _next_in_turn(self) -> Any:
         # torch's own method records a range for profilers, which takes longer than a small batch.
-        if self._checks_length or is_profiling():
+        if self._checks_length or is_profiling() or next_is_replaced():
             return super().__next__()  # also compares the number of batches with a stream's length
         batch = self._next_data()
         self._num_yielded += 1

@@ -128,7 +128,9 @@ class Engine:
         # Where a place that a skipped sample leaves is for another one, no batch may begin with places that are kept.
         fills = policy is not None and not worker.order.keeps_places
         optimistic = history.may_travel is None and (fills or not worker.hands_over)
-        if optimistic or not worker.in_processes:
+        if worker.pipeline.refetches:
+            state.handover.settle(False)
+        elif optimistic or not worker.in_processes:
             state.handover.settle(True)
         elif history.may_travel is not None:
             state.handover.settle(history.may_travel)

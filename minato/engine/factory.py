@@ -99,6 +99,7 @@ class EngineFactory:
 
     Attributes:
         idle: Keeps the engine of the last iterator.
+        told_parts: Replaced parts of torch's engine that a warning has named.
     """
 
     def __init__(self, *, session: RankSession | None = None, trace: Trace | None = None) -> None:
@@ -109,6 +110,7 @@ class EngineFactory:
         self._spare_arenas = ArenaCache()
         self.idle = IdleEngine()
         self._warned_of_generators = False
+        self.told_parts: list[str] = []
 
     def fresh(self, *, traced: bool = True) -> EngineFactory:
         """A factory for a copy of the loader, which must not write to the same arenas."""

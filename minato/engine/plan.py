@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch.utils.data import default_collate
 
+from minato._compat import fetcher_is_replaced
 from minato._core import mix_seed
 from minato._core.limits import explaining_limits
 from minato._support.objects import attribute, takes_lists
@@ -42,6 +43,7 @@ class Pipeline(NamedTuple):
         batched: Samples come in lists (``batch_size`` or a ``batch_sampler``), and ``collate_fn`` gets these.
         drop_last: The incomplete last batch of a stream is dropped.
         streams: The dataset is iterable.
+        refetches: The program has replaced torch's fetcher, which then makes whole batches, collated.
     """
 
     dataset: Any
@@ -50,6 +52,7 @@ class Pipeline(NamedTuple):
     batched: bool
     drop_last: bool
     streams: bool
+    refetches: bool = False
 
     @classmethod
     def of(cls, spec: LoaderSpec) -> Pipeline:
@@ -66,6 +69,7 @@ class Pipeline(NamedTuple):
             batched=sampling.batched,
             drop_last=sampling.drop_last,
             streams=sampling.streams,
+            refetches=not sampling.streams and fetcher_is_replaced(),
         )
 
 
@@ -117,7 +121,7 @@ class WorkerPlan(NamedTuple):
     def hands_over(self) -> bool:
         """Whether samples may go to other workers than the one that made them before ``collate_fn`` gets them."""
         collates = self.pipeline.collate_fn is not default_collate or not self.pipeline.batched
-        return self.in_processes and collates and not self.round_robin
+        return self.in_processes and collates and not (self.round_robin or self.pipeline.refetches)
 
     @property
     def sends_states(self) -> bool:
@@ -127,13 +131,15 @@ class WorkerPlan(NamedTuple):
     @property
     def takes_lists(self) -> bool:
         """Whether the dataset loads all samples of a batch in one call."""
-        return self.pipeline.batched and takes_lists(self.pipeline.dataset)
+        pipeline = self.pipeline
+        return pipeline.batched and (pipeline.refetches or takes_lists(pipeline.dataset))
 
     @property
     def begins_lists(self) -> bool:
         """Whether a worker may begin to read further batches while it waits for one."""
         return (
             self.takes_lists
+            and not self.pipeline.refetches
             and self.order.keeps_places
             and not (self.in_main_process or self.round_robin or self.fetching.at_once)
             and self.method != "ray"
@@ -264,6 +270,8 @@ class Plan:
                 "cluster: use workers='process'"
             )
         streams = spec.sampling.streams
+        if not streams and fetcher_is_replaced():
+            _refuse_single_samples(options)
         round_robin = streams or options.compat == "torch"
         base_seed = epoch.base_seed
         if options.seed is not None:
@@ -339,6 +347,7 @@ class Plan:
             and dataset_states is None
             and pipeline.dataset is spec.dataset
             and pipeline.collate_fn is spec.collate_fn
+            and pipeline.refetches == fetcher_is_replaced()
             and self.worker.order == _order(spec.options)
             and (pipeline.batched, pipeline.drop_last) == (sampling.batched, sampling.drop_last)
             and self.timeout_s == spec.workers.timeout_s
@@ -355,6 +364,21 @@ class Plan:
             and not worker.round_robin
             and worker.dataset_states is None
         )
+
+
+def _refuse_single_samples(options: Options) -> None:
+    """Raise ValueError for an option about single samples, where the program's fetcher makes whole batches."""
+    given = {
+        "errors": options.errors.handles_samples,
+        "fetch_concurrency": options.fetch_concurrency.at_once,
+        "workers=RayWorkers(...)": options.worker_kind == "ray",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"{name} is about single samples, and the program has replaced torch's fetcher "
+                "(torch.utils.data._utils.fetch), which makes whole batches: leave it out"
+            )
 
 
 def _placement(options: Options, num_workers: int) -> NumaPlacement | None:

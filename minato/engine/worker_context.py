@@ -37,7 +37,7 @@ from minato.workers.begun_lists import BegunLists, BegunListsWorker
 from minato.workers.concurrent import ConcurrentFetch, ConcurrentWorker
 from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler, SampleRetry
-from minato.workers.fetch import Fetcher, StreamFetcher
+from minato.workers.fetch import Fetcher, ReplacedFetcher, StreamFetcher
 from minato.workers.pool import process_usage
 from minato.workers.process_pool import enter_worker_process, parent_watch
 from minato.workers.reads import Reads, reads_of
@@ -94,7 +94,7 @@ class WorkerContext:
         """The writer of worker ``number``."""
         settings = WriterSettings(
             worker=number,
-            collate_fn=self.plan.pipeline.collate_fn,
+            collate_fn=_as_it_is if self.plan.pipeline.refetches else self.plan.pipeline.collate_fn,
             auto_collation=self.plan.pipeline.batched,
             describe_error=describe_error,
             catches=catches,
@@ -169,11 +169,22 @@ class WorkerContext:
             )
             present: Callable[[], DatasetState | None] = fetcher.present
         else:
-            fetcher = Fetcher(dataset, transforms, pipeline.batched, plan.sends_states)
+            if pipeline.refetches:
+                fetcher = ReplacedFetcher(
+                    dataset,
+                    transforms,
+                    pipeline.batched,
+                    plan.sends_states,
+                    collate_fn=pipeline.collate_fn,
+                    drop_last=pipeline.drop_last,
+                )
+            else:
+                fetcher = Fetcher(dataset, transforms, pipeline.batched, plan.sends_states)
             present = fetcher.state
         if in_main_process and plan.dataset_states is not None:
             plan.dataset_states.present = present
-        if not pipeline.streams and not fetcher.takes_lists and reads is None:
+        by_samples = not (pipeline.streams or pipeline.refetches or fetcher.takes_lists)
+        if by_samples and reads is None:
             if plan.defers:
                 deferral = Deferral(
                     ledger=ledger, meters=meters, num_workers=lambda: active_workers.count
@@ -244,6 +255,11 @@ class WorkerContext:
             sample_retry=sample_retry,
             tracer=tracer,
         )
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Return what a replaced fetcher has collated."""
+    return batch
 
 
 def _busy_ns() -> int:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from minato._compat import fetcher_is_replaced
 from minato._core.epochs import seed_of_epoch
 from minato._support.objects import takes_lists
 from minato.observe.stats.size import length_of
@@ -196,7 +197,7 @@ class Epoch:
         batches = index_batches(
             indices,
             spec.batched,
-            whole=takes_lists(spec.dataset),
+            whole=takes_lists(spec.dataset) or fetcher_is_replaced(),
             mixes=spec.mixes_batches,
             copies=spec.has_workers,
         )

@@ -12,13 +12,22 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from minato._compat import make_fetcher
 from minato._core import now_ns
 from minato._support.objects import takes_lists
 from minato.sampling.dataset_state import DatasetState
 from minato.sampling.state import is_stateful
 from minato.transforms.compose import Transforms
 
-__all__ = ["Fetcher", "Rows", "StreamEnd", "StreamFetcher", "has_rows", "rows_of"]
+__all__ = [
+    "Fetcher",
+    "ReplacedFetcher",
+    "Rows",
+    "StreamEnd",
+    "StreamFetcher",
+    "has_rows",
+    "rows_of",
+]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -116,6 +125,53 @@ class Fetcher:
     def transformed(self, samples: Any) -> Any:
         """What the dataset returned for the indices of a batch, transformed."""
         return samples if self._run is None else [self._run(sample) for sample in samples]
+
+
+class _Transformed:
+    """A dataset after the loader's transforms, for a fetcher that knows of none."""
+
+    def __init__(self, dataset: Any, transforms: Transforms) -> None:
+        self._dataset = dataset
+        self._run = transforms.run
+        if getattr(dataset, "__getitems__", None):
+            self.__getitems__ = self._many
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._run(self._dataset[index])
+
+    def _many(self, indices: Any) -> Any:
+        return list(map(self._run, self._dataset.__getitems__(indices)))
+
+
+class ReplacedFetcher(Fetcher):
+    """Has the fetcher that a program has put in the place of torch's make whole batches, collated.
+
+    Args:
+        dataset, transforms, batched, keeps_state: As of :class:`Fetcher`.
+        collate_fn: The loader's.
+        drop_last: The loader's.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        transforms: Transforms,
+        batched: bool,
+        keeps_state: bool,
+        *,
+        collate_fn: Callable[[Any], Any],
+        drop_last: bool,
+    ) -> None:
+        super().__init__(dataset, transforms, batched, keeps_state)
+        self.takes_lists, self.has_rows = batched, False
+        samples = _Transformed(dataset, transforms) if transforms.steps else dataset
+        # In the worker, as torch makes it: a worker that is not forked may have torch's own class.
+        self._fetch = make_fetcher(samples, batched, collate_fn, drop_last).fetch
+        self.one = self._fetch
+
+    def many(self, indices: Any) -> Any:
+        """The batch of these indices, collated."""
+        return self._fetch(indices)
 
 
 def has_rows(dataset: object) -> bool:
