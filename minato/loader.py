@@ -336,7 +336,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` starts; by default it is the one after the last.
 
-        Calls ``set_epoch`` of samplers that have it, too. It is enough to call that of the sampler instead.
+        An iterator that has not been asked for a batch begins that epoch too. Calls ``set_epoch`` of samplers that have
+        it; it is enough to call that of the sampler instead, where its number changes. The rest of an epoch whose state
+        was loaded comes first, whatever is chosen here.
         """
         set_sampler_epoch(index_sampler(self), epoch)
         number = check_whole("epoch", epoch, None)
@@ -591,12 +593,23 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 "shared_pool=True divides the dataset among the ranks by itself: do not prepare the loader, or leave "
                 "shared_pool out"
             )
+        if arguments.get("num_workers", 0) > 0:
+            for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
+                arguments.setdefault(name, getattr(self, name))
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
         kept = ("_options", "_transforms", "_replay", *OWN_NAMES)
         vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
         loader._engines = self._engines.fresh()
         loader._history = self._history  # so this loader's report covers what the wrapper iterates
-        loader._position = self._position.without_state()
+        keeps_order = index_sampler(loader) is index_sampler(self)
+        if self._position.resumes is not None and not keeps_order:
+            raise ValueError(
+                "the loaded state belongs to this loader's sampler, and the trainer builds a loader with another one: "
+                "load the state into the loader that it returns"
+            )
+        loader._position = (
+            copy.copy(self._position) if keeps_order else self._position.without_state()
+        )
         return loader
 
     def _spec(self) -> LoaderSpec:
@@ -673,14 +686,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         spec = self._spec()
         self._check_workers(spec)
         self._inspector(spec).open_views()
-        first = [spec]  # built once: it takes as long as a very small batch
-
-        def begin_epoch(loader: DataLoader[Any]) -> Epoch:
-            spec = first.pop() if first else loader._spec()
-            persists = loader._iterator is not None
-            return loader._engines.epoch(spec, loader._position, persists=persists)
-
-        return self._batch_iterator(spec, self._engines, self._history, begin_epoch)
+        epochs = _Epochs(spec, self._engines, self._position)
+        return self._batch_iterator(spec, self._engines, self._history, epochs)
 
     def _replaced_parts(self) -> list[str]:
         """The parts of torch's engine that the program has replaced, and that only torch's engine uses."""
@@ -738,13 +745,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         spec: LoaderSpec,
         engines: EngineFactory,
         history: History,
-        begin_epoch: Callable[[Any], Epoch],
+        epochs: _Epochs,
         loader: object = None,
     ) -> BatchIterator:
         """An iterator; neither it nor its engine refers to this loader.
 
         Args:
-            begin_epoch: Begins the next epoch of a loader.
+            epochs: Its epochs.
             loader: Has torch's attributes; by default this one.
         """
         from minato.delivery.iterator import BatchIterator
@@ -752,19 +759,16 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         make_source = functools.partial(engines.source, spec, history)
         may_pin = self._options.target is None
         if self._session is not None:
-            return BatchIterator(loader or self, make_source, begin_epoch, may_pin)
+            return BatchIterator(loader or self, make_source, epochs, may_pin)
         pins_ahead = self.num_workers > 0
         loader = loader or self
-        return BatchIterator(
-            loader, make_source, begin_epoch, may_pin, pins_ahead, engines.idle.keep
-        )
+        return BatchIterator(loader, make_source, epochs, may_pin, pins_ahead, engines.idle.keep)
 
     def _separate_batches(self) -> Iterator[Any]:
         """Batches of an epoch that changes nothing of this loader, and no file."""
         spec = self._spec()
         self._check_workers(spec)
         engines, history = self._engines.fresh(traced=False), self._fresh_history()
-        position = self._position.without_state()
         sampler = independent(spec.sampling.index_sampler, self.dataset)
         generator = self.generator
         if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
@@ -777,12 +781,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         )
         spec = replace(spec, sampling=sampling, options=silent)
 
-        def begin_epoch(loader: object) -> Epoch:
-            return engines.epoch(spec, position, persists=False)
-
+        epochs = _Epochs(spec, engines, self._position.without_state())
         kept = self._inspector(spec).randomness(0).saved
         with kept():
-            batches = self._batch_iterator(spec, engines, history, begin_epoch, twin)
+            batches = self._batch_iterator(spec, engines, history, epochs, twin)
         while True:
             with kept():
                 try:
@@ -796,6 +798,35 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             raise ValueError(
                 f"{feature} is not for data pipes, which torch's own loader iterates: it keeps no account of them"
             )
+
+
+class _Epochs:
+    """The epochs of one iterator; holds no loader.
+
+    Args:
+        spec: The loader as it is when the iterator begins.
+        engines: The loader's.
+        position: The loader's.
+    """
+
+    def __init__(self, spec: LoaderSpec, engines: EngineFactory, position: Position) -> None:
+        self._spec = spec
+        self._engines = engines
+        self._position = position
+        self._is_new = True
+
+    def begin(self, loader: Any) -> Epoch:
+        """Begin the next epoch of the loader."""
+        persists = not self._is_new and loader._iterator is not None
+        if not self._is_new:
+            self._spec, self._engines = loader._spec(), loader._engines
+            self._position = loader._position
+        self._is_new = False
+        return self._engines.epoch(self._spec, self._position, persists=persists)
+
+    def again(self, epoch: Epoch) -> Epoch | None:
+        """Begin an epoch again if ``set_epoch`` has chosen another one since; None if it has not."""
+        return self._engines.again(self._spec, self._position, epoch)
 
 
 class _Twin:

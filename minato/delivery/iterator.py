@@ -26,7 +26,7 @@ from minato.observe.trace.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
 
-__all__ = ["BatchIterator", "BatchSource"]
+__all__ = ["BatchIterator", "BatchSource", "Epochs"]
 
 
 class BatchSource(Protocol):
@@ -52,13 +52,23 @@ class BatchSource(Protocol):
         """End the workers."""
 
 
+class Epochs(Protocol):
+    """The epochs of one iterator; holds no loader."""
+
+    def begin(self, loader: Any) -> Epoch:
+        """Begin the next epoch of the loader, before anything is drawn for it."""
+
+    def again(self, epoch: Epoch) -> Epoch | None:
+        """Begin an epoch again if ``set_epoch`` has chosen another one since; None if it has not."""
+
+
 class BatchIterator(TorchIterator):
     """Iterates over a loader's batches; the torch class it extends is what trainers look for.
 
     Args:
         make_source: Called with the first epoch. The source is this iterator's own; its workers end when the iterator
             is exhausted, unless they persist.
-        begin_epoch: Called with the loader once per epoch, before anything is drawn for it; holds no loader itself.
+        epochs: Asked once per epoch, and once more when the first batch of an epoch is asked for.
         may_pin: Whether batches come in host memory, where they can be pinned.
         pins_ahead: Whether the source takes ``pin=``, and then gives batches as ``pinning.Pinned``.
         keep_idle: Called with a source that is exhausted, before its workers are ended: True if it is kept as it is.
@@ -68,7 +78,7 @@ class BatchIterator(TorchIterator):
         self,
         loader: Any,
         make_source: Callable[..., BatchSource],
-        begin_epoch: Callable[[Any], Epoch],
+        epochs: Epochs,
         may_pin: bool = True,
         pins_ahead: bool = False,
         keep_idle: Callable[[Any], bool] = lambda source: False,
@@ -78,8 +88,9 @@ class BatchIterator(TorchIterator):
         self._is_closed = False
         self._owner = os.getpid()
         self._keep_idle = keep_idle
-        self._begin_epoch = begin_epoch
-        self._epoch = begin_epoch(loader)
+        self._make_source = make_source
+        self._epochs = epochs
+        self._epoch = epochs.begin(loader)
         super().__init__(loader)
         if self._num_workers > 0:
             if loader.prefetch_factor <= 0:
@@ -94,28 +105,48 @@ class BatchIterator(TorchIterator):
         self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
         self._pin: Pin = functools.partial(pin_batch, device=self._pin_memory_device)
         self._checks_length = is_iterable(self)
-        locker = memory_pinner() if self._pin_memory and loader.pin_memory == IN_PLACE else None
-        ahead = {"pin": self._pin} if self._pin_memory and pins_ahead and locker is None else {}
-        self._source: BatchSource | None = make_source(self._epoch, **ahead)
-        if locker is not None:  # then torch finds that there is nothing to copy
-            self._source.pin_slots(locker)
-        if ahead:
+        in_place = self._pin_memory and loader.pin_memory == IN_PLACE
+        self._locker = memory_pinner() if in_place else None
+        pins_ahead = self._pin_memory and pins_ahead and self._locker is None
+        self._ahead = {"pin": self._pin} if pins_ahead else {}
+        if pins_ahead:
             self._pin = methodcaller("result")
+        self._source: BatchSource | None = self._made_source()
         self._begin()
+
+    def _made_source(self) -> BatchSource:
+        source = self._make_source(self._epoch, **self._ahead)
+        if self._locker is not None:  # then torch finds that there is nothing to copy
+            source.pin_slots(self._locker)
+        return source
 
     def _begin(self) -> None:
         assert self._source is not None
+        self._is_untouched = True  # no batch of the epoch was asked for
         if not self._source.begin(self._epoch, self._epoch.batches(self._sampler_iter)):
             self._epoch.prefetches_next = False
+        self._epoch.has_begun()
 
     def _reset(self, loader: object, first_iter: bool = False) -> None:
         if os.getpid() != self._owner:
             self._enter_child()
         with self._turn:
-            self._epoch = self._begin_epoch(loader)
+            self._epoch = self._epochs.begin(loader)
             super()._reset(loader, first_iter)
             self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
             self._begin()
+
+    def _begin_again(self) -> None:
+        """Begin another epoch instead, if ``set_epoch`` was called after ``iter()``, as some trainers do."""
+        epoch = self._epochs.again(self._epoch)
+        if epoch is not None and self._source is not None:
+            self._epoch = epoch
+            self._base_seed = epoch.set_base_seed(int(self._base_seed))
+            if self._num_workers > 0 and not self._persistent_workers:
+                self._source.shut_down()  # its workers may have ended with the epoch that they began
+                self._source = self._made_source()
+            self._begin()
+        self._is_untouched = False
 
     def __next__(self) -> Any:
         if os.getpid() != self._owner:
@@ -153,6 +184,8 @@ class BatchIterator(TorchIterator):
         return batch
 
     def _next_data(self) -> Any:
+        if self._is_untouched:
+            self._begin_again()
         if self._source is None:
             if self._is_closed:
                 raise RuntimeError(

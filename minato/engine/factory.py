@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from minato.engine.spec import LoaderSpec
 from minato.errors import MinatoWarning
-from minato.sampling.completed import Completed
+from minato.sampling.completed import Completed, RankProgress
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
 from minato.sampling.position import Position
@@ -136,8 +136,6 @@ class EngineFactory:
         epoch, state = position.open(whole.sampling, done=done, persists=persists)
         if session is not None:
             own = None if resumes is None else resumes[1]
-            from minato.sampling.completed import RankProgress
-
             epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
         if spec.keeps_dataset_states:
             if not persists or before is None:
@@ -145,6 +143,20 @@ class EngineFactory:
                 before = DatasetStates(spec.max_dataset_states, persist, state)
             epoch.dataset_states = before  # persistent workers keep their states
         return epoch
+
+    def again(self, spec: LoaderSpec, position: Position, epoch: Epoch) -> Epoch | None:
+        """Begin an epoch again if ``set_epoch`` has chosen another one since; None if it has not.
+
+        With ``compat="torch"`` an epoch is what it was when it began, as with torch.
+        """
+        if position.last is not epoch or not spec.options.seeds_samples:
+            return None
+        session = None if self._session is None or self._session.alone else self._session
+        whole = spec if session is None else session.pooled(spec)
+        other = position.begin_again(whole.sampling)
+        if other is not None and session is not None:
+            other.progress.part = RankProgress(len(spec.sampling.index_sampler))
+        return other
 
     def source(self, spec: LoaderSpec, history: History, epoch: Epoch, **pin: Any) -> BatchSource:
         """The source of a new iterator's batches: an engine, or a client of the engine of all ranks.

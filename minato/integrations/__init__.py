@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -26,33 +27,40 @@ def connect() -> None:
     if _connected or os.environ.get("MINATO_INTEGRATIONS") == "0":
         return
     _connected = True
-    _when_imported("accelerate.data_loader", _adapt_accelerate)
+    later = {}
+    for name, adapter in _ADAPTERS.items():
+        if name in sys.modules:
+            _adapt(sys.modules[name], adapter)
+        else:
+            later[name] = adapter
+    if later:
+        sys.meta_path.insert(0, _ImportHook(later))
 
 
-def _adapt_accelerate(module: ModuleType) -> None:
-    from minato.integrations import accelerate  # needed with the library only
+_ADAPTERS = {
+    "accelerate.data_loader": "accelerate",
+    "lightning.pytorch.loops.training_epoch_loop": "lightning_loops",
+    "pytorch_lightning.loops.training_epoch_loop": "lightning_loops",
+    "ray.train.torch.train_loop_utils": "ray_train",
+    "ray.train.v2.torch.train_loop_utils": "ray_train",
+}
+"""The adapter of a module of a trainer: a module of this package with ``install``."""
 
-    accelerate.install(module)
 
-
-def _when_imported(name: str, install: Callable[[Any], None]) -> None:
-    if name in sys.modules:
-        install(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _ImportHook(name, install))
+def _adapt(module: ModuleType, adapter: str) -> None:
+    import_module(f"minato.integrations.{adapter}").install(module)  # needed with the library only
 
 
 class _ImportHook:
-    """A finder that finds nothing itself; it adapts one module after its execution, before others import its names."""
+    """A finder that finds nothing itself; it adapts modules after their execution, before others import their names."""
 
-    def __init__(self, name: str, install: Callable[[Any], None]) -> None:
-        self._name = name
-        self._install = install
+    def __init__(self, adapters: dict[str, str]) -> None:
+        self._adapters = adapters
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._name:
+        if name not in self._adapters:
             return None
         for finder in sys.meta_path:
             if finder is not self and hasattr(finder, "find_spec"):
@@ -68,10 +76,12 @@ class _ImportHook:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if module.__name__ == self._name:
+            if module.__name__ in self._adapters:
                 del loader.exec_module
-                sys.meta_path.remove(self)
-                self._install(module)
+                adapter = self._adapters.pop(module.__name__)
+                if not self._adapters:
+                    sys.meta_path.remove(self)
+                _adapt(module, adapter)
 
         # Replaced on this loader object, which the module keeps: it looks up resources and sources.
         loader.exec_module = exec_module
@@ -80,6 +90,6 @@ class _ImportHook:
 def counts_batches(batch_sampler: object) -> bool:
     """Whether the trainer assumes that the k-th batch is the k-th of this batch sampler: Lightning's ``predict``.
 
-    Otherwise Lightning needs no adapter: it reconstructs loaders from the names of their arguments.
+    Lightning reconstructs loaders by itself, from the names of their arguments.
     """
     return type(batch_sampler).__name__ == LIGHTNING_PREDICT_SAMPLER

@@ -2,21 +2,19 @@
 
 ``Accelerator.prepare`` and ``skip_first_batches`` construct a new loader from parts of the given one. With this adapter
 they call the given loader's ``_rebuilt`` instead, if it has one, so that ``accelerator.prepare(loader)`` works.
+``use_stateful_dataloader=True`` asks for a loader with ``state_dict()``, which minato's is.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from minato._support.loader_class import rebind
 from minato.errors import MinatoWarning
+from minato.integrations.rebuilding import building, make_loader, rebuilding_alike
 
 __all__ = ["install"]
 
@@ -24,25 +22,9 @@ _REBUILDERS = ("prepare_data_loader", "skip_first_batches")
 _WRAPPERS = ("DataLoaderShard", "DataLoaderDispatcher")
 
 
-class _Build:
-    """One rebuilding of a loader.
-
-    Attributes:
-        make: Constructs a loader like the given one; None if that is not minato's.
-        done: Whether it was called.
-    """
-
-    def __init__(self, make: Callable[..., Any] | None) -> None:
-        self.make = make
-        self.done = False
-
-
-_current: ContextVar[_Build | None] = ContextVar("minato_accelerate_build", default=None)
-
-
 def install(module: Any) -> None:
     """Adapt ``accelerate.data_loader``; warn if it lacks an expected name."""
-    expected = (*_REBUILDERS, *_WRAPPERS, "DataLoader")
+    expected = (*_REBUILDERS, *_WRAPPERS, "DataLoaderAdapter", "PartialState", "DataLoader")
     missing = [name for name in expected if not hasattr(module, name)]
     if missing:
         warnings.warn(
@@ -52,53 +34,29 @@ def install(module: Any) -> None:
             stacklevel=2,
         )
         return
-    if module.DataLoader is _make_loader:
+    if module.DataLoader is make_loader:
         return
-    module.DataLoader = _make_loader
+    module.DataLoader = make_loader
     for name in _REBUILDERS:
         original = getattr(module, name)
-        adapted = _rebuilding_alike(original)
+        adapted = rebuilding_alike(original, lost=functools.partial(_tell, name))
         setattr(module, name, adapted)
         rebind(original, adapted)
     for name in _WRAPPERS:
         wrapper = getattr(module, name)
         wrapper.set_epoch = _forwarding_to_minato(wrapper.set_epoch)
+    base = module.DataLoaderAdapter
+    base.__init__ = _stateful_by_itself(base.__init__, module)
+    base.load_state_dict = _counting_epochs(base.load_state_dict)
 
 
-def _make_loader(*arguments: Any, **keywords: Any) -> Any:
-    """Replaces torch's class in accelerate."""
-    build = _current.get()
-    if build is None or build.make is None:
-        return torch.utils.data.DataLoader(*arguments, **keywords)
-    build.done = True
-    return build.make(*arguments, **keywords)
-
-
-@contextmanager
-def _building(build: _Build) -> Iterator[None]:
-    token = _current.set(build)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def _rebuilding_alike(rebuild: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(rebuild)
-    def adapted(dataloader: object, *arguments: object, **keywords: object) -> Any:
-        build = _Build(getattr(dataloader, "_rebuilt", None))
-        with _building(build):
-            result = rebuild(dataloader, *arguments, **keywords)
-        if build.make is not None and not build.done:
-            warnings.warn(
-                f"accelerate's {rebuild.__name__} made another loader from a minato.DataLoader, so it loads "
-                "without minato; omit use_stateful_dataloader to keep it",
-                MinatoWarning,
-                stacklevel=2,
-            )
-        return result
-
-    return adapted
+def _tell(name: str) -> None:
+    warnings.warn(
+        f"accelerate's {name} made another loader from a minato.DataLoader, so it loads without minato's engine; "
+        "omit use_stateful_dataloader to keep it",
+        MinatoWarning,
+        stacklevel=3,
+    )
 
 
 def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]:
@@ -107,5 +65,39 @@ def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]
         set_epoch(self, epoch)
         if hasattr(self.base_dataloader, "_rebuilt"):
             self.base_dataloader.set_epoch(epoch)
+
+    return adapted
+
+
+def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[..., None]:
+    @functools.wraps(init)
+    def adapted(
+        self: Any, dataset: object, use_stateful_dataloader: bool = False, **keywords: Any
+    ) -> None:
+        # A process that reads for others is ahead of them, which accelerate subtracts from torchdata's states alone.
+        reads_ahead = (
+            isinstance(self, module.DataLoaderDispatcher)
+            and module.PartialState().num_processes > 1
+        )
+        ours = building() is not None and not reads_ahead
+        init(
+            self,
+            dataset,
+            use_stateful_dataloader=use_stateful_dataloader and not ours,
+            **keywords,
+        )
+        self.use_stateful_dataloader = use_stateful_dataloader
+
+    return adapted
+
+
+def _counting_epochs(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+    """Accelerate numbers the epochs of a new process from 0, whatever was loaded."""
+
+    @functools.wraps(load_state_dict)
+    def adapted(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        if "iteration" in vars(self) and hasattr(self.base_dataloader, "_rebuilt") and state_dict:
+            self.iteration = max(state_dict["epoch"] + bool(state_dict["finished"]), 0)
 
     return adapted

@@ -16,7 +16,7 @@ from minato._support.objects import takes_lists
 from minato.observe.stats.size import length_of
 from minato.sampling.coverage import Progress, index_hash, remaining_batches
 from minato.sampling.dataset_state import DatasetStates
-from minato.sampling.distributed import InterleavedRanks
+from minato.sampling.distributed import InterleavedRanks, epoch_of
 from minato.sampling.replay import OrderRecord, Origin
 from minato.sampling.rng_state import SamplerState
 from minato.sampling.samplers import counted, index_batches, next_sampler, sizes_of
@@ -62,6 +62,8 @@ class Epoch:
         seed: From which the randomness of its samples starts.
         dataset_states: The states of the workers' datasets; None if they have none.
         has_started: Whether ``batches`` was called.
+        is_resumed: Whether it began with a state.
+        sampler_epoch: The epoch that the sampler had when the first batches had been drawn.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class Epoch:
         self.base_seed = self.seed = 0
         self.dataset_states: DatasetStates | None = None
         self.has_started = False
+        self.is_resumed = state is not None
+        self.sampler_epoch: int | None = None
         self._spec = spec
         self._state = state
         self._restored = restored
@@ -95,6 +99,10 @@ class Epoch:
     def before_iter(self) -> None:
         """Save the states of the generators again, for another call of ``iter(sampler)``; the last one counts."""
         self.draw.before_iter()
+
+    def has_begun(self) -> None:
+        """Note the epoch that the sampler has now: some count on when they are exhausted, which may be already."""
+        self.sampler_epoch = epoch_of(self._spec.index_sampler)
 
     def set_base_seed(self, drawn: int) -> int:
         """Set torch's draw for the workers; returns the one that is used, which a resumed epoch already has."""

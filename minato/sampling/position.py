@@ -149,6 +149,34 @@ class Position:
         )
         return self.last, dataset_states
 
+    def begin_again(self, spec: SamplingSpec) -> Epoch | None:
+        """Begin the last epoch again, if ``set_epoch`` has chosen another one since; None if it has not.
+
+        A resumed epoch stays what the state says. The order is drawn again as it was the first time.
+        """
+        last, sampler = self.last, spec.index_sampler
+        if last is None or last.is_resumed:
+            return None
+        of_sampler = epoch_of(sampler)
+        is_moved = of_sampler != last.sampler_epoch
+        chosen = of_sampler if is_moved and of_sampler is not None else self._chosen
+        self._chosen = None
+        if chosen is None or (chosen == self._number and not is_moved):
+            return None
+        state = {
+            "base_seed": last.base_seed,
+            "done": completed_to_plain(Completed()),
+            "draw": last.draw.to_plain(),
+        }
+        self._number = chosen
+        _set_seeded(sampler, chosen)
+        self._sampler_epoch = epoch_of(sampler)
+        self.last = Epoch(
+            spec, chosen, drawn_epoch=chosen, state=state, prefetches_next=last.prefetches_next
+        )
+        self.last.dataset_states = last.dataset_states
+        return self.last
+
     def _choice(self, sampler: object) -> int | None:
         """The epoch that ``set_epoch`` of sampler or loader has chosen since the last one began; None if none has."""
         of_sampler = epoch_of(sampler)

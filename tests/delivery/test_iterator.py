@@ -50,6 +50,9 @@ class FakeEpoch:
     def before_iter(self) -> None:
         """Torch asks the sampler twice."""
 
+    def has_begun(self) -> None:
+        """Its first batches were drawn."""
+
     def set_base_seed(self, drawn: int) -> int:
         self.seed = drawn
         return drawn
@@ -65,14 +68,18 @@ def epochs() -> list[FakeEpoch]:
 
 @pytest.fixture
 def make(epochs: list[FakeEpoch]) -> Callable[..., BatchIterator]:
-    def begin_epoch(loader: Any) -> Any:
-        epochs.append(FakeEpoch(len(epochs)))
-        return epochs[-1]
+    class Epochs:
+        def begin(self, loader: Any) -> Any:
+            epochs.append(FakeEpoch(len(epochs)))
+            return epochs[-1]
+
+        def again(self, epoch: Any) -> None:
+            """No other epoch was chosen."""
 
     def make(**options: Any) -> BatchIterator:
         loader = torch.utils.data.DataLoader(Numbers(6), 2, **options)
         make_source: Any = Source
-        return BatchIterator(loader, make_source, begin_epoch)
+        return BatchIterator(loader, make_source, Epochs())
 
     return make
 

@@ -403,3 +403,94 @@ def test_from_torch_keeps_the_options_of_our_loader() -> None:
     assert sorted(map(str, drawn(other))) == sorted(map(str, drawn(loader)))
     plain = DataLoader.from_torch(loader, errors="raise", seed=None, prefetch_factor=4)
     assert (plain.errors, plain.seed, plain.prefetch_factor) == ("raise", None, 4)
+
+
+# ---- set_epoch between iter() and the first next() ------------------------------------------------
+
+
+class CountsOn(DistributedSampler[int]):
+    """Goes to the next epoch by itself when it is exhausted."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+
+OWN: dict[str, Any] = {
+    "seed": lambda: {"shuffle": True, "seed": 3},
+    "sequential": lambda: {"seed": 3},
+    "generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(2)},
+    "default": lambda: {"shuffle": True},
+    "distributed": lambda: {"sampler": DistributedSampler(range(SIZE), 1, 0)},
+    "counts on": lambda: {"sampler": CountsOn(range(SIZE), 1, 0)},  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("own", OWN)
+def test_an_epoch_that_is_chosen_before_the_first_batch(
+    own: str, stays: bool, workers: int
+) -> None:
+    def make() -> Any:
+        torch.manual_seed(4)
+        given = {"num_workers": workers, "persistent_workers": stays and workers > 0}
+        return DataLoader(Draws(SIZE), BATCH, **OWN[own](), **given)
+
+    def chosen(loader: Any, number: int, by: str) -> None:
+        (loader if by == "loader" else loader.sampler).set_epoch(number)
+
+    for by in ("loader", "sampler"):
+        whole = make()
+        if by == "sampler" and not hasattr(whole.sampler, "set_epoch"):
+            continue
+        chosen(whole, 3, by)
+        expected = [drawn(whole), drawn(whole) if stays else None]
+        late = make()
+        iterator = iter(late)
+        chosen(late, 3, by)
+        found = drawn(iterator)
+        assert found == expected[0]
+        assert late.coverage().epoch == 3
+        if own in ("seed", "sequential", "generator"):
+            following = make()
+            chosen(following, 3, by)
+            drawn(following)
+            chosen(following, 9, "loader")
+            again = iter(late)
+            chosen(late, 9, "loader")
+            assert drawn(again) == drawn(following)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nothing_begins_again_where_nothing_was_chosen(workers: int) -> None:
+    for own in OWN.values():
+        for choose in (False, True):
+            torch.manual_seed(4)
+            loader: Any = DataLoader(Numbers(SIZE), BATCH, num_workers=workers, **own())
+            iterator = iter(loader)
+            epoch = iterator._epoch
+            if choose:
+                loader.set_epoch(0)
+            next(iterator)
+            if not isinstance(loader.sampler, CountsOn):  # which may be at 1 by then
+                assert iterator._epoch is epoch
+    # Another iterator's epoch, one that has begun, and what torch would do, stay as they are.
+    loader = DataLoader(Numbers(SIZE), BATCH, seed=3, shuffle=True, num_workers=workers)
+    older, newer = iter(loader), iter(loader)
+    loader.set_epoch(5)
+    next(older)
+    assert older._epoch.number == 0
+    next(newer)
+    loader.set_epoch(6)
+    next(newer)
+    assert newer._epoch.number == 5
+    sampler = DistributedSampler(range(SIZE), 1, 0)
+    loader = DataLoader(Numbers(SIZE), BATCH, sampler=sampler, num_workers=workers, compat="torch")
+    iterator = iter(loader)
+    sampler.set_epoch(1)
+    torch_like = indices(iterator)
+    sampler.set_epoch(0)
+    theirs = iter(TorchLoader(Numbers(SIZE), BATCH, sampler=sampler, num_workers=workers))
+    sampler.set_epoch(1)
+    assert torch_like == indices(theirs)

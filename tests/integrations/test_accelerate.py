@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.integrations.models import OURS, Indexed, Stream, noisy
 from tests.integrations.ranks import engines
 
 accelerate = pytest.importorskip("accelerate", "1.0")
+from accelerate.data_loader import prepare_data_loader  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -190,5 +192,16 @@ def test_losing_the_engine_is_told(make_accelerator: Callable[..., Any]) -> None
     pytest.importorskip("torchdata.stateful_dataloader")
     accelerator = make_accelerator(use_stateful_dataloader=True)
     accelerator.prepare(torch.utils.data.DataLoader(Indexed(8), 4))
-    with pytest.warns(minato.MinatoWarning, match="loads without minato"):
-        accelerator.prepare(minato.DataLoader(Indexed(8), 4))
+    # A process that reads for others is ahead of them, which is known of torchdata's states alone.
+    processes = mock.Mock(num_processes=2, process_index=0)
+    with (
+        mock.patch("accelerate.data_loader.PartialState", return_value=processes),
+        pytest.warns(minato.MinatoWarning, match="loads without minato's engine"),
+    ):
+        prepared = prepare_data_loader(
+            minato.DataLoader(Indexed(8), 4, transforms=[noisy]),
+            dispatch_batches=True,
+            put_on_device=True,
+            use_stateful_dataloader=True,
+        )
+    assert all(batch["marked"].all() for batch in prepared.base_dataloader)
