@@ -880,7 +880,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "accelerate.data_loader: DataLoader, prepare_data_loader, skip_first_batches, DataLoaderShard, "
-        "DataLoaderDispatcher",
+        "DataLoaderDispatcher, DataLoaderAdapter",
         "accelerator.prepare(loader) keeps minato's engine",
         "a warning; the prepared loader loads with torch's engine",
         _defines(
@@ -890,8 +890,33 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "def skip_first_batches(",
             "class DataLoaderShard(",
             "class DataLoaderDispatcher(",
+            "class DataLoaderAdapter:",
         ),
         "accelerate",
+    ),
+    PrivateName(
+        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_run_start",
+        "an epoch that follows a checkpoint of the last step of another one is whole",
+        "a warning; Lightning may skip that epoch",
+        _defines(
+            "lightning",
+            "pytorch/loops/training_epoch_loop.py",
+            "class _TrainingEpochLoop(",
+            "def on_run_start(",
+        ),
+        "lightning",
+    ),
+    PrivateName(
+        "ray.train.torch.train_loop_utils: DataLoader, _TorchAccelerator",
+        "Ray Train's prepare_data_loader keeps minato's engine",
+        "a warning; the prepared loader loads with torch's engine",
+        _defines(
+            "ray",
+            "train/torch/train_loop_utils.py",
+            "    DataLoader,",
+            "class _TorchAccelerator(",
+        ),
+        "ray",
     ),
     PrivateName(
         f"lightning.pytorch.overrides.distributed.{LIGHTNING_PREDICT_SAMPLER}",
