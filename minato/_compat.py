@@ -57,7 +57,9 @@ except ImportError as error:
 
 __all__ = [
     "LIGHTNING_PREDICT_SAMPLER",
+    "LIGHTNING_TRAINING_LOOP",
     "PRIVATE_NAMES",
+    "RAY_ACCELERATOR",
     "EndlessSampler",
     "ExceptionWithTraceback",
     "ExceptionWrapper",
@@ -519,6 +521,8 @@ def user_preload() -> list[str]:
 # --- optional packages ----------------------------------------------------------------------
 
 LIGHTNING_PREDICT_SAMPLER = "_IndexBatchSamplerWrapper"
+LIGHTNING_TRAINING_LOOP = "_TrainingEpochLoop"
+RAY_ACCELERATOR = "_TorchAccelerator"
 """Lightning's batch sampler in ``Trainer.predict``, by name: Lightning may be installed under two names."""
 
 
@@ -895,26 +899,26 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "accelerate",
     ),
     PrivateName(
-        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop.on_run_start",
+        f"lightning.pytorch.loops.training_epoch_loop.{LIGHTNING_TRAINING_LOOP}.on_run_start",
         "an epoch that follows a checkpoint of the last step of another one is whole",
         "a warning; Lightning may skip that epoch",
         _defines(
             "lightning",
             "pytorch/loops/training_epoch_loop.py",
-            "class _TrainingEpochLoop(",
+            f"class {LIGHTNING_TRAINING_LOOP}(",
             "def on_run_start(",
         ),
         "lightning",
     ),
     PrivateName(
-        "ray.train.torch.train_loop_utils: DataLoader, _TorchAccelerator",
+        f"ray.train.torch.train_loop_utils: DataLoader, {RAY_ACCELERATOR}",
         "Ray Train's prepare_data_loader keeps minato's engine",
         "a warning; the prepared loader loads with torch's engine",
         _defines(
             "ray",
             "train/torch/train_loop_utils.py",
             "    DataLoader,",
-            "class _TorchAccelerator(",
+            f"class {RAY_ACCELERATOR}(",
         ),
         "ray",
     ),

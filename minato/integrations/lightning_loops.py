@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from minato._compat import LIGHTNING_TRAINING_LOOP
 from minato.errors import MinatoWarning
 
 __all__ = ["install"]
@@ -14,12 +15,12 @@ __all__ = ["install"]
 
 def install(module: Any) -> None:
     """Adapt ``training_epoch_loop`` of Lightning; warn if it is unknown."""
-    loop: Any = getattr(module, "_TrainingEpochLoop", None)
+    loop: Any = getattr(module, LIGHTNING_TRAINING_LOOP, None)
     if not hasattr(loop, "on_run_start"):
         warnings.warn(
             f"minato does not know this version of Lightning ({module.__name__} has no "
-            "_TrainingEpochLoop.on_run_start): after a checkpoint of the last step of an epoch, the next epoch may be "
-            "skipped",
+            f"{LIGHTNING_TRAINING_LOOP}.on_run_start): after a checkpoint of the last step of an epoch, the next epoch may "
+            "be skipped",
             MinatoWarning,
             stacklevel=2,
         )

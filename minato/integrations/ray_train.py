@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from minato._compat import RAY_ACCELERATOR
 from minato._support.loader_class import rebind
 from minato.errors import MinatoWarning
 from minato.integrations.rebuilding import make_loader, rebuilding_alike
@@ -14,7 +15,7 @@ __all__ = ["install"]
 
 def install(module: Any) -> None:
     """Adapt ``ray.train.torch.train_loop_utils``, or that of Ray Train's second version; warn if it is unknown."""
-    owner = getattr(module, "_TorchAccelerator", module)
+    owner = getattr(module, RAY_ACCELERATOR, module)
     if not hasattr(module, "DataLoader") or not hasattr(owner, "prepare_data_loader"):
         warnings.warn(
             f"minato does not know this version of Ray Train ({module.__name__}): prepare_data_loader() turns a "

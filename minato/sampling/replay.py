@@ -64,7 +64,7 @@ class OrderRecord:
         self._requested = 0
         self._batches = first_batch
         head = {"minato_order": _VERSION, "epoch": epoch, "seed": seed, "first_batch": first_batch}
-        self._write({**head, **origin._asdict()})
+        self._write({**head, "batched": origin.batched, "length": origin.length})
 
     def requested(self, indices: Any) -> None:
         """Number the indices of the next batch that the sampler yields.

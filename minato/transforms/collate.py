@@ -59,6 +59,7 @@ class _Inside:
 
     def __init__(self, collate_fn: Collate) -> None:
         self.__qualname__ = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
+        self.__self__ = getattr(collate_fn, "__self__", None)  # whose method it is
         self.collate_fn = collate_fn
 
     def __call__(self, samples: Any) -> Any:
