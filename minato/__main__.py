@@ -2,7 +2,7 @@
 
 import sys
 
-from minato.cli.main import main
+from minato.cli import start
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

@@ -24,7 +24,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """A value is one of ``choices``."""
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}={value!r} is not possible: choose one of {allowed}")
+        raise ValueError(f"{name}={text_of(value)} is not possible: choose one of {allowed}")
 
 
 def check_whole(name: str, value: object, least: int | None) -> int | None:

@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
@@ -28,6 +29,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 from minato import _other_distribution  # noqa: F401  # minato/__init__.py may be another project's
 from minato._compat import (
     TorchIterator,
+    in_starting_child,
     index_sampler,
     is_batched,
     is_constructed,
@@ -35,6 +37,8 @@ from minato._compat import (
     replaced_parts,
 )
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
+from minato._support.main_module import refuse_unguarded
+from minato._support.text import text_of, type_name
 from minato._system import environment
 from minato.checks import check_platform, check_whole
 from minato.engine.spec import LoaderSpec, WorkerSpec
@@ -179,7 +183,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             is_stream=isinstance(dataset, IterableDataset),
             in_threads=_starts_threads(multiprocessing_context),
             persistent_workers=persistent_workers,
-            dataset_name=type(dataset).__name__,
+            dataset_name=type_name(dataset),
         )
         self._options = options = Options.of(given, torchs)
         # A plain number of torch's stays as it is, so that torch checks it.
@@ -263,7 +267,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
             used = (dataset, collate_fn, worker_init_fn, *self._transforms.steps)
             start_early(self.multiprocessing_context, used)
-        _log.debug("%r is made", self)
+        _note("%r is made", self)
 
     @classmethod
     def from_torch(cls, loader: TorchDataLoader[T_co], /, **arguments: object) -> DataLoader[T_co]:
@@ -304,7 +308,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         again: ``iter()`` starts new workers. Reports stay available, and batches in use stay valid. The port of
         ``metrics_address`` is free until then.
         """
-        _log.debug("%r is closed", self)
+        _note("%r is closed", self)
         for each in self._open_iterators:
             iterator = each()
             end = getattr(iterator, "close", None) or getattr(iterator, "_shutdown_workers", None)
@@ -329,8 +333,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             value, default = given[name], DEFAULTS[name]
             if name != "order" and (type(value) is not type(default) or value != default):
                 named[name] = value
-        shown = (f"{name}={value!r}" for name, value in named.items() if value is not None)
-        return f"{type(self).__name__}({', '.join([type(self.dataset).__name__, *shown])})"
+        shown = (f"{name}={text_of(value)}" for name, value in named.items() if value is not None)
+        return f"{type_name(self)}({', '.join([type_name(self.dataset), *shown])})"
 
     @made_only
     def set_epoch(self, epoch: int) -> None:
@@ -739,6 +743,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
         if self.num_workers > 0 and self._options.worker_kind != "ray":
             self.check_worker_number_rationality()
+        if self.num_workers > 0 and self._options.worker_kind == "process" and in_starting_child():
+            context = spec.workers.context or torch.multiprocessing.get_context()
+            if context.get_start_method() != "fork":
+                refuse_unguarded()
 
     def _batch_iterator(
         self,
@@ -837,6 +845,12 @@ class _Twin:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+def _note(text: str, *arguments: object) -> None:
+    """Log for debugging; a handler of the program's that raises does not stop it."""
+    with suppress(Exception):
+        _log.debug(text, *arguments)
 
 
 _HARMLESS = ("name", "compat", "stats", "memory_budget", "snapshot_every_n_steps")

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from minato._support.counters import Counters
+from minato._support.text import short, text_of, type_name
 from minato._system import available_cores
 from minato.checks import as_path, check_choice, check_device, check_number, check_whole
 
@@ -149,7 +150,7 @@ def _path(name: str, value: Any) -> str | None:
     try:
         return as_path(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a path") from None
+        raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give a path") from None
 
 
 def _on_error(name: str, value: object) -> Any:
@@ -176,7 +177,7 @@ def _controller(name: str, value: object) -> Any:
 def _actor_options(name: str, value: object) -> Any:
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}: give a dictionary, as {{'num_cpus': 2}}"
+            f"{name}={text_of(value)} is a {type_name(value)}: give a dictionary, as {{'num_cpus': 2}}"
         )
     ours = [each for each in value if each in _NOT_FOR_ACTORS]
     if ours:
@@ -196,17 +197,21 @@ def _bytes(name: str, value: object) -> int | None:
     if isinstance(value, str):
         found = _BYTES.fullmatch(value.strip())
         if found is None:
-            raise ValueError(f"{name}={value!r} is no amount of memory: write '8GB' or '512MiB'")
+            raise ValueError(
+                f"{name}={text_of(value)} is no amount of memory: write '8GB' or '512MiB'"
+            )
         number, prefix, binary = found.groups()
         power = " kmgt".index(prefix.lower() or " ")
         value = int(float(number) * (1024 if binary else 1000) ** power)
     return check_whole(name, value, 1)
 
 
-def _name(name: str, value: object) -> Any:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a string")
-    return value
+def _name(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give a string")
+    return short(value)
 
 
 def _device(name: str, value: object) -> torch.device | None:
@@ -219,7 +224,7 @@ def parse_address(value: int | str, name: str = "metrics_address") -> tuple[str,
     host, _, port = str(value).rpartition(":")
     if isinstance(value, bool) or not re.fullmatch("[0-9]+", port) or int(port) > 65535:
         raise ValueError(
-            f"{name}={value!r} is no port: give a number up to 65535, or a string such as '0.0.0.0:9100'"
+            f"{name}={text_of(value)} is no port: give a number up to 65535, or a string such as '0.0.0.0:9100'"
         )
     return host.strip("[]") or "127.0.0.1", int(port)
 
@@ -234,7 +239,7 @@ def _errors(name: str, value: object) -> ErrorPolicy:
 
 def _stragglers(name: str, value: object) -> StragglerPolicy:
     if value is not None and not isinstance(value, StragglerPolicy):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a StragglerPolicy")
+        raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give a StragglerPolicy")
     return value or StragglerPolicy()
 
 
@@ -243,7 +248,7 @@ def _shared_pool(name: str, value: object) -> SharedPool | None:
         return value
     if not isinstance(value, bool):
         raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}: give True, False or a SharedPool"
+            f"{name}={text_of(value)} is a {type_name(value)}: give True, False or a SharedPool"
         )
     return SharedPool() if value else None
 
@@ -258,7 +263,7 @@ def _workers(name: str, value: object) -> Any:
     if not isinstance(value, RayWorkers):
         if value not in ("process", "thread"):
             raise ValueError(
-                f"{name}={value!r} is not possible: choose one of 'process', 'thread', RayWorkers(...)"
+                f"{name}={text_of(value)} is not possible: choose one of 'process', 'thread', RayWorkers(...)"
             )
         return value
     if importlib.util.find_spec("ray") is None:

@@ -6,8 +6,9 @@ import linecache
 import re
 import sys
 from types import FunctionType
+from typing import NoReturn
 
-__all__ = ["defined_under_guard", "is_guarded"]
+__all__ = ["defined_under_guard", "is_guarded", "refuse_unguarded"]
 
 _GUARD = re.compile(r"""if\s*\(?\s*__name__\s*==\s*["']__main__["']""")
 
@@ -35,3 +36,20 @@ def defined_under_guard(value: type | FunctionType) -> bool:
     defines = re.compile(rf"\s+class\s+{value.__name__}\b")
     lines = enumerate(linecache.getlines(path), 1)
     return any(defines.match(line) and is_guarded(path, number) for number, line in lines)
+
+
+def refuse_unguarded() -> NoReturn:
+    """End this process, which imports the main module to become a worker, and is to start workers by that.
+
+    Raises:
+        SystemExit: Always. multiprocessing's own error is right, but has fifty lines for each worker.
+    """
+    path = getattr(sys.modules.get("__mp_main__") or sys.modules["__main__"], "__file__", None)
+    words = (
+        f"the main module ({path}) starts workers where it is imported, and workers that are not forked import it: put "
+        "what the script does under if __name__ == '__main__'"
+    )
+    print(f"minato: {words}", file=sys.stderr, flush=True)
+    ending = SystemExit(1)
+    ending.args = (words,)  # for the log of a fork server; the exit status stays 1
+    raise ending

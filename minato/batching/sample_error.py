@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from minato._compat import ExceptionWrapper
 from minato._core.limits import slot_overflow
-from minato._support.text import text_of
+from minato._support.text import message_of, text_of, type_name
 from minato.batching.pinned_slots import Slot
 from minato.batching.serialization import damaged
 from minato.errors import add_note
@@ -104,8 +104,11 @@ def wrapped(worker: str, in_process: bool = False) -> Callable[[BaseException], 
             # Raised in the training loop it would end the program, a generator or a task, and not report a bad sample.
             ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
             ended.__cause__, error = error, ended
-        return _Travelling(  # type: ignore[no-untyped-call]  # torch's class
-            (type(error), error, error.__traceback__), where=f"in DataLoader {worker}"
-        )
+        where = f"in DataLoader {worker}"
+        try:
+            return _Travelling((type(error), error, error.__traceback__), where=where)  # type: ignore[no-untyped-call]  # torch's class
+        except Exception:  # by an attribute of its class, which the traceback's text needs
+            described = RuntimeError(f"{type_name(error, module=True)}: {message_of(error)}")
+            return _Travelling((RuntimeError, described, None), where=where)  # type: ignore[no-untyped-call]
 
     return wrap

@@ -1,3 +1,19 @@
 """The command ``minato``."""
 
-from minato import _other_distribution  # noqa: F401  # minato/__init__.py may be another project's
+from __future__ import annotations
+
+import importlib
+import sys
+
+__all__ = ["start"]
+
+
+def start() -> int:
+    """Run the command line; where another project's files are among ours, print that alone."""
+    try:  # minato/__init__.py may be the other project's, and looks for nothing then
+        importlib.import_module("minato._other_distribution")
+    except ImportError as error:
+        print(f"minato: {error}", file=sys.stderr)
+        return 1
+    status: int = importlib.import_module("minato.cli.main").main()
+    return status

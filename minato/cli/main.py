@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import itertools
 import json
 import os
@@ -22,11 +23,11 @@ import psutil
 import pynvml
 import torch.utils.data
 
-from minato import _core, _system
+from minato import _core, _other_distribution, _system  # noqa: F401  # minato/__init__.py may be another project's
 from minato._core import now_ns
 from minato._support.files import open_lines, write_atomically
 from minato._support.loader_class import TorchDataLoader
-from minato._support.text import printable
+from minato._support.text import message_of, printable
 from minato._version import __version__
 from minato.cli import demo, doctor, run
 from minato.loader import DataLoader
@@ -55,10 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 after a failure, or if ``minato doctor`` finds a limit; 2 for invalid arguments.
     """
-    options = _parser().parse_args(arguments)
+    own = list(sys.argv[1:] if arguments is None else arguments)
+    of_script: list[str] = []
+    if own[:1] == ["run"]:
+        own, of_script = run.divided(own)
+    options = _parser().parse_args(own)
     if options.is_script:  # its exceptions and exit status are those of the script
+        options.arguments = of_script
         options.run(options)
         return 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # µ, × and – are not in every encoding
+            stream.reconfigure(errors="replace")
     try:
         status: int | None = options.run(options)
         sys.stdout.flush()
@@ -79,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _in_a_line(error: Exception) -> str:
     """Type and first line of an exception; of one from a worker, from the traceback in its text."""
-    text = str(error).strip()
+    text = message_of(error).strip()
     _, traceback, rest = text.rpartition("Traceback (most recent call last):\n")
     if traceback:
         return next((line for line in rest.splitlines() if line[:1].strip()), type(error).__name__)
@@ -159,6 +168,7 @@ def _profile(options: argparse.Namespace) -> None:
     mine = given if isinstance(given, DataLoader) else _as_minato(given)
     theirs = _as_torch(mine) if mine is given else given
     mine.watch_gpus()
+    _warm_up()
     load = psutil.getloadavg()[0]
     seconds = {"minato": _timed(mine, options.batches, step_s)}
     if theirs is not None:
@@ -182,6 +192,13 @@ def _profile(options: argparse.Namespace) -> None:
         print(
             f"Other programs used the cores (load average {load:.1f}): compare again when they do not."
         )
+
+
+def _warm_up() -> None:
+    """Import and probe what both loaders do with their first iterator in a process: it is no loader's time."""
+    one: Any = [0]
+    for kind in (DataLoader, TorchDataLoader):
+        list(kind(one))
 
 
 def _show(report: Report) -> None:

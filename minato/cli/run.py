@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import builtins
+import importlib.util
+import io
 import os
-import runpy
+import pkgutil
 import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
 
 from minato.observe.report.at_exit import print_at_exit
 from minato.patching import patch
 
-__all__ = ["add_to"]
+__all__ = ["add_to", "divided"]
 
 
 def add_to(commands: Any) -> None:
@@ -25,11 +30,16 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
     )
-    parser.add_argument("script", metavar="SCRIPT", help="a file, or with -m a module")
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="passed to the script"
+        "script", metavar="SCRIPT", help="a file, a directory or a zip file, or with -m a module"
     )
     parser.set_defaults(run=_run, is_script=True)
+
+
+def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide the command line of ``minato run``: its own part, and what the script gets, unchanged."""
+    end = next((i for i, each in enumerate(arguments[1:], 2) if each[:1] != "-"), len(arguments))
+    return list(arguments[:end]), list(arguments[end:])
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -38,17 +48,86 @@ def _run(options: argparse.Namespace) -> None:
     Raises:
         BaseException: Whatever the script raised, SystemExit included.
     """
-    script, is_module = options.script, options.is_module
-    if not is_module and not Path(script).exists():
-        print(f"minato: there is no file {script!r}: check the path", file=sys.stderr)
-        raise SystemExit(2)
+    script = options.script
+    if not options.is_module and not os.path.exists(script):
+        _refuse(f"there is no file {script!r}: check the path", 2)
     print_at_exit()  # runs after the functions that the script registers with atexit
     patch()
     sys.argv = [script, *options.arguments]
+    module, code = _module(script) if options.is_module else _file(script)
+    vars(module)["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        vars(module)["__annotations__"] = {}
+    # It stays: threads and functions at exit look up their classes there, as children do their code.
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _module(name: str) -> tuple[ModuleType, CodeType]:
+    """The main module that ``python -m`` makes."""
+    _set_first_path(os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if not name.startswith(error.name or " "):
+            raise
+        spec = None
+    if spec is None:
+        _refuse(f"there is no module {name!r} that can be run: check its name and the directory", 1)
+    sys.argv[0] = spec.origin or name
+    return _of(spec, spec.parent)
+
+
+def _file(script: str) -> tuple[ModuleType, CodeType]:
+    """The main module that ``python SCRIPT`` makes, of a file, or of a directory or zip file with a ``__main__``."""
+    path = os.path.join(os.getcwd(), script)
+    finder: Any = pkgutil.get_importer(path)
+    if finder is not None:
+        _set_first_path(path, always=True)
+        spec = finder.find_spec("__main__")
+        if spec is None:
+            _refuse(f"{script!r} has no __main__: name the script in it", 1)
+        return _of(spec, "")
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)  # of a compiled file
+    if code is None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    module = ModuleType("__main__")
+    vars(module).update(
+        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
+    )
+    return module, code
+
+
+def _of(spec: ModuleSpec, package: str | None) -> tuple[ModuleType, CodeType]:
+    loader: Any = spec.loader
+    module = ModuleType("__main__")
+    vars(module).update(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=loader,
+        __package__=package,
+        __spec__=spec,
+    )
+    return module, loader.get_code(spec.name)
+
+
+def _set_first_path(path: str, *, always: bool = False) -> None:
+    """Put the script's directory first, in place of the console script's, or of that of ``python -m minato``.
+
+    Args:
+        always: With ``python -P``, too, which leaves directories of scripts out but not those that are scripts.
+    """
     if not getattr(sys.flags, "safe_path", False):
-        # So far it is the directory of the console script, or the current one for python -m minato.
-        sys.path[0] = os.getcwd() if is_module else str(Path(script).resolve().parent)
-    if is_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(script, run_name="__main__")
+        sys.path[0] = path
+    elif always:
+        sys.path.insert(0, path)
+
+
+def _refuse(words: str, status: int) -> NoReturn:
+    print(f"minato: {words}", file=sys.stderr)
+    raise SystemExit(status)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from minato._support.text import text_of
+from minato._support.text import message_of, text_of, type_name
 from minato._system import available_cores, environment, local_rank
 from minato.engine.factory import RankSession
 from minato.engine.history import History
@@ -143,8 +143,8 @@ class Inspector:
         """Open what options or environment request in the main process: live view, metrics endpoint, last report."""
         if self._history.epoch_log is None or get_worker_info() is not None:
             return
-        self._keep_for_exit(self._history.epoch_log)
-        self._watch_machine(self._history.epoch_log)
+        _open("the report at the end", self._keep_for_exit, self._history.epoch_log)
+        _open("the figures of the machine", self._watch_machine, self._history.epoch_log)
         rank = local_rank()
         if environment("MINATO_LIVE") and rank == 0:
             from minato.observe.report.live import Live
@@ -152,14 +152,14 @@ class Inspector:
             if not any(
                 isinstance(observer, Live) for observer in self._history.epoch_log.observers
             ):
-                self.live()
+                _open("the live view", self.live)
         address, variable = self._spec.options.metrics_address, "MINATO_METRICS_PORT"
         if address is None and (text := environment(variable)) is not None:
             address = parse_address(text, variable)
         if address is not None and self.metrics_url is None:
             self._serve_metrics(address, rank)
         if address is not None or self._spec.options.stats == "gpu":
-            self.watch_gpus()
+            _open("the figures of the GPUs", self.watch_gpus)
 
     def close_views(self) -> None:
         """Close the metrics endpoint, unless other loaders use it; the next ``open_views`` opens it again."""
@@ -265,6 +265,24 @@ class Inspector:
                 randomness.bind(epoch, index, occurrence)
                 sample = fetcher.single(index)
             return sample
+
+
+def _open(what: str, make: Callable[..., object], *arguments: Any) -> None:
+    """Make a view; without it, the loader goes on.
+
+    Raises:
+        Warning: Where warnings are errors.
+    """
+    try:
+        make(*arguments)
+    except Exception as error:
+        if isinstance(error, Warning):
+            raise
+        warnings.warn(
+            f"{what} of a loader will be missing, because {type_name(error)} was raised: {message_of(error)}",
+            MinatoWarning,
+            stacklevel=5,
+        )
 
 
 class RunningSample(NamedTuple):

@@ -64,5 +64,5 @@ def test_workflows_run_what_is_there(path: Path) -> None:
 
 def test_both_commands_are_the_same() -> None:
     scripts = project()["project"]["scripts"]
-    assert scripts == dict.fromkeys(("minato", "minatoloader"), "minato.cli.main:main")
+    assert scripts == dict.fromkeys(("minato", "minatoloader"), "minato.cli:start")
     assert metadata.metadata("minatoloader")["Name"] == "minatoloader"

@@ -16,20 +16,26 @@ _NESTED = ("dataset", "datasets")
 _DEEPEST = 4
 
 
-def uses_pil(objects: Iterable[object], depth: int = 0) -> bool:
+def uses_pil(objects: Iterable[object]) -> bool:
     """Whether the code of a dataset or transform refers to PIL, as far as its module shows.
 
     Args:
         objects: Datasets, transforms and functions.
-        depth: Number of datasets around these.
     """
+    try:
+        return _uses_pil(objects, 0)
+    except Exception:  # of a property of the user's
+        return False
+
+
+def _uses_pil(objects: Iterable[object], depth: int) -> bool:
     for each in objects:
         kinds = (each,) if type(each) is FunctionType else mro_of(type(each))
         if any(_module_refers_to_pil(attribute(kind, "__module__")) for kind in kinds):
             return True
         inner = [attribute(each, name) for name in _NESTED]
         nested = [one for value in inner for one in _listed(value)]
-        if nested and depth < _DEEPEST and uses_pil(nested, depth + 1):
+        if nested and depth < _DEEPEST and _uses_pil(nested, depth + 1):
             return True
     return False
 

@@ -1,0 +1,817 @@
+"""Names, texts, figures, logs and warnings fail only into themselves: every batch comes, every report can be read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import urllib.request
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset
+
+from minato import DataLoader, ErrorPolicy
+from minato._support.text import message_of, short, text_of, traceback_of, type_name
+from minato.errors import MinatoWarning
+from minato.observe.observers import Observers
+from minato.observe.stats.costs import CostHistoryStore
+from minato.observe.stats.epoch_log import EpochLog
+from minato.observe.stats.size import length_of
+from minato.observe.trace.loop import LoopTrack
+from minato.observe.trace.track import EventFile
+from minato.sampling.coverage import index_hash
+from minato.transforms.compose import Transforms
+from minato.transforms.rng import index_word
+from tests.datasets import Numbers, forked
+from tests.subprocesses import ROOT, TIMEOUT_S, environment
+
+SIZE, BATCH, BAD = 12, 4, 5
+
+
+def fails(*_: object) -> Any:
+    raise ValueError("broken")
+
+
+class Odd:
+    """An index whose methods do what they like; the dataset takes its number alone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class ReprRaises(Odd):
+    __repr__ = __str__ = fails
+
+
+class ReprIsNoText(Odd):
+    def __repr__(self) -> str:
+        return 3  # type: ignore[return-value]
+
+    __str__ = __repr__
+
+
+class ReprHasSurrogates(Odd):
+    def __repr__(self) -> str:
+        return f"name \udcff {self.number}"
+
+
+class ReprIsLong(Odd):
+    def __repr__(self) -> str:
+        return f"{self.number} " + "x" * 10_000_000
+
+
+class ReprHasControls(Odd):
+    def __repr__(self) -> str:
+        return f'\0\n\x1b[31m"{self.number}\\'
+
+
+class ReprRecurses(Odd):
+    def __repr__(self) -> str:
+        return repr(self)
+
+
+class NotComparable(Odd):
+    __eq__ = __hash__ = __bool__ = __len__ = __lt__ = fails  # type: ignore[assignment]
+
+
+class NotConvertible(Odd):
+    __index__ = __int__ = __float__ = __format__ = __iter__ = __bytes__ = fails  # type: ignore[assignment]
+
+
+class OddNumber(int):
+    __repr__ = __str__ = __format__ = fails
+
+    @property
+    def number(self) -> int:
+        return int.__pos__(self)
+
+
+class OddText(str):
+    __slots__ = ()
+    __repr__ = __str__ = __format__ = fails
+
+    @property
+    def number(self) -> int:
+        return len(str.__str__(self))
+
+    @classmethod
+    def of(cls, number: int) -> OddText:
+        return cls("\udcff" * number)
+
+
+class NoClass(Odd):
+    """Cannot be pickled, either."""
+
+    __class__ = property(fails)  # type: ignore[assignment]
+
+
+KEYS: dict[str, Callable[[int], Any]] = {
+    kind.__name__: kind
+    for kind in (ReprRaises, ReprIsNoText, ReprHasSurrogates, ReprIsLong, ReprHasControls)
+    + (ReprRecurses, NotComparable, NotConvertible, OddNumber)
+} | {"OddText": OddText.of, "in a tuple": lambda i: (ReprRaises(i), i)}  # type: ignore[dict-item]
+UNPICKLABLE: dict[str, Callable[[int], Any]] = {"NoClass": NoClass}
+WORKERS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "threads": {"num_workers": 2, "workers": "thread"},
+    "processes": forked(2),
+}
+
+
+def number_of(key: Any) -> int:
+    return int(key[1] if type(key) is tuple else key.number)
+
+
+class Keyed(Dataset[int]):
+    """Sample ``BAD`` does what it is told to."""
+
+    def __init__(self, bad: Callable[[], None] | None = None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, key: Any) -> int:
+        number = number_of(key)
+        if number == BAD and self.bad is not None:
+            self.bad()
+        return number
+
+
+def refuse() -> None:
+    raise ValueError("bad")
+
+
+def die() -> None:
+    os._exit(1)
+
+
+def hang() -> None:
+    while True:
+        pass
+
+
+def all_of(loader: Any) -> tuple[list[int], list[Exception]]:
+    """The samples and errors of an epoch; whatever one ``next()`` raises, the next one goes on."""
+    found, errors = [], []
+    batches = iter(loader)
+    while True:
+        try:
+            found += next(batches).tolist()
+        except StopIteration:
+            return found, errors
+        except Exception as error:
+            errors.append(error)
+            assert len(errors) < SIZE, errors
+
+
+def check_views(loader: DataLoader[Any]) -> None:
+    """Everything that shows something of a loader."""
+    report = loader.report()
+    for text in (str(report), repr(report), report.to_html(), report.to_json(), repr(loader)):
+        assert text.encode()
+    assert json.loads(report.to_json())
+    assert str(loader.slow_samples()).encode()
+    assert loader.coverage().complete
+    assert all(isinstance(value, float) for value in loader.metrics().values())
+    assert loader.live().progress() is None
+    for each in report.slowest:
+        assert len(str(each.index)) < 100
+
+
+@pytest.mark.parametrize(
+    ("workers", "kind"),
+    [
+        (workers, kind)
+        for workers in WORKERS
+        for kind in KEYS | (UNPICKLABLE if workers != "processes" else {})
+    ],
+)
+@pytest.mark.parametrize("bad", [None, refuse], ids=["good", "bad"])
+def test_indices_of_any_behaviour(kind: str, workers: str, bad: Any, tmp_path: Path) -> None:
+    keys = [(KEYS | UNPICKLABLE)[kind](i) for i in range(SIZE)]
+    theirs = all_of(TorchLoader(Keyed(bad), BATCH, sampler=keys, **forked(0)))
+    trace, log = tmp_path / "trace.json", tmp_path / "log.jsonl"
+    arguments: dict[str, Any] = {
+        "sampler": keys,
+        "cost_history": tmp_path / "costs",
+        **WORKERS[workers],
+    }
+    loader: DataLoader[Any] = DataLoader(Keyed(bad), BATCH, trace=trace, **arguments)
+    samples, errors = all_of(loader)
+    assert samples == theirs[0]
+    assert [type(each) for each in errors] == [type(each) for each in theirs[1]]
+    check_views(loader)
+    assert len(json.loads(trace.read_text().rstrip(",\n") + "]")) > SIZE
+    if bad is None:
+        return
+    for policy, outcome in (
+        ("skip", "skipped"),
+        ("retry", "raised"),
+        (lambda _: 99, "substituted"),
+    ):
+        errors_are = ErrorPolicy(policy, log=log, retries=1)
+        loader = DataLoader(Keyed(bad), BATCH, order="arrival", errors=errors_are, **arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samples, errors = all_of(loader)
+        assert set(samples) - {99} == set(range(SIZE)) - {BAD} or errors
+        record = json.loads(log.read_text().splitlines()[-1])
+        assert (record["outcome"], record["message"]) == (outcome, "bad")
+        check_views(loader)
+
+
+@pytest.mark.parametrize("kind", ["ReprRaises", "ReprHasSurrogates", "ReprIsLong", "OddNumber"])
+def test_a_worker_that_dies_on_such_an_index(kind: str) -> None:
+    keys = [KEYS[kind](i) for i in range(SIZE)]
+    loader = DataLoader(Keyed(die), BATCH, sampler=keys, errors="skip", **forked(2))
+    with pytest.warns(MinatoWarning, match="while it ran the sample with index"):
+        assert all_of(loader)[0] == [i for i in range(SIZE) if i != BAD]
+    check_views(loader)
+    loader = DataLoader(Keyed(die), BATCH, sampler=keys, **forked(2))
+    with pytest.warns(MinatoWarning, match="while it ran the sample with index"):
+        samples, (error, *_) = all_of(loader)
+    assert samples[:BATCH] == list(range(BATCH))
+    assert "exited unexpectedly" in str(error)
+    assert str(error.__cause__).encode()
+
+
+@pytest.mark.parametrize("kind", ["ReprRaises", "ReprHasSurrogates", "ReprIsLong"])
+def test_such_an_index_that_takes_too_long(kind: str) -> None:
+    keys = [KEYS[kind](i) for i in range(SIZE)]
+    policy = ErrorPolicy("skip", sample_timeout=1.0)
+    loader = DataLoader(Keyed(hang), BATCH, sampler=keys, errors=policy, **forked(2))
+    with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
+        assert all_of(loader)[0] == [i for i in range(SIZE) if i != BAD]
+
+
+@pytest.mark.parametrize("make", (KEYS | UNPICKLABLE).values(), ids=KEYS | UNPICKLABLE)
+def test_hashes_and_texts_of_such_an_index(make: Callable[[int], Any]) -> None:
+    key = make(3)
+    assert len(text_of(key)) <= 1100
+    assert text_of(key).encode()
+    assert isinstance(index_word(key), int)
+    assert isinstance(index_hash(key), int)
+
+
+# ---- exceptions ------------------------------------------------------------------------------
+
+
+class OddError(Exception):
+    """Can be sent, as ``Exception`` can."""
+
+
+class StrRaises(OddError):
+    __str__ = fails
+
+
+class StrIsNoText(OddError):
+    def __str__(self) -> str:
+        return 3  # type: ignore[return-value]
+
+
+class ReprOfErrorRaises(OddError):
+    __repr__ = fails
+
+
+class StrHasSurrogates(OddError):
+    def __str__(self) -> str:
+        return "file \udcff"
+
+
+class StrIsLong(OddError):
+    def __str__(self) -> str:
+        return "y" * 6_000_000
+
+
+class NoModule(OddError):
+    __module__ = None  # type: ignore[assignment]
+
+
+class OddModule(OddError):
+    __module__ = 3  # type: ignore[assignment]
+
+
+class NotesRaise(OddError):
+    __notes__ = property(fails)  # type: ignore[assignment]
+
+
+class NoAttributes(OddError):
+    __setattr__ = fails
+
+
+class NeedsArguments(OddError):
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} {other}")
+
+
+class IsFalse(OddError):
+    __bool__ = fails
+    __eq__ = __hash__ = fails  # type: ignore[assignment]
+
+
+def with_notes() -> Exception:
+    error = OddError("notes")
+    error.__notes__ = [3, ReprRaises(1), None]
+    return error
+
+
+def with_notes_that_are_none() -> Exception:
+    error = OddError("notes")
+    error.__notes__ = 3  # type: ignore[assignment]
+    return error
+
+
+def in_a_circle() -> Exception:
+    one, other = OddError("one"), OddError("other")
+    one.__cause__, other.__cause__ = other, one
+    one.__context__ = one
+    return one
+
+
+def in_a_long_chain() -> Exception:
+    error = OddError("last")
+    for _ in range(2000):
+        following = OddError("next")
+        following.__cause__ = error
+        error = following
+    return error
+
+
+def with_odd_arguments() -> Exception:
+    return OddError(ReprRaises(1), OddNumber(3))
+
+
+def local() -> Exception:
+    class Local(Exception):
+        pass
+
+    return Local("the text of a local class")
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    **{
+        kind.__name__: kind
+        for kind in (StrRaises, StrIsNoText, ReprOfErrorRaises, StrHasSurrogates, StrIsLong)
+        + (NoModule, OddModule, NotesRaise, NoAttributes, IsFalse)
+    },
+    "NeedsArguments": lambda: NeedsArguments(1, 2),
+    **{
+        make.__name__: make
+        for make in (with_notes, with_notes_that_are_none, in_a_circle, in_a_long_chain)
+        + (with_odd_arguments, local)
+    },
+}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", ERRORS)
+def test_exceptions_of_any_behaviour(kind: str, workers: str, tmp_path: Path) -> None:
+    def bad() -> None:
+        raise ERRORS[kind]()
+
+    dataset, expected = Keyed(bad), [i for i in range(SIZE) if i // BATCH != BAD // BATCH]
+    keys = [Odd(i) for i in range(SIZE)]
+    arguments: dict[str, Any] = {"sampler": keys, **WORKERS[workers]}
+    samples, (error,) = all_of(DataLoader(dataset, BATCH, **arguments))
+    assert samples == expected
+    if workers == "0":
+        (theirs,) = all_of(TorchLoader(dataset, BATCH, sampler=keys))[1]
+        assert type(error) is type(theirs) or kind == "local"
+    assert traceback_of(error).encode()
+    for policy, outcome in (("skip", "skipped"), ("retry", "raised")):
+        log = tmp_path / f"{policy}.jsonl"
+        loader = DataLoader(dataset, BATCH, errors=ErrorPolicy(policy, log=log), **arguments)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samples, errors = all_of(loader)
+        assert samples == (expected if errors else [i for i in range(SIZE) if i != BAD])
+        (record,) = [json.loads(line) for line in log.read_text().splitlines()]
+        assert record["outcome"] == outcome
+        assert record["exception"].endswith(
+            "Local" if kind == "local" else type(ERRORS[kind]()).__name__
+        )
+        assert len(record["message"]) <= 1 << 16
+        assert loader.report().run.errors.unrecorded == 0
+        check_views(loader)
+
+
+def test_the_text_of_an_exception_that_cannot_be_sent_arrives() -> None:
+    def bad() -> None:
+        raise local()
+
+    loader = DataLoader(Keyed(bad), BATCH, sampler=[Odd(i) for i in range(SIZE)], **forked(1))
+    _, (error,) = all_of(loader)
+    assert type(error) is RuntimeError
+    assert "Local: the text of a local class" in str(error)
+    assert "in bad" in str(error)
+
+
+@pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS)
+def test_texts_of_such_an_exception(make: Callable[[], Exception]) -> None:
+    error = make()
+    for text in (message_of(error), traceback_of(error), type_name(error, module=True)):
+        assert text.encode()
+
+
+# ---- names -----------------------------------------------------------------------------------
+
+
+class Meta(type):
+    def __getattribute__(cls, name: str) -> Any:
+        return (
+            fails()
+            if name in ("__name__", "__qualname__", "__module__")
+            else super().__getattribute__(name)
+        )
+
+
+class Step:
+    def __call__(self, value: Any) -> Any:
+        return value
+
+
+class OddStep(Step, metaclass=Meta):
+    __repr__ = fails
+
+
+class LongStep(Step):
+    __qualname__ = "z" * 100_000
+
+
+class SurrogateStep(Step):
+    __qualname__ = "name \udcff"
+
+
+class AnyAttribute(Step):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__qualname__":
+            raise AttributeError(name)
+        return self
+
+
+class NoAttribute(Step):
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class NamedThree(Step):
+    __qualname__: ClassVar[Any] = "NamedThree"
+
+    def __init__(self) -> None:
+        self.__qualname__ = 3  # type: ignore[misc]
+
+
+STEPS = (OddStep, LongStep, SurrogateStep, AnyAttribute, NoAttribute, NamedThree)
+
+
+@pytest.mark.parametrize("kind", STEPS, ids=range(len(STEPS)))
+@pytest.mark.parametrize("workers", ["0", "threads", "processes"])
+def test_transforms_of_any_name(kind: Any, workers: str, tmp_path: Path) -> None:
+    transforms = [kind(), kind(), refuse_five]
+    log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
+    loader = DataLoader(
+        Numbers(SIZE),
+        BATCH,
+        transforms=transforms,
+        errors=ErrorPolicy("skip", log=log),
+        metrics_address=0,
+        trace=trace,
+        cost_history=tmp_path / "costs",
+        **WORKERS[workers],
+    )
+    found, texts = [], []
+    with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
+        for batch in loader:
+            found += batch.tolist()
+            texts.append(metrics_of(loader))
+    assert {text.count("minato_stage_seconds_total{") for text in texts} == {4}
+    assert found == [i for i in range(SIZE) if i != BAD]
+    assert json.loads(log.read_text())["transform"] == "refuse_five"
+    assert len(json.loads(trace.read_text().rstrip(",\n") + "]")) > SIZE
+    check_views(loader)
+    loader.close()
+
+
+def metrics_of(loader: DataLoader[Any]) -> str:
+    with urllib.request.urlopen(str(loader.metrics_url)) as response:
+        text: str = response.read().decode()
+    return text
+
+
+def refuse_five(value: int) -> int:
+    if value == BAD:
+        raise ValueError("five")
+    return value
+
+
+@pytest.mark.parametrize("name", ["\udcff", "x" * 1_000_000, 'a"\\\n{}', "\0", "dataset"])
+def test_loaders_of_any_name(name: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    loader = DataLoader(Numbers(SIZE), BATCH, name=name, trace=trace, metrics_address=0)
+    for _ in loader:
+        assert "minato_batches_total{" in metrics_of(loader)
+    json.loads(trace.read_text().rstrip(",\n") + "]")
+    check_views(loader)
+    loader.close()
+
+
+def test_datasets_of_any_name() -> None:
+    class Strange(Numbers, metaclass=Meta):
+        __repr__ = fails
+
+    loader = DataLoader(Strange(SIZE), BATCH)
+    assert all_of(loader) == (list(range(SIZE)), [])
+    check_views(loader)
+
+
+# ---- observers, warnings, logs ---------------------------------------------------------------
+
+
+METHODS = ("begin", "started", "enter", "leave", "finish")
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), StrRaises(), OSError(28, "full"), MemoryError()]
+)
+def test_an_observer_that_raises_is_switched_off(
+    method: str, workers: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def broken(*_: object) -> None:
+        calls.append(method)
+        raise error
+
+    monkeypatch.setattr(EpochLog, method, broken)
+    loader = DataLoader(Numbers(SIZE), BATCH, **WORKERS[workers])
+    with pytest.warns(MinatoWarning, match="EpochLog of this loader is switched off") as told:
+        found = torch.cat(list(loader)).tolist()
+    assert found == list(range(SIZE))
+    assert (len(told), len(calls)) == (1, 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("place", [EpochLog, LoopTrack])
+def test_where_warnings_are_errors_no_batch_is_lost(
+    method: str, place: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(place, method, fails)
+    loader = DataLoader(Numbers(SIZE), BATCH, trace=tmp_path / "trace.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples, errors = all_of(loader)
+    assert samples == list(range(SIZE))
+    assert [type(each) for each in errors] == [MinatoWarning]
+    assert "switched off, because it raised ValueError: broken" in str(errors[0])
+
+
+def test_a_trace_that_ends_loses_no_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(self: EventFile, *_: object) -> None:
+        self.open, self.error = False, OSError(28, "No space left on device")
+
+    loader = DataLoader(Numbers(SIZE), BATCH, trace=tmp_path / "trace.json")
+    monkeypatch.setattr(EventFile, "append", full)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples, (error,) = all_of(loader)
+    assert samples == list(range(SIZE))
+    assert "the trace ends here: [Errno 28]" in str(error)
+    assert loader.report().run.throughput.samples == SIZE
+
+
+@pytest.mark.parametrize("event", ["started", "ended"])
+def test_a_view_that_raises_is_switched_off_alone(event: str) -> None:
+    class View:
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def started(self) -> None:
+            self.seen.append("started")
+
+        def ended(self) -> None:
+            self.seen.append("ended")
+
+    loader = DataLoader(Numbers(SIZE), BATCH)
+    broken, sound = View(), View()
+    setattr(broken, event, fails)
+    log: Any = loader._history.epoch_log  # type: ignore[attr-defined]
+    log.observers += [broken, sound]
+    with pytest.warns(MinatoWarning, match="View of this loader is switched off"):
+        assert all_of(loader) == (list(range(SIZE)), [])
+    assert all_of(loader) == (list(range(SIZE)), [])
+    assert sound.seen == ["started", "ended"] * 2
+    assert loader.report().run.epochs == 2
+
+
+def test_the_end_of_an_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(Numbers(SIZE), BATCH)
+    batches = iter(loader)
+    next(batches)
+    monkeypatch.setattr(EpochLog, "settle", fails)
+    with pytest.warns(MinatoWarning, match="EpochLog of this loader is switched off"):
+        loader.close()
+
+
+def test_no_observers_cost_no_calls() -> None:
+    assert not Observers([])
+
+
+@pytest.mark.parametrize("policy", ["skip", ErrorPolicy("skip", max_failures=1)])
+def test_the_warning_of_skipped_samples_as_an_error(policy: Any) -> None:
+    loader = DataLoader(Numbers(SIZE), BATCH, transforms=[refuse_five], errors=policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples, errors = all_of(loader)
+    assert samples == [i for i in range(SIZE) if i != BAD]
+    assert [type(each) for each in errors] == [MinatoWarning]
+    assert loader.report().epochs[0].finished
+
+
+def test_a_handler_of_logs_that_raises() -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            record.getMessage()
+            raise OSError("full")
+
+    logger, handler = logging.getLogger("minato"), Broken()
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        loader = DataLoader(Numbers(SIZE), BATCH)
+        assert all_of(loader) == (list(range(SIZE)), [])
+        loader.close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_log_that_cannot_be_written(
+    workers: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    for error in (OSError(28, "full"), ValueError("broken")):
+
+        def write(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("minato.workers.error_policy.FailureLog._write", write)
+        loader = DataLoader(
+            Numbers(SIZE),
+            BATCH,
+            transforms=[refuse_five],
+            errors=ErrorPolicy("skip", log=log),
+            **WORKERS[workers],
+        )
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            assert all_of(loader)[0] == [i for i in range(SIZE) if i != BAD]
+        errors = loader.report().run.errors
+        assert (errors.skipped, errors.unrecorded) == (1, 1)
+
+
+def test_a_dataset_that_cannot_be_described_has_no_history(tmp_path: Path) -> None:
+    class Broken(Numbers):
+        __repr__ = fails
+
+    store = CostHistoryStore(str(tmp_path), Broken(3), [])
+    assert store.costs() is None
+    assert all_of(DataLoader(Broken(SIZE), BATCH, cost_history=tmp_path))[0] == list(range(SIZE))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError("length"), RuntimeError("not yet")])
+def test_a_length_that_raises_is_unknown(error: Any) -> None:
+    class Broken:
+        def __len__(self) -> int:
+            raise error
+
+    assert length_of(Broken()) is None
+
+
+def test_long_texts_are_cut() -> None:
+    assert short("x" * 2000) == "x" * 997 + "..."
+    assert short("\ud800") == "\\ud800"
+    assert len(Transforms.of([LongStep()]).names[0]) == 1000
+
+
+SCRIPT = """
+import os, sys, warnings
+import torch
+from minato import DataLoader, ErrorPolicy
+how = sys.argv[1]
+if how == "closed":
+    sys.stderr.close()
+elif how == "none":
+    sys.stderr = None
+elif how == "closed descriptor":
+    os.close(2)
+elif how == "full":
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+elif how == "ascii":
+    sys.stderr.reconfigure(encoding="ascii", errors="strict")
+def five(value):
+    if value == 5:
+        raise ValueError("\\udcff µ")
+    return value
+found = []
+for workers in ({}, {"num_workers": 1, "multiprocessing_context": "fork"}, {"num_workers": 1, "workers": "thread"}):
+    loader = DataLoader(range(12), 4, transforms=[five], errors="skip", name="\\udcff µ", **workers)
+    for batch in loader:
+        found += batch.tolist()
+    loader.live()
+    str(loader.report())
+print(found == [i for i in range(12) if i != 5] * 3)
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["closed", "none", "closed descriptor", "full", "ascii", "as it is"]
+)
+def test_a_standard_error_that_takes_nothing(how: str, tmp_path: Path) -> None:
+    variables = {"MINATO_LIVE": "1", "MINATO_REPORT": str(tmp_path / "report.txt"), "LC_ALL": "C"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how],
+        env={**environment(), **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    assert "\nWaiting\n" in (tmp_path / "report.txt").read_text()
+
+
+# ---- coroutines that end the loop ------------------------------------------------------------
+
+
+class Subtasks(Numbers):
+    """Each sample awaits two tasks; those of sample ``BAD`` do what they are told to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(SIZE)
+        self.how = how
+
+    async def __aget__(self, index: int) -> int:
+        one, other = await asyncio.gather(self.part(index, "one"), self.part(index, "other"))
+        return one + other
+
+    async def part(self, index: int, which: str) -> int:
+        await asyncio.sleep(0)
+        if index == BAD and which == "one":
+            if self.how == "exit":
+                sys.exit(3)
+            if self.how == "interrupt":
+                raise KeyboardInterrupt
+            if self.how == "stop":
+                asyncio.get_running_loop().stop()
+            if self.how == "background":
+                self.task = asyncio.get_running_loop().create_task(self.ends())
+        await asyncio.sleep(0)
+        return index
+
+    async def ends(self) -> None:
+        await asyncio.sleep(0)
+        raise SystemExit
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "workers": "thread"}, forked(2)])
+@pytest.mark.parametrize("how", ["exit", "interrupt", "stop", "background"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_task_that_ends_the_event_loop(how: str, workers: dict[str, Any]) -> None:
+    if how == "interrupt" and "multiprocessing_context" in workers:
+        pytest.skip("a KeyboardInterrupt ends a worker process, as a Ctrl-C does")
+    loader = DataLoader(
+        Subtasks(how), 2, fetch_concurrency=4, timeout=60 if workers else 0, errors=told, **workers
+    )
+    found, batches = [], iter(loader)
+    errors: list[BaseException] = []
+    while True:
+        try:
+            found += next(batches).tolist()
+        except StopIteration:
+            break
+        except BaseException as error:
+            errors.append(error)
+            assert len(errors) < 3, errors
+    left_out = [] if how in ("stop", "background") else [4, 5]
+    assert found == [2 * i for i in range(SIZE) if i not in left_out]
+    assert len(errors) == len(left_out) / 2
+
+
+def told(failure: Any) -> Any:
+    raise failure.error
