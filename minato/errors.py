@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from pickle import PicklingError
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "SampleTimeoutError",
     "WorkerDiedError",
     "add_note",
+    "warn",
 ]
 
 
@@ -52,3 +54,22 @@ def add_note(error: BaseException, note: str) -> None:
     """Do what ``error.add_note`` does from Python 3.11 on; an exception that allows no attributes gets no note."""
     with contextlib.suppress(Exception):
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
+
+
+def warn(text: str, stacklevel: int = 1) -> None:
+    """Do what ``warnings.warn`` does with a :class:`MinatoWarning`, except that a warning that cannot be shown is lost.
+
+    Standard error may be closed, and a program may show warnings in its own way.
+
+    Args:
+        stacklevel: 1 is the caller.
+
+    Raises:
+        Warning: Warnings are errors.
+    """
+    try:
+        warnings.warn(text, MinatoWarning, stacklevel=stacklevel + 1)
+    except Warning:
+        raise
+    except Exception:
+        return

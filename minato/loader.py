@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
@@ -42,7 +41,7 @@ from minato._support.text import text_of, type_name
 from minato._system import environment
 from minato.checks import check_platform, check_whole
 from minato.engine.spec import LoaderSpec, WorkerSpec
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.options import (
     DEFAULTS,
     IN_PLACE,
@@ -169,10 +168,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
         connect()
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
-            warnings.warn(
+            warn(
                 "Lightning relates predictions to samples by the sequence of the batches, so that here they are "
                 "returned in strict order",
-                MinatoWarning,
                 stacklevel=2,
             )
             in_order = True

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from minato._core.segment import Segment
-from minato.errors import MinatoWarning
+from minato.errors import warn
 
 __all__ = ["DeviceEvent", "MemoryPinner", "PinnedSlots", "Slot"]
 
@@ -99,10 +98,9 @@ class PinnedSlots:
             self._pinner.lock(self._address + slot.start, nbytes)
         except OSError as error:
             self._works = False
-            warnings.warn(
+            warn(
                 f"the memory of batches cannot be pinned ({error}): as with torch, each batch is copied to "
                 "pinned memory on its way to the device",
-                MinatoWarning,
                 stacklevel=2,
             )
         else:

@@ -7,7 +7,6 @@ import hashlib
 import io
 import pickle
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ import torch
 
 from minato._fork_safety import renew_in_children
 from minato._support.counters import Counters
-from minato._support.text import printable
-from minato.errors import MinatoWarning
+from minato._support.text import message_of, printable
+from minato.errors import MinatoWarning, warn
 
 __all__ = ["Cache", "CacheReport"]
 
@@ -157,10 +156,9 @@ class Cache(ABC):
         if first:
             # Where warnings are errors, a sample that is there must not fail either.
             with contextlib.suppress(MinatoWarning):
-                warnings.warn(
-                    f"{self!r} failed ({type(error).__name__}: {printable(str(error))}): samples that it cannot give "
-                    "or keep are read from the dataset",
-                    MinatoWarning,
+                warn(
+                    f"{self!r} failed ({type(error).__name__}: {printable(message_of(error))}): samples that it cannot "
+                    "give or keep are read from the dataset",
                     stacklevel=2,
                 )
 

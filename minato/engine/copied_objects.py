@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minato._support.objects import Search, path_of
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.sharing import is_looked_through
 
 __all__ = ["CopiedObjects"]
@@ -80,11 +79,10 @@ class CopiedObjects:
         if private < max(_LEAST_NBYTES, count * nbytes // 2):
             return
         CopiedObjects.warned = True
-        warnings.warn(
+        warn(
             f"{count} forked workers have {private >> 20} MiB of memory of their own. {path} holds {items} "
             f"Python objects (about {nbytes >> 20} MiB), which each worker copies page by page as it reads them. "
             "Keep them once for all workers: dataset = minato.share(dataset)",
-            MinatoWarning,
             stacklevel=2,
         )
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minato.engine.spec import LoaderSpec
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.sampling.completed import Completed, RankProgress
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
@@ -223,11 +222,10 @@ class EngineFactory:
             if reads:
                 unbound, cause = reads, "reads of several samples share them"
         if unbound:
-            warnings.warn(
+            warn(
                 f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
                 f"{', '.join(unbound)}. Their numbers depend on which worker runs which sample, so a seeded run does "
                 "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
-                MinatoWarning,
                 stacklevel=2,
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +13,7 @@ from minato._system import available_cores, environment, local_rank
 from minato.engine.factory import RankSession
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.stats.lateness import Lateness
 from minato.options import parse_address
 from minato.sampling.coverage import Coverage
@@ -221,7 +220,7 @@ class Inspector:
             )
             if self._spec.options.metrics_address is not None:
                 raise OSError(error.errno, text) from None
-            warnings.warn(text, MinatoWarning, stacklevel=4)
+            warn(text, stacklevel=4)
 
     def slow_samples(self) -> SlowSamples:
         """See ``DataLoader.slow_samples``."""
@@ -278,9 +277,8 @@ def _open(what: str, make: Callable[..., object], *arguments: Any) -> None:
     except Exception as error:
         if isinstance(error, Warning):
             raise
-        warnings.warn(
+        warn(
             f"{what} of a loader will be missing, because {type_name(error)} was raised: {message_of(error)}",
-            MinatoWarning,
             stacklevel=5,
         )
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.integrations.logged import loaders_in, metrics_of
 
 # A trainer accepts callbacks of its own package; the program has imported one of the two before.
@@ -38,10 +37,9 @@ class MetricsCallback(Callback):  # type: ignore[misc]  # untyped here: pyprojec
         self._logged_at = -1
         found = trainer.train_dataloader
         if trainer.is_global_zero and not any(loaders_in(found)):
-            warnings.warn(
+            warn(
                 f"MetricsCallback logs nothing, because the training uses no minato.DataLoader but a "
                 f"{type(found).__name__}: pass one to fit()",
-                MinatoWarning,
                 stacklevel=2,
             )
 

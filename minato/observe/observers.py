@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from minato._support.text import message_of, type_name
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.stats.epoch_log import EpochLog, EpochState, MetricsSource
 from minato.observe.stats.snapshot import LoaderSnapshot
 
@@ -47,10 +46,9 @@ def settle(log: EpochLog, source: MetricsSource) -> None:
 
 
 def _warn(observer: object, error: Exception) -> None:
-    warnings.warn(
+    warn(
         f"{type_name(observer)} of this loader is switched off, because it raised {type_name(error)}: "
         f"{message_of(error)}. Batches come as before, and what it shows ends here",
-        MinatoWarning,
         stacklevel=5,
     )
 

@@ -6,14 +6,13 @@ import contextlib
 import functools
 import importlib
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from minato._compat import kill_actor
 from minato._core import EventCount
 from minato._support.threads import start_thread
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.ray.actor import ActorSpec, SampleServer
 from minato.ray.reads import ActorLost
 from minato.workers.local_pools import ThreadPool
@@ -141,7 +140,7 @@ class ActorPool(ThreadPool):
             self.threads[number] = self._make(number)
             start_thread(self.threads[number])
             if warning is not None:
-                warnings.warn(warning, MinatoWarning, stacklevel=2)
+                warn(warning, stacklevel=2)
         super().check()
 
     def _gone(self) -> list[int]:

@@ -269,9 +269,10 @@ def index_hash(index: Any) -> int:
         index = index.index
     if (number := integer_of(index)) is not None:
         return number
-    if isinstance(index, str):
-        data = index.encode("utf-8", "surrogatepass")
-    elif isinstance(index, (tuple, list)):
+    kind = type(index)  # not isinstance(), which asks the index for its __class__
+    if issubclass(kind, str):
+        data = str.encode(index, "utf-8", "surrogatepass")
+    elif issubclass(kind, (tuple, list)):
         data = b",".join(b"%d" % index_hash(part) for part in index)
     else:
         try:

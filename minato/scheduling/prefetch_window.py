@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
-from minato.errors import MinatoWarning
+from minato.errors import warn
 
 __all__ = ["PrefetchWindow"]
 
@@ -128,11 +126,10 @@ class PrefetchWindow:
         self._returned += 1
         if not self._fixed and not self._warned and batch_bytes > self.budget_bytes:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"one batch takes {batch_bytes} bytes, more than memory_budget="
                 f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget to at "
                 "least twice the size of a batch.",
-                MinatoWarning,
                 stacklevel=2,
             )
         self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)

@@ -247,16 +247,19 @@ def sample_word(key: object, occurrence: int) -> int:
     return mix_seed(word, occurrence, _AGAIN) if occurrence else word
 
 
-def _digest(key: object) -> bytes:
-    if isinstance(key, str):
-        content = b"str" + key.encode("utf-8", "surrogatepass")
-    elif isinstance(key, bytes):
+def _digest(key: Any) -> bytes:
+    kind = type(key)  # not isinstance(), which asks the key for its __class__
+    if issubclass(kind, str):
+        content = b"str" + str.encode(key, "utf-8", "surrogatepass")
+    elif issubclass(kind, bytes):
         content = b"bytes" + key
-    elif isinstance(key, (torch.Tensor, np.ndarray)):  # a tensor's pickles differ between processes
+    elif issubclass(
+        kind, (torch.Tensor, np.ndarray)
+    ):  # a tensor's pickles differ between processes
         return _digest(key.tolist())
-    elif isinstance(key, (tuple, list)):
+    elif issubclass(kind, (tuple, list)):
         content = b"sequence" + b"".join(map(_digest, key))
-    elif isinstance(key, (set, frozenset)):
+    elif issubclass(kind, (set, frozenset)):
         content = b"set" + b"".join(sorted(map(_digest, key)))
     else:
         content = b"object" + _pickled(key)

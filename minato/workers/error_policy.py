@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import time
-import warnings
 import weakref
 from collections import Counter
 from contextlib import suppress
@@ -19,7 +18,7 @@ from minato._support.counters import Counters
 from minato._support.files import anonymous_log, open_lines
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
 from minato._support.values import plain
-from minato.errors import ErrorBudgetError, MinatoWarning
+from minato.errors import ErrorBudgetError, warn
 
 if TYPE_CHECKING:  # minato.SKIP needs none of these
     from minato.transforms.compose import Transforms
@@ -105,9 +104,9 @@ def _in_json(index: object) -> Any:
 
 
 def _is_json(value: object) -> bool:
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return all(map(_is_json, value))
-    return value is None or isinstance(value, (int, str, float))
+    return type(value) in (int, str, float, bool, type(None))
 
 
 def _from_json(index: object) -> Any:
@@ -133,9 +132,8 @@ class FailureLog:
         except OSError as error:  # the file could be opened when the loader was made
             if path is None:
                 raise
-            warnings.warn(
+            warn(
                 f"ErrorPolicy(log={path!r}) can no longer be opened: {error.strerror}; failures are only counted",
-                MinatoWarning,
                 stacklevel=2,
             )
             path, descriptor = None, anonymous_log()
@@ -172,10 +170,9 @@ class FailureLog:
         cause = error.strerror if isinstance(error, OSError) else message_of(error)
         if first:
             with suppress(Exception):  # where warnings are errors, the sample has none all the same
-                warnings.warn(
+                warn(
                     f"a failed sample could not be recorded in ErrorPolicy(log={self._path!r}): {cause}; "
                     "samples are delivered and failures counted as before, and their records are missing there",
-                    MinatoWarning,
                     stacklevel=2,
                 )
 
@@ -411,10 +408,9 @@ class FailureCount:
         skipped, substituted = self._of_epoch("skipped"), self._of_epoch("substituted")
         if (skipped or substituted) and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{skipped} samples of this epoch were skipped and {substituted} substituted, because they could not "
                 f"be loaded{self._where()}",
-                MinatoWarning,
                 stacklevel=2,
             )
 

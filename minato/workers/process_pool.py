@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from minato._core import EventCount
 from minato._core.limits import explaining_limits
 from minato._fork_safety import foreign_workers, forget_in_children, starting_worker
 from minato._support.pickling import holding_descriptors
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
@@ -247,7 +246,7 @@ class ProcessPool:
             warning = self._replace(*ended)
             self._watch.forget()  # only now: after an interrupt or an error the next call handles the same process
             if warning is not None:
-                warnings.warn(warning, MinatoWarning, stacklevel=2)
+                warn(warning, stacklevel=2)
         if self._watchdog is not None:
             if self._watch.was_stopped():
                 self._watchdog.restart_timers()

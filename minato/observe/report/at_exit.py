@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 from minato._support.files import open_lines, write_atomically
 from minato._system import local_rank
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.report.figures import Setup
 from minato.observe.report.report import Report, report_of
 from minato.observe.report.text import plain
@@ -102,7 +101,7 @@ def write_at_exit(path: str) -> None:
     except (OSError, ValueError) as error:
         _at_exit.refused = True
         words = f"the report cannot be written: MINATO_REPORT={path!r}: {error}"
-        warnings.warn(words, MinatoWarning, stacklevel=5)
+        warn(words, stacklevel=5)
     else:
         _at_exit.path = file
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from minato._compat import active_progress_bars
 from minato._support.text import printable
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.report.live_progress import EpochProgress
 
 if TYPE_CHECKING:
@@ -53,10 +52,9 @@ def screen_for(stream: TextIO) -> Screen:
     try:
         import rich.panel  # noqa: F401
     except ImportError:
-        warnings.warn(
+        warn(
             "the live view prints a line every few seconds, because rich is not installed: for a panel, "
             'pip install "minatoloader[report]"',
-            MinatoWarning,
             stacklevel=2,
         )
         return Lines(stream)

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import types
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -19,7 +18,7 @@ from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
 from minato._support.objects import Kind, attribute, items_of
 from minato._support.text import message_of
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
 from minato.observe.stats.size import length_of
 from minato.observe.stats.slowest import NBYTES as SLOWEST_NBYTES
@@ -221,9 +220,8 @@ class CostHistoryStore:
         except Exception as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(
+                warn(
                     f"cost_history={self._directory!r} cannot be written, so the next run starts without it: "
                     f"{message_of(error)}",
-                    MinatoWarning,
                     stacklevel=2,
                 )

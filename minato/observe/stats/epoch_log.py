@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from minato._core import Histogram, now_ns
 from minato._support.text import message_of, type_name
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.stats.lateness import Lateness, Reservoir
 from minato.observe.stats.slowest import SlowSample, slowest_of
 from minato.observe.stats.snapshot import (
@@ -326,10 +325,9 @@ class EpochLog:
                 failed.append((observer, error))
         for observer, raised in failed:
             self.observers = [each for each in self.observers if each is not observer]
-            warnings.warn(
+            warn(
                 f"{type_name(observer)} of this loader is switched off, because it raised {type_name(raised)}: "
                 f"{message_of(raised)}",
-                MinatoWarning,
                 stacklevel=5,
             )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 from minato._core import now_ns
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.track import Track
 
@@ -78,4 +77,4 @@ class LoopTrack:
         error = self._track.file.error
         if error is not None and not self._warned:
             self._warned = True
-            warnings.warn(f"the trace ends here: {error}", MinatoWarning, stacklevel=2)
+            warn(f"the trace ends here: {error}", stacklevel=2)

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import os
-import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from minato._support.files import open_lines, open_regular, write_all
 from minato._support.text import text_of
 from minato._support.values import integer_of
 from minato._system import environment, local_rank
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.trace.tracer import REPEATED, SAMPLE, Args
 
 __all__ = ["LIMIT_BYTES", "EventFile", "Trace", "Track", "Tracks", "trace_of_environment"]
@@ -99,7 +98,7 @@ def trace_of_environment(name: str) -> Trace | None:
         return Trace(path, name)
     except (OSError, ValueError) as error:
         words = f"a loader is not traced: MINATO_TRACE={given!r}: {error}"
-        warnings.warn(words, MinatoWarning, stacklevel=3)
+        warn(words, stacklevel=3)
         return None
 
 

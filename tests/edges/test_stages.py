@@ -1,0 +1,242 @@
+"""One list of stages: workers, report, metrics, failures and slow samples give each transform the same, unique name."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import time
+import urllib.request
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minato import DataLoader, ErrorPolicy, StragglerPolicy
+from minato.caching import DiskCache, MemoryCache
+from minato.observe.report.report import Report
+from minato.transforms.compose import Transforms
+from tests.datasets import Numbers, forked
+
+SIZE = 24
+
+
+class Resize:
+    """Takes some time, or raises for some samples."""
+
+    def __init__(self, takes_s: float = 0.0, bad: int = -1) -> None:
+        self.takes_s, self.bad = takes_s, bad
+
+    def __call__(self, value: int) -> int:
+        if value == self.bad:
+            raise ValueError("bad")
+        if self.takes_s:
+            time.sleep(self.takes_s)
+        return value
+
+
+class Crop(Resize):
+    pass
+
+
+def dataset(value: int) -> int:
+    return value
+
+
+class Sample:
+    """Its name is that of a stage."""
+
+    __qualname__ = "collate and copy"
+
+    def __call__(self, value: int) -> int:
+        return value
+
+
+LISTS: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
+    "different": (lambda: [Resize(), Crop()], ["Resize", "Crop"]),
+    "twins": (lambda: [Resize(), Resize(), Resize()], ["Resize", "Resize 2", "Resize 3"]),
+    "one object": (lambda: [Resize()] * 2, ["Resize", "Resize 2"]),
+    "partials": (lambda: [functools.partial(dataset)] * 2, ["dataset 2", "dataset 3"]),
+    "stages": (lambda: [Sample(), dataset], ["collate and copy 2", "dataset 2"]),
+    "numbered": (
+        lambda: [Resize(), named("Resize 2"), Resize()],
+        ["Resize", "Resize 2", "Resize 3"],
+    ),
+    "other way": (
+        lambda: [named("Resize 2"), Resize(), Resize()],
+        ["Resize 2", "Resize", "Resize 3"],
+    ),
+}
+WORKERS: dict[str, dict[str, Any]] = {
+    "0": {},
+    "threads": {"num_workers": 2, "workers": "thread"},
+    "processes": forked(2),
+}
+
+
+def named(name: str) -> Callable[[int], int]:
+    def step(value: int) -> int:
+        return value
+
+    step.__qualname__ = name
+    return step
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_names_are_unique(kind: str) -> None:
+    make, names = LISTS[kind]
+    transforms = Transforms.of(make())
+    assert list(transforms.names) == names
+    for count in range(len(names) + 1):
+        assert list(transforms.after(count).names) == names[count:]
+        assert transforms.after(count).steps == transforms.steps[count:]
+    for number, name in enumerate(names):
+        failed = Transforms.of([*make()[:number], Resize(bad=1)])
+        assert failed.failed_step(raised_by(failed)) is not None
+        assert name in transforms.names
+
+
+def raised_by(transforms: Transforms) -> BaseException:
+    with pytest.raises(ValueError, match="bad") as raised:
+        transforms.run(1)
+    return raised.value
+
+
+def test_the_twin_that_failed_is_named() -> None:
+    for number in range(3):
+        steps = [Resize(), Resize(), Resize()]
+        steps[number] = Resize(bad=1)
+        transforms = Transforms.of(steps)
+        assert transforms.failed_step(raised_by(transforms)) == transforms.names[number]
+    twice = Transforms.of([Resize(), Crop(bad=2), lambda value: value + 1, Resize(), Crop(bad=2)])
+    with pytest.raises(ValueError, match="bad") as raised:
+        twice.run(1)
+    assert twice.failed_step(raised.value) == "Crop 2"
+    assert Transforms.of(list(twice.steps)).failed_step(raised.value) is None
+
+
+def test_names_travel() -> None:
+    def copied(transforms: Transforms) -> Any:
+        return pickle.loads(pickle.dumps(transforms))
+
+    transforms = Transforms.of([Resize(), Crop(), Resize()])
+    assert copied(transforms).names == transforms.names
+    assert copied(transforms.after(1)).names == ("Crop", "Resize 2")
+
+
+# ---- what a loader shows ---------------------------------------------------------------------
+
+
+def make_cache(kind: str | None, after: int, folder: Path) -> Any:
+    if kind is None:
+        return None
+    if kind == "memory":
+        return MemoryCache(1 << 20, after=after)
+    return DiskCache(folder / "cache", 1 << 20, after=after)
+
+
+def stages_of(report: Report) -> dict[str, float]:
+    return {stage.name: stage.mean_s for stage in report.run.stages}
+
+
+def served(loader: DataLoader[Any]) -> list[str]:
+    with urllib.request.urlopen(str(loader.metrics_url)) as response:
+        lines = response.read().decode().splitlines()
+    return [
+        line.partition('stage="')[2].partition('"')[0]
+        for line in lines
+        if line.startswith("minato_stage_seconds_total{")
+    ]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("cache", "after"),
+    [(None, 0), ("memory", 0), ("memory", 1), ("memory", 3), ("disk", 2)],
+)
+def test_all_views_have_the_same_stages(
+    cache: str | None, after: int, workers: str, tmp_path: Path
+) -> None:
+    if cache == "memory" and workers == "processes":
+        pytest.skip("it belongs to one process")
+    transforms = [Resize(), Crop(), Resize(0.002, bad=7)]
+    names = ["Resize", "Crop", "Resize 2"][after:]
+    log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
+    loader = DataLoader(
+        Numbers(SIZE),
+        4,
+        transforms=transforms,
+        cache=make_cache(cache, after, tmp_path),
+        metrics_address=0,
+        trace=trace,
+        errors=ErrorPolicy("skip", log=log),
+        stragglers=StragglerPolicy(after_s=0.001),
+        **WORKERS[workers],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while_running = [(served(loader), loader.live().progress()) for _ in loader]
+    assert all(stages == ["dataset", *names] for stages, _ in while_running)
+    assert {progress.slowest for _, progress in while_running if progress} <= {
+        "",
+        "dataset",
+        *names,
+    }
+    report = loader.report()
+    assert list(stages_of(report)) == ["dataset", *names, "collate and copy"]
+    assert {each.stage for each in report.slowest} <= {"dataset", *names}
+    if cache != "disk":  # whose writes may take longer
+        slow = "Resize 2" if "Resize 2" in names else "dataset"
+        assert max(["dataset", *names], key=stages_of(report).__getitem__) == slow
+        assert Counter(each.stage for each in report.slowest).most_common(1)[0][0] == slow
+    (failure,) = [json.loads(line) for line in log.read_text().splitlines()]
+    assert failure["transform"] == ("Resize 2" if "Resize 2" in names else None)
+    slices = {event["name"] for event in json.loads(trace.read_text().rstrip(",\n") + "]")}
+    assert slices & {"Resize", "Crop", "Resize 2"} == set(names)
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_each_transform_has_its_own_figures(kind: str) -> None:
+    pytest.importorskip("pandas")
+    make, names = LISTS[kind]
+    loader = DataLoader(Numbers(SIZE), 4, transforms=make(), metrics_address=0)
+    assert [served(loader) for _ in loader] == [["dataset", *names]] * 6
+    table = loader.report().to_pandas()
+    columns = [name for name in table.columns if name.endswith(".mean_s")]
+    found = [name.split(".")[1] for name in columns if name.startswith("stages.")]
+    assert found == [
+        "dataset",
+        *names,
+        "collate and copy",
+    ]
+    assert f"{names[0]} " in str(loader.report())
+    loader.close()
+
+
+def test_samples_that_come_together_are_one_stage() -> None:
+    class Lists(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices
+
+    loader = DataLoader(Lists(SIZE), 4, transforms=[named("samples")])
+    list(loader)
+    assert list(stages_of(loader.report())) == ["samples", "collate and copy"]
+    assert Transforms.of([named("samples")]).names == ("samples 2",)
+
+
+def test_samples_that_were_skipped_were_not_returned() -> None:
+    for order in ("strict", "batch", "arrival"):
+        for workers in WORKERS.values():
+            loader = DataLoader(
+                Numbers(SIZE), 4, transforms=[Resize(bad=7)], errors="skip", order=order, **workers
+            )
+            with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+                count = sum(len(batch) for batch in loader)
+            assert count == SIZE - 1
+            assert loader.metrics()["samples_total"] == count
+            assert loader.report().run.throughput.samples == count
+            assert f"{count}" in str(loader.report())
