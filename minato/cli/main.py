@@ -56,13 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 after a failure, or if ``minato doctor`` finds a limit; 2 for invalid arguments.
     """
-    own = list(sys.argv[1:] if arguments is None else arguments)
-    of_script: list[str] = []
-    if own[:1] == ["run"]:
-        own, of_script = run.divided(own)
-    options = _parser().parse_args(own)
+    options = _parsed(sys.argv[1:] if arguments is None else arguments)
     if options.is_script:  # its exceptions and exit status are those of the script
-        options.arguments = of_script
         options.run(options)
         return 0
     for stream in (sys.stdout, sys.stderr):
@@ -84,6 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"minato: {options.failed.format(printable(_in_a_line(error)))}", file=sys.stderr)
         return 1
     return status or 0
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    own = list(arguments)
+    of_script: list[str] = []
+    if own[:1] == ["run"]:
+        own, of_script = run.divided(own)
+    options = _parser().parse_args(own)
+    options.arguments = of_script
+    return options
 
 
 def _in_a_line(error: Exception) -> str:

@@ -29,7 +29,6 @@ import pytest
 import tomllib
 
 import minato
-from minato.cli.main import _parser
 from tests.project.pages import FENCE, PAGES, ROOT, blocks, name_of
 from tests.subprocesses import TIMEOUT_S, in_session
 
@@ -288,13 +287,13 @@ def test_command_lines(
 
 
 def check_minato(words: list[str], complete: bool) -> None:
-    parser = _parser()
     if complete or words[0].startswith("-"):
         with (
             contextlib.suppress(SystemExit) if words == ["--version"] else contextlib.nullcontext()
         ):
-            parser.parse_args(words)
+            _parsed(words)
         return
+    parser = _parser()
     [commands] = (each for each in parser._actions if isinstance(each.choices, dict))
     assert isinstance(commands.choices, dict)
     known = commands.choices[words[0]]._option_string_actions
