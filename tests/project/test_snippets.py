@@ -29,6 +29,7 @@ import pytest
 import tomllib
 
 import minato
+from minato.cli.main import _parsed, _parser
 from tests.project.pages import FENCE, PAGES, ROOT, blocks, name_of
 from tests.subprocesses import TIMEOUT_S, in_session
 
