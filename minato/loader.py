@@ -718,9 +718,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 )
         if parts != self._engines.told_parts:
             self._engines.told_parts = parts
-            warnings.warn(
+            warn(
                 f"the program has replaced {names}, which minato's engine does not use: torch's engine loads",
-                MinatoWarning,
                 stacklevel=4,
             )
         return super()._get_iterator()

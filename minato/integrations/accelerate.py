@@ -8,12 +8,11 @@ they call the given loader's ``_rebuilt`` instead, if it has one, so that ``acce
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from minato._support.loader_class import rebind
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.integrations.rebuilding import building, make_loader, rebuilding_alike
 
 __all__ = ["install"]
@@ -27,10 +26,9 @@ def install(module: Any) -> None:
     expected = (*_REBUILDERS, *_WRAPPERS, "DataLoaderAdapter", "PartialState", "DataLoader")
     missing = [name for name in expected if not hasattr(module, name)]
     if missing:
-        warnings.warn(
+        warn(
             f"minato does not know this version of accelerate ({module.__name__} has no {', '.join(missing)}): "
             "accelerator.prepare() turns a minato.DataLoader into a loader with torch's engine",
-            MinatoWarning,
             stacklevel=2,
         )
         return
@@ -51,10 +49,9 @@ def install(module: Any) -> None:
 
 
 def _tell(name: str) -> None:
-    warnings.warn(
+    warn(
         f"accelerate's {name} made another loader from a minato.DataLoader, so it loads without minato's engine; "
         "omit use_stateful_dataloader to keep it",
-        MinatoWarning,
         stacklevel=3,
     )
 

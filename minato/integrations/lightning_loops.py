@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from minato._compat import LIGHTNING_TRAINING_LOOP
-from minato.errors import MinatoWarning
+from minato.errors import warn
 
 __all__ = ["install"]
 
@@ -17,11 +16,10 @@ def install(module: Any) -> None:
     """Adapt ``training_epoch_loop`` of Lightning; warn if it is unknown."""
     loop: Any = getattr(module, LIGHTNING_TRAINING_LOOP, None)
     if not hasattr(loop, "on_run_start"):
-        warnings.warn(
+        warn(
             f"minato does not know this version of Lightning ({module.__name__} has no "
             f"{LIGHTNING_TRAINING_LOOP}.on_run_start): after a checkpoint of the last step of an epoch, the next epoch may "
             "be skipped",
-            MinatoWarning,
             stacklevel=2,
         )
         return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from minato._compat import RAY_ACCELERATOR
 from minato._support.loader_class import rebind
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.integrations.rebuilding import make_loader, rebuilding_alike
 
 __all__ = ["install"]
@@ -17,10 +16,9 @@ def install(module: Any) -> None:
     """Adapt ``ray.train.torch.train_loop_utils``, or that of Ray Train's second version; warn if it is unknown."""
     owner = getattr(module, RAY_ACCELERATOR, module)
     if not hasattr(module, "DataLoader") or not hasattr(owner, "prepare_data_loader"):
-        warnings.warn(
+        warn(
             f"minato does not know this version of Ray Train ({module.__name__}): prepare_data_loader() turns a "
             "minato.DataLoader into a loader with torch's engine",
-            MinatoWarning,
             stacklevel=2,
         )
         return

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from minato._core import EventCount, Ledger
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
-from minato.errors import MinatoWarning
+from minato.errors import warn
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.coverage import Progress
 from minato.sampling.epoch import NextEpoch
@@ -445,7 +444,7 @@ class Dispatcher:
             self._handover = None
             self._order = BatchOrder()
             if self._mixed_before:
-                warnings.warn(_STAYS_WHOLE, MinatoWarning, stacklevel=2)
+                warn(_STAYS_WHOLE, stacklevel=2)
 
     def _run_dry(self) -> None:
         if not self._is_dry:
