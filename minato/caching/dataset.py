@@ -27,18 +27,25 @@ class CachedDataset(Dataset[Any]):
     Args:
         steps: The transforms before the cache.
         asked: Returns the number of generators that the current sample has requested from minato.
+        owned: Returns the states of the generators that the dataset and the steps own.
 
     Raises:
         TypeError: The dataset or a transform has no fingerprint, and the cache no ``version``.
     """
 
     def __init__(
-        self, dataset: Any, steps: Sequence[_Step], cache: Cache, asked: Callable[[], int]
+        self,
+        dataset: Any,
+        steps: Sequence[_Step],
+        cache: Cache,
+        asked: Callable[[], int],
+        owned: Callable[[], bytes],
     ) -> None:
         self._dataset = dataset
         self._steps = tuple(steps)
         self._cache = cache
         self._asked = asked
+        self._owned = owned
         # Computed once, before the workers start: they may change their copies of the dataset.
         self._prefix = (
             fingerprint(dataset, self._steps)
@@ -86,11 +93,12 @@ class CachedDataset(Dataset[Any]):
         return self._prefix + fingerprint(index)
 
     def _drawn(self) -> Any:
-        """State that changes with random draws; in a thread without the global generators, from which others draw."""
+        """State that changes with random draws; in a thread without the generators from which others draw, too."""
         if threading.current_thread() is not threading.main_thread():
             return self._asked()
         return (
             self._asked(),
+            self._owned(),
             random.getstate(),
             [part.tobytes() if hasattr(part, "tobytes") else part for part in _numpy_state()],
             torch.random.get_rng_state().numpy().tobytes(),

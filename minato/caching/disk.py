@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minato._fork_safety import held_off_forks
-from minato._support.files import check_private, open_regular
+from minato._support.files import check_private, open_regular, write_all
 from minato._support.lmdb_environments import environment
 from minato.caching.base import Cache
 
@@ -161,7 +161,9 @@ class _Environment:
             # LMDB maps this file to write to it, and a full disk would then kill the process.
             file = open_regular(path / "lock.mdb", os.O_RDWR | os.O_CREAT)
             try:
-                os.posix_fallocate(file, 0, _LOCK_FILE_BYTES)
+                size = os.fstat(file).st_size
+                os.lseek(file, size, os.SEEK_SET)
+                write_all(file, bytes(max(_LOCK_FILE_BYTES - size, 0)), path / "lock.mdb")
             finally:
                 os.close(file)
             self._files = self._open()

@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import linecache
 import os
+import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -39,6 +40,13 @@ _BLOCK = 1 << 16
 """Items of a shared list that are looked at together."""
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 """Types whose ``repr`` is complete."""
+_GENERATORS = (
+    random.Random,
+    np.random.RandomState,
+    np.random.Generator,
+    np.random.BitGenerator,
+    torch.Generator,
+)
 _REMEDY = "give the cache a version= of your own"
 _OF_CLASSES = (
     "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __annotate__ __annotate_func__ "
@@ -122,8 +130,8 @@ class _Walk:
             yield self._content(value)
         elif isinstance(value, torch.Tensor):
             yield from self._tensor(value)
-        elif kind is Counters:
-            pass  # counts are no part of an identity
+        elif kind is Counters or isinstance(value, _GENERATORS):
+            pass  # they change with each sample; a sample that draws is not cached
         elif kind in (SharedList, SharedDict):
             yield from self._shared(value)
         elif isinstance(value, FunctionType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 from torch.utils.data import IterableDataset, MapDataPipe
@@ -11,6 +12,7 @@ from minato.caching.dataset import CachedDataset
 from minato.options import Options
 from minato.sampling.state import is_stateful
 from minato.transforms.compose import Transforms
+from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import generators_created
 
 __all__ = ["behind", "check_cache", "wrap_dataset"]
@@ -66,8 +68,30 @@ def behind(cache: Cache | None, transforms: Transforms) -> Transforms:
 
 def wrap_dataset(cache: Cache, dataset: object, transforms: Transforms) -> tuple[Any, Transforms]:
     """The dataset with cached transforms that workers read, and the remaining transforms."""
-    cached = transforms.steps[: _cut(cache, transforms)]
-    return CachedDataset(dataset, cached, cache, generators_created), behind(cache, transforms)
+    steps = transforms.steps[: _cut(cache, transforms)]
+    owned = _OwnedStates({"dataset": dataset, "transforms": steps})
+    cached = CachedDataset(dataset, steps, cache, generators_created, owned)
+    return cached, behind(cache, transforms)
+
+
+class _OwnedStates:
+    """The states of the generators that some objects own, in the process that asks.
+
+    Args:
+        roots: The objects, by name.
+    """
+
+    def __init__(self, roots: dict[str, Any]) -> None:
+        self._roots = roots
+        self._found: OwnedGenerators | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_roots": self._roots, "_found": None}
+
+    def __call__(self) -> bytes:
+        if self._found is None:
+            self._found = OwnedGenerators(self._roots)
+        return pickle.dumps([each.save() for each in self._found.generators.values()])
 
 
 def _cut(cache: Cache, transforms: Transforms) -> int:

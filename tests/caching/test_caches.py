@@ -124,6 +124,44 @@ def test_random_transforms_before_the_cache_are_refused(
     cache.close()
 
 
+class Owning:
+    """A transform with a generator of its own."""
+
+    def __init__(self, generator: Any, draw: Any) -> None:
+        self.generator, self.draw = generator, draw
+
+    def __call__(self, sample: Any) -> Any:
+        return sample + self.draw(self.generator)
+
+
+OWNED: dict[str, Any] = {
+    "random": lambda draw: Owning(random.Random(1), lambda g: g.random() if draw else 0),
+    "RandomState": lambda draw: Owning(np.random.RandomState(1), lambda g: g.rand() if draw else 0),
+    "Generator": lambda draw: Owning(np.random.default_rng(1), lambda g: g.random() if draw else 0),
+    "torch": lambda draw: Owning(
+        torch.Generator().manual_seed(1),
+        lambda g: float(torch.rand((), generator=g)) if draw else 0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWNED)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_generators_of_their_own_before_the_cache(
+    name: str, num_workers: int, tmp_path: Path
+) -> None:
+    cache = DiskCache(tmp_path, QUOTA)
+    with pytest.raises(ValueError, match="before the cache, draws random numbers"):
+        loaded(Numbers(4), cache, OWNED[name](True), num_workers=num_workers)
+    steps = OWNED[name](False), OWNED[name](True)  # the second draws, behind the cache
+    behind = DiskCache(tmp_path, QUOTA, after=1)
+    epochs = [loaded(Numbers(4), behind, *steps, num_workers=num_workers) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert behind.report().hits == 4
+    for each in (cache, behind):
+        each.close()
+
+
 def test_a_full_cache_lets_the_rest_pass(tmp_path: Path) -> None:
     dataset = Filled(20, 100)  # 400 bytes each, and a little for the pickle
     cache = DiskCache(tmp_path, 5 * 700)
