@@ -73,6 +73,7 @@ __all__ = [
     "duplicates_for_child",
     "fetcher_is_replaced",
     "forget_child_processes",
+    "forget_dataset",
     "forget_executor_threads",
     "has_cuda_context",
     "hold_server_key",
@@ -221,6 +222,13 @@ def announce_worker(number: int, num_workers: int, seed: int, dataset: Any) -> A
 def withdraw_worker(before: Any) -> None:
     """Have ``get_worker_info()`` answer as before."""
     worker._worker_info = before
+
+
+def forget_dataset() -> None:
+    """Have ``get_worker_info()`` describe this worker without its dataset."""
+    info = worker._worker_info
+    if info is not None:
+        announce_worker(info.id, info.num_workers, info.seed, None)
 
 
 def numpy_seed(base_seed: int, number: int) -> list[int]:

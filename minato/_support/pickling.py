@@ -69,6 +69,7 @@ _KEEPS_ARRAYS = pickle.DEFAULT_PROTOCOL >= 5
 """Whether arrays from torch's workers stay read-only, and in their byte order: from Python 3.14 on."""
 _KNOWN_REDUCERS = ("multiprocessing", "torch")
 """Packages whose reducers need no own pickle for each child, or say so by an exception."""
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _SPARSE_BYTES = 1 << 20
 """A view that spans more than this, and sees less than half of it, is copied without what it does not see."""
 _ALIGNMENT = 64
@@ -247,7 +248,9 @@ class SidePickler(pickle.Pickler):
         # Attributes of a tensor do not arrive from torch's workers, but reach collate_fn.
         if not _is_plain(tensor) or (self._purpose == "sample" and vars(tensor)):
             # A tensor's own methods keep more than torch's reducer: attributes of parameters, conjugation.
-            return NotImplemented if _is_here(tensor) or reduce is None else reduce(tensor)
+            # Memory of a device is received once, which suits a result; a copy of a sample goes through the host.
+            own = _is_here(tensor) or reduce is None or self._purpose == "sample"
+            return NotImplemented if own or reduce is None else reduce(tensor)
         storage, offset = tensor.untyped_storage(), tensor.storage_offset()
         strides = tensor.stride()
         base: _Storage | None = None
@@ -287,11 +290,11 @@ class SidePickler(pickle.Pickler):
 class _ChildPickler(reduction.ForkingPickler):
     """Pickles for a child that is being started: as multiprocessing does, and what no child can import by value."""
 
-    def reduce_part(self, value: object) -> Any:
+    def reduce_part(self, value: Any) -> Any:
         """Reduce what must not be copied, also where a class or function that goes by value refers to it."""
         if isinstance(value, np.ndarray) and (base := shared_base(value)) is not None:
             return base.reduce_view(value)
-        if isinstance(value, torch.Tensor) and _is_here(value):
+        if type(value) in _TENSORS and _is_here(value):
             # A tensor's own methods keep more than torch's reducer, which refuses what is no leaf.
             refused = value.requires_grad and not value.is_leaf
             if not refused and (vars(value) or not _is_plain(value)):
@@ -335,11 +338,11 @@ class _SnapshotPickler(_ChildPickler):
         self._shares = shares
         self._reducers = process_reducers()
 
-    def reduce_part(self, value: object) -> Any:
+    def reduce_part(self, value: Any) -> Any:
         reduce = self._reducers.get(type(value))
-        if reduce is not None and reduce.__module__.partition(".")[0] not in _KNOWN_REDUCERS:
+        if reduce and str(reduce.__module__).partition(".")[0] not in _KNOWN_REDUCERS:
             raise _NeedsEachError
-        if isinstance(value, (torch.Tensor, torch.UntypedStorage)) and not _is_here(value):
+        if type(value) in (*_TENSORS, torch.UntypedStorage) and not _is_here(value):
             raise _NeedsEachError
         if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
             return self._reduce_storage(value)
@@ -536,7 +539,7 @@ def _strided_array(
     return array
 
 
-def _is_here(value: torch.Tensor | torch.UntypedStorage) -> bool:
+def _is_here(value: Any) -> bool:
     """Whether no device has it."""
     return value.device.type in ("cpu", "meta")
 

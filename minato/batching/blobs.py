@@ -75,8 +75,8 @@ class BlobWriter:
         try:
             offset, nbytes = self.put(batch, value, kind)
         except self._catches as error:
-            failure = SampleError(self._describe_error(error))
-            offset, nbytes = self.put_error(batch, failure, ERROR_BLOB)
+            told = value.error if isinstance(value, SampleError) else self._describe_error(error)
+            offset, nbytes = self.put_error(batch, SampleError(told), ERROR_BLOB)
             kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
 

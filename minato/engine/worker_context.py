@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minato._compat import ExceptionWrapper, serves_other_processes, withdraw_worker
+from minato._compat import ExceptionWrapper, forget_dataset, serves_other_processes
 from minato._core import Ledger, now_ns
 from minato._core.codes import STARTING
 from minato._core.segment import Segment
@@ -276,7 +276,7 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
         pass  # the training process was interrupted too, and reports it
     finally:
         # The process ends without a last collection: the dataset's files are flushed as it is destroyed here.
-        withdraw_worker(None)
+        forget_dataset()
         vars(context).clear()
         gc.collect()
 
