@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from minato._support.objects import attribute
+from minato._support.text import type_name
 from minato.caching.base import Cache
 from minato.caching.fingerprint import fingerprint
 
@@ -50,7 +51,7 @@ class CachedDataset(Dataset[Any]):
         self._prefix = (
             fingerprint(dataset, self._steps)
             if cache.version is None
-            else hashlib.blake2b(cache.version.encode(), digest_size=16).digest()
+            else fingerprint(cache.version, *_described(dataset, self._steps))
         )
         if attribute(dataset, "__aget__") is not None:
             self.__aget__ = self._aget
@@ -111,6 +112,16 @@ class CachedDataset(Dataset[Any]):
                 f"would get the same ones: of {len(self._steps)} transforms, give the cache's after= as the number "
                 "of those before the first random one"
             )
+
+
+def _described(dataset: Any, steps: Sequence[_Step]) -> Iterator[Any]:
+    """What tells two users of one version apart: the length and the type of the dataset, and names of the steps."""
+    try:
+        yield len(dataset)
+    except Exception:  # it need not have one
+        yield None
+    for thing in (dataset, *steps):
+        yield f"{type_name(thing, module=True)} {attribute(thing, '__qualname__', '')}"
 
 
 def _numpy_state() -> Any:

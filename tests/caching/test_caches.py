@@ -341,6 +341,18 @@ class ScaleAndShift(Scale):
         return sample * self.by + 1
 
 
+def test_a_version_is_of_one_dataset_and_its_transforms(tmp_path: Path) -> None:
+    def read(dataset: Any, *steps: Any) -> list[Any]:
+        return loaded(dataset, DiskCache(tmp_path, QUOTA, version="1"), *steps)
+
+    assert read(Numbers(3)) == [0, 1, 2]
+    assert read(Numbers(3), double) == [0, 2, 4]
+    assert read(Numbers(3), plus_one) == [1, 2, 3]
+    assert read([7, 8, 9]) == [7, 8, 9]
+    assert read([5, 6]) == [5, 6]
+    assert read([1, 1, 1]) == [7, 8, 9]  # the version stands for the content
+
+
 def closing_over(number: int) -> Any:
     return lambda sample: sample + number
 

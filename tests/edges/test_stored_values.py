@@ -752,3 +752,12 @@ def test_a_value_that_python_cannot_hold_fails_alone(tmp_path: Path) -> None:
     assert source[0] == {"x": "a"}
     with pytest.raises(SourceError, match="key 1"):
         source[1]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_files_of_an_earlier_ingest_are_not_read_with_these(kind: str, tmp_path: Path) -> None:
+    url, _ = STORES[kind](tmp_path)
+    given: Any = {"workers": 1, "chunk_samples": 2}
+    ingest(iter([{"a": i} for i in range(7)]), open_store(url), journal=tmp_path / "1", **given)
+    with pytest.raises(MinatoError, match=r"(part|shard)-000002.* of an earlier ingest"):
+        ingest(iter([{"a": i} for i in range(4)]), open_store(url), journal=tmp_path / "2", **given)

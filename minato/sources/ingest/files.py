@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ __all__ = ["ObjectStore", "ParquetStore", "TarStore"]
 
 _CHANGED = re.compile(r"//|/\.\.?/|[\x00-\x1f\x7f]")
 """In a path between two slashes: obstore would leave it out, or refuse it."""
+_SHARD = re.compile(r"shard-(\d{6,})\.tar")
+_PART = re.compile(r"part-(\d{6,})\.parquet")
 _IN_FLIGHT = 16
 """Most objects of a chunk that are in flight."""
 
@@ -86,12 +89,21 @@ class TarStore(ObjectStore):
                 archive.addfile(info, io.BytesIO(value))
         super().write(chunk, [(_shard(chunk), to.getvalue())])
 
+    def others(self, chunks: int) -> list[str]:
+        """Names of tar files with further numbers."""
+        return _beyond(self.source.subset(None).keys, _SHARD, chunks)
+
     def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
         """The members of a chunk's tar file."""
         (data,) = super().read(chunk, [_shard(chunk)])
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             files = [archive.extractfile(key) for key in keys]
             return [b"" if file is None else file.read() for file in files]
+
+
+def _beyond(names: Iterable[str], pattern: re.Pattern[str], chunks: int) -> list[str]:
+    matches = [(name, pattern.fullmatch(name)) for name in names]
+    return sorted(name for name, match in matches if match and int(match[1]) >= chunks)
 
 
 def _shard(chunk: int) -> str:
@@ -167,6 +179,11 @@ class ParquetStore(Store):
                     f"{keys}, column {name!r}: its values are of type {schema.field(name).type}, and those in "
                     f"{self._path(0)} of type {first.field(name).type}: give encode=, which makes values of one type"
                 )
+
+    def others(self, chunks: int) -> list[str]:
+        """Names of files with further numbers."""
+        names = os.listdir(self._directory) if self._directory.exists() else []
+        return _beyond(names, _PART, chunks)
 
     def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
         """The rows of a chunk's file."""

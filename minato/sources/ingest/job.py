@@ -130,6 +130,11 @@ def ingest(
             for done in itertools.chain(run(itertools.islice(tasks, 1)), run(tasks)):
                 notes.add(done)
                 bar.add(len(done.digests))
+            if left := store.others(len(notes.done)):
+                raise IngestError(
+                    f"{store!r} holds {', '.join(left[:_NAMED])} of an earlier ingest of more samples, which would be "
+                    "read with these: delete them"
+                )
             verified = 0
             if verify:
                 bar.phase("verifying", _num_samples(notes.done.values()))

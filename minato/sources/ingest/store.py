@@ -132,6 +132,10 @@ class Store(ABC):
     def read(self, chunk: int, keys: Sequence[Any]) -> list[Any]:
         """The samples of a chunk, as they were written."""
 
+    def others(self, chunks: int) -> list[str]:
+        """Names of files of further chunks, which an earlier ingest of more samples has left."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Close the connections of this process."""
