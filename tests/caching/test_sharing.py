@@ -102,7 +102,7 @@ def test_children_that_are_forked_while_threads_use_it(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     try:
-        for turn in range(12):
+        for turn in range(6):
             child = FORK.Process(target=use, args=(cache, 20 * turn))
             child.start()
             child.join(LIMIT_S)
