@@ -64,9 +64,7 @@ def _is_plain(sample: Any, mutable: set[int]) -> bool:
             if not is_plain_tensor(part) or part.__dict__ or _has_names(part):
                 return False
         elif kind is np.ndarray:
-            # The pickle straightens other strides.
-            straight = part.flags.c_contiguous or part.flags.f_contiguous
-            if part.dtype.kind not in _NUMBERS or part.dtype.metadata or not straight:
+            if part.dtype.kind not in _NUMBERS or part.dtype.metadata:
                 return False
         elif kind in _SEQUENCES or kind is dict or _is_plain_namedtuple(kind):
             left -= len(part) + 1

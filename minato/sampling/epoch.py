@@ -206,7 +206,7 @@ class Epoch:
             indices,
             spec.batched,
             whole=takes_lists(spec.dataset) or fetcher_is_replaced(),
-            mixes=spec.mixes_batches,
+            divided=spec.divides_batches,
             copies=spec.has_workers,
         )
         return counted(batches, spec.index_sampler, length_of(spec.dataset), index_hash)

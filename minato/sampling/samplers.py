@@ -86,7 +86,7 @@ def index_batches(
     batched: bool,
     *,
     whole: bool = False,
-    mixes: bool = False,
+    divided: str | None = None,
     copies: bool = False,
 ) -> Iterator[Any]:
     """Return the indices of each batch, in a list; without batching each index is a batch of one.
@@ -94,13 +94,13 @@ def index_batches(
     Args:
         whole: The dataset gets all indices of a batch in one call (``__getitems__``). Then their container matters, and
             reaches it as it is, with the attributes of a class of the program's own.
-        mixes: Samples may take places in other batches than their own, so that no container can reach the dataset.
+        divided: Why single indices are all that is kept of a batch; None: its container is kept.
         copies: Indices are used after the next ones are drawn: those that a sampler may change are copied.
     """
     if not batched:
         return map(_copied_alone if copies else _alone, index_sampler)
     if whole:
-        return map(functools.partial(_as_given, mixes, copies), index_sampler)
+        return map(functools.partial(_as_given, divided, copies), index_sampler)
     return map(_copied_list if copies else list, index_sampler)
 
 
@@ -159,15 +159,15 @@ def _copied(index: Any) -> Any:
     return index.copy() if type(index) in (np.ndarray, list, dict, set) else index
 
 
-def _as_given(mixes: bool, copies: bool, indices: Any) -> Any:
+def _as_given(divided: str | None, copies: bool, indices: Any) -> Any:
     """Return the indices of a batch in the container that the dataset gets."""
     kind = type(indices)
     if kind is list or not hasattr(kind, "__len__"):  # iterators have no length
         return _copied_list(indices) if copies else list(indices)
-    if mixes and kind not in LISTS:
+    if divided is not None and kind not in LISTS:
         raise ValueError(
             f"the batch sampler yields a {kind.__qualname__}, which the dataset's __getitems__ must get as it is, and "
-            "this order puts samples of several batches together: use order='strict' or 'batch'"
+            f"{divided}"
         )
     return _copied(indices) if copies else indices
 

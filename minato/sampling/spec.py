@@ -56,6 +56,17 @@ class SamplingSpec:
     replay: RecordedOrder | None
     rank: str | None
 
+    @property
+    def divides_batches(self) -> str | None:
+        """Why single indices are all that is kept of a batch; None: what the sampler yields is kept."""
+        if self.mixes_batches:
+            return (
+                "this order puts samples of several batches together: use order='strict' or 'batch'"
+            )
+        if self.record_order is not None:
+            return "record_order= writes indices only: leave it out"
+        return None
+
     def size(self) -> int | None:
         """Number of samples in an epoch; None if another class than torch's BatchSampler makes the batches."""
         sampler = self.index_sampler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,16 @@ def test_a_batch_that_is_more_than_a_list_is_not_divided_to_skip_a_sample() -> N
     assert first == ("batch", ["Sized 1 0", "Sized 1 1"])
     assert second[:2] == ("raised", ValueError)
     assert third == ("batch", ["list  3"])
+
+
+@pytest.mark.parametrize("name", ["dictionaries", "subclasses"])
+def test_what_a_record_could_not_hold_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "order.jsonl"
+    loader = DataLoader(Whole(8), batch_sampler=BATCHES[name], record_order=path)
+    with pytest.raises(
+        ValueError, match="must get as it is, and record_order= writes indices only"
+    ):
+        next(iter(loader))
 
 
 class Changing:

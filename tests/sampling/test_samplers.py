@@ -75,9 +75,9 @@ def test_objects_of_the_sampler_reach_a_dataset_that_takes_lists(copies: bool) -
 
 
 def test_what_must_stay_whole_is_refused_where_batches_mix() -> None:
-    batches = index_batches([(1, 2), Sized([1])], batched=True, whole=True, mixes=True)
+    batches = index_batches([(1, 2), Sized([1])], batched=True, whole=True, divided="order")
     assert next(batches) == (1, 2)
-    with pytest.raises(ValueError, match=r"yields a Sized.*use order='strict' or 'batch'"):
+    with pytest.raises(ValueError, match=r"yields a Sized.*as it is, and order"):
         next(batches)
 
 
