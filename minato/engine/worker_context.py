@@ -18,7 +18,7 @@ from minato._compat import ExceptionWrapper, forget_dataset, serves_other_proces
 from minato._core import Ledger, now_ns
 from minato._core.codes import STARTING
 from minato._core.segment import Segment
-from minato._fork_safety import end_copy
+from minato._fork_safety import end_copy, renew_in_children
 from minato._support.exceptions import not_the_end
 from minato._support.pickling import ForChild, Snapshot
 from minato.batching.sample_error import wrapped
@@ -270,6 +270,8 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
     """Run as worker ``number`` until nothing is left to do, or the training process ends."""
     # A collection would write to every object, and so copy the pages that a forked worker shares with its parent.
     gc.freeze()
+    # A copy of this worker that a sample forks must not write to batches, until it ends.
+    renew_in_children(context.arena, Segment.separate)
     try:
         _work(number, context, parent_watch())
     except KeyboardInterrupt:
