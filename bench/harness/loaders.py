@@ -50,12 +50,15 @@ def torch_loader(**own: Any) -> Build:
 
 
 def minato_loader(*, seeded: bool = False, **own: Any) -> Build:
-    """minato's loader with settings of its own, and ``seed=`` if ``seeded``."""
+    """minato's loader with settings of its own; ``seed=`` if ``seeded``, and then it begins the next epoch early."""
 
     def build(work: Any, arguments: dict[str, Any], seed: int) -> Any:
         from minato import DataLoader  # late: other loaders run where minato is not installed
 
-        given = {**arguments, **own, **({"seed": seed} if seeded else {})}
+        given = {**arguments, **own}
+        if seeded:
+            stays = given.get("persistent_workers", False)
+            given.update(seed=seed, prefetch_next_epoch=stays)
         if not given.get("transforms", True):
             del given["transforms"]
         return DataLoader(work, **given)

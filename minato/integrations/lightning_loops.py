@@ -18,8 +18,8 @@ def install(module: Any) -> None:
     if not hasattr(loop, "on_run_start"):
         warn(
             f"minato does not know this version of Lightning ({module.__name__} has no "
-            f"{LIGHTNING_TRAINING_LOOP}.on_run_start): after a checkpoint of the last step of an epoch, the next epoch may "
-            "be skipped",
+            f"{LIGHTNING_TRAINING_LOOP}.on_run_start): after a checkpoint of the last step of an epoch, the next epoch "
+            "may be skipped",
             stacklevel=2,
         )
         return

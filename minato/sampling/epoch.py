@@ -19,7 +19,7 @@ from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.distributed import InterleavedRanks, epoch_of
 from minato.sampling.replay import OrderRecord, Origin
 from minato.sampling.rng_state import SamplerState
-from minato.sampling.samplers import counted, index_batches, next_sampler, sizes_of
+from minato.sampling.samplers import counted, in_epoch, index_batches, next_sampler, sizes_of
 from minato.sampling.spec import SamplingSpec
 from minato.sampling.state import completed_from_plain
 
@@ -190,6 +190,8 @@ class Epoch:
         sampler = self._spec.index_sampler
         if isinstance(sampler, InterleavedRanks):  # torch iterates over this rank's own sampler
             indices = iter(sampler)
+        elif (seeded := in_epoch(sampler, self.number)) is not sampler:
+            indices = iter(seeded)
         self.draw.before_first(indices)
         batches = self._indices(indices)
         if not self._restored:

@@ -33,6 +33,7 @@ __all__ = [
     "SEEDED",
     "SeededSampler",
     "counted",
+    "in_epoch",
     "independent",
     "index_batches",
     "largest_batch",
@@ -227,6 +228,21 @@ def independent(sampler: Any, dataset: object) -> Any:
         elif name in ("sampler", "batch_sampler"):
             setattr(found, name, independent(value, dataset))
     return found
+
+
+def in_epoch(index_sampler: Any, epoch: int) -> Any:
+    """Return a seeded sampler, alone or in a plain ``BatchSampler``, as it is in an epoch; others as they are.
+
+    A ``BatchSampler`` asks its sampler when its first batch is drawn: the loader may have begun another epoch by then.
+    """
+    sampler = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    if type(sampler) is not SeededSampler:
+        return index_sampler
+    sampler = copy.copy(sampler)
+    sampler.set_epoch(epoch)
+    if type(index_sampler) is not BatchSampler:
+        return sampler
+    return BatchSampler(sampler, index_sampler.batch_size, index_sampler.drop_last)
 
 
 def next_sampler(index_sampler: Any) -> Any | None:

@@ -494,3 +494,11 @@ def test_nothing_begins_again_where_nothing_was_chosen(workers: int) -> None:
     theirs = iter(TorchLoader(Numbers(SIZE), BATCH, sampler=sampler, num_workers=workers))
     sampler.set_epoch(1)
     assert torch_like == indices(theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_iterators_at_once_are_two_epochs(workers: int) -> None:
+    loader: Any = seeded(shuffle=True, num_workers=workers)
+    found = [(one, other) for one, other in zip(loader, loader, strict=True)]
+    for number, part in enumerate(zip(*found, strict=True)):
+        assert drawn(part) == epoch_alone(number, shuffle=True)
