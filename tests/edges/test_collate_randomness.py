@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 import minato
 from minato import DataLoader, ErrorPolicy
 from tests.datasets import Numbers, forked, three_draws
+from tests.selection import mostly_slow
 
 SIZE, BATCH = 24, 3
 
@@ -92,7 +93,7 @@ def content(collation: Any, draws: bool = False, epochs: int = 2, **options: Any
 
 
 @pytest.mark.parametrize("draws", [False, True], ids=["samples draw nothing", "samples draw"])
-@pytest.mark.parametrize("name", COLLATIONS)
+@pytest.mark.parametrize("name", mostly_slow(COLLATIONS, 2))
 def test_a_batch_draws_the_same_with_any_workers(name: str, draws: bool) -> None:
     collation = COLLATIONS[name]
     alone = content(collation, draws)

@@ -18,6 +18,7 @@ from torch.utils.data._utils import collate, fetch, pin_memory, worker
 from minato import DataLoader, ErrorPolicy
 from minato._compat import fetcher_is_replaced, next_is_replaced, replaced_parts
 from tests.datasets import Numbers, double, forked
+from tests.selection import mostly_slow
 
 TORCHS_ENGINE = "torch's engine loads"
 
@@ -169,7 +170,7 @@ def expected(dataset: Any, arguments: dict[str, Any], options: dict[str, Any]) -
     return [str(batch) for batch in TorchLoader(dataset, **arguments, **torchs)]
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("loader", mostly_slow(LOADERS, 2))
 @pytest.mark.parametrize("part", USED)
 def test_what_a_program_has_put_in_the_place_of_a_part_is_used(
     part: str, loader: str, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +196,7 @@ def told(is_told: bool) -> Iterator[None]:
             yield
 
 
-@pytest.mark.parametrize("loader", ["0", "2", "compat"])
+@pytest.mark.parametrize("loader", mostly_slow(["0", "2", "compat"], 2))
 @pytest.mark.parametrize("part", TORCHS)
 def test_torchs_engine_uses_the_other_parts(
     part: str, loader: str, monkeypatch: pytest.MonkeyPatch
