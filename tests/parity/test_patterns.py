@@ -41,6 +41,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import minato
 from minato._support.loader_class import TorchDataLoader
 from tests.datasets import Numbers, Roll
+from tests.edges import test_indices, test_replaced_parts
 from tests.parity.harness import describe
 
 
@@ -1035,5 +1036,14 @@ def test_torchdatas_way_to_ask_for_states_less_often() -> None:
 ELSEWHERE = {
     "processes that are threads": test_processes_that_are_threads,
     "snapshot_every_n_steps": test_torchdatas_way_to_ask_for_states_less_often,
+    "a batch sampler that yields more than indices": (
+        test_indices.test_a_dataset_that_takes_lists_gets_the_samplers_object
+    ),
+    "a replaced `__next__`": test_replaced_parts.test_what_a_program_has_put_in_the_place_of_a_part_is_used,
+    "a replaced fetcher": test_replaced_parts.test_what_a_program_has_put_in_the_place_of_a_part_is_used,
+    "other replaced parts": test_replaced_parts.test_torchs_engine_uses_the_other_parts,
+    "a replaced `default_collate`": (
+        test_replaced_parts.test_what_a_program_has_put_in_the_place_of_a_part_is_used
+    ),
 }
 """Rows with tests of their own."""
