@@ -70,6 +70,8 @@ _KEEPS_ARRAYS = pickle.DEFAULT_PROTOCOL >= 5
 _KNOWN_REDUCERS = ("multiprocessing", "torch")
 """Packages whose reducers need no own pickle for each child, or say so by an exception."""
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_KNOWN_TYPES = {np.dtype(np.dtype(code).str).num for code in np.typecodes["All"]}
+"""Numbers of NumPy's types that their pickle keeps: of several of one size, one."""
 _SPARSE_BYTES = 1 << 20
 """A view that spans more than this, and sees less than half of it, is copied without what it does not see."""
 _ALIGNMENT = 64
@@ -251,19 +253,24 @@ class SidePickler(pickle.Pickler):
             # Memory of a device is received once, which suits a result; a copy of a sample goes through the host.
             own = _is_here(tensor) or reduce is None or self._purpose == "sample"
             return NotImplemented if own or reduce is None else reduce(tensor)
-        storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-        strides = tensor.stride()
+        storage, offset, strides = (
+            tensor.untyped_storage(),
+            tensor.storage_offset(),
+            tensor.stride(),
+        )
         base: _Storage | None = None
-        if tensor.numel():
-            whole = storage.nbytes() <= 2 * tensor.nbytes
+        if storage.nbytes() <= 2 * tensor.nbytes:
+            base = self._shared(storage)
+        elif tensor.numel():
+            itemsize, seen = tensor.itemsize, tensor.numel()
             span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
-            if not whole and span > 2 * tensor.numel() and span * tensor.itemsize > _SPARSE_BYTES:
+            if span > 2 * seen and span * itemsize > _SPARSE_BYTES:
                 copy = tensor.detach().clone()
-                storage, offset, strides, whole = copy.untyped_storage(), 0, copy.stride(), True
-            base = self._shared(storage, whole)
-            if base is not None:
-                start = int(offset) * tensor.itemsize
-                base.see(start, start + int(span) * tensor.itemsize)
+                offset, strides = 0, copy.stride()
+                base = self._shared(copy.untyped_storage())
+            elif (base := self._shared(storage, whole=False)) is not None:
+                start = int(offset) * itemsize
+                base.see(start, start + int(span) * itemsize)
         return _rebuild_tensor, (
             base,
             tensor.dtype,
@@ -511,7 +518,7 @@ class _Bytes:
 def _reduce_exactly(array: np.ndarray[Any, Any]) -> Any:
     """Pickle an array with its strides, and its type where several are of one size; its own pickle keeps neither."""
     flags, dtype = array.flags, array.dtype
-    known = dtype.isbuiltin != 1 or np.dtype(dtype.str).num == dtype.num
+    known = dtype.num in _KNOWN_TYPES or dtype.isbuiltin != 1
     whole = flags.c_contiguous or flags.f_contiguous
     if type(array) is not np.ndarray or dtype.hasobject or (whole and known):
         return NotImplemented

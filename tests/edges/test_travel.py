@@ -495,6 +495,67 @@ def test_the_text_of_an_exception_arrives_without_its_class(
     assert "in DataLoader worker process 0" in str(caught.value)
 
 
+class OneWay:
+    """An index that reaches the worker, and cannot be sent back."""
+
+    def __init__(self, arrived: bool = False) -> None:
+        self.arrived = arrived
+
+    def __reduce__(self) -> Any:
+        if self.arrived:
+            raise TypeError("not back")
+        return OneWay, (True,)
+
+
+class RaisingAlways(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> int:
+        raise KeyError("file 5 is broken")
+
+
+def test_the_text_of_an_exception_arrives_without_its_index() -> None:
+    loader = DataLoader(RaisingAlways(), sampler=[OneWay(), OneWay()], num_workers=1)
+    with pytest.raises(KeyError, match="file 5 is broken"):
+        next(iter(loader))
+
+
+class Refused(Dataset[Any]):
+    """Arrays that torch does not take."""
+
+    ARRAYS = (
+        np.arange(3)[::-1],
+        np.zeros(3, [("a", "i1"), ("b", "<i4")])["b"],
+        np.arange(3).astype(np.ulonglong),
+    )
+
+    def __len__(self) -> int:
+        return 4 * len(self.ARRAYS)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.ARRAYS[index // 4]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("order", ["strict", "batch"])
+def test_arrays_that_torch_refuses_are_refused(order: Any, num_workers: int) -> None:
+    """Whichever worker collates them."""
+    loader = DataLoader(
+        Refused(),
+        batch_sampler=[[i, i + 1] for i in range(0, 12, 2)],
+        num_workers=num_workers,
+        order=order,
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    iterator, errors = iter(loader), []
+    for _ in range(6):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            next(iterator)
+        errors.append(caught.type)
+    assert sorted(errors, key=str) == [TypeError] * 2 + [ValueError] * 4
+
+
 class Refusing:
     """Cannot be pickled, and says so."""
 
