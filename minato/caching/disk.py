@@ -158,14 +158,7 @@ class _Environment:
                 check_private(path / name)
             if not os.access(path, os.W_OK):
                 raise OSError(errno.EROFS, "May not be written to", str(path))
-            # LMDB maps this file to write to it, and a full disk would then kill the process.
-            file = open_regular(path / "lock.mdb", os.O_RDWR | os.O_CREAT)
-            try:
-                size = os.fstat(file).st_size
-                os.lseek(file, size, os.SEEK_SET)
-                write_all(file, bytes(max(_LOCK_FILE_BYTES - size, 0)), path / "lock.mdb")
-            finally:
-                os.close(file)
+            self._make_lock_file(path / "lock.mdb")
             self._files = self._open()
             boot, synced = self._stamp()
             if boot != _boot():
@@ -178,6 +171,18 @@ class _Environment:
             self._files.reader_check()  # frees what killed workers have read
             self._samples = self._files.open_db(b"samples")
             self._states = self._files.open_db(b"states")
+
+    def _make_lock_file(self, file: Path) -> None:
+        """Give LMDB's file of locks its whole size: LMDB maps it, and a full disk would then kill the process."""
+        size = file.stat().st_size if file.exists() else 0
+        # No process has it open before it is whole. Closing it would release this process's locks.
+        if size < _LOCK_FILE_BYTES:
+            descriptor = open_regular(file, os.O_WRONLY | os.O_CREAT)
+            try:
+                os.lseek(descriptor, size, os.SEEK_SET)
+                write_all(descriptor, bytes(_LOCK_FILE_BYTES - size), file)
+            finally:
+                os.close(descriptor)
 
     def _open(self) -> Any:
         return environment(
