@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.subprocesses import TIMEOUT_S
 
 TRAIN = """
 import sys
+import zipfile
 import torch
 from torch.utils.data import DataLoader
 from beside import Numbers
@@ -52,6 +55,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
         env={**environment, "PYTHONPATH": paths, **variables},
         capture_output=True,
         text=True,
+        errors="replace",
         check=False,
         timeout=TIMEOUT_S,
     )
@@ -160,3 +164,178 @@ def test_nothing_is_kept_without_the_variables(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     done = run(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "False\n")
+
+
+# ---- as python runs it -----------------------------------------------------------------------
+
+PROBE = '''"""A document."""
+import atexit, multiprocessing, os, pickle, sys, threading, traceback
+
+class Model:
+    pass
+
+def save(where):
+    try:
+        print(where, len(pickle.dumps(Model())) > 0, sys.modules["__main__"].Model is Model)
+    except Exception as error:
+        print(where, error)
+
+def child(model):
+    print("child", type(model) is Model, __name__, flush=True)
+
+if __name__ == "__main__":
+    own = {name: value for name, value in globals().items() if name[:2] == "__"}
+    own.pop("__builtins__")
+    print(sorted(own), __name__, __doc__, __package__, getattr(__spec__, "name", None))
+    print(type(__loader__).__name__.replace("Sourceless", "Source"), __file__, __cached__)
+    print(sys.argv, sys.path[0], sys._getframe().f_code.co_filename)
+    print(sys.modules["__main__"].__dict__ is globals(), sys.flags.optimize, sys.flags.dev_mode)
+    os.chdir("/")
+    print(os.path.exists(__file__) or ".zip" in __file__)
+    atexit.register(save, "at exit")
+    threading.Timer(0.5, save, ["in a thread"]).start()
+    if "spawn" in sys.argv:
+        process = multiprocessing.get_context("spawn").Process(target=child, args=(Model(),))
+        process.start()
+        process.join()
+        print(process.exitcode)
+    print(traceback.extract_stack()[-1].name, end=" end\\n", flush=True)
+'''
+
+
+def layout(folder: Path) -> None:
+    """The probe as a script, a module, a package, a directory, a zip file and a compiled file."""
+    (folder / "package").mkdir()
+    (folder / "directory").mkdir()
+    (folder / "package/__init__.py").touch()
+    for name in ("probe.py", "package/__main__.py", "package/module.py", "directory/__main__.py"):
+        (folder / name).write_text(PROBE)
+    (folder / "linked").mkdir()
+    (folder / "linked/link.py").symlink_to(folder / "probe.py")
+    with zipfile.ZipFile(folder / "file.zip", "w") as file:
+        file.writestr("__main__.py", PROBE)
+    py_compile.compile(str(folder / "probe.py"), cfile=str(folder / "compiled.pyc"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    mostly_slow(
+        [
+            "probe.py spawn -- --lr 1 -h -m",
+            "./package/../probe.py --",
+            "linked/link.py x",
+            "-m probe spawn -- x",
+            "-m package spawn x",
+            "-m package.module -- -m",
+            "directory spawn x",
+            "file.zip x",
+            "compiled.pyc x",
+            "-O probe.py x",
+            "-X dev probe.py x",
+            "-P directory x",
+        ]
+    ),
+)
+def test_a_script_sees_what_python_shows_it(tmp_path: Path, command: str) -> None:
+    layout(tmp_path)
+    words = command.split()
+    own = [words.pop(0) for _ in range({"-O": 1, "-P": 1, "-X": 2}.get(words[0], 0))]
+    python = run(tmp_path, *own, *words)
+    minato = run(tmp_path, *own, "-m", "minato", "run", *words)
+    assert python.stdout.count("\n") >= 8
+    assert minato.stdout == python.stdout
+    assert (minato.returncode, python.returncode) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        ("-m package.nothing", 1, "there is no module 'package.nothing' that can be run"),
+        ("empty", 1, "'empty' has no __main__"),
+        ("nothing.zip", 2, "there is no file 'nothing.zip'"),
+        ("", 2, "the following arguments are required: SCRIPT"),
+    ],
+)
+def test_what_cannot_be_run(tmp_path: Path, command: str, status: int, words: str) -> None:
+    layout(tmp_path)
+    (tmp_path / "empty").mkdir()
+    done = run(tmp_path, "-m", "minato", "run", *command.split())
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith(f"minato: {words}")
+    assert "Traceback" not in done.stderr
+
+
+# ---- what goes wrong before a script does -----------------------------------------------------
+
+UNGUARDED = """
+import sys
+import zipfile
+from torch.utils.data import Dataset
+from minato import DataLoader
+
+class Mine(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index
+
+for batch in DataLoader(Mine(), 4, num_workers=2, multiprocessing_context=sys.argv[1]):
+    print(batch)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "server"), [("spawn", "1"), ("forkserver", "0"), ("forkserver", "1")]
+)
+def test_a_forgotten_guard_is_told_in_a_sentence(tmp_path: Path, method: str, server: str) -> None:
+    (tmp_path / "train.py").write_text(UNGUARDED)
+    done = run(tmp_path, "train.py", method, MINATO_FORK_SERVER=server)
+    assert (done.returncode, done.stdout) == (1, "")
+    first, *lines = done.stderr.splitlines()
+    assert first == (
+        f"minato: the main module ({tmp_path / 'train.py'}) starts workers where it is imported, and workers that are "
+        "not forked import it: put what the script does under if __name__ == '__main__'"
+    )
+    assert any(line.endswith("exited unexpectedly") for line in lines)
+    assert done.stderr.count("Traceback") == 1
+    assert len(lines) < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("encoding", "command"),
+    [
+        ("ascii", "profile loaders.py:make"),
+        ("latin-1", "profile loaders.py:make"),
+        ("ascii", "doctor"),
+        ("ascii", "demo"),
+    ],
+)
+def test_output_in_any_encoding(tmp_path: Path, encoding: str, command: str) -> None:
+    (tmp_path / "loaders.py").write_text(
+        "import minato\ndef make():\n    return minato.DataLoader(list(range(64)), 4, name='µ \\udcff')\n"
+    )
+    done = run(tmp_path, "-m", "minato", *command.split(), PYTHONIOENCODING=encoding)
+    assert done.returncode in ((0, 1) if command == "doctor" else (0,)), done.stderr
+    assert "Error" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["run", "train.py"]])
+def test_the_other_projects_files_are_told_without_a_traceback(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    package = tmp_path / "minato"
+    package.mkdir()
+    for path in (Path(__file__).parents[2] / "minato").iterdir():
+        if path.name != "__init__.py":
+            (package / path.name).symlink_to(path)
+    (package / "minato.py").write_text("class Minato:\n    pass\n")
+    (package / "__init__.py").write_text("from minato.minato import Minato\n")
+    start = "import sys; sys.path.insert(0, ''); from minato.cli import start; sys.exit(start())"
+    done = run(tmp_path, "-c", start, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"minato: {package} holds the files of two projects")
+    assert done.stderr.count("\n") == 1
