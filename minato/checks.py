@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 import torch
 
@@ -17,7 +18,15 @@ __all__ = [
     "check_number",
     "check_platform",
     "check_whole",
+    "refuse_class",
 ]
+
+
+def refuse_class(name: str, value: type) -> NoReturn:
+    """Raise TypeError: a class would be called or compared in place of its object."""
+    raise TypeError(
+        f"{name}={value.__name__} is a class: give an object of it, {value.__name__}(...)"
+    )
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -22,7 +22,14 @@ import torch
 from minato._support.counters import Counters
 from minato._support.text import short, text_of, type_name
 from minato._system import available_cores
-from minato.checks import as_path, check_choice, check_device, check_number, check_whole
+from minato.checks import (
+    as_path,
+    check_choice,
+    check_device,
+    check_number,
+    check_whole,
+    refuse_class,
+)
 
 __all__ = [
     "AutoScale",
@@ -103,9 +110,7 @@ def _check_fields(group: Any) -> None:
     for each in fields(group):
         value = getattr(group, each.name)
         if isinstance(value, type) and each.name not in _TAKES_CLASSES:
-            raise TypeError(
-                f"{each.name}={value.__name__} is a class: give an object of it, {value.__name__}(...)"
-            )
+            refuse_class(each.name, value)
         if (check := each.metadata.get("check")) is not None:
             object.__setattr__(group, each.name, check(each.name, value))
 

@@ -23,6 +23,7 @@ from torch.utils.data import (
 from minato._compat import EndlessSampler
 from minato._core import Occurrences, mix_seed
 from minato._support.objects import attribute
+from minato._support.values import integer_of
 from minato.observe.stats.size import length_of
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.sampling.distributed import InterleavedRanks, RankSampler
@@ -183,7 +184,8 @@ def largest_batch(index_sampler: object, batched: bool) -> int:
     size = attribute(index_sampler, "batch_size")
     if issubclass(type(index_sampler), (list, tuple)):
         size = max(filter(None, map(length_of, cast("list[Any]", index_sampler))), default=1)
-    if not isinstance(size, int):
+    size = integer_of(size)
+    if size is None:
         return 1
     samples = length_of(attribute(index_sampler, "sampler"))
     return max(min(size, _MOST_RESERVED if samples is None else samples), 1)

@@ -23,8 +23,10 @@ from minato import CostBatchSampler, DataLoader, ErrorPolicy, StragglerPolicy
 from minato._support.values import integer_of, items_of, number_of, plain
 from minato.checks import check_number, check_whole
 from minato.observe.report.bias import bias_of
+from minato.observe.report.live_progress import ProgressEstimator
 from minato.observe.stats.lateness import DeliveredSample
 from minato.observe.stats.slowest import SlowestSamples
+from minato.observe.stats.snapshot import EpochSnapshot
 from minato.sampling.coverage import index_hash
 from minato.scheduling.cost_model import CostModel, integers_of
 from minato.sources.splits import folds, load_splits, save_splits, split
@@ -586,3 +588,62 @@ def test_lengths_as_with_torch(length: Any, arguments: dict[str, Any]) -> None:
             return type(error)
 
     assert outcome(DataLoader) == outcome(TorchLoader)
+
+
+# ---- classes in the place of objects, and other near misses -----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("errors", ErrorPolicy),
+        ("stragglers", StragglerPolicy),
+        ("shared_pool", minato.SharedPool),
+        ("workers", minato.RayWorkers),
+        ("fetch_concurrency", minato.FetchOptions),
+        ("num_workers", minato.AutoScale),
+        ("cache", minato.caching.MemoryCache),
+        ("seed", int),
+        ("name", str),
+        ("trace", Path),
+        ("collate_fn", minato.PadCollate),
+    ],
+)
+def test_a_class_where_an_object_belongs_is_refused(name: str, value: Any) -> None:
+    text = f"{name}={value.__name__} is a class: give an object of it, {value.__name__}\\("
+    with pytest.raises(TypeError, match=text):
+        DataLoader(Numbers(8), **{name: value})
+
+
+def test_classes_within_groups_are_refused() -> None:
+    with pytest.raises(TypeError, match="on_error=ErrorPolicy is a class"):
+        ErrorPolicy(ErrorPolicy)
+    with pytest.raises(TypeError, match="controller=PaperController is a class"):
+        minato.AutoScale(controller=minato.PaperController)  # type: ignore[arg-type]
+
+
+def test_a_class_may_transform_and_collate() -> None:
+    loader = DataLoader(Numbers(4), 2, transforms=[str, Text], collate_fn=tuple)
+    assert list(loader) == [("0", "1"), ("2", "3")]
+
+
+@pytest.mark.parametrize("value", ["²", "٣", "1²", "-1", "65536", "host:", True, "1.0"])
+def test_what_is_no_port(value: Any) -> None:
+    with pytest.raises(ValueError, match="^metrics_address=.* is no port: give a number"):
+        DataLoader(Numbers(8), metrics_address=value)
+
+
+def test_epochs_of_one_number_are_told_apart() -> None:
+    estimator = ProgressEstimator("loader", ["dataset"])
+    first = EpochSnapshot(epoch=0, at_ns=10**9, batches=100, length=100, samples=1000)
+    estimator.add(first)
+    again = [
+        first._replace(at_ns=10**8, batches=5, samples=50),
+        first._replace(at_ns=2 * 10**9, batches=5, samples=50, began_ns=1),
+    ]
+    for snapshot in again:
+        estimator.add(first)
+        found = estimator.add(snapshot)
+        assert found.samples_per_s == pytest.approx(50 / (snapshot.at_ns / 1e9))
+        assert found.remaining_s is not None
+        assert found.remaining_s >= 0

@@ -73,7 +73,9 @@ class Throughput:
 
     wall_s: float = _figure("s", "from iter() to the last batch")
     batches: int = _figure("batches", "that next() returned")
-    samples: int = _figure("samples", "in them, without those skipped; of a stream, those requested")
+    samples: int = _figure(
+        "samples", "in them, without those skipped; of a stream, those requested"
+    )
     nbytes: int = _figure("bytes", "in them; 0: batches are pickled")
     batches_per_s: float = _figure("per s", "with the time of your own step")
     samples_per_s: float = _figure("per s", "with the time of your own step")

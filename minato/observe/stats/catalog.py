@@ -43,7 +43,12 @@ _NS = 1e-9
 
 CATALOG = (
     _counter("batches_total", "batches", "Batches returned to the training loop.", "batches"),
-    _counter("samples_total", "samples", "Samples in the returned batches, without those that were skipped.", "samples"),
+    _counter(
+        "samples_total",
+        "samples",
+        "Samples in the returned batches, without those that were skipped.",
+        "samples",
+    ),
     _counter("batch_bytes_total", "bytes", "Bytes in the returned batches.", "bytes"),
     _counter(
         "wait_seconds_total",
