@@ -61,9 +61,7 @@ def make_pool(
 
     if work.method == "thread":
 
-        def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
-            if not activated(number, consumer_lives):
-                return None
+        def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker:
             with announced(number, work.most_workers, work.base_seed, work.pipeline.dataset):
                 failure = initialise(work, number)
             return context.worker(
@@ -71,7 +69,12 @@ def make_pool(
             )
 
         return ThreadPool(
-            work.most_workers, make_worker=in_thread, ready=ready, stop=stop, may_leave=may_leave
+            work.most_workers,
+            wait_until_active=activated,
+            make_worker=in_thread,
+            ready=ready,
+            stop=stop,
+            may_leave=may_leave,
         )
     watchdog: SampleWatchdog | None = None
     if plan.failures.sample_timeout_s is not None:
@@ -114,9 +117,7 @@ def make_pool(
         )
         group = ActorGroup(spec, plan.pool.ray_options)
 
-        def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker | None:
-            if not activated(number, consumer_lives):
-                return None
+        def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker:
             wrap = wrapped(f"Ray actor {number}")
             reads = functools.partial(ActorReads, *group.start_actor(number))
             return context.worker(number, state, wrap, None, Exception, remote_reads=reads)
@@ -125,6 +126,7 @@ def make_pool(
             group,
             recover,
             work.most_workers,
+            wait_until_active=activated,
             make_worker=with_actor,
             ready=ready,
             stop=stop,

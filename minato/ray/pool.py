@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -98,7 +99,7 @@ class ActorPool(ThreadPool):
     Args:
         recover: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples and returns a warning to
             give, or None; or raises.
-        num_workers, make_worker, ready, stop, may_leave: As of :class:`ThreadPool`.
+        num_workers, wait_until_active, make_worker, ready, stop, may_leave: As of :class:`ThreadPool`.
     """
 
     def __init__(
@@ -107,14 +108,29 @@ class ActorPool(ThreadPool):
         recover: Callable[[int, int | None, WorkerLoss], str | None],
         num_workers: int,
         *,
-        make_worker: Callable[[int, Callable[[], bool]], Worker | None],
+        wait_until_active: Callable[[int, Callable[[], bool]], bool],
+        make_worker: Callable[[int, Callable[[], bool]], Worker],
         ready: EventCount,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
     ) -> None:
         super().__init__(
-            num_workers, make_worker=make_worker, ready=ready, stop=stop, may_leave=may_leave
+            num_workers,
+            wait_until_active=wait_until_active,
+            make_worker=make_worker,
+            ready=ready,
+            stop=stop,
+            may_leave=may_leave,
         )
+        end_threads, owner = self.shut_down, os.getpid()
+
+        def end_actors() -> bool:  # which wakes their threads
+            if os.getpid() == owner:
+                stop()
+                group.end_all()
+            return end_threads()
+
+        self.shut_down = end_actors
         self._group = group
         self._recover = recover
         self._lost: dict[int, ActorLost] = {}
@@ -124,12 +140,14 @@ class ActorPool(ThreadPool):
         self._group.connect()
         super().start(enough)
 
-    def _run(self, number: int) -> None:
+    def work(self, number: int) -> Callable[[], bool] | None:
+        """Work as worker ``number``; its thread ends when its actor is lost."""
         try:
-            super()._run(number)
+            return super().work(number)
         except ActorLost as lost:
+            self.leave()
             self._lost[number] = lost
-            self._ready.notify()
+            return None
 
     def check(self) -> None:
         """Replace workers whose actors are lost, or raise torch's RuntimeError."""
@@ -146,10 +164,3 @@ class ActorPool(ThreadPool):
     def _gone(self) -> list[int]:
         # The loss was noted before the thread ended.
         return [number for number in super()._gone() if number not in self._lost]
-
-    def shut_down(self) -> bool:
-        """End the actors, which wakes their threads; return whether all threads have ended."""
-        if self._is_owner:
-            self._stop()
-            self._group.end_all()
-        return super().shut_down()

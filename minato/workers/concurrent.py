@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -211,7 +213,8 @@ class ConcurrentWorker(Worker):
         self._claimed: deque[Read] = deque()  # and not submitted
         self._reads = reads
         reads.on_finished = self._wake
-        self.endings.append(reads.close)
+        # Weakly: the end of an engine must not keep the dataset, which the reads refer to.
+        self.endings.append(functools.partial(_close, weakref.ref(reads)))
         self._transforms = concurrency.transforms
         self._seeds = concurrency.binds_randomness
         self._sleeping = False
@@ -223,6 +226,11 @@ class ConcurrentWorker(Worker):
     def idle(self) -> bool:
         """Whether no read is in flight."""
         return not self._in_flight
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no read is in flight, not even one that another has overtaken."""
+        return not self._in_flight and not self._reads.outstanding
 
     def step(self) -> bool:
         """Claim what can be read now, and write one sample; False if neither was possible."""
@@ -421,3 +429,9 @@ class ConcurrentWorker(Worker):
             raise read.error
         self._runner.set_generators_used(read.asked)
         return self._runner.transformed(read.key, read.value, read.duration_ns, self._transforms)
+
+
+def _close(reference: weakref.ref[Reads]) -> None:
+    reads = reference()
+    if reads is not None:
+        reads.close()

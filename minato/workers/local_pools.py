@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
@@ -24,9 +25,13 @@ _GRACE_S = 4.0
 class ThreadPool:
     """Starts worker threads and ends them.
 
+    A thread that sleeps refers neither to the pool nor to its worker: both may belong to a cycle through the dataset,
+    which the garbage collector can free then.
+
     Args:
-        make_worker: Called in each thread with its number and a function that returns whether the consumer is alive;
-            may sleep until the worker is active. Returns None if the loader shuts down before that.
+        wait_until_active: Called in each thread with its number and a function that returns whether the consumer is
+            alive; sleeps until the worker is active, and returns False if the loader shuts down before that.
+        make_worker: Called with the same.
         stop: Asks the workers to exit.
         may_leave: Whether worker ``number`` may exit by itself.
     """
@@ -35,17 +40,22 @@ class ThreadPool:
         self,
         num_workers: int,
         *,
-        make_worker: Callable[[int, Callable[[], bool]], Worker | None],
+        wait_until_active: Callable[[int, Callable[[], bool]], bool],
+        make_worker: Callable[[int, Callable[[], bool]], Worker],
         ready: EventCount,
         stop: Callable[[], None],
         may_leave: Callable[[int], bool],
     ) -> None:
         self._may_leave = may_leave
+        self._wait_until_active = wait_until_active
         self._make_worker = make_worker
         self._ready = ready
-        self._stop = stop
         self._owner = os.getpid()
-        self.threads = [self._make(number) for number in range(num_workers)]
+        self._workers: dict[threading.Thread, Worker] = {}
+        self.threads: list[threading.Thread] = []
+        self.threads += [self._make(number) for number in range(num_workers)]
+        self.shut_down: Callable[[], bool] = _EndThreads(stop, self.threads)
+        """Asks the threads to exit and waits for them; returns whether all have ended."""
 
     @property
     def processes(self) -> Sequence[BaseProcess]:
@@ -54,7 +64,8 @@ class ThreadPool:
 
     def _make(self, number: int) -> threading.Thread:
         name = f"minato-{number}"
-        return threading.Thread(target=self._run, args=(number,), name=name, daemon=True)
+        arguments = weakref.ref(self), number, self._wait_until_active, self._ready
+        return threading.Thread(target=_run_thread, args=arguments, name=name, daemon=True)
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start all threads, without a call of ``enough``: threads start fast."""
@@ -70,19 +81,19 @@ class ThreadPool:
             thread.native_id for thread in self.threads if thread.native_id is not None
         )
 
-    def _run(self, number: int) -> None:
-        def process_lives() -> bool:
-            return True  # even if its main thread has ended: another thread may train
+    def work(self, number: int) -> Callable[[], bool] | None:
+        """Work as worker ``number``, in its thread, until there is nothing to do; returns as ``Worker.work``."""
+        me = threading.current_thread()
+        worker = self._workers.get(me)
+        if worker is None:
+            worker = self._workers[me] = self._make_worker(number, _process_lives)
+        return worker.work(_process_lives)
 
-        try:
-            worker = self._make_worker(number, process_lives)
-            if worker is not None:
-                try:
-                    worker.loop(process_lives)
-                finally:
-                    worker.close()
-        finally:
-            self._ready.notify()  # wake the consumer, which then sees that this thread has ended
+    def leave(self) -> None:
+        """End what the worker of this thread has started."""
+        worker = self._workers.pop(threading.current_thread(), None)
+        if worker is not None:
+            worker.close()
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready events exceed ``seen``."""
@@ -108,16 +119,50 @@ class ThreadPool:
         # A child that the user forked has a copy of this pool, but no threads.
         return os.getpid() == self._owner
 
-    def shut_down(self) -> bool:
-        """Ask the threads to exit and wait for them; returns whether all have ended."""
-        if not self._is_owner:
-            return False
+
+def _process_lives() -> bool:
+    return True  # even if its main thread has ended: another thread may train
+
+
+def _run_thread(
+    reference: weakref.ref[ThreadPool],
+    number: int,
+    wait_until_active: Callable[[int, Callable[[], bool]], bool],
+    ready: EventCount,
+) -> None:
+    """Be worker ``number`` of a pool as long as that lives."""
+    try:
+        if wait_until_active(number, _process_lives):
+            while (rest := _work(reference, number)) is not None and rest():
+                pass
+    finally:
+        if (pool := reference()) is not None:
+            pool.leave()
+        ready.notify()  # wake the consumer, which then sees that this thread has ended
+
+
+def _work(reference: weakref.ref[ThreadPool], number: int) -> Callable[[], bool] | None:
+    pool = reference()
+    return None if pool is None else pool.work(number)
+
+
+class _EndThreads:
+    """Ends the threads of a pool."""
+
+    def __init__(self, stop: Callable[[], None], threads: list[threading.Thread]) -> None:
+        self._stop = stop
+        self._threads = threads
+        self._owner = os.getpid()
+
+    def __call__(self) -> bool:
+        if os.getpid() != self._owner:
+            return False  # a child that the user forked has a copy of the pool, but no threads
         self._stop()
         deadline = time.monotonic() + _GRACE_S
-        for thread in self.threads:
+        for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self.threads)
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 class InlinePool:

@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
@@ -179,7 +180,7 @@ class FinishedReads:
 
 
 class ThreadReads(FinishedReads):
-    """``dataset[index]`` in threads, which start on demand."""
+    """``dataset[index]`` in threads, which start on demand. A thread that waits does not refer to the dataset."""
 
     def __init__(self, get: Callable[[Any], Any], limit: int) -> None:
         super().__init__(limit)
@@ -188,6 +189,7 @@ class ThreadReads(FinishedReads):
         self._threads: list[threading.Thread] = []
         self._reading: dict[threading.Thread, Read] = {}
         self._closed = False
+        weakref.finalize(self, _end_threads, self._asked, self._threads).atexit = False
 
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
@@ -200,33 +202,50 @@ class ThreadReads(FinishedReads):
         self._asked.put(read)
         if len(self._threads) < min(self.limit, self.outstanding):
             name = f"minato-read-{len(self._threads)}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            arguments = weakref.ref(self), self._asked
+            thread = threading.Thread(
+                target=_read_in_thread, args=arguments, name=name, daemon=True
+            )
             start_thread(thread)
             self._threads.append(thread)  # now that it can be joined
 
-    def _run(self) -> None:
-        me = threading.current_thread()
-        while (read := self._asked.get()) is not None and not self._closed:
-            self._reading[me] = read
-            read.started_ns = now_ns()
-            try:
-                randomness = read.bound()
-                read.value = self._get(read.key)
-                read.asked = randomness.asked if randomness else 0
-            except BaseException as error:  # the worker's thread decides whether it ends the worker
-                read.error = error
-            self._finish(read)
+    def perform(self, read: Read) -> bool:
+        """Read, in a thread; False if the thread is to end."""
+        if self._closed:
+            return False
+        self._reading[threading.current_thread()] = read
+        read.started_ns = now_ns()
+        try:
+            randomness = read.bound()
+            read.value = self._get(read.key)
+            read.asked = randomness.asked if randomness else 0
+        except BaseException as error:  # the worker's thread decides whether it ends the worker
+            read.error = error
+        self._finish(read)
+        return True
 
     def close(self) -> None:
         """Start no further reads, and wait for those in flight that are not answered, for a limited time."""
         self._closed = True
-        for _ in self._threads:
-            self._asked.put(None)
+        _end_threads(self._asked, self._threads)
         deadline_ns = now_ns() + int(_GRACE_S * 1e9)
         for thread in self._threads:
             read = self._reading.get(thread)
             if read is None or not (read.again_for or read).answered:
                 thread.join(max(deadline_ns - now_ns(), 0) / 1e9)
+
+
+def _read_in_thread(reference: weakref.ref[ThreadReads], asked: SimpleQueue[Read | None]) -> None:
+    while (read := asked.get()) is not None:
+        reads = reference()
+        if reads is None or not reads.perform(read):
+            return
+        del reads, read
+
+
+def _end_threads(asked: SimpleQueue[Read | None], threads: list[threading.Thread]) -> None:
+    for _ in threads:
+        asked.put(None)
 
 
 class BegunReads(ThreadReads):
@@ -321,7 +340,7 @@ class CoroutineReads(FinishedReads):
         if self._loop is None:
             loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
-                target=self._run, args=(loop,), name="minato-reads", daemon=True
+                target=_run_loop, args=(weakref.ref(self), loop), name="minato-reads", daemon=True
             )
             try:
                 start_thread(self._thread)
@@ -329,6 +348,7 @@ class CoroutineReads(FinishedReads):
                 loop.close()
                 raise
             self._loop = loop
+            weakref.finalize(self, _stop_loop, loop).atexit = False
         self.outstanding += 1
         self._loop.call_soon_threadsafe(self._begin, self._loop, read)
 
@@ -360,18 +380,13 @@ class CoroutineReads(FinishedReads):
             read.error = error
         self._finish(read)
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        # The loop also ends where a task of the dataset's raises SystemExit or KeyboardInterrupt, or calls stop().
-        # The task keeps its exception for the read that awaits it, and the loop goes on with the other reads.
-        while not (self._closed or loop.is_closed()):
-            with suppress(BaseException):
-                loop.run_forever()
-        for ending in (self._cancel, loop.shutdown_asyncgens):
-            with suppress(BaseException):
-                loop.run_until_complete(ending())
-        loop.close()
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
 
-    async def _cancel(self) -> None:
+    async def cancel(self) -> None:
+        """Cancel all reads, in the thread of the event loop."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -387,6 +402,31 @@ class CoroutineReads(FinishedReads):
         if self._loop is not None and self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop, self._loop)
             self._thread.join(_GRACE_S)
+
+
+def _run_loop(reference: weakref.ref[CoroutineReads], loop: asyncio.AbstractEventLoop) -> None:
+    # The loop also ends where a task of the dataset's raises SystemExit or KeyboardInterrupt, or calls stop().
+    # The task keeps its exception for the read that awaits it, and the loop goes on with the other reads.
+    while _is_open(reference) and not loop.is_closed():
+        with suppress(BaseException):
+            loop.run_forever()
+    reads = reference()
+    for ending in (
+        (loop.shutdown_asyncgens,) if reads is None else (reads.cancel, loop.shutdown_asyncgens)
+    ):
+        with suppress(BaseException):
+            loop.run_until_complete(ending())
+    loop.close()
+
+
+def _is_open(reference: weakref.ref[CoroutineReads]) -> bool:
+    reads = reference()
+    return reads is not None and not reads.is_closed
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
+    with suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(loop.stop)
 
 
 class _Bound:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -122,7 +123,7 @@ class Worker:
         )
         self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_main_process else _RUN_NS
         self._idle_since = now_ns()
-        self._lacks_room = False
+        self._lacks_room = self._was_inactive = False
         self._epoch_slot = -1
         self._whole_size = 0  # of the last batch, if its samples have places of their own
         self.endings: list[Callable[[], None]] = []
@@ -134,20 +135,34 @@ class Worker:
 
     def loop(self, parent_lives: Callable[[], bool]) -> None:
         """Work until the loader shuts down or its process ends."""
+        while (rest := self.work(parent_lives)) is not None and rest():
+            pass
+
+    def work(self, parent_lives: Callable[[], bool]) -> Callable[[], bool] | None:
+        """Work until there is nothing to do.
+
+        Returns:
+            A function that sleeps until there may be something, and returns whether to go on; it does not refer to a
+            worker that has nothing in flight. None: the loader shuts down or its process ends.
+        """
         ledger, events, active_workers = self._ledger, self._events, self._active_workers
         checked_ns, owner = now_ns(), os.getpid()
+        if self._was_inactive:
+            self._was_inactive, self._idle_since = False, checked_ns
         while True:
             if active_workers is not None and not active_workers.is_active(self._number):
                 self._resume_all()
-                if not active_workers.wait_until_active(
-                    self._number, lambda: ledger.stopping or ledger.draining, parent_lives
-                ):
-                    return
-                self._idle_since = now_ns()
+                self._was_inactive = True
+                return functools.partial(
+                    active_workers.wait_until_active,
+                    self._number,
+                    lambda: ledger.stopping or ledger.draining,
+                    parent_lives,
+                )
             # Read first: an event after one of the checks below then ends the sleep.
             seen = events.events
             if ledger.stopping:
-                return
+                return None
             # Read before the step: otherwise no worker would run what was published last.
             draining = ledger.draining
             stepped = self.step()
@@ -156,17 +171,17 @@ class Worker:
             if stepped:
                 if now_ns() - checked_ns > _PATIENCE_NS:
                     if not parent_lives():
-                        return
+                        return None
                     checked_ns = now_ns()
                 continue
             if draining and self.idle:
-                return
+                return None
             ledger.notify_idle()
             if active_workers is not None and not active_workers.is_active(self._number):
                 continue
             self._lacks_room = not ledger.waiting
-            if not self._rest(seen, _PATIENCE_S) and not parent_lives():
-                return
+            sleep = self._sleep()
+            return lambda: sleep(seen, _PATIENCE_S) or parent_lives()
 
     @property
     def idle(self) -> bool:
@@ -177,24 +192,26 @@ class Worker:
         """Sleep until the work events exceed ``seen``; returns whether they do."""
         return self._events.wait(seen, timeout_s)
 
-    def _rest(self, seen: int, timeout_s: float) -> bool:
-        """``rest``, recorded in the trace."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in flight that could wake it, once ``step`` returns False."""
+        return True
+
+    def _sleep(self) -> Callable[[int, float], bool]:
+        """``rest``, recorded in the trace; without a reference to the worker if that is empty."""
+        rest = self._events.wait if self.is_empty else self.rest
         if not self._tracer.enabled:
-            return self.rest(seen, timeout_s)
-        begun_ns = self._tracer.now()
-        try:
-            return self.rest(seen, timeout_s)
-        finally:
-            reason = "enough is loaded" if self._lacks_room else "nothing is left to begin"
-            reason = reason if self.idle else "for reads"
-            self._tracer.slice(f"wait ({reason})", begun_ns)
+            return rest
+        reason = "enough is loaded" if self._lacks_room else "nothing is left to begin"
+        reason = reason if self.idle else "for reads"
+        return functools.partial(_recorded, self._tracer, f"wait ({reason})", rest)
 
     def turn(self, timeout_s: float, is_over: Callable[[], bool]) -> None:
         """Do one lease, or sleep until there is one, unless ``is_over`` returns True by then."""
         seen = self._events.events
         # A claim that finds nothing to run may still have published a batch whose result was complete.
         if not self.step() and not is_over():
-            self._rest(seen, timeout_s)
+            self._sleep()(seen, timeout_s)
 
     def forget(self) -> None:
         """Drop what was claimed; other workers run it after a release."""
@@ -442,3 +459,14 @@ class Worker:
         if error is not None and self._sample_retry is not None:
             sample, remaining = self._sample_retry.settle(position, epoch, index, error)
         self._results.free(position, index, sample, remaining, cost_ns)
+
+
+def _recorded(
+    tracer: Tracer, name: str, rest: Callable[[int, float], bool], seen: int, timeout_s: float
+) -> bool:
+    """Sleep, recorded in the trace."""
+    begun_ns = tracer.now()
+    try:
+        return rest(seen, timeout_s)
+    finally:
+        tracer.slice(name, begun_ns)

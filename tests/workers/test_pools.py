@@ -392,7 +392,7 @@ class Worker:
         self.number = number
         self.leave = leave
 
-    def loop(self, parent_lives: Any) -> None:
+    def work(self, parent_lives: Any) -> None:
         assert parent_lives()
         self.leave.wait(20)
 
@@ -404,6 +404,7 @@ def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
     stage = Stage()
     return ThreadPool(
         2,
+        wait_until_active=lambda number, lives: True,
         make_worker=lambda number, _: Worker(number, leave),
         ready=stage.ready,
         stop=leave.set,
@@ -444,15 +445,16 @@ def test_a_thread_may_end_its_own_pool() -> None:
     class Ending(Worker):
         """Shuts the pool down itself."""
 
-        def loop(self, parent_lives: Any) -> None:
+        def work(self, parent_lives: Any) -> None:
             if self.number == 0:
                 pool.shut_down()
                 ended.set()
             else:
-                super().loop(parent_lives)
+                super().work(parent_lives)
 
     pool = ThreadPool(
         2,
+        wait_until_active=lambda number, lives: True,
         make_worker=lambda n, _: Ending(n, leave),  # type: ignore[arg-type]
         ready=Stage().ready,
         stop=leave.set,

@@ -1,0 +1,205 @@
+"""Objects of the user's that raise wherever they are asked: what torch's loader does with them, minato's does.
+
+Each object raises in one of its special methods, by an exception or by a recursion without end. It is the dataset, the
+sampler, the batch sampler, ``collate_fn``, a sample, or an attribute of one of these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import minato
+from minato import DataLoader
+from minato.engine.copied_objects import large_containers
+from minato.observe.stats.size import nbytes_of
+from minato.transforms.owned import OwnedGenerators
+from tests.datasets import TOO_MANY_WORKERS, Numbers
+
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+
+TorchLoader = torch.utils.data.DataLoader
+
+
+class Strange(Exception):
+    """No exception that anybody expects."""
+
+
+def raises(self: Any, *arguments: Any, **named: Any) -> Any:
+    raise Strange
+
+
+def recurses(self: Any, *arguments: Any, **named: Any) -> Any:
+    return recurses(self, *arguments, **named)
+
+
+class Counts:
+    """A method that raises only while it is counted: when it is asked by a loader."""
+
+
+def but_for_python(refuse: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``__getattribute__``: refuses names but those that Python itself asks for."""
+
+    def get(self: Any, name: str) -> Any:
+        if name in ("__class__", "__dict__", "__reduce_ex__", "__reduce__", "__getstate__"):
+            return object.__getattribute__(self, name)
+        return refuse(self, name)
+
+    return get
+
+
+def missing(refuse: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``__getattr__``: refuses names, but for those with underscores, as pickle and copy need it."""
+
+    def get(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return refuse(self, name)
+
+    return get
+
+
+def class_that(name: str, how: str) -> type:
+    """A class whose instances raise in one special method."""
+    refuse: Any = raises if how == "raises" else recurses
+    members: dict[str, Any] = {name: refuse}
+    if name == "__class__":
+        members = {name: property(refuse)}
+    elif name == "__dict__":
+        members = {name: property(refuse)}
+    elif name == "__getattribute__":
+        members = {name: but_for_python(refuse)}
+    elif name == "__getattr__":
+        members = {name: missing(refuse)}
+    elif name == "__eq__":
+        members["__hash__"] = object.__hash__
+    elif name == "metaclass":
+        metaclass = type(
+            "Metaclass",
+            (type,),
+            {
+                each: refuse
+                for each in ("__instancecheck__", "__subclasscheck__", "__eq__", "__hash__", "__repr__")
+            },
+        )
+        return metaclass("Odd", (), {"__module__": __name__})
+    elif name == "properties":
+        names = "state_dict epoch generator sampler batch_sampler rank transforms nbytes to pin_memory size"
+        members = {each: property(refuse) for each in names.split()}
+    return type("Odd", (), {"__module__": __name__, **members})
+
+
+NAMES = (
+    *("__repr__", "__str__", "__class__", "__dict__", "__eq__", "__hash__", "__len__", "__bool__"),
+    *("__getattr__", "__getattribute__", "__del__", "__reduce__", "__iter__", "__sizeof__", "__getitem__"),
+    *("metaclass", "properties", "__format__", "__contains__", "__index__", "__call__"),
+)
+
+
+class Holds(Numbers):
+    """A dataset with an object in each of its containers."""
+
+    def __init__(self, odd: Any) -> None:
+        super().__init__(6)
+        self.odd = odd
+        self.listed = [odd, {"key": odd}, (odd, [odd])]
+        self.named = {"one": odd, 2: [odd]}
+
+
+class Gives(Numbers):
+    """Its samples are, or hold, an object."""
+
+    def __init__(self, make: type) -> None:
+        super().__init__(6)
+        self.make = make
+
+    def __getitem__(self, index: int) -> Any:
+        return {"odd": self.make(), "index": index}
+
+
+def indices(samples: list[Any]) -> list[Any]:
+    return [sample["index"] for sample in samples]
+
+
+def with_base(odd: type, base: type) -> Any:
+    """An instance of a class that raises, and that otherwise is like another one."""
+    kind: Any = type(odd)("Odd", (odd, base), {"__module__": __name__})
+    return kind
+
+
+class Order:
+    """A sampler."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([3, 1, 2])
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Batches(Order):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[3, 1], [2]])
+
+
+class Collates:
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        return [samples]
+
+
+ROLES: dict[str, Callable[[type], tuple[Any, dict[str, Any]]]] = {
+    "attribute": lambda odd: (Holds(odd()), {}),
+    "class of an attribute": lambda odd: (Holds(odd), {}),
+    "dataset": lambda odd: (with_base(odd, Numbers)(6), {}),
+    "sampler": lambda odd: (Numbers(6), {"sampler": with_base(odd, Order)()}),
+    "batch sampler": lambda odd: (Numbers(6), {"batch_sampler": with_base(odd, Batches)()}),
+    "collate_fn": lambda odd: (Numbers(6), {"collate_fn": with_base(odd, Collates)()}),
+    "sample": lambda odd: (Gives(odd), {"collate_fn": indices}),
+}
+LOADERS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "compat": {"compat": "torch"},
+    "threads": {"num_workers": 1, "workers": "thread"},
+    "fork": {"num_workers": 1, "multiprocessing_context": "fork"},
+}
+
+
+def outcome(make: Any, odd: type, role: str, **options: Any) -> Any:
+    """The batches of an epoch, or the type of the error."""
+    try:
+        dataset, arguments = ROLES[role](odd)
+        if "batch_sampler" not in arguments:
+            options["batch_size"] = 2
+        return [
+            batch.tolist() if isinstance(batch, torch.Tensor) else batch
+            for batch in make(dataset, **arguments, **options)
+        ]
+    except Exception as error:
+        return type(error).__name__
+
+
+CASES = list(itertools.product(NAMES, ("raises", "recurses"), ROLES))
+
+
+def differing(cases: list[Any], loaders: list[str]) -> list[Any]:
+    found = []
+    for name, how, role in cases:
+        odd = class_that(name, how)
+        expected = outcome(TorchLoader, odd, role)
+        for loader in loaders:
+            seen = outcome(DataLoader, odd, role, **LOADERS[loader])
+            if seen != expected:
+                found.append((name, how, role, loader, seen, expected))
+    return found

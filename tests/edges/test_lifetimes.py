@@ -1,0 +1,206 @@
+"""Nothing keeps a loader, its iterator or its dataset: cycles through the dataset are collected, and the workers end."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import multiprocessing
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from operator import gt
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+import minato
+from minato import DataLoader
+from minato.caching import MemoryCache
+from minato.observe.report import at_exit
+from tests.datasets import TOO_MANY_WORKERS, Numbers
+
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+
+PATIENCE_S = 20.0
+
+
+class Knows(Numbers):
+    """A dataset that knows its loader and its iterator."""
+
+    def __init__(self, size: int = 60) -> None:
+        super().__init__(size)
+        self.known: list[Any] = []
+        self.rng = random.Random(0)
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.rng.randrange(1)
+
+
+class Stateful(Knows):
+    def state_dict(self) -> dict[str, int]:
+        return {"size": self.size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.size = state["size"]
+
+
+class Coroutines(Knows):
+    async def __aget__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.known: list[Any] = []
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(60)
+
+    state_dict = Stateful.state_dict
+    load_state_dict = Stateful.load_state_dict
+    size = 60
+
+
+class Adds:
+    """A transform that knows the loader, too."""
+
+    known: Any = None
+
+    def __call__(self, sample: int) -> int:
+        return sample + 1
+
+
+def first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def options_of(name: str, folder: Path) -> dict[str, Any]:
+    """Options that keep a log, a file or a thread."""
+    return {
+        "plain": {},
+        "unmeasured": {"stats": False},
+        "trace": {"trace": folder / "trace.json"},
+        "errors": {"errors": minato.ErrorPolicy(on_error="skip", log=folder / "errors")},
+        "costs": {"cost_history": folder},
+        "record": {"record_order": folder / "order"},
+        "arrival": {"order": "arrival", "transforms": [Adds()]},
+        "transforms": {"transforms": [Adds()], "collate_fn": first},
+        "concurrent": {"fetch_concurrency": 3},
+        "cached": {"cache": MemoryCache(1 << 20, version="1"), "transforms": [Adds()]},
+        "auto": {"num_workers": minato.AutoScale(max=2)},
+        "seeded": {"seed": 3, "shuffle": True},
+    }[name]
+
+
+POOLS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "threads": {"num_workers": 2, "workers": "thread"},
+    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
+}
+OPTIONS = (
+    *("plain", "unmeasured", "trace", "errors", "costs", "record", "arrival", "transforms"),
+    *("concurrent", "cached", "auto", "seeded"),
+)
+DATASETS = {each.__name__: each for each in (Knows, Stateful, Coroutines, Stream)}
+BATCHES = (0, 3, None)
+"""How many batches are taken before the iterator is dropped; None: all."""
+
+
+def left() -> tuple[int, int, int]:
+    """Children, threads and descriptors of this process."""
+    children = len(multiprocessing.active_children())
+    return children, threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def begin(dataset: Any, batches: int | None, **options: Any) -> None:
+    """Make a loader and an iterator that the dataset knows, and take some batches."""
+    loader = DataLoader(dataset, 4, **options)
+    iterator = iter(loader)
+    dataset.known = [loader, iterator]
+    for transform in options.get("transforms", ()):
+        transform.known = loader
+    for _ in itertools.islice(iterator, batches):
+        pass
+
+
+def check(
+    dataset: str, batches: int | None, options: Callable[[], dict[str, Any]], before: Any
+) -> None:
+    made = DATASETS[dataset]()
+    reference = weakref.ref(made)
+    begin(made, batches, **options())
+    del made
+    end = time.monotonic() + PATIENCE_S
+    gc.collect()
+    # Threads end by themselves, and those that load refer to the dataset until they have loaded enough.
+    while any(map(gt, left(), before)) or reference() is not None:
+        assert time.monotonic() < end, (reference(), left(), before)
+        time.sleep(0.01)
+        gc.collect()
+
+
+def options(pool: str, name: str, persistent: bool, folder: Path) -> dict[str, Any]:
+    found = {**POOLS[pool], **options_of(name, folder)}
+    if persistent and found.get("num_workers"):
+        found["persistent_workers"] = True
+    return found
+
+
+ALL = [
+    (pool, name, dataset, batches, persistent)
+    for pool, name, dataset, batches, persistent in itertools.product(
+        POOLS, OPTIONS, DATASETS, BATCHES, (False, True)
+    )
+    if not (persistent and pool == "inline")
+    and not (
+        dataset == "Stream" and name in ("concurrent", "cached", "seeded", "record", "arrival")
+    )
+    and not (dataset == "Stream" and (name in ("errors", "auto") or pool == "threads"))
+    and not (dataset == "Stateful" and name in ("arrival",))
+    and not (dataset == "Coroutines" and name != "concurrent")
+    and not (name == "auto" and pool in ("inline", "forkserver"))
+    and not (name == "cached" and (dataset == "Stateful" or pool not in ("inline", "threads")))
+]
+SOME = random.Random(5).sample([each for each in ALL if each[0] != "forkserver"], 16)
+MORE = random.Random(6).sample(ALL, 64)
+
+
+def run(cases: list[Any], folder: Path) -> None:
+    # What is made once, such as the fork server, is made here.
+    for pool in {case[0] for case in cases}:
+        list(DataLoader(Numbers(8), 2, **POOLS[pool]))
+    gc.collect()
+    for case in cases:
+        pool, name, dataset, batches, persistent = case
+        here = folder / str(cases.index(case))
+        here.mkdir()
+        given = functools.partial(options, pool, name, persistent, here)
+        before = left()
+        try:
+            check(dataset, batches, given, before)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def test_cycles_through_the_dataset_are_collected(tmp_path: Path) -> None:
+    run(SOME, tmp_path)
+
+
+@pytest.mark.slow
+def test_more_cycles_are_collected(tmp_path: Path) -> None:
+    run(MORE, tmp_path)
+
+
+def test_a_report_at_exit_keeps_no_dataset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MINATO_REPORT", str(tmp_path / "report.txt"))
+    monkeypatch.setattr(at_exit, "_at_exit", at_exit._AtExit())
+    before = left()
+    for batches in BATCHES:
+        check("Knows", batches, lambda: POOLS["fork"], before)
