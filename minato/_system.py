@@ -104,8 +104,11 @@ def _memory_of_groups() -> Iterator[tuple[int, int]]:
 
 
 def machine_usage() -> tuple[float, float]:
-    """Return ``(busy, total)`` seconds of all cores together since boot."""
-    times = _psutil().cpu_times()
+    """Return ``(busy, total)`` seconds of all cores together since boot; zeros where /proc is hidden or replaced."""
+    try:
+        times = _psutil().cpu_times()
+    except Exception:
+        return 0.0, 0.0
     idle_s = times.idle + getattr(times, "iowait", 0.0)
     # The guests' time is contained in the users'.
     whole_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
@@ -116,7 +119,7 @@ def disk_read_bytes() -> int:
     """Bytes that all disks have read since boot; 0 where a container hides them."""
     try:
         disks = _psutil().disk_io_counters(nowrap=False)
-    except (OSError, RuntimeError):
+    except Exception:  # or another function stands in the place of open()
         return 0
     return 0 if disks is None else int(disks.read_bytes)
 

@@ -159,7 +159,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         replay_order: str | os.PathLike[str] | None = None,
         snapshot_every_n_steps: int | Literal["auto"] | None = "auto",
     ) -> None:
-        if isinstance(collate_fn, TransformingCollate):  # of another loader of ours
+        if issubclass(type(collate_fn), TransformingCollate):  # of another loader of ours
             transforms = collate_fn.transforms.steps if transforms is None else transforms
             collate_fn = collate_fn.collate_fn
         arguments = locals()
@@ -570,7 +570,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _set_collate(self, collate_fn: Any) -> None:
         """Set the attribute that others take for a loader of their own, which then transforms samples as this one."""
-        if self._transforms.steps and not isinstance(collate_fn, TransformingCollate):
+        if self._transforms.steps and not issubclass(type(collate_fn), TransformingCollate):
             collate_fn = TransformingCollate(self._transforms, collate_fn, is_batched(self))
         vars(self)["collate_fn"] = collate_fn
 
@@ -620,7 +620,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """This loader as it is now; its attributes may change between epochs."""
         options, persistent = self._options, self.persistent_workers
         collate_fn: Any = self.collate_fn
-        transforms = isinstance(collate_fn, TransformingCollate) and bool(self._transforms.steps)
+        transforms = issubclass(type(collate_fn), TransformingCollate) and bool(
+            self._transforms.steps
+        )
         sampling = SamplingSpec(
             dataset=self.dataset,
             streams=is_iterable(self),

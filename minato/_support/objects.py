@@ -21,6 +21,7 @@ __all__ = [
     "attribute",
     "derives",
     "in_any_process",
+    "is_exactly",
     "items_of",
     "module_of",
     "mro_of",
@@ -64,6 +65,11 @@ def takes_lists(dataset: Any) -> bool:
         return False
     except Exception:
         return True
+
+
+def is_exactly(thing: object, kinds: Iterable[type]) -> bool:
+    """Whether an object is of one of these classes itself; unlike ``in`` it does not ask the object's metaclass."""
+    return any(type(thing) is kind for kind in kinds)
 
 
 def derives(kind: type, *bases: type) -> bool:

@@ -188,7 +188,7 @@ class Epoch:
     def _from_start(self, indices: object) -> Iterator[Iterator[Any]]:
         """All batches, in one or two parts."""
         sampler = self._spec.index_sampler
-        if isinstance(sampler, InterleavedRanks):  # torch iterates over this rank's own sampler
+        if type(sampler) is InterleavedRanks:  # torch iterates over this rank's own sampler
             indices = iter(sampler)
         elif (seeded := in_epoch(sampler, self.number)) is not sampler:
             indices = iter(seeded)

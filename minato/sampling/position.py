@@ -263,7 +263,7 @@ class Position:
 
 def _set_seeded(sampler: object, epoch: int) -> bool:
     """Set the epoch of the samplers whose order is a function of it; False if there is none."""
-    seeded = [one for one in nested(sampler) if isinstance(one, SEEDED)]
+    seeded = [one for one in nested(sampler) if issubclass(type(one), SEEDED)]
     for one in seeded:
         one.set_epoch(epoch)
     return bool(seeded)

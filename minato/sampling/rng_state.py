@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from minato._compat import EndlessSampler, ExceptionWrapper
-from minato._support.objects import attribute
+from minato._support.objects import attribute, is_exactly
 from minato.sampling.distributed import InterleavedRanks, epoch_of, nested
 from minato.sampling.samplers import SEEDED
 from minato.sampling.state import is_stateful
@@ -91,7 +91,7 @@ class SamplerState:
                 if isinstance(one, torch.Generator) and one is not torch.default_generator
             }.values()
         )
-        self._needs_default = any(type(sampler) not in _DRAWS_NOTHING for sampler in samplers)
+        self._needs_default = not all(is_exactly(sampler, _DRAWS_NOTHING) for sampler in samplers)
         self._sampler = index_sampler
         self._stateful = [sampler for sampler in samplers if is_stateful(sampler)]
         self._state: dict[str, Any] = {"before_iter": None, "before_first": None, "iterator": None}
@@ -131,11 +131,10 @@ class SamplerState:
             iterator: Iterator[Any] = self._entered(samplers)
             if not self._needs_default:
                 return iterator
-            kinds = {type(sampler) for sampler in nested(self._sampler)}
+            known = (*_DRAWS_NOTHING, *_DRAWS_AT_FIRST)
+            once = all(is_exactly(sampler, known) for sampler in nested(self._sampler))
             inside = torch.default_generator.get_state()
-            return _IsolatedIterator(
-                iterator, inside, once=kinds <= {*_DRAWS_NOTHING, *_DRAWS_AT_FIRST}
-            )
+            return _IsolatedIterator(iterator, inside, once=once)
         finally:
             torch.default_generator.set_state(outside)
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from minato._compat import EndlessSampler
 from minato._core import Occurrences, mix_seed
-from minato._support.objects import attribute
+from minato._support.objects import attribute, is_exactly
 from minato._support.values import integer_of
 from minato.observe.stats.size import length_of
 from minato.sampling.cost_batches import CostBatchSampler
@@ -134,11 +134,11 @@ def counted(
 
 def _may_repeat(sampler: Any) -> bool:
     """Return whether a sampler may yield an index more than once in an epoch."""
-    if type(sampler) in (BatchSampler, InterleavedRanks):
+    if is_exactly(sampler, (BatchSampler, InterleavedRanks)):
         return _may_repeat(sampler.sampler)
     if type(sampler) is RandomSampler:
         return sampler.replacement or sampler.num_samples > len(sampler.data_source)
-    return type(sampler) not in (SequentialSampler, DistributedSampler, *SEEDED)
+    return not is_exactly(sampler, (SequentialSampler, DistributedSampler, *SEEDED))
 
 
 def _alone(index: object) -> list[Any]:
@@ -213,9 +213,9 @@ def independent(sampler: Any, dataset: object) -> Any:
     Raises:
         ValueError: A sampler of another class than torch's and ours cannot be copied.
     """
-    if isinstance(sampler, (list, tuple, range)):
+    if issubclass(type(sampler), (list, tuple, range)):
         return sampler
-    if type(sampler) not in _COPIED:
+    if not is_exactly(sampler, _COPIED):
         try:
             return copy.deepcopy(sampler, {id(dataset): dataset})
         except Exception as error:
@@ -263,7 +263,7 @@ def next_sampler(index_sampler: Any) -> Any | None:
         return BatchSampler(inner, index_sampler.batch_size, index_sampler.drop_last)
     if type(index_sampler) is SequentialSampler:
         return index_sampler
-    if type(index_sampler) in (*SEEDED, DistributedSampler):
+    if is_exactly(index_sampler, (*SEEDED, DistributedSampler)):
         later = copy.copy(index_sampler)
         later.set_epoch(index_sampler.epoch + 1)
         return later

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from minato._compat import make_fetcher
 from minato._core import now_ns
-from minato._support.objects import takes_lists
+from minato._support.objects import is_exactly, takes_lists
 from minato.sampling.dataset_state import DatasetState
 from minato.sampling.state import is_stateful
 from minato.transforms.compose import Transforms
@@ -178,7 +178,7 @@ def has_rows(dataset: object) -> bool:
     """Whether the samples of a dataset are rows: a tensor, an array, a ``TensorDataset``, or a ``Subset`` of one."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return type(dataset) in _OF_ROWS
+    return is_exactly(dataset, _OF_ROWS)
 
 
 def rows_of(dataset: Any, indices: list[Any]) -> Rows | None:

@@ -6,10 +6,12 @@ sampler, the batch sampler, ``collate_fn``, a sample, or an attribute of one of 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -40,10 +42,6 @@ def raises(self: Any, *arguments: Any, **named: Any) -> Any:
 
 def recurses(self: Any, *arguments: Any, **named: Any) -> Any:
     return recurses(self, *arguments, **named)
-
-
-class Counts:
-    """A method that raises only while it is counted: when it is asked by a loader."""
 
 
 def but_for_python(refuse: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +86,13 @@ def class_that(name: str, how: str) -> type:
             (type,),
             {
                 each: refuse
-                for each in ("__instancecheck__", "__subclasscheck__", "__eq__", "__hash__", "__repr__")
+                for each in (
+                    "__instancecheck__",
+                    "__subclasscheck__",
+                    "__eq__",
+                    "__hash__",
+                    "__repr__",
+                )
             },
         )
         return metaclass("Odd", (), {"__module__": __name__})
@@ -100,7 +104,15 @@ def class_that(name: str, how: str) -> type:
 
 NAMES = (
     *("__repr__", "__str__", "__class__", "__dict__", "__eq__", "__hash__", "__len__", "__bool__"),
-    *("__getattr__", "__getattribute__", "__del__", "__reduce__", "__iter__", "__sizeof__", "__getitem__"),
+    *(
+        "__getattr__",
+        "__getattribute__",
+        "__del__",
+        "__reduce__",
+        "__iter__",
+        "__sizeof__",
+        "__getitem__",
+    ),
     *("metaclass", "properties", "__format__", "__contains__", "__index__", "__call__"),
 )
 
@@ -203,3 +215,140 @@ def differing(cases: list[Any], loaders: list[str]) -> list[Any]:
             if seen != expected:
                 found.append((name, how, role, loader, seen, expected))
     return found
+
+
+SOME = random.Random(3).sample(CASES, 70)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``__del__`` raises is not of interest."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
+
+
+def test_what_raises_is_torchs_affair() -> None:
+    assert differing(SOME, ["inline", "threads"]) == []
+    assert differing(SOME[:8], ["fork", "compat"]) == []
+
+
+@pytest.mark.slow
+def test_all_that_raises_is_torchs_affair() -> None:
+    assert differing(CASES, ["inline", "threads"]) == []
+    assert differing(random.Random(4).sample(CASES, 60), ["fork", "compat"]) == []
+
+
+@pytest.mark.parametrize("how", ["raises", "recurses"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_search_asks_an_object(name: str, how: str) -> None:
+    """Whatever raises, the generator beside it is found."""
+    odd = class_that(name, how)
+    dataset = Holds(odd())
+    dataset.known = [odd, odd(), {"rng": random.Random(0)}]  # type: ignore[attr-defined]
+    assert [path.split(" ")[0] for path in OwnedGenerators({"it": dataset}).names] == [
+        "it.known[2]['rng']"
+    ]
+    dataset.words = ["word"] * 60_000  # type: ignore[attr-defined]
+    assert [path for *_, path in large_containers(dataset)] == ["dataset.words"]
+    minato.share(dataset)
+    assert isinstance(dataset.words, minato.SharedList)  # type: ignore[attr-defined]
+    assert nbytes_of([odd(), {"odd": odd(), "one": 1}]) == 8
+
+
+def deep(kind: str) -> Any:
+    made: Any = random.Random(0)
+    for _ in range(100_000):
+        if kind == "lists":
+            made = [made]
+        elif kind == "tuples":
+            made = (made, 1)
+        elif kind == "dictionaries":
+            made = {"within": made}
+        else:
+            made = functools.partial(print, made)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["lists", "tuples", "dictionaries", "partial functions"])
+def test_depth_and_cycles_end_no_search(kind: str) -> None:
+    dataset = Holds(deep(kind))
+    dataset.rng = random.Random(0)  # type: ignore[attr-defined]
+    dataset.cycle = [dataset, {"cycle": dataset.listed}]  # type: ignore[attr-defined]
+    dataset.cycle.append(dataset.cycle)  # type: ignore[attr-defined]
+    assert OwnedGenerators({"it": dataset}).names == ["it.rng (random.Random)"]
+    assert large_containers(dataset) == []
+    nbytes_of([dataset.odd, dataset.cycle])  # type: ignore[attr-defined]
+    dataset.rng = None  # type: ignore[attr-defined]  # which threads would share
+    for options in LOADERS.values():
+        assert len(list(DataLoader(dataset, 3, **options))) == 2
+
+
+class Changing(Numbers):
+    """Threads change what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.cache: dict[int, Any] = {}
+        self.queue: deque[Any] = deque()
+        self.rng = random.Random(0)
+        self.over = threading.Event()
+
+    def change(self) -> None:
+        for k in itertools.count():
+            self.cache[k] = self.__dict__[f"kept{k % 50}"] = [k]
+            self.queue.append(k)
+            if k > 300:
+                del self.cache[k - 300]
+                self.queue.popleft()
+                self.__dict__.pop(f"kept{(k + 25) % 50}", None)
+            if self.over.is_set():
+                return
+
+
+def test_threads_that_change_the_dataset_meanwhile_end_no_loader() -> None:
+    dataset = Changing()
+    threads = [threading.Thread(target=dataset.change) for _ in range(1)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(40):
+            assert "it.rng (random.Random)" in OwnedGenerators({"it": dataset}).names
+            assert large_containers(dataset) == []
+            nbytes_of([dataset.cache, dataset.queue])
+            assert [batch.tolist() for batch in DataLoader(dataset, 2)] == [[0, 1], [2, 3]]
+    finally:
+        dataset.over.set()
+        sys.setswitchinterval(before)
+        for thread in threads:
+            thread.join()
+
+
+REPLACED = (
+    *("random.random", "random.seed", "random.getrandbits", "builtins.open"),
+    *("numpy.random.rand", "numpy.random.default_rng", "torch.rand"),
+    *("os.path.exists", "os.listdir", "time.sleep"),
+    *("time.time", "builtins.print", "pathlib.Path.read_text"),
+)
+
+
+class Draws(Numbers):
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> int:
+        return index + int(self.rng.integers(1))
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_functions_that_a_test_replaces(name: str) -> None:
+    dataset = Draws()
+
+    def found(make: Any, **options: Any) -> Any:
+        return [batch.tolist() for batch in make(dataset, 2, **options)]
+
+    with mock.patch(name, mock.MagicMock()):
+        assert found(DataLoader) == found(TorchLoader) == [[0, 1], [2, 3], [4, 5]]
+        assert found(DataLoader, seed=1, shuffle=False) == [[0, 1], [2, 3], [4, 5]]
+        assert found(DataLoader, **LOADERS["fork"]) == [[0, 1], [2, 3], [4, 5]]

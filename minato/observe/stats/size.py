@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minato._support.objects import Kind
+from minato._support.objects import Kind, derives
 
 __all__ = ["length_of", "nbytes_of"]
 
@@ -51,7 +51,7 @@ def _nbytes_of(sample: object) -> int:
     waiting: list[tuple[Any, float]] = [(sample, 1.0)]
     for value, weight in waiting:  # which grows
         kind = type(value)
-        if issubclass(kind, UserDict):
+        if derives(kind, UserDict):
             value = (Kind(kind).dict_of(value) or {}).get("data")
             kind = type(value)
         base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
