@@ -160,8 +160,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         snapshot_every_n_steps: int | Literal["auto"] | None = "auto",
     ) -> None:
         if issubclass(type(collate_fn), TransformingCollate):  # of another loader of ours
-            transforms = collate_fn.transforms.steps if transforms is None else transforms
-            collate_fn = collate_fn.collate_fn
+            theirs = cast(TransformingCollate, collate_fn)
+            transforms = theirs.transforms.steps if transforms is None else transforms
+            collate_fn = theirs.collate_fn
         arguments = locals()
         given = {name: arguments[name] for name in OPTION_NAMES}
         from minato.integrations import connect, counts_batches

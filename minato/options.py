@@ -876,8 +876,8 @@ class Options:
     snapshot_every_n_steps: int | Literal["auto"] | None = option(
         "auto",
         "A worker of an iterable dataset [sends its state](../how-to/resume.md#datasets-with-a-state) with one of this "
-        "many batches; `'auto'`: as often as that takes less than 2 % of its time; 0 or `None`: with none. The loader's "
-        "state is exact all the same: batches since then are read again on resume.",
+        "many batches; `'auto'`: as often as that takes less than 2 % of its time; 0 or `None`: with none. The "
+        "loader's state is exact all the same: batches since then are read again on resume.",
         values="0 or more, `'auto'`, `None`",
         check=_snapshots,
     )

@@ -255,8 +255,8 @@ class StreamFetcher:
         at_once: Whether the first epoch begins now, so that the caller gets the errors of the dataset's ``__iter__``;
             otherwise each epoch begins with its first batch. The caller then reads the state, which is not sent.
         initial: The state in which the first epoch starts; None: the dataset's own.
-        state_every: Every such batch carries the state; None: none does. ``auto``: the first one does, and each by which
-            the cost of the last state has become a small share of the time.
+        state_every: Every such batch carries the state; None: none does. ``auto``: the first one does, and each by
+            which the cost of the last state has become a small share of the time.
     """
 
     def __init__(

@@ -70,9 +70,7 @@ def class_that(name: str, how: str) -> type:
     """A class whose instances raise in one special method."""
     refuse: Any = raises if how == "raises" else recurses
     members: dict[str, Any] = {name: refuse}
-    if name == "__class__":
-        members = {name: property(refuse)}
-    elif name == "__dict__":
+    if name == "__class__" or name == "__dict__":
         members = {name: property(refuse)}
     elif name == "__getattribute__":
         members = {name: but_for_python(refuse)}
@@ -84,16 +82,9 @@ def class_that(name: str, how: str) -> type:
         metaclass = type(
             "Metaclass",
             (type,),
-            {
-                each: refuse
-                for each in (
-                    "__instancecheck__",
-                    "__subclasscheck__",
-                    "__eq__",
-                    "__hash__",
-                    "__repr__",
-                )
-            },
+            dict.fromkeys(
+                ("__instancecheck__", "__subclasscheck__", "__eq__", "__hash__", "__repr__"), refuse
+            ),
         )
         return metaclass("Odd", (), {"__module__": __name__})
     elif name == "properties":

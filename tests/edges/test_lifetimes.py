@@ -1,4 +1,4 @@
-"""Nothing keeps a loader, its iterator or its dataset: cycles through the dataset are collected, and the workers end."""
+"""Nothing keeps a loader, its iterator or its dataset: cycles through the dataset are collected, and workers end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from minato.caching import MemoryCache
 from minato.observe.report import at_exit
 from tests.datasets import TOO_MANY_WORKERS, Numbers
 
-pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+pytestmark = [
+    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
+    pytest.mark.filterwarnings("ignore:the dataset or its transforms hold random generators"),
+]
 
 PATIENCE_S = 20.0
 
