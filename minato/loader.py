@@ -37,6 +37,7 @@ from minato._compat import (
 )
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato._support.main_module import refuse_unguarded
+from minato._support.objects import is_own_class
 from minato._support.text import text_of, type_name
 from minato._system import environment
 from minato.checks import check_platform, check_whole, refuse_class
@@ -176,8 +177,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
             in_order = True
             given.update(order=None, max_lag=None)
-        if isinstance(collate_fn, type) and collate_fn.__module__.startswith("minato."):
-            refuse_class("collate_fn", collate_fn)
+        if is_own_class(collate_fn):
+            refuse_class("collate_fn", cast(type, collate_fn))
         torchs = TorchArguments(
             in_order=in_order,
             has_batch_sampler=batch_sampler is not None,

@@ -22,6 +22,7 @@ __all__ = [
     "derives",
     "in_any_process",
     "is_exactly",
+    "is_own_class",
     "items_of",
     "module_of",
     "mro_of",
@@ -163,6 +164,11 @@ def module_of(kind: type) -> str:
     """The module of a class in the training process; spawned workers have another name for the main module."""
     module = _module_of(kind)
     return in_any_process(module) if type(module) is str else ""
+
+
+def is_own_class(thing: Any) -> bool:
+    """Whether a value is one of minato's classes."""
+    return issubclass(type(thing), type) and module_of(thing).startswith("minato.")
 
 
 def in_any_process(module: str) -> str:
