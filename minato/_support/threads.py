@@ -26,8 +26,8 @@ def start_thread(thread: Thread) -> None:
     if not threads_are_real():
         raise RuntimeError(
             f"the thread {thread.name} needs a thread of the system, but this program has replaced all by those of "
-            "gevent or eventlet, which would never run while the loader waits: use workers='process' without "
-            "fetch_concurrency, or patch_all(thread=False)"
+            "gevent or eventlet, which would never run while the loader waits: use workers='process' with "
+            "multiprocessing_context='forkserver' and without fetch_concurrency, or patch_all(thread=False)"
         )
     try:
         thread.start()

@@ -557,7 +557,7 @@ def of_memory_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
 
 
 def of_disk_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
-    pytest.importorskip("diskcache")
+    pytest.importorskip("lmdb")
     from minato.caching.disk import DiskCache
 
     return of_cache(DiskCache(folder / "cache", 1 << 20))
