@@ -222,16 +222,12 @@ def layout(folder: Path) -> None:
     mostly_slow(
         [
             "probe.py spawn -- --lr 1 -h -m",
-            "./package/../probe.py --",
-            "linked/link.py x",
-            "-m probe spawn -- x",
             "-m package spawn x",
-            "-m package.module -- -m",
+            "-X dev -m package.module -- -m",
+            "linked/../linked/link.py x",
             "directory spawn x",
             "file.zip x",
             "compiled.pyc x",
-            "-O probe.py x",
-            "-X dev probe.py x",
             "-P directory x",
         ]
     ),

@@ -296,6 +296,16 @@ def test_costs_without_integer_keys_are_not_told(desk: Desk) -> None:
     assert desk.ledger.samples(batch) == []
 
 
+def test_costs_of_pickled_indices_that_equal_integers_are_told(desk: Desk) -> None:
+    keys = [70, codes.NO_INTEGER, -71]
+    batch = desk.ledger.open(keys, 3, SLOT, 0, 0, 0, True, indices_offset=128, indices_nbytes=10)
+    desk.claim(0, 3)
+    desk.ledger.note_costs(0, array.array("q", [500, 600, 700]), 3)
+    for position in range(3):
+        desk.fill(0, position)
+    assert desk.ledger.samples(batch) == [(0, 70, 500, 0), (2, -71, 700, 0)]
+
+
 def test_whether_a_sample_has_its_place(desk: Desk) -> None:
     desk.open(2, bound=False)
     new = desk.open(2, bound=False)
