@@ -311,6 +311,8 @@ def test_a_state_that_was_loaded_before_prepare_is_kept(accelerate: Any) -> None
     other = made(minato.DataLoader, "seed", 0)
     other.load_state_dict(loader.state_dict())
     ready = prepared(accelerate, other)
+    with pytest.raises(ValueError, match="load the state into the loader that it returns"):
+        accelerate.skip_first_batches(other, 1)
     assert [content(batch) for batch in ready] == [content(batch) for batch in iterator]
 
 
