@@ -323,6 +323,11 @@ def torch_modes() -> int:
     return 1 if count is None else int(count())
 
 
+def is_owned(lock: Any) -> bool:
+    """Whether the calling thread holds a ``threading.RLock``."""
+    return bool(lock._is_owned())
+
+
 def is_profiling() -> bool:
     """Whether torch's profiler records; True where torch does not say, which costs microseconds a batch."""
     return bool(getattr(profiler, "_is_profiler_enabled", True))

@@ -66,6 +66,7 @@ cdef class Arrivals:
     cdef uint8_t *states
     cdef int64_t mask, prefix_, end_
     cdef uint64_t strays_
+    cdef int64_t asked_batches, delivered_batches
 
     def __cinit__(self, hash_other, asked=(0, 0), delivered=(0, 0), skipped=(0, 0)):
         self.hash_other = hash_other
@@ -131,26 +132,52 @@ cdef class Arrivals:
         ]
 
     @cython.critical_section
-    def ask(self, indices) -> None:
-        """Number further indices; an empty batch takes a number too."""
-        cdef uint64_t hashed
-        cdef Py_ssize_t count = len(indices)
-        for index in indices:
-            hashed = hash_of(index, self.hash_other)
-            self._append(WAITING, hashed)
-            self.asked_.count += 1
-            self.asked_.total += hashed
-        if count == 0:
-            self._append(BLANK, 0)
+    def ask(self, indices, int64_t batch=-1) -> None:
+        """Number further indices; an empty batch takes a number too.
+
+        Args:
+            batch: Number of the batch; one that was asked for before stays as it is. -1: the next number.
+        """
+        cdef Py_ssize_t i, known = 0, count = len(indices)
+        cdef uint64_t *hashes
+        if 0 <= batch < self.asked_batches:
+            return
+        hashes = <uint64_t *>PyMem_Malloc((count + 1) * sizeof(uint64_t))
+        if hashes is NULL:
+            raise MemoryError
+        try:
+            # First: what ``hash_other`` raises leaves nothing half done.
+            for index in indices:
+                if known == count:
+                    raise ValueError("a batch has more indices than its length says")
+                hashes[known] = hash_of(index, self.hash_other)
+                known += 1
+            while self.end_ - self.prefix_ + known > self.mask:
+                self._grow()
+            for i in range(known):
+                self._append(WAITING, hashes[i])
+                self.asked_.count += 1
+                self.asked_.total += hashes[i]
+            if known == 0:
+                self._append(BLANK, 0)
+        finally:
+            PyMem_Free(hashes)
+        self.asked_batches = max(batch, self.asked_batches) + 1
 
     @cython.critical_section
-    def deliver(self, list positions not None, int64_t start) -> None:
+    def deliver(self, list positions not None, int64_t start, int64_t batch=-1) -> None:
         """Note that indices have arrived, those with the numbers ``position - start``.
 
         An index that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
         those of nothing.
+
+        Args:
+            batch: Number of the batch, in the order of arrival; one that has arrived before changes nothing. -1: the
+                next number.
         """
         cdef int64_t number, at
+        if 0 <= batch < self.delivered_batches:
+            return
         for position in positions:
             at = position
             if at < 0:
@@ -161,6 +188,7 @@ cdef class Arrivals:
             elif number not in self.skipped_numbers:
                 self.strays_ += 1
         self._advance()
+        self.delivered_batches = max(batch, self.delivered_batches) + 1
 
     @cython.critical_section
     def skip(self, list positions not None, int64_t start) -> None:

@@ -53,6 +53,7 @@ class Arrivals:
         self._prefix = 0
         self._end = 0
         self._strays = 0
+        self._asked_batches = self._delivered_batches = 0
 
     @property
     def asked(self) -> tuple[int, int]:
@@ -89,23 +90,37 @@ class Arrivals:
         """The numbers above that have arrived or were skipped, ascending."""
         return sorted(self._arrived)
 
-    def ask(self, indices: Sequence[Any]) -> None:
-        """Number further indices; an empty batch takes a number too."""
-        for index in indices:
-            hashed = _hash(index, self._hash_other)
+    def ask(self, indices: Sequence[Any], batch: int = -1) -> None:
+        """Number further indices; an empty batch takes a number too.
+
+        Args:
+            batch: Number of the batch; one that was asked for before stays as it is. -1: the next number.
+        """
+        if 0 <= batch < self._asked_batches:
+            return
+        # First: what ``hash_other`` raises leaves nothing half done.
+        hashes = [_hash(index, self._hash_other) for index in indices]
+        for hashed in hashes:
             self._waiting[self._end] = hashed
             self._end += 1
             self._add(0, hashed)
-        if not len(indices):
+        if not hashes:
             self._waiting[self._end] = None
             self._end += 1
+        self._asked_batches = max(batch, self._asked_batches) + 1
 
-    def deliver(self, positions: list[int], start: int) -> None:
+    def deliver(self, positions: list[int], start: int, batch: int = -1) -> None:
         """Note that indices have arrived, those with the numbers ``position - start``.
 
         An index that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
         those of nothing.
+
+        Args:
+            batch: Number of the batch, in the order of arrival; one that has arrived before changes nothing. -1: the
+                next number.
         """
+        if 0 <= batch < self._delivered_batches:
+            return
         for position in positions:
             number = position - start
             if position < 0:
@@ -115,6 +130,7 @@ class Arrivals:
             elif number not in self._skipped_numbers:
                 self._strays += 1
         self._advance()
+        self._delivered_batches = max(batch, self._delivered_batches) + 1
 
     def skip(self, positions: list[int], start: int) -> None:
         """Mark indices that will not arrive, so that the epoch does not wait for them."""

@@ -206,11 +206,17 @@ cdef class Ledger(Claims):
         self.batch_at(batch)
         return mn_close(&self.ledger, batch)
 
-    def retire(self, uint32_t batch):
-        """Free the record of a batch that is settled and delivered, or closed with its whole epoch settled."""
+    def retire(self, uint32_t batch, int64_t first=-1):
+        """Free the record of a batch that is settled and delivered, or closed with its whole epoch settled.
+
+        Args:
+            first: Position of its sample 0. If the record is free, or that of another batch, this does nothing. -1: it
+                is the record of a batch in flight.
+        """
         self.batch_at(batch)
-        del self.in_flight[batch]
-        mn_retire(&self.ledger, batch)
+        if first < 0 or self.in_flight.get(batch) == first:
+            del self.in_flight[batch]
+            mn_retire(&self.ledger, batch)
 
     def release(self, uint32_t worker):
         """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished.
@@ -277,6 +283,11 @@ cdef class Ledger(Claims):
     def live(self):
         """The records of the batches in flight, the oldest first."""
         return list(self.in_flight)
+
+    @property
+    def tail(self):
+        """Position of the first sample of the batch that is opened next."""
+        return mn_tail(&self.ledger)
 
     def unclaimed(self):
         """Upper bound on the number of published, unclaimed samples."""

@@ -200,11 +200,17 @@ class Ledger(Claims):
                 self._set_state(batch, CLOSED)
             return self.state(batch) != COLLATING
 
-    def retire(self, batch: int) -> None:
-        """Free the record of a batch that is settled and delivered, or closed with its whole epoch settled."""
+    def retire(self, batch: int, first: int = -1) -> None:
+        """Free the record of a batch that is settled and delivered, or closed with its whole epoch settled.
+
+        Args:
+            first: Position of its sample 0. If the record is free, or that of another batch, this does nothing. -1: it
+                is the record of a batch in flight.
+        """
         with self._locked():
-            del self._live[batch]
-            self._set_state(batch, VACANT)
+            if first < 0 or self._live.get(batch) == first:
+                del self._live[batch]
+                self._set_state(batch, VACANT)
 
     def release(self, worker: int) -> int:
         """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished.
@@ -292,6 +298,11 @@ class Ledger(Claims):
     def live(self) -> list[int]:
         """The records of the batches in flight, the oldest first."""
         return list(self._live)
+
+    @property
+    def tail(self) -> int:
+        """Position of the first sample of the batch that is opened next."""
+        return int(self._header["tail"])
 
     def unclaimed(self) -> int:
         """Upper bound on the number of published, unclaimed samples."""

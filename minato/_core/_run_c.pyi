@@ -11,5 +11,5 @@ def run_samples(
     durations: Any,
     bind: Callable[[int, Any], None] | None,
     epoch: int,
-    catches: type[BaseException],
+    catches: type[BaseException] | tuple[type[BaseException], ...],
 ) -> tuple[list[Any], BaseException | None]: ...

@@ -18,7 +18,7 @@ def run_samples(
     durations: Any,
     bind: Callable[[int, Any], None] | None,
     epoch: int,
-    catches: type[BaseException],
+    catches: type[BaseException] | tuple[type[BaseException], ...],
 ) -> tuple[list[Any], BaseException | None]:
     """Call ``fetch(key)`` for each key, until one raises.
 

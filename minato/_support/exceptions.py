@@ -28,10 +28,9 @@ class Postponed:
         self._error = error.with_traceback(None)
 
     def reraise(self) -> NoReturn:
-        """Raise the exception; call this once."""
+        """Raise the exception."""
         error = self._error
-        del self._error
         try:
             raise error
         finally:
-            del error  # its traceback holds this frame
+            del error, self  # its traceback holds this frame

@@ -133,10 +133,11 @@ class Arena:
         return Slot(start, end)
 
     def release(self, slot: Slot, used_bytes: int = 0) -> None:
-        """Free an acquired slot, of which ``used_bytes`` were written; a no-op after ``reclaim_unleased``."""
+        """Free an acquired slot, of which ``used_bytes`` were written, unless it is leased or free already."""
         if slot in self._taken:
             self._taken.remove(slot)
-            self._free(slot, used_bytes)
+            if slot.start not in self._leases:
+                self._free(slot, used_bytes)
 
     def _free(self, slot: Slot, used_bytes: int) -> None:
         self._largest = max(self._largest, used_bytes)
@@ -147,27 +148,44 @@ class Arena:
         for slot in list(self._taken):
             self.release(slot)
 
-    def lease(self, slot: Slot, used_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def view(self, slot: Slot) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return a view of the slot for ``lease``, shape (bytes,), uint8."""
+        return self.segment.array[slot.start : slot.end]
+
+    def lease(
+        self, slot: Slot, used_bytes: int, view: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a view of the slot, shape (bytes,), uint8. The slot is free when it and all views of it are gone.
 
         With ``pinned_slots``, the slot is pinned first, and free only when the device has read it, too.
+
+        Args:
+            view: The view. While it lives, further calls with it change nothing.
         """
-        view = self.segment.array[slot.start : slot.end]
-        # A callback without Python code: a signal handler could run in that, and its exception would be lost.
-        callback: Callable[[_Lease], object] = self._ended.append
-        if self.pinned_slots is not None:
-            self.pinned_slots.lock(slot, used_bytes)
-            callback = self._returned
-        lease = _Lease(view, callback)
-        lease.slot, lease.used_bytes = slot, used_bytes
+        view = self.view(slot) if view is None else view
+        if slot.start not in self._leases:
+            # A callback without Python code: a signal handler could run in that, and its exception would be lost.
+            callback: Callable[[_Lease], object] = self._ended.append
+            if self.pinned_slots is not None:
+                self.pinned_slots.lock(slot, used_bytes)
+                callback = self._returned
+            lease = _Lease(view, callback)
+            lease.slot, lease.used_bytes = slot, used_bytes
+            self._leases[slot.start] = lease
         self._taken.discard(slot)
-        self._leases[slot.start] = lease
         return view
 
     def _returned(self, lease: _Lease) -> None:
         # At once, while the work that reads the slot is already queued on the device.
-        if self._leases.pop(lease.slot.start, None) is not None and self.pinned_slots is not None:
+        if self._ends(lease) and self.pinned_slots is not None:
             self.pinned_slots.returned(lease.slot, lease.used_bytes)
+
+    def _ends(self, lease: _Lease) -> bool:
+        """Forget a lease; False if it is none: ``lease`` was interrupted, and called again."""
+        if not hasattr(lease, "slot") or self._leases.get(lease.slot.start) is not lease:
+            return False
+        del self._leases[lease.slot.start]
+        return True
 
     def _settle(self) -> None:
         """Free the slots whose leases have ended."""
@@ -176,7 +194,7 @@ class Arena:
             lease = self._ended.popleft()
             if self.pinned_slots is not None:
                 self._returned(lease)
-            elif self._leases.pop(lease.slot.start, None) is not None:
+            elif self._ends(lease):
                 self._free(lease.slot, lease.used_bytes)
 
     def lent(self) -> list[Any]:

@@ -14,6 +14,7 @@ from minato._support.pickling import Purpose
 from minato._support.text import text_of
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import Store
+from minato.workers.runner import Kinds
 
 __all__ = ["BlobWriter", "GetState", "Unsendable", "WriterSettings"]
 
@@ -29,7 +30,7 @@ class WriterSettings(NamedTuple):
         collate_fn: Called with the list of samples, or with the sample if ``auto_collation`` is off.
         auto_collation: Whether the loader has a batch size.
         describe_error: Returns the exception that the training loop gets for one that is being handled.
-        catches: Exceptions of ``collate_fn`` that do not end the worker.
+        catches: Returns which exceptions of ``collate_fn`` do not end the worker.
         in_main_process: Whether the worker runs in the training loop's thread, and may use all threads of torch.
     """
 
@@ -37,7 +38,7 @@ class WriterSettings(NamedTuple):
     collate_fn: Callable[[Any], Any]
     auto_collation: bool
     describe_error: Callable[[BaseException], ExceptionWrapper | BaseException]
-    catches: type[BaseException] = Exception
+    catches: Callable[[], Kinds] = lambda: (Exception,)
     in_main_process: bool = False
 
 
@@ -74,7 +75,7 @@ class BlobWriter:
         """Attach an object to a place; if it cannot be pickled, the error that says so."""
         try:
             offset, nbytes = self.put(batch, value, kind)
-        except self._catches as error:
+        except self._catches() as error:
             told = value.error if isinstance(value, SampleError) else self._describe_error(error)
             offset, nbytes = self.put_error(batch, SampleError(told), ERROR_BLOB)
             kind = ERROR_BLOB
@@ -97,7 +98,7 @@ class BlobWriter:
                 offset, nbytes = self.put(batch, sample, SAMPLE_BLOB)
                 self._ledger.attach(place, offset | SAMPLE_BLOB, nbytes)
                 return True
-            except self._catches as error:
+            except self._catches() as error:
                 failure = SampleError(self._describe_error(error))
         offset, nbytes = self.put_error(batch, Unsendable(index, failure), SAMPLE_BLOB)
         self._ledger.attach(place, offset | (SAMPLE_BLOB if offset else ERROR_BLOB), nbytes)

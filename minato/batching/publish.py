@@ -170,7 +170,7 @@ class BatchPublisher:
             return offset | SAMPLE_BLOB, nbytes
         except _NothingLeftError:
             return SKIP_BLOB, 0
-        except settings.catches as raised:
+        except settings.catches() as raised:
             self._end_copy(raised)
             error: BaseException = raised
             if isinstance(error, StopIteration):

@@ -18,10 +18,13 @@ from minato._core.codes import (
 )
 from minato.batching.arena import Arena, Slot
 from minato.batching.layout import Layout, read_layout
-from minato.batching.sample_error import raise_sample_error, slot_overflow_error
+from minato.batching.sample_error import exception_of, slot_overflow_error
 from minato.batching.serialization import Store, damaged
 
 __all__ = ["BatchReader", "check_texts"]
+
+_FIELDS_ALONE = 1
+"""The flags of a full batch without any object: bit k of the flags stands for blobs of kind k."""
 
 
 class BatchReader:
@@ -37,9 +40,24 @@ class BatchReader:
         self._ledger = ledger
         self._arena = arena
         self._store = store
+        self._held: tuple[Slot, Any] | None = None  # the last leased slot and its view
+
+    def failure(self, batch: int, slot: Slot) -> BaseException | None:
+        """Return what a sample of the batch, or its collation, has raised; None if nothing was raised."""
+        flags, _, result, nbytes, *_ = self._ledger.contents(batch)
+        kind, result = result & KIND_MASK, result & ~KIND_MASK
+        if not flags & FAILED and kind != ERROR_BLOB:
+            return None
+        if flags & FAILED:
+            result, nbytes = self._first_error(batch)
+        if not result:
+            return exception_of(slot_overflow_error(slot))
+        return exception_of(self._store.get(result, nbytes, None, ERROR_BLOB))
 
     def read(self, batch: int, slot: Slot) -> Any:
         """Return the batch in ``slot``. Its tensors lease the slot; a batch that raises frees it.
+
+        If this was interrupted, it can be called again. The slot is leased by this reader, too, until ``discard``.
 
         Raises:
             Exception: A sample of the batch, or its collation, raised it.
@@ -47,16 +65,16 @@ class BatchReader:
         flags, layout_offset, result, result_nbytes, _, used = self._ledger.contents(batch)
         kind, result = result & KIND_MASK, result & ~KIND_MASK
         if flags & FAILED or kind == ERROR_BLOB:
-            if flags & FAILED:
-                result, result_nbytes = self._first_error(batch)
             try:
-                error = slot_overflow_error(slot)
-                if result:
-                    error = self._store.get(result, result_nbytes, None, ERROR_BLOB)
+                error = self.failure(batch, slot)
             finally:
                 self.discard(batch, slot)
-            raise_sample_error(error)
-        lease = self._arena.lease(slot, used)
+            try:
+                assert error is not None
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        lease = self._leased(slot, used)
         if result:
             return self._store.get(result, result_nbytes, lease, SAMPLE_BLOB)
         fields, count, layout = read_layout(self._arena.segment, layout_offset, slot)
@@ -68,6 +86,12 @@ class BatchReader:
             ]
         check_texts(layout, count, texts)
         return layout.batch(lease, fields - slot.start, count, texts)
+
+    def _leased(self, slot: Slot, used: int) -> Any:
+        """Lease a slot; again, the same view, if the last call was interrupted."""
+        if self._held is None or self._held[0] != slot:
+            self._held = slot, self._arena.view(slot)
+        return self._arena.lease(slot, used, self._held[1])
 
     def state(self, batch: int) -> tuple[int, Any] | None:
         """Return the number of a worker and the state of its dataset, or the exception of ``state_dict()``.
@@ -85,11 +109,14 @@ class BatchReader:
         return state
 
     def discard(self, batch: int, slot: Slot) -> None:
-        """Drop a batch that ``next()`` will not return, and free its slot."""
-        _, _, result, _, _, used = self._ledger.contents(batch)
-        self._store.drop(result & ~KIND_MASK)
-        for _, offset, _ in self._ledger.blobs(batch):
-            self._store.drop(offset)
+        """Drop the objects of a batch, and free its slot, unless it is leased."""
+        flags, _, result, _, _, used = self._ledger.contents(batch)
+        if result or flags != _FIELDS_ALONE:
+            self._store.drop(result & ~KIND_MASK)
+            for _, offset, _ in self._ledger.blobs(batch):
+                self._store.drop(offset)
+        if self._held is not None and self._held[0] == slot:
+            self._held = None
         self._arena.release(slot, used)
 
     def _first_error(self, batch: int) -> tuple[int, int]:

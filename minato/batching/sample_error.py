@@ -15,7 +15,7 @@ from minato.batching.pinned_slots import Slot
 from minato.batching.serialization import damaged
 from minato.errors import add_note
 
-__all__ = ["SampleError", "raise_sample_error", "slot_overflow_error", "wrapped"]
+__all__ = ["SampleError", "exception_of", "raise_sample_error", "slot_overflow_error", "wrapped"]
 
 
 class _Travelling(ExceptionWrapper):
@@ -46,6 +46,8 @@ class SampleError:
         state: State of the worker's dataset afterwards, as :meth:`BatchReader.state` returns it; None without one.
     """
 
+    _is_noted = False
+
     def __init__(
         self, error: ExceptionWrapper | BaseException, key: object = None, state: object = None
     ) -> None:
@@ -53,23 +55,45 @@ class SampleError:
         self.key = key
         self.state = state
 
-    def reraise(self) -> None:
-        """Raise the exception, once, with torch's type and text, and a note that names the sample."""
-        # Without this deletion, the exception, its traceback and this frame would form a cycle that keeps the workers.
-        error = self.error
-        del self.error
+    def exception(self) -> BaseException:
+        """Return the exception, with torch's type and text, and a note that names the sample."""
+        error = self.error if isinstance(self.error, BaseException) else _unwrapped(self.error)
+        if self.key is not None and not (self._is_noted or isinstance(error, KeyboardInterrupt)):
+            self._is_noted = True
+            add_note(error, f"raised by the sample with index {text_of(self.key)}")
+        return error
+
+    def reraise(self) -> NoReturn:
+        """Raise the exception."""
+        error = self.exception()
         try:
-            if isinstance(error, BaseException):
-                raise error
-            error.reraise()
-        except BaseException as raised:
-            if self.key is not None and not isinstance(raised, KeyboardInterrupt):
-                add_note(raised, f"raised by the sample with index {text_of(self.key)}")
-            if raised is not error:
-                traceback.clear_frames(raised.__traceback__)  # torch's own frames
-            raise
+            raise error
         finally:
-            del error
+            # The exception, its traceback and this frame would form a cycle that keeps the workers.
+            del error, self
+
+
+def _unwrapped(wrapper: ExceptionWrapper) -> BaseException:
+    """Return the exception that torch's wrapper raises."""
+    try:
+        wrapper.reraise()
+    except BaseException as raised:
+        if not isinstance(raised, (Exception, wrapper.exc_type)):
+            raise  # the handler of a signal has raised it
+        traceback.clear_frames(raised.__traceback__)  # torch's own frames
+        return raised.with_traceback(None)
+    raise AssertionError(wrapper)
+
+
+def exception_of(error: object) -> BaseException:
+    """Return the exception in an object that was read as an error.
+
+    Raises:
+        DamagedError: The object is no :class:`SampleError`.
+    """
+    if not isinstance(error, SampleError):
+        raise damaged("the error of a sample")
+    return error.exception()
 
 
 def raise_sample_error(error: object) -> NoReturn:
@@ -78,10 +102,11 @@ def raise_sample_error(error: object) -> NoReturn:
     Raises:
         DamagedError: The object is no :class:`SampleError`.
     """
-    if not isinstance(error, SampleError):
-        raise damaged("the error of a sample")
-    error.reraise()
-    raise AssertionError(error)
+    raised = exception_of(error)
+    try:
+        raise raised
+    finally:
+        del raised, error  # as in ``reraise``
 
 
 def slot_overflow_error(slot: Slot) -> SampleError:

@@ -212,15 +212,15 @@ class LocalStore(Store):
         return offset, 0
 
     def get(self, offset: int, nbytes: int, lease: object = None, kind: int = 0) -> Any:
-        """Return the object itself, and remove it."""
-        return self._values.pop(offset)
+        """Return the object itself."""
+        return self._values[offset]
 
     def peek(self, offset: int, nbytes: int, kind: int = 0) -> Any:
         """Return the object itself without removing it."""
         return self._values[offset]
 
     def drop(self, offset: int) -> None:
-        """Remove an object that no ``get`` will fetch."""
+        """Remove an object; no ``get`` will fetch it."""
         self._values.pop(offset, None)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, Protocol
 
 from minato._compat import (
     TorchIterator,
     is_iterable,
+    is_owned,
     is_profiling,
     next_is_replaced,
     pin_batch,
@@ -25,6 +26,8 @@ from minato.delivery.pinning import Pin
 from minato.observe.trace.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
+from minato.sampling.index_batches import IndexBatches
+from minato.sampling.outgoing import Outgoing
 
 __all__ = ["BatchIterator", "BatchSource", "Epochs"]
 
@@ -32,15 +35,15 @@ __all__ = ["BatchIterator", "BatchSource", "Epochs"]
 class BatchSource(Protocol):
     """Where batches come from (the engine)."""
 
-    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Start an epoch; False if the batches that were prefetched for it were not its own.
 
         Args:
             batches: The indices of each batch, as ``epoch.batches`` yields them.
         """
 
-    def next(self) -> Any:
-        """The next batch."""
+    def next(self) -> Outgoing:
+        """The next batch: the same one until it is given."""
 
     def pinned(self, duration_ns: int) -> None:
         """Record how long it took to pin it."""
@@ -84,7 +87,6 @@ class BatchIterator(TorchIterator):
         keep_idle: Callable[[Any], bool] = lambda source: False,
     ) -> None:
         self._turn = threading.RLock()
-        self._in_turn = False
         self._is_closed = False
         self._owner = os.getpid()
         self._keep_idle = keep_idle
@@ -105,6 +107,8 @@ class BatchIterator(TorchIterator):
         self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
         self._pin: Pin = functools.partial(pin_batch, device=self._pin_memory_device)
         self._checks_length = is_iterable(self)
+        self._ending: BatchSource | None = None
+        self._given: Outgoing | None = None  # while next() runs
         in_place = self._pin_memory and loader.pin_memory == IN_PLACE
         self._locker = memory_pinner() if in_place else None
         pins_ahead = self._pin_memory and pins_ahead and self._locker is None
@@ -130,11 +134,24 @@ class BatchIterator(TorchIterator):
     def _reset(self, loader: object, first_iter: bool = False) -> None:
         if os.getpid() != self._owner:
             self._enter_child()
-        with self._turn:
-            self._epoch = self._epochs.begin(loader)
-            super()._reset(loader, first_iter)
-            self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
-            self._begin()
+        self._in_turn(functools.partial(self._begin_next, loader, first_iter))
+
+    def _begin_next(self, loader: Any, first_iter: bool) -> None:
+        self._epoch = self._epochs.begin(loader)
+        super()._reset(loader, first_iter)
+        self._base_seed = self._epoch.set_base_seed(int(self._base_seed))
+        self._begin()
+
+    def _in_turn(self, function: Callable[[], object]) -> None:
+        """Call a function while no other thread is in ``next()``."""
+        try:
+            self._turn.acquire()
+            function()
+            self._turn.release()
+        except BaseException:
+            if is_owned(self._turn):
+                self._turn.release()
+            raise
 
     def _begin_again(self) -> None:
         """Begin another epoch instead, if ``set_epoch`` was called after ``iter()``, as some trainers do."""
@@ -151,42 +168,78 @@ class BatchIterator(TorchIterator):
     def __next__(self) -> Any:
         if os.getpid() != self._owner:
             self._enter_child()
-        with self._turn:  # several threads may call next(): each batch goes to one of them
-            if self._in_turn:
-                raise RuntimeError(
-                    "next() of an iterator is called inside of its own next(), by the dataset, the sampler or a "
-                    "signal handler: make another one by iter(loader)"
-                )
-            self._in_turn = True
+        if is_owned(self._turn):
+            raise RuntimeError(
+                "next() of an iterator is called inside of its own next(), by the dataset, the sampler or a "
+                "signal handler: make another one by iter(loader)"
+            )
+        given, num_yielded, failure = None, self._num_yielded, 0
+        # No `with` and no `finally`: whatever a signal's handler raises, at any line, leads to the except clause.
+        try:
+            self._turn.acquire()  # several threads may call next(): each batch goes to one of them
+            self._given = None
+            given, batch = self._next_in_turn()
+            kept, error = given.batch, given.error
+            given.batch, given.error, given.is_given = None, None, True
+            self._given = None
+            self._turn.release()
+            if error is None:
+                return batch
+            failure = id(error)
             try:
-                return self._next_in_turn()
+                raise error
             finally:
-                self._in_turn = False
+                error = None  # its traceback holds this frame
+        except BaseException as raised:
+            if id(raised) != failure:
+                self._num_yielded = num_yielded
+                if given is not None and given.is_given and not (failure and error is None):
+                    given.batch, given.error, given.is_given = kept, error, False
+            if is_owned(self._turn):
+                self._turn.release()
+            raise
 
     def _enter_child(self) -> None:
         """Continue in a forked child of the iterator's process, which has a copy of its own if there are no workers."""
         if self._num_workers > 0:
             raise foreign_workers(self._owner)
-        if self._in_turn:
+        if is_owned(self._turn) or not self._turn.acquire(blocking=False):
             raise RuntimeError(
                 "this process was forked while a thread was inside next() of this iterator, whose state here is "
                 "that of the moment: make another one by iter(loader)"
             )
         self._owner = os.getpid()
-        self._turn, self._in_turn = threading.RLock(), False  # a thread of the parent may hold it
+        self._turn = threading.RLock()  # a thread of the parent may hold it
 
-    def _next_in_turn(self) -> Any:
+    def _next_in_turn(self) -> tuple[Outgoing, Any]:
+        """What is given, and the batch as torch's own method, or what has replaced that, returns it."""
         # torch's own method records a range for profilers, which takes longer than a small batch.
-        if self._checks_length or is_profiling() or next_is_replaced():
-            return super().__next__()  # also compares the number of batches with a stream's length
-        batch = self._next_data()
-        self._num_yielded += 1
-        return batch
+        by_torch = self._checks_length or is_profiling() or next_is_replaced()
+        try:
+            if by_torch:
+                batch = (
+                    super().__next__()
+                )  # also compares the number of batches with a stream's length
+            else:
+                batch = self._next_data()
+                self._num_yielded += 1
+        except BaseException as error:
+            given = self._given
+            if given is not None and by_torch and isinstance(error, Exception):
+                given.error = error  # such as a warning; the batch is lost, as with torch
+            if given is not None and given.error is error:
+                return given, None
+            if not isinstance(error, Exception):
+                raise
+            return Outgoing(error=error), None
+        assert self._given is not None
+        return self._given, batch
 
     def _next_data(self) -> Any:
         if self._is_untouched:
             self._begin_again()
-        if self._source is None:
+        source = self._source
+        if source is None:
             if self._is_closed:
                 raise RuntimeError(
                     "the loader of this iterator was closed before the end of the epoch: call iter(loader) to start "
@@ -194,34 +247,43 @@ class BatchIterator(TorchIterator):
                 )
             raise StopIteration
         try:
-            batch = self._source.next()
+            given = source.next()
         except StopIteration:
             if not self._persistent_workers:
-                if self._keep_idle(self._source):
-                    self._source = None
+                self._ending, self._source = source, None
+                if self._keep_idle(source):
+                    self._ending = None
                 self._shutdown_workers()
             raise
-        return self._pinned(self._source, batch) if self._pin_memory else batch
+        if self._pin_memory and given.error is None and not given.is_pinned:
+            self._pinned(source, given)
+        self._given = given
+        if given.error is not None:
+            raise given.error
+        return given.batch
 
-    def _pinned(self, source: BatchSource, batch: object) -> Any:
-        """Return a batch in pinned memory."""
+    def _pinned(self, source: BatchSource, given: Outgoing) -> None:
+        """Put a batch in pinned memory."""
         start_ns = now_ns()
         with in_profile("minato: pin memory"):
             try:
-                batch = self._pin(batch)
+                given.batch = self._pin(given.batch)
             except StopIteration as stop:
-                raise not_the_end("pin_memory() of a batch", stop) from stop
+                given.error = not_the_end("pin_memory() of a batch", stop)
+            except Exception as error:
+                given.error = error
+        given.is_pinned = True
         source.pinned(now_ns() - start_ns)
-        return batch
 
     def close(self) -> None:
         """End the workers; ``next()`` raises RuntimeError afterwards, unless the epoch is over."""
         if os.getpid() != self._owner:
             return  # a forked child has none of the workers
-        with self._turn:
-            if self._source is not None:
-                self._is_closed = True
-                self._shutdown_workers()
+        self._in_turn(self._close)
+
+    def _close(self) -> None:
+        self._is_closed = self._is_closed or self._source is not None
+        self._shutdown_workers()
 
     @property
     def has_ended(self) -> bool:
@@ -243,5 +305,7 @@ class BatchIterator(TorchIterator):
     def _shutdown_workers(self) -> None:
         # Programs call this method of torch's iterator to end persistent workers early.
         if self._source is not None:
-            self._source.shut_down()
-            self._source = None
+            self._ending, self._source = self._source, None
+        if self._ending is not None:  # until its end, which may be interrupted
+            self._ending.shut_down()
+            self._ending = None

@@ -64,16 +64,19 @@ class PrefetchReader:
         # Read with the batch: the slot that holds the state may be in use again before ``next()`` asks for it.
         self._states: dict[int, tuple[int, Any] | None] = {}
 
+    def failure(self, record: int, slot: Slot) -> BaseException | None:
+        """Return what a sample of the batch, or its collation, has raised (see :meth:`BatchReader.failure`)."""
+        return self._reader.failure(record, slot)
+
     def read(self, record: int, slot: Slot) -> Any:
         """Return a batch.
 
         Raises:
-            Exception: A sample of the batch, its collation, or its copy raised it.
+            Exception: Its copy raised it.
         """
-        started = self._started.pop(record, None)
-        self._states.pop(record, None)
-        if isinstance(started, Postponed):
-            started.reraise()
+        if isinstance(self._started.get(record), Postponed):
+            self._started[record].reraise()
+        started = self._started.get(record)
         if started is None:
             return self._copier.copy(slot, functools.partial(self._reader.read, record, slot))
         return self._copier.finish(started)
@@ -83,10 +86,10 @@ class PrefetchReader:
         return self._states[record] if record in self._states else self._reader.state(record)
 
     def discard(self, record: int, slot: Slot) -> None:
-        """Drop a batch that ``next()`` will not return."""
+        """Drop a batch, apart from what ``read`` has returned."""
         self._states.pop(record, None)
-        if self._started.pop(record, None) is None:
-            self._reader.discard(record, slot)
+        self._started.pop(record, None)
+        self._reader.discard(record, slot)
 
     def prefetch(self, upcoming: Iterable[Upcoming]) -> None:
         """Start the copies of the next batches; :meth:`read` raises their exceptions."""

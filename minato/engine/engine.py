@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from minato._core import now_ns
@@ -33,8 +33,11 @@ from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.observe.trace.track import Track
+from minato.sampling.coverage import Progress
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
+from minato.sampling.index_batches import IndexBatches
+from minato.sampling.outgoing import Outgoing
 from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
@@ -104,7 +107,6 @@ class Engine:
         meters: The measurements of each worker.
         slow_threshold: Decides which samples are slow.
         afterwards: Functions to call after the workers have ended, the last one first, unless the interpreter exits.
-        shut_down: Ends the workers; runs by itself when the engine is dropped or the interpreter exits.
     """
 
     def __init__(
@@ -210,8 +212,8 @@ class Engine:
         if policy is not None:
             self._failures = FailureCount(policy.log, plan.failures.budget, plan.failures.log)
         self._pending_error: Postponed | None = None
-        self._taken: tuple[OpenBatch, int, Any] | None = None
-        """A batch that was read, its size in bytes and its content, until ``next`` returns it."""
+        self._outgoing: Outgoing | None = None
+        self._progress: Progress | None = None
         self._started = False
         self._started_ns = now_ns()
         self.slow_threshold = SlowThreshold(plan.slow, history.costs)
@@ -246,9 +248,10 @@ class Engine:
             self.afterwards.append(_if_alive(History.learn, history, state.handover))
         if history.epoch_log is not None:
             self.afterwards.append(_if_alive(settle, history.epoch_log, self._metrics))
-        self.shut_down = weakref.finalize(self, _end, self._pool.shut_down, arena, self.afterwards)
+        self._end = functools.partial(_end, self._pool.shut_down, arena, self.afterwards)
+        self._finalizer = weakref.finalize(self, self._end)
 
-    def begin(self, epoch: Epoch, batches: Iterator[Any]) -> bool:
+    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Start an epoch and, with the first one, the workers.
 
         Args:
@@ -258,9 +261,6 @@ class Engine:
             False if batches had been prefetched for this epoch and were not its own; they are dropped.
         """
         self._pending_error = None  # of an epoch that was abandoned
-        if self._taken is not None:
-            self._dispatcher.returned(self._taken[0])
-            self._taken = None
         self._history.engine = weakref.ref(self)
         self._observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
@@ -272,6 +272,7 @@ class Engine:
             predict_next=epoch.predict_next,
             progress=epoch.progress,
         )
+        self._outgoing, self._progress = None, epoch.progress
         if self._scaler is not None:
             self._scaler.restart()
         if not self.plan.worker.in_main_process:
@@ -281,39 +282,52 @@ class Engine:
         self._observers.started()
         return is_right
 
-    def next(self) -> Any:
-        """Wait for the next batch and return it.
+    def shut_down(self) -> None:
+        """End the workers; runs by itself when the engine is dropped or the interpreter exits.
+
+        A call that was interrupted can be repeated.
+        """
+        if self._finalizer.alive:
+            self._end()
+            self._finalizer.detach()
+
+    def next(self) -> Outgoing:
+        """Wait for the next batch, or the error of a sample, and return it: the same one until it is given.
+
+        The handler of a signal may raise at any line: the next call goes on there.
 
         Raises:
             StopIteration: The epoch is over.
-            Exception: Raised by a sample of the batch; the next call continues after that batch.
+            Exception: Not that of a batch: the next call waits for the same one.
         """
+        outgoing = self._outgoing
+        if outgoing is not None and outgoing.is_given:
+            self._settle()
+            outgoing = None
         self._observers.enter()
-        if self._taken is None:
-            item = self._find()
-            flags, *_, used_bytes = self.ledger.contents(item.record)
-            try:
-                if self.plan.worker.dataset_states is not None and flags & (STATES | FAILED):
-                    self._update_state(self.plan.worker.dataset_states, item.record)
-                try:
-                    batch = self._reader.read(item.record, item.slot)
-                except StopIteration as stop:
-                    raise not_the_end("what the batch is made of", stop) from stop
-            except BaseException:
-                self._dispatcher.read(item, used_bytes)
-                try:
-                    self._prepare(item)
-                finally:
-                    self._returned(item, used_bytes)
-                raise
-            self._dispatcher.read(item, used_bytes)
-            self._taken = item, used_bytes, batch
-            # A signal handler may raise in here: then the next call returns the batch.
-            self._prepare(item)
-        item, used_bytes, batch = self._taken
-        self._taken = None
-        self._returned(item, used_bytes)
-        return batch
+        if outgoing is None:
+            self._outgoing = outgoing = self._read(self._find())
+        if (item := self._dispatcher.current) is not None:
+            self._prepare(item, outgoing)
+        return outgoing
+
+    def _settle(self) -> None:
+        """Record the batch that the training loop has, and go on to the next one."""
+        if self._progress is not None:
+            self._progress.settle()
+        self._outgoing = None
+
+    def _read(self, item: OpenBatch) -> Outgoing:
+        """Make a batch; its slot stays as it is, so that this can be done again."""
+        try:
+            error = self._reader.failure(item.record, item.slot)
+            if error is not None:
+                return Outgoing(error=error)
+            return Outgoing(self._reader.read(item.record, item.slot))
+        except StopIteration as stop:
+            return Outgoing(error=not_the_end("what the batch is made of", stop))
+        except Exception as error:
+            return Outgoing(error=error)
 
     def _find(self) -> OpenBatch:
         """Wait for the next batch."""
@@ -339,21 +353,42 @@ class Engine:
             finally:
                 self._observers.finish()
             raise
-        if self._failures is not None:
-            self._failures.finished += len(item.indices)
         return item
 
-    def _prepare(self, item: OpenBatch) -> None:
-        """Prepare the batches of later calls before this one returns its own."""
-        self._prepare_workers(item)
-        if self._prefetcher is not None:
-            self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
-        self.arena.trim(self._dispatcher.num_open)
+    def _prepare(self, item: OpenBatch, outgoing: Outgoing) -> None:
+        """Prepare what to record of a batch, and the batches of later calls, before it is given; each part once."""
+        if item.records is None:
+            item.records = [*self._state_of(item), *self._dispatcher.records(item)]
+        if not item.is_prepared:
+            *_, used_bytes = self.ledger.contents(item.record)
+            self._dispatcher.read(item, used_bytes)
+            self._dispatcher.discard(item)
+            self._prepare_workers(item)
+            if self._prefetcher is not None:
+                self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
+            self.arena.trim(self._dispatcher.num_open)
+            self._leave(item, used_bytes)
+            item.is_prepared = True
+        outgoing.records = item.records
+        if self._progress is not None:
+            self._progress.last = outgoing
+        self._dispatcher.returned(item)
 
-    def _returned(self, item: OpenBatch, used_bytes: int) -> None:
-        """Record that ``next`` returns a batch, or raises its error."""
-        samples = self._dispatcher.returned(item)
+    def _state_of(self, item: OpenBatch) -> list[Callable[[], object]]:
+        """The function that records the state of the dataset after a batch, if it came with one."""
+        states = self.plan.worker.dataset_states
+        flags, *_ = self.ledger.contents(item.record)
+        if states is None or not flags & (STATES | FAILED):
+            return []
+        state = self._reader.state(item.record)
+        return [] if state is None else [functools.partial(states.update, *state)]
+
+    def _leave(self, item: OpenBatch, used_bytes: int) -> None:
+        """Tell the observers that ``next`` returns a batch, or its error."""
+        if self._failures is not None:
+            self._failures.finished += len(item.indices)
         if self._observers:
+            samples = item.num_samples
             if self.plan.worker.pipeline.streams:
                 samples = item.indices[0]
             self._observers.leave(samples, used_bytes, self._snapshot)
@@ -385,10 +420,6 @@ class Engine:
     def pin_slots(self, pinner: MemoryPinner) -> None:
         """Pin the memory of batches, for a device that reads from there."""
         self.arena.pin_slots(pinner)
-
-    def _update_state(self, dataset_states: DatasetStates, record: int) -> None:
-        if (state := self._reader.state(record)) is not None:
-            dataset_states.update(*state)
 
     @property
     def workers(self) -> list[Any]:
@@ -444,6 +475,7 @@ class Engine:
     def reset(self) -> None:
         """Drop an epoch that is over, and the worker in the main process; ``begin`` starts them again."""
         self._dispatcher.abandon()
+        self._outgoing = self._progress = None
         self._started = False
 
     def cancel(self) -> None:

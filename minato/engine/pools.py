@@ -19,6 +19,7 @@ from minato.workers.current_sample import has_begun, read_current_work
 from minato.workers.local_pools import InlinePool, ThreadPool
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, announced
+from minato.workers.runner import Kinds
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from minato.workers.supervision import RestartPolicy, WorkerRecovery
 from minato.workers.worker import Worker
@@ -37,9 +38,9 @@ def make_pool(
     work, ledger, ready = plan.worker, state.ledger, state.ready
     if work.in_main_process:
 
-        def make_inline(number: int) -> Worker:
+        def make_inline(number: int, catches: Callable[[], Kinds]) -> Worker:
             restore(work, number)
-            return context.worker(number, state, lambda error: error, None, BaseException)
+            return context.worker(number, state, lambda error: error, None, catches)
 
         def give_back() -> None:
             ledger.release(0)
@@ -65,7 +66,7 @@ def make_pool(
             with announced(number, work.most_workers, work.base_seed, work.pipeline.dataset):
                 failure = initialise(work, number)
             return context.worker(
-                number, state, wrapped(f"worker thread {number}"), failure, BaseException
+                number, state, wrapped(f"worker thread {number}"), failure, lambda: (BaseException,)
             )
 
         return ThreadPool(
@@ -120,7 +121,9 @@ def make_pool(
         def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker:
             wrap = wrapped(f"Ray actor {number}")
             reads = functools.partial(ActorReads, *group.start_actor(number))
-            return context.worker(number, state, wrap, None, Exception, remote_reads=reads)
+            return context.worker(
+                number, state, wrap, None, lambda: (Exception,), remote_reads=reads
+            )
 
         return ActorPool(
             group,

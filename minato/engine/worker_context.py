@@ -41,7 +41,7 @@ from minato.workers.fetch import Fetcher, ReplacedFetcher, StreamFetcher
 from minato.workers.pool import process_usage
 from minato.workers.process_pool import enter_worker_process, parent_watch
 from minato.workers.reads import Reads, reads_of
-from minato.workers.runner import CostEstimate, Runner, RunnerSettings
+from minato.workers.runner import CostEstimate, Kinds, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
@@ -87,7 +87,7 @@ class WorkerContext:
         number: int,
         ledger: Ledger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
-        catches: type[BaseException] = Exception,
+        catches: Callable[[], Kinds] = lambda: (Exception,),
         handover: Handover | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> BatchWriter:
@@ -115,7 +115,7 @@ class WorkerContext:
         state: SharedState,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         failure: BaseException | None,
-        catches: type[BaseException],
+        catches: Callable[[], Kinds],
         remote_reads: Callable[[Any, Meters], Reads] | None = None,
     ) -> Worker:
         """Make worker ``number``.
@@ -123,7 +123,7 @@ class WorkerContext:
         Args:
             describe_error: Returns the exception that ``next()`` raises for one that is being handled.
             failure: The error of ``worker_init_fn``, or None.
-            catches: Exceptions of samples and ``collate_fn`` that do not end the worker.
+            catches: Returns which exceptions of samples and ``collate_fn`` do not end the worker.
             remote_reads: Makes reads that return complete samples of another machine, from lease words and meters.
         """
         plan, pipeline, in_main_process = self.plan, self.plan.pipeline, self.plan.in_main_process
@@ -302,7 +302,7 @@ def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool])
     failure = initialise(plan, number)
     lease[2] = -1
     wrap = wrapped(f"worker process {number}", in_process=True)
-    worker = context.worker(number, state, wrap, failure, BaseException)
+    worker = context.worker(number, state, wrap, failure, lambda: (BaseException,))
     worker.loop(parent_lives)
     worker.close()
     # What the training loop has not unpickled yet may need this process: an end of a pipe, memory of a device.

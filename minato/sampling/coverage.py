@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import pickle
@@ -15,6 +16,7 @@ from minato.errors import CoverageError
 from minato.observe.stats.lateness import Lateness
 from minato.sampling.completed import NOTHING, BatchPart, Completed, RankProgress, Tally, merged
 from minato.sampling.occurrences import Again, indices_of
+from minato.sampling.outgoing import Outgoing
 from minato.sampling.replay import OrderRecord
 
 __all__ = ["Coverage", "Progress", "index_hash", "remaining_batches"]
@@ -57,6 +59,8 @@ class Progress:
         """Whether the epoch has ended."""
         self.batches = 0
         """Number of batches delivered in this run."""
+        self.last: Outgoing | None = None
+        """The last batch, until it is recorded."""
         self.lateness = Lateness()
         """Distance of the batches from the sampler's order, and the slow samples in each."""
         self.record: OrderRecord | None = None
@@ -67,44 +71,72 @@ class Progress:
         """Batches of this rank, which a state holds if several ranks share the epoch; None otherwise."""
         self._before = done or Completed()
         self._last_batch: tuple[list[int], int] = [], 0
+        self._requested = 0  # batches
         self._reported = self._before.delivered
         self._arrivals = Arrivals(
             index_hash, self._before.expected, self._before.delivered, self._before.skipped
         )
 
-    def requested(self, indices: Any) -> Any:
-        """Note the next batch of indices that the sampler yields; returns it."""
-        if self.record is not None:
-            self.record.requested(indices)
-        self._arrivals.ask(indices_of(indices))
-        self.lateness.asked(len(indices) or 1)
-        return indices
+    def settle(self) -> None:
+        """Record the last batch, if the training loop has it."""
+        last = self.last
+        if last is not None and last.is_given:
+            for record in last.records:
+                record()
+            self.last = None
 
-    def delivered(
+    def requested(self, indices: Any, number: int | None = None) -> None:
+        """Note a batch of indices that the sampler yields.
+
+        Args:
+            number: Of the batch, from 0 on in this run; a second note of it changes nothing. None: the next one.
+        """
+        number = self._requested if number is None else number
+        if self.record is not None:
+            self.record.requested(indices, number)
+        self._arrivals.ask(indices_of(indices), number)
+        self.lateness.asked(len(indices) or 1, number)
+        self._requested = max(number + 1, self._requested)
+
+    def returns(
         self,
         positions: list[int],
         start: int,
         num_slow: int = 0,
         samples: Callable[[], Sequence[tuple[int, int, int, int]]] | None = None,
-    ) -> None:
-        """Note a delivered batch.
+    ) -> Callable[[], None]:
+        """Note the batch that ``next()`` is about to return.
 
         Args:
             positions: Positions of its samples, in the order in which batches were drawn; negative without a sample.
             start: Position of the first sample of the epoch.
             num_slow: Number of slow samples in the batch.
             samples: Returns ``(position, index, cost in ns, bytes)`` of each sample; None if that is unknown.
+
+        Returns:
+            A function that notes it as delivered. A second call changes nothing.
         """
-        self._arrivals.deliver(positions, start)
-        self.lateness.delivered(positions, start, num_slow, samples)
-        self.batches += 1
+        number = self.batches
+        self.lateness.delivered(positions, start, num_slow, samples, number)
+        if self.record is not None:
+            self.record.delivered([position - start for position in positions], number)
+        return functools.partial(self.delivered, positions, start, number)
+
+    def delivered(self, positions: list[int], start: int, number: int | None = None) -> None:
+        """Note a delivered batch.
+
+        Args:
+            number: Of the batch, from 0 on in this run; a second note of it changes nothing. None: the next one.
+        """
+        number = self.batches if number is None else number
+        self._arrivals.deliver(positions, start, number)
+        self.batches = max(number + 1, self.batches)
         if self.part is not None:
             self._last_batch = positions, start
-        if self.record is not None:
-            self.record.delivered([position - start for position in positions])
 
     def latest(self) -> BatchPart:
         """Return the samples of the last delivered batch of a shared epoch. Called once after each batch."""
+        self.settle()
         positions, start = self._last_batch
         first, count = min(positions, default=-1), len(positions)
         numbers: Iterable[tuple[int, int]]
@@ -132,6 +164,7 @@ class Progress:
         """
         if self.finished:
             return
+        self.settle()
         if dropped:
             self._arrivals.drop()
         coverage = self.coverage()
@@ -142,12 +175,17 @@ class Progress:
                 f"{coverage.skipped.samples}, repeated {self._arrivals.unexpected}, and the hash of what is missing is "
                 f"{coverage.outstanding.hash:#018x}. This is a fault of minato: please report it."
             )
-        self.finished = True
         if self.record is not None:
             self.record.finish()
+        self.finished = True
+
+    def drawn(self) -> Tally:
+        """Return the tally of the indices that were requested in this run."""
+        return Tally(*self._arrivals.asked).minus(self._before.expected)
 
     def coverage(self) -> Coverage:
         """Return the tallies of the epoch so far."""
+        self.settle()
         arrivals = self._arrivals
         requested, delivered, skipped, dropped = (
             Tally(*pair)
@@ -159,6 +197,7 @@ class Progress:
 
     def done(self) -> Completed:
         """Return the complete part of the epoch, of this run and earlier ones."""
+        self.settle()
         arrivals = self._arrivals
         numbers = [(0, arrivals.prefix), *((number, number + 1) for number in arrivals.beyond)]
         return Completed(

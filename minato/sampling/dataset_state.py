@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -66,10 +67,14 @@ class DatasetStates:
             self._errors.clear()
         self._resumes = False
 
-    def count_batch(self, number: int) -> None:
-        """Count a returned batch of worker ``number``."""
+    def counts(self, number: int) -> Callable[[], None]:
+        """Return a function that counts a returned batch of worker ``number``. A second call changes nothing."""
+        state = self.each[number]
+        return functools.partial(self._count, number, state, state.batches + 1)
+
+    def _count(self, number: int, state: DatasetState, batches: int) -> None:
         self.next_worker = (number + 1) % len(self.each)
-        self.each[number].batches += 1
+        state.batches = batches
 
     def end_stream(self, number: int) -> None:
         """Mark the stream of worker ``number`` as ended."""

@@ -5,20 +5,25 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
 
 from minato._compat import fetcher_is_replaced
+from minato._core import sum_of_hashes
 from minato._core.epochs import seed_of_epoch
 from minato._support.objects import takes_lists
 from minato.observe.stats.size import length_of
+from minato.sampling.completed import Tally
 from minato.sampling.coverage import Progress, index_hash, remaining_batches
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.distributed import InterleavedRanks, epoch_of
+from minato.sampling.index_batches import IndexBatches, Source
 from minato.sampling.replay import OrderRecord, Origin
-from minato.sampling.rng_state import SamplerState
+from minato.sampling.rng_state import IsolatedIterator, SamplerState
 from minato.sampling.samplers import counted, in_epoch, index_batches, next_sampler, sizes_of
 from minato.sampling.spec import SamplingSpec
 from minato.sampling.state import completed_from_plain
@@ -127,35 +132,62 @@ class Epoch:
         """The seed of another epoch of the same iterator, by the loader's ``seed`` if it has one."""
         return self.drawn_seed_in(epoch) if self._spec.seed is None else self._spec.seed
 
-    def batches(self, indices: object) -> Iterator[Any]:
+    def batches(self, indices: Any) -> IndexBatches:
         """The indices of each remaining batch, from ``iter(sampler)``.
 
         Raises:
             ValueError: The sampler does not repeat the indices that it yielded before the state was taken.
         """
+        spec, state = self._spec, self._state
+        begin = functools.partial(self._from_start, indices)
         try:
-            batches = self._remaining(indices)
+            if spec.streams or spec.replay is not None or state is not None:
+                source = self._source(state, indices)
+                begin = functools.partial(_same, source)
         finally:
             if self._default is not None:
                 torch.default_generator.set_state(self._default)
-        path = self._spec.record_order
+        path = spec.record_order
         if path is not None:
             first = self.progress.done().batches
             self.progress.record = OrderRecord(path, self.number, self.seed, first, self._origin())
-        self.has_started = True
+        again = functools.partial(self._again, state)
+        batches = IndexBatches(begin, again, self.progress.requested)
         self._state = self._default = None
-        return map(self.progress.requested, batches)
+        self.has_started = True
+        return batches
 
-    def _remaining(self, indices: object) -> Iterator[Any]:
+    def _source(self, state: dict[str, Any] | None, indices: Any = None) -> Source:
+        """The remaining batches, of the epoch or of the one in which a state was taken.
+
+        Args:
+            indices: A new ``iter(sampler)``; None: the sampler is asked for one.
+        """
         spec = self._spec
         if spec.streams:
-            return sizes_of(indices, spec.batched)
+            return Source(
+                sizes_of(iter(spec.index_sampler) if indices is None else indices, spec.batched)
+            )
         if spec.replay is not None:
             recorded = spec.replay.batches(self.number)
-            return recorded if self._state is None else self._without_done(recorded, self._state)
-        if self._state is not None:
-            return self._resumed(self._state)
-        return itertools.chain.from_iterable(self._from_start(indices))
+            return Source(recorded if state is None else self._without_done(recorded, state))
+        if state is not None:
+            return Source(self._resumed(state))
+        return self._plain(self.draw.redraw(self.draw.to_plain()))
+
+    def _again(self, state: dict[str, Any] | None, count: int) -> Source:
+        """The batches after the first ``count`` remaining ones, drawn again."""
+        source = self._source(state)
+        before = list(itertools.islice(source.items, count))
+        if source.indices is not None:
+            before = list(map(source.indices, before))
+        drawn = sum(map(len, before)), sum(sum_of_hashes(one, index_hash) for one in before)
+        if Tally.of(*drawn) != self.progress.drawn():
+            raise RuntimeError(
+                "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
+                "are unknown: call iter(loader) to begin another epoch; with seed=, or a generator, it goes on"
+            )
+        return source
 
     def _without_done(self, batches: Iterator[Any], state: dict[str, Any]) -> Iterator[Any]:
         done = completed_from_plain(state["done"])
@@ -185,22 +217,35 @@ class Epoch:
             return itertools.chain([first], batches)
         return redrawn(samplers=False)
 
-    def _from_start(self, indices: object) -> Iterator[Iterator[Any]]:
-        """All batches, in one or two parts."""
+    def _from_start(self, indices: Any) -> Source:
+        """All batches."""
         sampler = self._spec.index_sampler
         if type(sampler) is InterleavedRanks:  # torch iterates over this rank's own sampler
             indices = iter(sampler)
         elif (seeded := in_epoch(sampler, self.number)) is not sampler:
             indices = iter(seeded)
         self.draw.before_first(indices)
-        batches = self._indices(indices)
-        if not self._restored:
-            yield batches
-            return
-        first = list(itertools.islice(batches, 1))
-        yield iter(first)
-        # If the state says that the sampler's last iterator had ended, only the next one starts at the beginning.
-        yield batches if first else self._indices(iter(sampler))
+        if self._restored:
+            for first in indices:
+                return self._plain(itertools.chain([first], indices))
+            # The state says that the sampler's last iterator had ended: only the next one starts at the beginning.
+            indices = iter(sampler)
+        return self._plain(indices)
+
+    def _plain(self, indices: Any) -> Source:
+        """All batches, from ``iter(sampler)``."""
+        fed: deque[Any] = deque()
+        batches = self._indices(itertools.starmap(fed.popleft, itertools.repeat(())))
+
+        def convert(yielded: Any) -> Any:
+            fed.clear()
+            fed.append(yielded)
+            return next(batches)
+
+        # The chain asks ``indices`` for its iterator once: some samplers begin again when they are asked.
+        is_plain = not isinstance(indices, IsolatedIterator)
+        is_generator = not is_plain or isinstance(indices, GeneratorType)
+        return Source(itertools.chain(indices), convert, is_plain, is_generator)
 
     def _indices(self, indices: object) -> Iterator[Any]:
         spec = self._spec
@@ -234,3 +279,7 @@ def _batches_left(reference: weakref.ref[SamplingSpec], done: int) -> int | None
     """Number of batches after the first ``done``. A log keeps this function, which must keep no dataset."""
     spec = reference()
     return None if spec is None else spec.batches_left(done)
+
+
+def _same(source: Source) -> Source:
+    return source

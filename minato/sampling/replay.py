@@ -61,38 +61,57 @@ class OrderRecord:
         self._owner = os.getpid()
         cut_torn_line(self._descriptor)
         self._waiting: dict[int, int | str | list[Any]] = {}
-        self._requested = 0
-        self._batches = first_batch
+        self._requested = self._requested_batches = self._written_batches = 0
+        self._first = first_batch
+        self._size = os.fstat(self._descriptor).st_size
         head = {"minato_order": _VERSION, "epoch": epoch, "seed": seed, "first_batch": first_batch}
-        self._write({**head, "batched": origin.batched, "length": origin.length})
+        self._size += self._write({**head, "batched": origin.batched, "length": origin.length})
 
-    def requested(self, indices: Any) -> None:
-        """Number the indices of the next batch that the sampler yields.
+    def requested(self, indices: Any, batch: int) -> None:
+        """Number the indices of a batch that the sampler yields.
+
+        Args:
+            batch: Its number; a batch that was numbered before stays as it is.
 
         Raises:
             TypeError: An index is neither an integer nor a string.
         """
-        for index in indices:
-            self._waiting[self._requested] = _to_json(index)
-            self._requested += 1
-        self._requested += not len(indices)
+        if batch < self._requested_batches:
+            return
+        self._waiting.update(enumerate(map(_to_json, indices), self._requested))
+        end = self._requested + (len(indices) or 1)
+        self._requested, self._requested_batches = end, batch + 1
 
-    def delivered(self, numbers: list[int]) -> None:
-        """Record a batch, given the numbers of the indices at its places."""
-        found = (self._waiting.pop(number, None) for number in numbers)
-        self._write([index for index in found if index is not None])
-        self._batches += 1
+    def delivered(self, numbers: list[int], batch: int) -> None:
+        """Record a batch, given the numbers of the indices at its places.
+
+        Args:
+            batch: Its number, in this run; a batch that was recorded before is not recorded again.
+        """
+        if batch < self._written_batches:
+            return
+        found = (self._waiting.get(number) for number in numbers)
+        end = self._size + self._write([index for index in found if index is not None])
+        self._size, self._written_batches = end, batch + 1
+        for number in numbers:
+            self._waiting.pop(number, None)
 
     def finish(self) -> None:
         """Record the end of the epoch."""
-        self._write({"end": self._batches})
-        self._close()
+        if self._close.alive:
+            self._write({"end": self._first + self._written_batches})
+            self._close()
 
-    def _write(self, line: object) -> None:
+    def _write(self, line: object) -> int:
+        """Append a line, without the part that an interrupted call has written; returns its size in bytes."""
         if os.getpid() != self._owner:
-            return  # a forked child that goes on without workers: the file holds its parent's order
+            return (
+                0  # a forked child that goes on without workers: the file holds its parent's order
+            )
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        write_all(self._descriptor, data, self._path)
+        written = os.fstat(self._descriptor).st_size - self._size
+        write_all(self._descriptor, data[written:], self._path)
+        return len(data)
 
 
 def _to_json(index: Any) -> int | str | list[Any]:

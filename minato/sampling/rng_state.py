@@ -27,7 +27,7 @@ from minato.sampling.distributed import InterleavedRanks, epoch_of, nested
 from minato.sampling.samplers import SEEDED
 from minato.sampling.state import is_stateful
 
-__all__ = ["SamplerState"]
+__all__ = ["IsolatedIterator", "SamplerState"]
 
 _DRAWS_NOTHING = (
     BatchSampler,
@@ -42,7 +42,7 @@ _DRAWS_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that use torch's default generator before their first index, and not afterwards."""
 
 
-class _IsolatedIterator:
+class IsolatedIterator:
     """Iterates with a state of torch's default generator of its own.
 
     Args:
@@ -55,7 +55,7 @@ class _IsolatedIterator:
         self._state: torch.Tensor | None = state
         self._once = once
 
-    def __iter__(self) -> _IsolatedIterator:
+    def __iter__(self) -> IsolatedIterator:
         return self
 
     def __next__(self) -> Any:
@@ -66,8 +66,9 @@ class _IsolatedIterator:
         try:
             return next(self._iterator)
         finally:
-            self._state = None if self._once else torch.default_generator.get_state()
+            inside = torch.default_generator.get_state()
             torch.default_generator.set_state(outside)
+            self._state = None if self._once else inside
 
 
 class SamplerState:
@@ -134,7 +135,7 @@ class SamplerState:
             known = (*_DRAWS_NOTHING, *_DRAWS_AT_FIRST)
             once = all(is_exactly(sampler, known) for sampler in nested(self._sampler))
             inside = torch.default_generator.get_state()
-            return _IsolatedIterator(iterator, inside, once=once)
+            return IsolatedIterator(iterator, inside, once=once)
         finally:
             torch.default_generator.set_state(outside)
 

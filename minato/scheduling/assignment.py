@@ -26,11 +26,18 @@ class Assignment(Protocol):
     def reset(self) -> None:
         """Begin an epoch."""
 
-    def choose(self) -> int | None:
-        """The owner of the next batch; None if no worker can take one now."""
+    def choose(self, held: Callable[[int], int]) -> int | None:
+        """The owner of the next batch; None if no worker can take one now.
 
-    def returned(self, owner: int) -> None:
-        """Record that a batch of this owner was returned."""
+        Args:
+            held: Returns how many open batches an owner has.
+        """
+
+    def opened(self, owner: int) -> None:
+        """Record that the next batch was opened for this owner."""
+
+    def returns(self, owner: int) -> Callable[[], None] | None:
+        """The function that records that a batch of this owner was returned, if there is something to record."""
 
     def ended(self, owner: int, record: int) -> None:
         """Record that the stream of this owner has ended, as its batch ``record`` says."""
@@ -45,12 +52,15 @@ class AnyWorker:
     def reset(self) -> None:
         """Does nothing."""
 
-    def choose(self) -> int | None:
+    def choose(self, held: Callable[[int], int]) -> int | None:
         """Any worker."""
         return 0
 
-    def returned(self, owner: int) -> None:
+    def opened(self, owner: int) -> None:
         """Does nothing."""
+
+    def returns(self, owner: int) -> None:
+        """Nothing."""
 
     def ended(self, owner: int, record: int) -> None:
         """Does nothing."""
@@ -83,7 +93,6 @@ class RoundRobin:
         self._state_of = state_of
         self._next = 0
         self._active = [True] * num_workers
-        self._held = [0] * num_workers
 
     @property
     def over(self) -> bool:
@@ -94,29 +103,28 @@ class RoundRobin:
         """Begin an epoch at worker 0 with all workers, or where the resumed state was taken."""
         self._next = 0
         self._active = [True] * self._num_workers
-        self._held = [0] * self._num_workers
         if self._dataset_states is not None:
             self._dataset_states.begin()
             self._next = self._dataset_states.next_worker
             self._active = [not state.ended for state in self._dataset_states.each]
 
-    def choose(self) -> int | None:
+    def choose(self, held: Callable[[int], int]) -> int | None:
         """The next active worker that can take a batch."""
-        for _ in range(self._num_workers):
-            worker = self._next
-            self._next = (worker + 1) % self._num_workers
+        for i in range(self._num_workers):
+            worker = (self._next + i) % self._num_workers
             if self._active[worker] and (
-                self._in_order or self._held[worker] < self._capacity // sum(self._active)
+                self._in_order or held(worker + 1) < self._capacity // sum(self._active)
             ):
-                self._held[worker] += 1
                 return worker + 1
         return None
 
-    def returned(self, owner: int) -> None:
-        """Record that a batch of this worker was returned."""
-        self._held[owner - 1] -= 1
-        if self._dataset_states is not None:
-            self._dataset_states.count_batch(owner - 1)
+    def opened(self, owner: int) -> None:
+        """Record that the next batch was opened for this worker."""
+        self._next = owner % self._num_workers
+
+    def returns(self, owner: int) -> Callable[[], None] | None:
+        """The function that records that a batch of this worker was returned."""
+        return None if self._dataset_states is None else self._dataset_states.counts(owner - 1)
 
     def ended(self, owner: int, record: int) -> None:
         """Leave out this worker from now on, and store the last state of its dataset."""

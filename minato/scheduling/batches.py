@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from minato._core import Ledger
 from minato.sampling.coverage import Progress
+from minato.sampling.index_batches import Drawn
 
 __all__ = [
     "BatchStorage",
@@ -90,6 +91,13 @@ class OpenBatch:
         opened_ns: Time of its opening; 0 if no trace is recorded.
         found_ns: Time at which ``next()`` chose it; 0 if no trace is recorded.
         retired: Whether its record is free.
+        drawn: As it was drawn from the sampler.
+        first: Position of its first sample.
+        records: Functions that record it when the training loop has it; None before ``next()`` has prepared that.
+        is_empty: Whether it is complete without samples to return; None: not known yet.
+        num_samples: Number of samples that are returned, once the records are made.
+        is_prepared: Whether the batches after it are prepared.
+        is_discarded: Whether its memory was freed, or belongs to the tensors of the training loop.
     """
 
     record: int
@@ -103,6 +111,13 @@ class OpenBatch:
     opened_ns: int = 0
     found_ns: int = 0
     retired: bool = False
+    drawn: Drawn = field(default_factory=Drawn)
+    first: int = -1
+    records: list[Callable[[], object]] | None = None
+    is_empty: bool | None = None
+    num_samples: int = 0
+    is_prepared: bool = False
+    is_discarded: bool = False
 
 
 class RetiringBatches:
@@ -128,84 +143,98 @@ class RetiringBatches:
         self.returned: list[OpenBatch] = []
         self.cancelled: list[OpenBatch] = []
 
-    def add_returned(self, item: OpenBatch) -> int:
-        """Add a batch that was read, and record its samples as delivered.
-
-        Returns:
-            The number of samples at its places, without those that were skipped.
-        """
-        occupants, num_slow = (
-            self._ledger.occupants(item.record),
-            self._ledger.num_slow(item.record),
-        )
-        samples = (
-            None if self._keeps_places else functools.partial(self._ledger.samples, item.record)
-        )
-        count = len(item.indices)
+    def records(self, item: OpenBatch) -> list[Callable[[], object]]:
+        """Return the functions that record the samples of a batch as delivered or skipped."""
+        ledger, progress, start = self._ledger, self._progress_of(item), _start(item)
+        records: list[Callable[[], object]] = []
+        if self._keeps_places and self._skips:
+            records.append(functools.partial(progress.skipped, ledger.skipped(item.record), start))
+        samples = None if self._keeps_places else functools.partial(ledger.samples, item.record)
+        occupants, num_slow = ledger.occupants(item.record), ledger.num_slow(item.record)
+        item.num_samples = len(item.indices)
         if self._skips:
-            skipped = len(self._ledger.skipped(item.record)) if self._keeps_places else 0
-            count = min(count, sum(position >= 0 for position in occupants) - skipped)
-        self._progress_of(item).delivered(occupants, _start(item), num_slow, samples)
-        self._add(item)
-        return count
+            skipped = len(ledger.skipped(item.record)) if self._keeps_places else 0
+            placed = sum(position >= 0 for position in occupants)
+            item.num_samples = min(item.num_samples, placed - skipped)
+        return [*records, progress.returns(occupants, start, num_slow, samples)]
 
-    def add_skipped(self, item: OpenBatch) -> None:
-        """Add a batch that is dropped because of skipped samples, and record all its samples as skipped."""
-        self._progress_of(item).skipped(self._ledger.occupants(item.record), _start(item))
-        self.add_empty(item)
+    def add_returned(self, item: OpenBatch) -> None:
+        """Add a batch that was read."""
+        if not (self.returned and self.returned[-1] is item):
+            self.returned.append(item)
+        self.sweep()
+
+    def note_skipped(self, item: OpenBatch) -> None:
+        """Record all samples of a batch as skipped, which is dropped because of skipped samples."""
+        progress = self._progress_of(item)
+        if self._keeps_places and self._skips:
+            progress.skipped(self._ledger.skipped(item.record), _start(item))
+        progress.skipped(self._ledger.occupants(item.record), _start(item))
 
     def add_empty(self, item: OpenBatch) -> None:
         """Add a batch without samples, and discard its memory."""
-        self._storage.discard(item.record, item.slot)
-        self._add(item)
+        self.discard(item)
+        self.add_returned(item)
 
     def add_cancelled(self, batches: Iterable[OpenBatch]) -> None:
         """Add batches that are not needed any more."""
         self.cancelled.extend(batches)
         self.sweep()
 
-    def _progress_of(self, item: OpenBatch) -> Progress:
-        """The progress of a batch's epoch, after its own skipped samples are recorded there."""
-        assert item.epoch.progress is not None
-        if self._keeps_places and self._skips:
-            item.epoch.progress.skipped(self._ledger.skipped(item.record), _start(item))
-        return item.epoch.progress
+    def discard(self, item: OpenBatch) -> None:
+        """Drop the memory of a batch, apart from what the training loop's tensors view, once."""
+        if not item.is_discarded:
+            # First: an interruption may leave a slot unused, but never frees one twice.
+            item.is_discarded = True
+            self._storage.discard(item.record, item.slot)
 
-    def _add(self, item: OpenBatch) -> None:
-        self.returned.append(item)
-        self.sweep()
+    @staticmethod
+    def _progress_of(item: OpenBatch) -> Progress:
+        assert item.epoch.progress is not None
+        return item.epoch.progress
 
     def sweep(self) -> None:
         """Free the records of batches none of whose samples still run."""
         for item in self.returned[:]:
-            if self._keeps_places or self._ledger.settled(item.record):
-                self.returned.remove(item)
+            if item.retired or self._keeps_places or self._ledger.settled(item.record):
                 progress = item.epoch.progress
-                if self._skips and not self._keeps_places and progress is not None:
+                if (
+                    self._skips
+                    and not (self._keeps_places or item.retired)
+                    and progress is not None
+                ):
                     progress.skipped(self._ledger.skipped(item.record), _start(item))
                 self._retire(item)
+                self.returned.remove(item)
         # A sample of a cancelled epoch may take a place in any of its batches, so these end together. They also wait
         # for the samples whose own batch was returned.
         if not self.cancelled:
             return
         running = {item.epoch.slot for item in self.returned}
         if all(
-            item.epoch.slot not in running
-            and self._ledger.settled(item.record)
-            and self._ledger.close(item.record)
+            item.retired
+            or (
+                item.epoch.slot not in running
+                and self._ledger.settled(item.record)
+                and self._ledger.close(item.record)
+            )
             for item in self.cancelled
         ):
             for item in self.cancelled:
-                self._storage.discard(item.record, item.slot)
+                self.discard(item)
                 self._retire(item)
             self.cancelled.clear()
 
     def _retire(self, item: OpenBatch) -> None:
+        """Free the record of a batch, once."""
+        if item.retired:
+            return
+        self._ledger.retire(item.record, item.first)
         item.retired = True
-        self._ledger.retire(item.record)
         if item.indices_slot is not None:
+            slot, item.indices_slot = item.indices_slot, None
             self._storage.indices.drop(item.indices_offset)
-            self._storage.slots.release(item.indices_slot)
+            self._storage.slots.release(slot)
 
 
 def _start(item: OpenBatch) -> int:

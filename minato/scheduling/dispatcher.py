@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from minato._core import EventCount, Ledger
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
@@ -14,6 +13,7 @@ from minato.errors import warn
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.coverage import Progress
 from minato.sampling.epoch import NextEpoch
+from minato.sampling.index_batches import Drawn, IndexBatches
 from minato.sampling.occurrences import unmarked
 from minato.scheduling.assignment import Assignment
 from minato.scheduling.batches import (
@@ -136,12 +136,13 @@ class Dispatcher:
         self._retiring = RetiringBatches(
             ledger, storage, keeps_places=order.keeps_places, skips=skips
         )
-        self._batches: Iterator[list[Any]] = iter(())  # those of an epoch that are not drawn yet
-        self._drawn: deque[list[Any]] = deque()  # indices of batches that are drawn but not open
-        self._owner: int | None = None  # of the next of these, once it is chosen
+        self._batches = IndexBatches.of(())  # those of an epoch that are not open yet
+        self._opening: OpenBatch | None = None  # until the lists below say what the ledger says
+        self._current: OpenBatch | None = None  # the next one, from its choice until it is returned
         self._epoch = OpenEpoch(number=0, seed=0, slot=0)  # whose batches are being opened
         self._progress: Progress | None = None  # of the present epoch, unless it was abandoned
         self._predict_next: Callable[[], NextEpoch | None] = lambda: None
+        self._has_begun = False  # an epoch, wholly
         self._exhausted = True  # the present epoch has no more batches to open
         self._prefetches_next = False  # the batches being opened belong to the next epoch
         self._is_dry = (
@@ -164,13 +165,13 @@ class Dispatcher:
     @property
     def over(self) -> bool:
         """Whether the present epoch has no more batches."""
-        return self._exhausted and not self._open
+        return self._exhausted and not self._open and self._current is None
 
     # ---- epochs -----------------------------------------------------------------------------
 
     def begin(
         self,
-        batches: Iterable[list[Any]],
+        batches: IndexBatches,
         *,
         epoch: int,
         seed: int,
@@ -189,27 +190,39 @@ class Dispatcher:
         Returns:
             False if batches had been prefetched for this epoch and were not its own; they are dropped.
         """
-        self.cancel(self._open)
-        self._batches = iter(batches)
-        self._drawn = deque()
-        self._predict_next = predict_next
-        self._progress = progress
-        self._exhausted = self._prefetches_next = self._is_dry = False
+        self._complete_opening()
+        self._has_begun = False
+        self._cancel_present()
         prefetched = self._prefetched
         is_right = not prefetched or (self._epoch.number, self._epoch.seed) == (epoch, seed)
         if is_right:
-            self._drawn.extend(itertools.islice(self._batches, len(prefetched)))
-            is_right = [item.indices for item in prefetched] == list(self._drawn)
+            drawn = batches.ahead(len(prefetched))
+            is_right = [item.indices for item in prefetched] == [each.indices for each in drawn]
         if prefetched and is_right:
             self._epoch.progress = progress
             self._open, self._prefetched = prefetched, deque()
-            self._drawn.clear()
+            for each in drawn:
+                batches.drop(each)
         else:
             self.cancel(prefetched)
             self._assignment.reset()
-            self._owner = None
             self._open_epoch(epoch, seed, progress)
+        self._batches = batches
+        self._predict_next = predict_next
+        self._progress = progress
+        self._exhausted = self._prefetches_next = self._is_dry = False
+        self._has_begun = True
         return is_right
+
+    def _cancel_present(self) -> None:
+        """Cancel the batches of the present epoch."""
+        if self._current is not None:
+            if self._current.records is None and not self._current.is_empty:
+                self.cancel(deque([self._current]))
+            else:
+                self._retiring.add_empty(self._current)
+            self._current = None
+        self.cancel(self._open)
 
     def cancel(self, batches: deque[OpenBatch]) -> None:
         """Cancel batches: their waiting samples never start, and the results of running ones are dropped."""
@@ -221,15 +234,15 @@ class Dispatcher:
 
     def cancel_all(self) -> None:
         """Cancel everything in flight."""
-        self.cancel(self._open)
+        self._complete_opening()
+        self._cancel_present()
         self.cancel(self._prefetched)
 
     def abandon(self) -> None:
         """End the present epoch here."""
         self.cancel_all()
         self._progress = None
-        self._batches, self._predict_next = iter(()), lambda: None
-        self._drawn.clear()
+        self._batches, self._predict_next = IndexBatches.of(()), lambda: None
         self._exhausted = True
 
     def _open_epoch(self, number: int, seed: int, progress: Progress | None) -> None:
@@ -247,6 +260,8 @@ class Dispatcher:
             for batches in (self._open, self._prefetched, retiring.returned, retiring.cancelled)
             for item in batches
         }
+        if self._current is not None:
+            in_use.add(self._current.epoch.slot)
         # Never the slot of the last epoch: by a change of the slot, a worker also notices that a new one begins.
         others = ((self._epoch.slot + 1 + i) % NUM_EPOCH_SLOTS for i in range(NUM_EPOCH_SLOTS - 1))
         return next((slot for slot in others if slot not in in_use), None)
@@ -254,18 +269,21 @@ class Dispatcher:
     # ---- returning batches ------------------------------------------------------------------
 
     def next(self) -> OpenBatch:
-        """Wait for the batch that comes next.
+        """Wait for the batch that comes next: the same one until ``returned`` was called.
 
-        The caller reads it, calls ``read`` and then ``returned``.
+        The caller reads it and calls ``records``, ``read``, ``discard`` and ``returned``.
 
         Raises:
             StopIteration: The epoch is over.
             RuntimeError: A worker died, or torch's ``timeout`` is over.
         """
+        if not self._has_begun:
+            raise StopIteration  # iter() was interrupted
+        self._complete_opening()
         deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
         while True:
             seen = self._ready_events.events
-            found = self._next_ready()
+            found = self._current or self._next_ready()
             if found is None:
                 self.refill()
             if self._wait_stats.watched:
@@ -284,18 +302,29 @@ class Dispatcher:
 
     def _take(self, item: OpenBatch) -> bool:
         """Take a complete batch out of the open ones; False if it has no samples to return."""
-        self._open.remove(item)
+        self._current = item
+        if item in self._open:
+            self._open.remove(item)
+        if item.is_empty is None:
+            item.is_empty = self._is_empty(item)
+            self._wait_stats.delivered += not item.is_empty
+            item.found_ns = self._tracer.now()
+        if item.is_empty:
+            self._retiring.add_empty(item)
+            self._current = None
+        return not item.is_empty
+
+    def _is_empty(self, item: OpenBatch) -> bool:
+        """Whether a complete batch has no samples to return; records that, if so."""
         flags, _, result, *_ = self._ledger.contents(item.record)
         if flags & ENDED:
             self._assignment.ended(item.owner, item.record)
-            self._retiring.add_empty(item)
+            return True
+        if not (flags & SKIPPED and self._is_dropped(item, result)):
             return False
-        self._assignment.returned(item.owner)
-        if flags & SKIPPED and self._is_dropped(item, result):
-            self._retiring.add_skipped(item)
-            return False
-        self._wait_stats.delivered += 1
-        item.found_ns = self._tracer.now()
+        if (counts := self._assignment.returns(item.owner)) is not None:
+            counts()
+        self._retiring.note_skipped(item)
         return True
 
     def _is_dropped(self, item: OpenBatch, result: int) -> bool:
@@ -321,8 +350,8 @@ class Dispatcher:
             return True
         if self._lacks_samples:
             return False
-        self._lacks_samples = True
         self._ledger.fill_skipped(self._open[0].epoch.slot)
+        self._lacks_samples = True
         return True
 
     def read(self, item: OpenBatch, batch_bytes: int) -> None:
@@ -334,9 +363,27 @@ class Dispatcher:
             self._tracer.span("batch", item.opened_ns, now, args)
         self._window.observe(batch_bytes)
 
-    def returned(self, item: OpenBatch) -> int:
-        """Record that the training loop gets a batch, or its error; returns the number of its samples."""
-        return self._retiring.add_returned(item)
+    def discard(self, item: OpenBatch) -> None:
+        """Drop the memory of a batch that was read, apart from what its tensors view."""
+        self._retiring.discard(item)
+
+    def records(self, item: OpenBatch) -> list[Callable[[], object]]:
+        """Return the functions that record a batch, or its error, once the training loop has it.
+
+        They need no ledger, and may be called later and more than once.
+        """
+        counts = self._assignment.returns(item.owner)
+        return [*self._retiring.records(item), *([] if counts is None else [counts])]
+
+    def returned(self, item: OpenBatch) -> None:
+        """Go on to the batch that comes next; this one is kept elsewhere until it is given."""
+        self._retiring.add_returned(item)
+        self._current = None
+
+    @property
+    def current(self) -> OpenBatch | None:
+        """The batch that ``next`` has chosen, until it is returned."""
+        return self._current
 
     def upcoming(self, limit: int) -> list[OpenBatch]:
         """At most ``limit`` complete batches that come next; no other comes before them."""
@@ -411,29 +458,24 @@ class Dispatcher:
 
     def _open_next(self) -> bool:
         """Open the next batch; False if there is none, or no free record, position or worker."""
+        self._complete_opening()
         if self._handover is not None and self._handover.refused:
             self._keep_places()
-        indices = self._draw()
-        if indices is None:
+        drawn = self._draw()
+        if drawn is None:
             self._run_dry()
             return False
-        self._drawn.appendleft(
-            indices
-        )  # stays there if the code below raises, or cannot open it now
-        if not self._ledger.has_room(len(indices) or 1):
-            self._check_capacity(len(indices))
+        count = len(drawn.indices)
+        if not self._ledger.has_room(count or 1):
+            self._check_capacity(count)
             return False
-        if self._owner is None:
-            self._owner = self._assignment.choose()
-        if self._owner is None:
+        owner = self._assignment.choose(self._held)
+        if owner is None:
             if self._assignment.over:
                 self._exhausted = True
                 self._run_dry()
             return False
-        item = self._publish(indices, self._owner)
-        (self._prefetched if self._prefetches_next else self._open).append(item)
-        self._drawn.popleft()
-        self._owner = None
+        item = self._publish(drawn, owner)
         if self._early_start is not None:
             self._early_start.hint(item.record, item.indices)
         return True
@@ -446,32 +488,34 @@ class Dispatcher:
             if self._mixed_before:
                 warn(_STAYS_WHOLE, stacklevel=2)
 
+    def _held(self, owner: int) -> int:
+        """Number of open batches of an owner."""
+        return sum(item.owner == owner for item in (*self._open, *self._prefetched))
+
     def _run_dry(self) -> None:
         if not self._is_dry:
-            self._is_dry = True
             if self._one_epoch:
                 self._ledger.shut_down(drain=True)
+            self._is_dry = True
 
-    def _draw(self) -> list[Any] | None:
-        """Indices of the next batch, of this epoch and then of the next one if that is known."""
-        if self._drawn:
-            return self._drawn.popleft()
-        indices = next(self._batches, None)
-        if indices is not None or self._exhausted:
-            return indices
-        self._exhausted = True
-        following = self._predict_next()
-        if following is None:
-            return None
-        self._batches = iter(following.batches)
-        self._prefetches_next = True
-        self._open_epoch(following.number, following.seed, None)
-        return next(self._batches, None)
+    def _draw(self) -> Drawn | None:
+        """The next batch of the sampler, of this epoch and then of the next one if that is known."""
+        found = self._batches.ahead(1)
+        if not found and not self._exhausted:
+            self._exhausted = True
+            following = self._predict_next()
+            if following is None:
+                return None
+            self._prefetches_next = True
+            self._open_epoch(following.number, following.seed, None)
+            self._batches = IndexBatches.of(following.batches)
+            found = self._batches.ahead(1)
+        return found[0] if found else None
 
-    def _publish(self, indices: Any, owner: int) -> OpenBatch:
+    def _publish(self, drawn: Drawn, owner: int) -> OpenBatch:
         """Write a batch to the ledger, where workers find it."""
         opened_ns = self._tracer.now()
-        self._lacks_samples = False
+        indices = drawn.indices
         # An empty batch has a place too, for the result of collate_fn([]).
         count = len(indices) or 1
         fits_ledger, occurrences = self._ledger.can_hold(indices), None
@@ -492,7 +536,13 @@ class Dispatcher:
         bound = self._order.keeps_places
         if self._handover is not None:
             bound = self._handover.keeps_batches
-        record = self._ledger.open(
+        item = OpenBatch(
+            *(-1, indices, slot, indices_slot, offset, epoch, owner, bound, opened_ns),
+            drawn=drawn,
+            first=self._ledger.tail,
+        )
+        self._opening = item
+        item.record = self._ledger.open(
             indices=indices if fits_ledger else integers_of(indices),
             count=count,
             slot=(slot.start, slot.start, slot.end),
@@ -507,22 +557,44 @@ class Dispatcher:
             owner=owner,
             occurrences=occurrences,
         )
-        if epoch.start is None:
-            epoch.start = self._ledger.describe(record)[1]
-        item = OpenBatch(
-            record, indices, slot, indices_slot, offset, epoch, owner, bound, opened_ns=opened_ns
-        )
-        if not bound:
-            self._bind_late(item)
+        self._complete_opening()
         return item
+
+    def _complete_opening(self) -> None:
+        """Do what follows from the opening of a batch in the ledger; again, if an interruption came before the end."""
+        item = self._opening
+        if item is None:
+            return
+        if self._ledger.tail == item.first:  # the ledger has not opened it
+            self._opening = None
+            for slot in (item.slot, item.indices_slot):
+                if slot is not None:
+                    self._storage.slots.release(slot)
+            return
+        if item.record < 0:
+            item.record = self._ledger.live[-1]
+        if item.epoch.start is None:
+            item.epoch.start = item.first
+        self._lacks_samples = False
+        batches = self._prefetched if self._prefetches_next else self._open
+        if not (batches and batches[-1] is item):
+            batches.append(item)
+        if not item.bound:
+            self._bind_late(item)
+        self._assignment.opened(item.owner)
+        self._batches.drop(item.drawn)
+        self._opening = None
 
     def _bind_late(self, item: OpenBatch) -> None:
         """Give the samples that are late by ``max_lag`` batches a place in this batch."""
-        self._recent.append(item)
-        if len(self._recent) > self._order.max_lag:
-            overdue = self._recent.popleft()
+        recent = self._recent
+        if not (recent and recent[-1] is item):
+            recent.append(item)
+        while len(recent) > self._order.max_lag:
+            overdue = recent[0]
             if not overdue.retired:
                 self._ledger.bind_late(overdue.record, item.record)
+            recent.popleft()
 
     def _check_capacity(self, count: int) -> None:
         _, positions = self._ledger.capacity

@@ -76,6 +76,9 @@ class BatchHandle(NamedTuple):
 class DescriptorReader(BatchReader):
     """Reads batches as descriptors, which another process may open."""
 
+    def failure(self, batch: int, slot: Slot) -> None:
+        """None: the error of a batch travels in its descriptor."""
+
     def read(self, batch: int, slot: Slot) -> LeasedBatch:
         """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
         flags, layout, result, nbytes, _, used = self._ledger.contents(batch)
@@ -91,7 +94,7 @@ class DescriptorReader(BatchReader):
             )
         return LeasedBatch(
             BatchDescriptor(slot, layout, (offset, nbytes), failed, texts, used),
-            self._arena.lease(slot, used),
+            self._leased(slot, used),
         )
 
 

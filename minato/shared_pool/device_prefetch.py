@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
 from minato.delivery.accelerator import Accelerator
 from minato.delivery.device import copy_batch
 from minato.sampling.epoch import Epoch
+from minato.sampling.index_batches import IndexBatches
+from minato.sampling.outgoing import Outgoing
 from minato.shared_pool.descriptors import BatchHandle
 from minato.shared_pool.source import RankSource
 
@@ -89,26 +91,29 @@ class DeviceSource:
         self._source = source
         self._prefetcher = prefetcher
         self._sent: deque[_Sent] = deque()
+        self._last: Outgoing | None = None
 
-    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Start an epoch, and drop the prefetched batches of the last one."""
+        self._last = None
         self._sent.clear()
         return self._source.begin(epoch, batches)
 
-    def next(self) -> Any:
-        """Return the next batch; the current stream waits for its copy."""
+    def next(self) -> Outgoing:
+        """Return the next batch: the same one until it is given. The current stream waits for its copy."""
+        last = self._last
+        if last is None or last.is_given:
+            self._last = last = self._next()
+        return last
+
+    def _next(self) -> Outgoing:
         sent = self._sent.popleft() if self._sent else self._send(self._source.take())
         if sent.mark is not None:
             self._prefetcher.accelerator.wait_event(sent.mark)
         while len(self._sent) < self._prefetcher.ahead and self._source.has_next:
             self._sent.append(self._send(self._source.take()))
         self._source.part.handed(sent.portion)
-        if sent.error is not None:
-            try:
-                raise sent.error
-            finally:
-                sent.error = None  # its traceback holds this frame, and so the source
-        return sent.batch
+        return Outgoing(sent.batch, sent.error)
 
     def _send(self, handle: BatchHandle) -> _Sent:
         self._prefetcher.unlock(self._source.given_back())

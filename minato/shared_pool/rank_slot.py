@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from minato.batching.arena import Arena, Slot
+from minato.sampling.outgoing import Outgoing
 from minato.shared_pool.channel import Channel
 from minato.shared_pool.descriptors import LeasedBatch
 from minato.shared_pool.messages import Hello, RankCompleted
@@ -34,8 +35,8 @@ class Source(Protocol):
 
     arena: Arena
 
-    def next(self) -> Any:
-        """Return the next batch as a leased descriptor."""
+    def next(self) -> Outgoing:
+        """Return the next batch, as a leased descriptor."""
 
     def cancel(self) -> None:
         """Cancel the batches in flight."""

@@ -472,7 +472,7 @@ class PoolServer:
 
     def _fetch(self, this: PoolEpoch) -> bool:
         try:
-            packed = this.source.next()._replace(portion=this.latest())
+            packed = this.source.next().give()._replace(portion=this.latest())
             if this.fetched + 1 == this.total:
                 self._end_engine_epoch(this)
         except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Sized
 from typing import Any, Protocol
 
 from minato._core.segment import Segment
@@ -14,6 +14,8 @@ from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.serialization import SharedStore
 from minato.delivery.iterator import BatchSource
 from minato.sampling.epoch import Epoch
+from minato.sampling.index_batches import IndexBatches
+from minato.sampling.outgoing import Outgoing
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import BatchHandle, open_batch
 from minato.shared_pool.messages import RankCompleted
@@ -48,6 +50,7 @@ class RankSource(ABC):
     def __init__(self) -> None:
         self.keeps: object = None
         self._number = -1
+        self._last: Outgoing | None = None
         self._leave: Callable[[], Any] = lambda: None
 
     @property
@@ -56,14 +59,17 @@ class RankSource(ABC):
         """Whether ``take`` would not wait."""
 
     @abstractmethod
-    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Start an epoch of all ranks."""
 
-    def next(self) -> Any:
-        """Return the next batch for this rank."""
-        handle = self.take()
-        self.part.handed(handle.portion)
-        return handle.open()
+    def next(self) -> Outgoing:
+        """Return the next batch for this rank: the same one until it is given."""
+        last = self._last
+        if last is None or last.is_given:
+            handle = self.take()
+            self.part.handed(handle.portion)
+            self._last = last = Outgoing(handle.open())
+        return last
 
     def take(self) -> BatchHandle:
         """Return a handle of the next batch."""
@@ -116,9 +122,10 @@ class ServerSource(RankSource):
         """Whether a batch is available."""
         return self._server.has_next(self._number)
 
-    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Start an epoch of all ranks as soon as they have finished the last one."""
         self._leave()
+        self._last = None
         self.part = _part_of(epoch)
         self._number, begun = self._server.open(
             self._engine,
@@ -160,9 +167,10 @@ class ClientSource(RankSource):
         """Whether a batch is available."""
         return self._client.has_next(self._number)
 
-    def begin(self, epoch: Epoch, batches: Iterator[list[Any]]) -> bool:
+    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Join the server's next epoch; the server has a copy of this rank's sampler."""
         self._leave()
+        self._last = None
         self.part = _part_of(epoch)
         before = self.part.before
         self._number = self._client.enter(

@@ -333,8 +333,9 @@ class StreamFetcher:
         Args:
             count: Samples in a batch.
         """
-        if epoch != self._epoch:
-            self._epoch = epoch
+        if epoch == self._epoch:
+            return
+        try:
             if not self._begun:
                 self._samples = None
                 self._samples = iter(self._dataset)
@@ -342,13 +343,16 @@ class StreamFetcher:
             samples = cast(Any, self._samples)
             self._iterator_keeps = is_stateful(samples)
             self._num_taken = 0
-            initial, self._initial = self._initial, DatasetState()
-            if initial.iterator is not None:
-                samples.load_state_dict(initial.iterator)
-            for _ in range(initial.batches):
+            if self._initial.iterator is not None:
+                samples.load_state_dict(self._initial.iterator)
+            for _ in range(self._initial.batches):
                 # With the transforms, which draw from the same generators; errors were raised in the earlier run.
                 with suppress(Exception):
                     self.take(count)
+        except Exception:
+            self._initial, self._epoch = DatasetState(), epoch
+            raise
+        self._initial, self._epoch = DatasetState(), epoch
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` samples, fewer at the end of the stream.

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
@@ -14,10 +15,12 @@ from minato._fork_safety import foreign_workers
 from minato._support.threads import start_thread
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, thread_usage
+from minato.workers.runner import Kinds
 from minato.workers.worker import Worker
 
 __all__ = ["InlinePool", "ThreadPool"]
 
+_ERRORS: Kinds = (Exception, GeneratorExit, SystemExit, CancelledError)
 _GRACE_S = 4.0
 """How long a shutdown waits for the threads; a thread that hangs in user code cannot be ended."""
 
@@ -168,15 +171,18 @@ class _EndThreads:
 class InlinePool:
     """``num_workers=0``: the consumer loads the batch that it waits for.
 
+    A KeyboardInterrupt leaves ``wait``, and the next call does the same work again. If it comes again, it is the error
+    of the sample.
+
     Args:
-        make_worker: Called with its number, 0.
+        make_worker: Called with its number, 0, and a function that returns what it takes for the error of a sample.
         give_back: Releases what an interrupted worker has claimed.
         ready: Has an event when a batch is complete.
     """
 
     def __init__(
         self,
-        make_worker: Callable[[int], Worker],
+        make_worker: Callable[[int, Callable[[], Kinds]], Worker],
         give_back: Callable[[], object],
         ready: EventCount,
     ) -> None:
@@ -184,6 +190,9 @@ class InlinePool:
         self._ready = ready
         self._give_back = give_back
         self._worker: Worker | None = None
+        self._is_working = False
+        self._interrupted_at = -1
+        self._caught = _Caught()
         self._closing = _Closing()
         self.shut_down = self._closing.shut_down
         """Ends what the worker has started in other threads. Refers to no loader, as a ``collate_fn`` may."""
@@ -195,19 +204,22 @@ class InlinePool:
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
         """Make the worker."""
-        self._worker = self._make_worker(0)
+        self._worker = self._make_worker(0, self._caught.now)
         self._closing.endings = self._worker.endings
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Work."""
         assert self._worker is not None
-        try:
-            with in_profile("minato: load samples"):
-                self._worker.turn(timeout_s, lambda: self._ready.events != seen)
-        except BaseException:
+        if self._is_working:  # the last call was interrupted
             self._worker.forget()
-            self._give_back()  # the caller may catch this and ask for the next batch
-            raise
+            self._give_back()
+            self._caught.kind, self._interrupted_at = (BaseException,), self._ready.events
+        elif self._ready.events != self._interrupted_at:  # the batch is complete
+            self._caught.kind = _ERRORS
+        self._is_working = True
+        with in_profile("minato: load samples"):
+            self._worker.turn(timeout_s, lambda: self._ready.events != seen)
+        self._is_working = False
 
     def check(self) -> None:
         """Do nothing: there is no other process or thread."""
@@ -221,6 +233,16 @@ class InlinePool:
     def usage(self) -> CpuUsage:
         """Return zeros: the time of the consumer is not counted as the workers'."""
         return CpuUsage(0, 0)
+
+
+class _Caught:
+    """What the worker of the main process takes for the error of a sample."""
+
+    kind = _ERRORS
+
+    def now(self) -> Kinds:
+        """Return it."""
+        return self.kind
 
 
 class _Closing:

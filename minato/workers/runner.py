@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import thread_time_ns
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from minato._core import now_ns, run_samples
 from minato._fork_safety import end_copy
@@ -20,7 +20,7 @@ from minato.transforms.rng import SampleRandomness, index_word
 from minato.workers.deferral import DeferredSample
 from minato.workers.staged_runner import StageRunner
 
-__all__ = ["CostEstimate", "Runner", "RunnerSettings"]
+__all__ = ["CostEstimate", "Kinds", "Runner", "RunnerSettings"]
 
 _PROBES = 16
 """Number of first samples that are watched for draws."""
@@ -59,18 +59,22 @@ class CostEstimate:
     watched: int = 0
 
 
+Kinds: TypeAlias = tuple[type[BaseException], ...]
+"""Exceptions, by their classes."""
+
+
 class RunnerSettings(NamedTuple):
     """How samples are run.
 
     Attributes:
         in_main_process: Samples run in the consumer's thread, which must find its generators unchanged.
-        catches: What a sample may raise without ending the worker.
+        catches: Returns what a sample may raise without ending the worker.
         tracks_slowest: Keep the slowest samples.
         failure: What ``worker_init_fn`` raised; then every sample raises it.
     """
 
     in_main_process: bool = False
-    catches: type[BaseException] = Exception
+    catches: Callable[[], Kinds] = lambda: (Exception,)
     tracks_slowest: bool = True
     failure: BaseException | None = None
 
@@ -349,7 +353,7 @@ class Runner:
             self.durations,
             None if randomness is None else rebind,
             epoch,
-            self._catches,
+            self._catches(),
         )
         self._end_copy(error)
         self.durations[0] += deferred.active_ns
@@ -368,12 +372,12 @@ class Runner:
         stage_runner, durations = self._stage_runner, self.durations
         if stage_runner is None or not probes:
             samples, error = run_samples(
-                fetch, indices, position, self._lease, durations, bind, epoch, self._catches
+                fetch, indices, position, self._lease, durations, bind, epoch, self._catches()
             )
             self._end_copy(error)
             return samples, error
         samples, error = run_samples(
-            fetch, indices[:-1], position, self._lease, durations, bind, epoch, self._catches
+            fetch, indices[:-1], position, self._lease, durations, bind, epoch, self._catches()
         )
         if error is None:
             first = len(samples)
@@ -385,7 +389,7 @@ class Runner:
                 memoryview(durations)[first:],
                 bind,
                 epoch,
-                self._catches,
+                self._catches(),
             )
             samples += last
         self._end_copy(error)
@@ -410,7 +414,7 @@ class Runner:
             durations = memoryview(self.durations)[k:]
             part = indices[k:end]
             result = run_samples(
-                fetch, part, position + k, self._lease, durations, bind, epoch, self._catches
+                fetch, part, position + k, self._lease, durations, bind, epoch, self._catches()
             )
             self._end_copy(result[1])
             return result

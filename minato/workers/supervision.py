@@ -210,7 +210,7 @@ class ExitWatch:
         if self._thread is None:
             self._close_added()
             return
-        with suppress(BrokenPipeError):
+        with suppress(OSError):  # its thread has ended, or an interrupted call has closed it
             self._wake.send_bytes(b"end")
         # A loader in a reference cycle may be collected in this thread, which cannot wait for itself.
         if self._thread is not threading.current_thread():

@@ -86,6 +86,7 @@ class Desk:
         try:
             return self.reader.read(batch, slot)
         finally:
+            self.reader.discard(batch, slot)
             self.ledger.retire(batch)
 
 

@@ -12,6 +12,7 @@ from torch.autograd.profiler import profile
 
 from minato import DataLoader
 from minato.delivery.iterator import BatchIterator
+from minato.sampling.outgoing import Outgoing
 from tests.datasets import Numbers
 
 
@@ -30,9 +31,9 @@ class Source:
         self.batches = batches
         return self.predicts
 
-    def next(self) -> Any:
+    def next(self) -> Outgoing:
         for batch in self.batches:
-            return torch.tensor(batch)
+            return Outgoing(torch.tensor(batch))
         raise StopIteration
 
     def shut_down(self) -> None:

@@ -839,7 +839,8 @@ def test_a_task_that_ends_the_event_loop(how: str, workers: dict[str, Any]) -> N
             assert len(errors) < 3, errors
     left_out = [] if how in ("stop", "background") else [4, 5]
     assert found == [2 * i for i in range(SIZE) if i not in left_out]
-    assert len(errors) == len(left_out) / 2
+    is_repeated = how == "interrupt" and not workers  # it may be a Ctrl-C: the batch is made again
+    assert len(errors) == len(left_out) / 2 + is_repeated
 
 
 def told(failure: Any) -> Any:

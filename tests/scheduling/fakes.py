@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from minato._core import EventCount, Ledger
 from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB
 from minato._core.segment import Segment
+from minato.sampling.index_batches import IndexBatches
 from minato.scheduling.assignment import AnyWorker
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
@@ -83,10 +84,11 @@ class Account:
         self.skipped_numbers: list[int] = []
         self.finished: list[bool] = []
 
-    def delivered(
+    def returns(
         self, positions: list[int], start: int, num_slow: int = 0, samples: Any = None
-    ) -> None:
-        self.delivered_numbers.append([position - start for position in positions])
+    ) -> Callable[[], None]:
+        numbers = [position - start for position in positions]
+        return lambda: self.delivered_numbers.append(numbers)
 
     def skipped(self, positions: list[int], start: int) -> None:
         self.skipped_numbers += [position - start for position in positions]
@@ -157,7 +159,7 @@ class Bench:
     ) -> bool:
         self.account = Account()
         was_right = self.dispatcher.begin(
-            batches,
+            IndexBatches.of(batches),
             epoch=epoch,
             seed=seed,
             predict_next=lambda: following,
@@ -174,6 +176,8 @@ class Bench:
         item = self.dispatcher.next()
         self.slots.release(item.slot)
         self.dispatcher.read(item, 100)
+        for record in self.dispatcher.records(item):
+            record()
         self.dispatcher.returned(item)
         return item
 

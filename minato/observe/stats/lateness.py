@@ -99,9 +99,10 @@ class Lateness:
         self.reservoir: Reservoir | None = None
         self._ends = array("q")  # position after the last sample of each batch of the sampler
 
-    def asked(self, count: int) -> None:
-        """The sampler yielded a batch of ``count`` samples."""
-        self._ends.append((self._ends[-1] if self._ends else 0) + count)
+    def asked(self, count: int, number: int | None = None) -> None:
+        """The sampler yielded a batch of ``count`` samples; each counts once. None: the next number."""
+        if number is None or number >= len(self._ends):
+            self._ends.append((self._ends[-1] if self._ends else 0) + count)
 
     def delivered(
         self,
@@ -109,15 +110,19 @@ class Lateness:
         start: int,
         num_slow: int,
         samples: Callable[[], Sequence[tuple[int, int, int, int]]] | None = None,
+        number: int | None = None,
     ) -> None:
-        """A batch was returned.
+        """A batch is returned; each counts once.
 
         Args:
+            number: Of the batch, in the order of their return; None: the next one.
             positions: Of its samples, negative for none.
             start: Position of the first sample of the epoch.
             num_slow: The number of slow samples in it.
             samples: Returns ``(position, index, cost in ns, bytes)`` of each; None: keep none of them.
         """
+        if number is not None and number < len(self.slow_shares):
+            return
         late = 0
         batch, ends = len(self.slow_shares), self._ends
         numbers = sorted(positions)

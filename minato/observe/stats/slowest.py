@@ -66,26 +66,25 @@ class SlowestSamples:
         costs, name = self._costs, _identity(index)
         row = self._row_of.get(name)
         if row is None:
-            row = costs.index(self.floor_ns)
+            row = costs.index(min(costs))
         if cost_ns <= costs[row]:
             return
         self._shared[row * _ROW_WORDS] = 0  # a concurrent reader must not see half a row
         _ROW.pack_into(self._memory, row * _ROW.size, 0, epoch, stage, stage_ns, *name)
         self._shared[row * _ROW_WORDS] = cost_ns
-        if costs[row]:
-            del self._row_of[self._names[row]]
+        self._row_of.pop(self._names[row], None)
         self._row_of[name], self._names[row], costs[row] = row, name, cost_ns
         self.floor_ns = min(costs)
 
     def _take_over(self) -> None:
         """Continue with the rows of an earlier worker, which may have died."""
-        for row, (cost_ns, _, _, _, number, text) in enumerate(_ROW.iter_unpack(self._memory)):
-            name = number, text.rstrip(b"\0")
-            self._costs.append(cost_ns)
-            self._names.append(name)
-            if cost_ns:
-                self._row_of[name] = row
-        self.floor_ns = min(self._costs)
+        rows = list(_ROW.iter_unpack(self._memory))
+        costs = [cost_ns for cost_ns, *_ in rows]
+        names = [(number, text.rstrip(b"\0")) for *_, number, text in rows]
+        row_of = {name: row for row, name in enumerate(names) if costs[row]}
+        # At once: an interruption leaves no half.
+        self._costs, self._names, self._row_of = costs, names, row_of
+        self.floor_ns = min(costs)
 
     def read(self) -> list[SlowSample]:
         """The samples, unordered."""

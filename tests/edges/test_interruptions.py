@@ -1,0 +1,453 @@
+"""An interruption at any line of ``next()``, ``iter()`` and ``close()``: no batch is lost or comes twice.
+
+A tracer raises KeyboardInterrupt, as the handler of a signal would, at lines of minato and torch that it has not
+interrupted yet, once in each call. The program goes on, and gets what it would have got.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
+
+import minato
+from minato import DataLoader, ErrorPolicy
+from tests.datasets import wait_until
+
+LENGTH, SIZE = 51, 2
+TRACED = (os.path.dirname(minato.__file__), os.path.dirname(torch.utils.data.__file__))
+CORE = os.path.join(TRACED[0], "_core")
+"""What an operation of the compiled core does at once, the pure one does line by line: not at any of these."""
+
+
+class Content:
+    """Each sample says its index."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"index": index, "values": torch.full((3,), float(index)), "text": str(index)}
+
+
+class Stream(IterableDataset[Any]):
+    """The same, divided among the workers, by an iterator that an interruption does not end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        return map(Content().__getitem__, range(number, LENGTH, count))
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "index": torch.tensor([sample["index"] for sample in samples]),
+        "values": torch.stack([sample["values"] for sample in samples]),
+        "text": [sample["text"] for sample in samples],
+    }
+
+
+def taken(batch: dict[str, Any]) -> list[int]:
+    """The indices of a batch; its content is theirs."""
+    indices = torch.as_tensor(batch["index"]).reshape(-1).tolist()
+    values = batch["values"].reshape(-1, 3)
+    assert values.tolist() == [[float(index)] * 3 for index in indices]
+    texts = [batch["text"]] if isinstance(batch["text"], str) else list(batch["text"])
+    assert texts == [str(index) for index in indices]
+    return indices
+
+
+THREADS = {"num_workers": 2, "workers": "thread"}
+KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "inline": lambda: DataLoader(Content(), SIZE),
+    "shuffled": lambda: DataLoader(Content(), SIZE, shuffle=True),
+    "seeded": lambda: DataLoader(Content(), SIZE, shuffle=True, seed=3),
+    "collated": lambda: DataLoader(Content(), SIZE, collate_fn=collate),
+    "unbatched": lambda: DataLoader(Content(), batch_size=None),
+    "policy": lambda: DataLoader(Content(), SIZE, errors=ErrorPolicy(on_error="skip")),
+    "distributed": lambda: DataLoader(
+        Content(), SIZE, sampler=DistributedSampler(Content(), 1, 0, shuffle=True)
+    ),
+    "stream": lambda: DataLoader(Stream(), SIZE),
+    "threads": lambda: DataLoader(Content(), SIZE, shuffle=True, **THREADS),
+    "threads, collated": lambda: DataLoader(Content(), SIZE, collate_fn=collate, **THREADS),
+    "threads, unbatched": lambda: DataLoader(Content(), batch_size=None, **THREADS),
+    "threads, policy": lambda: DataLoader(
+        Content(), SIZE, errors=ErrorPolicy(on_error="skip"), **THREADS
+    ),
+    "batch": lambda: DataLoader(Content(), SIZE, order="batch", **THREADS),
+    "arrival": lambda: DataLoader(Content(), SIZE, order="arrival", max_lag=3, **THREADS),
+    "fast_first": lambda: DataLoader(Content(), SIZE, order="fast_first", **THREADS),
+    "persistent threads": lambda: DataLoader(
+        Content(), SIZE, shuffle=True, seed=1, persistent_workers=True, **THREADS
+    ),
+    "persistent": lambda: DataLoader(
+        Content(), SIZE, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "compat": lambda: DataLoader(
+        Content(), SIZE, num_workers=2, persistent_workers=True, compat="torch"
+    ),
+    "out of order": lambda: DataLoader(
+        Content(), SIZE, num_workers=2, persistent_workers=True, compat="torch", in_order=False
+    ),
+    "streams": lambda: DataLoader(Stream(), SIZE, num_workers=2, persistent_workers=True),
+    "processes": lambda: DataLoader(Content(), SIZE, num_workers=2),
+}
+
+
+class Interrupter:
+    """Raises once in each call that it watches, at a line that it has not raised at before.
+
+    Args:
+        chance: With which probability it raises at such a line.
+        repeats: How often it raises at the same line.
+    """
+
+    def __init__(self, chance: float = 1.0, repeats: int = 1) -> None:
+        self.raised = 0
+        self.where = ""
+        self._chance = chance
+        self._repeats = repeats
+        self._seen: Counter[Any] = Counter()
+        self._random = random.Random(0)
+        self._armed = False
+        self._pid = os.getpid()
+        self._kind: object = None
+
+    def call(self, function: Callable[[], Any], kind: object = None) -> Any:
+        """Call a function, interrupted at most once."""
+        self._armed, self._kind = True, kind
+        sys.settrace(self._trace)
+        try:
+            return function()
+        finally:
+            sys.settrace(None)
+            self._armed = False
+
+    def _trace(self, frame: Any, event: str, argument: object) -> Any:
+        name = frame.f_code.co_filename
+        if os.getpid() != self._pid or not name.startswith(TRACED) or name.startswith(CORE):
+            return None
+        if event == "line" and self._armed:
+            at = name, frame.f_lineno, self._kind
+            if self._seen[at] < self._repeats and self._random.random() < self._chance:
+                self._seen[at] += 1
+                self._armed = False
+                self.raised += 1
+                self.where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name} ({self._kind})"
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30) -> Counter[int]:
+    """Iterate with an interruption in each call; returns the indices that came, until ``stop`` batches have."""
+    found: Counter[int] = Counter()
+    iterator: Any = None
+    for _ in range(10):
+        try:
+            iterator = interrupter.call(lambda: iter(loader), "iter")
+            break
+        except KeyboardInterrupt:
+            pass
+    iterator = iterator or iter(loader)
+    for number in range(stop):
+        try:
+            batch = interrupter.call(lambda: next(iterator, None), "first" if not number else "")
+        except KeyboardInterrupt:
+            batch = next(iterator, None)
+        if batch is None:
+            assert next(iterator, None) is None
+            break
+        found.update(taken(batch))
+    return found
+
+
+def check(
+    make: Callable[[], DataLoader[Any]], interrupter: Interrupter, most: int, loses: bool = False
+) -> None:
+    """Iterate with interruptions, until all lines are done or ``most`` epochs are over.
+
+    Args:
+        loses: Each interruption may lose a batch: a stream in the main process does not yield it again.
+    """
+    loader = make()
+    for _ in range(most):
+        raised = interrupter.raised
+        found = epoch(loader, interrupter)
+        if loses:
+            lost = Counter(range(LENGTH)) - found
+            assert not found - Counter(range(LENGTH)), interrupter.where
+            assert lost.total() <= SIZE * (interrupter.raised - raised), interrupter.where
+        else:
+            assert found == Counter(range(LENGTH)), interrupter.where
+        assert loader.coverage().complete, interrupter.where
+        if interrupter.raised == raised:
+            break
+        if not loader.persistent_workers:
+            loader = make()
+    loader.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    wait_until(lambda: not multiprocessing.active_children())
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("minato-")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_lines(kind: str) -> None:
+    interrupter = Interrupter(chance=0.05)
+    check(KINDS[kind], interrupter, 2 if kind == "processes" else 6, loses=kind == "stream")
+    assert interrupter.raised > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_most_lines(kind: str) -> None:
+    interrupter = Interrupter(chance=0.5)
+    check(KINDS[kind], interrupter, 4 if kind == "processes" else 12, loses=kind == "stream")
+    assert interrupter.raised > 50
+
+
+@pytest.mark.parametrize("kind", ["inline", "shuffled", "threads", "arrival", "streams", "stream"])
+def test_a_state_after_an_interruption(kind: str) -> None:
+    """What a trainer does: it saves the state, and resumes it in another loader."""
+    interrupter = Interrupter(chance=0.1)
+    for stop in itertools.islice(itertools.cycle(range(4)), 8):
+        torch.manual_seed(5)
+        loader = KINDS[kind]()
+        found = epoch(loader, interrupter, stop)
+        again = KINDS[kind]()
+        again.load_state_dict(loader.state_dict())
+        loader.close()
+        found += epoch(again, interrupter)
+        again.close()
+        assert found == Counter(range(LENGTH)), interrupter.where
+    assert interrupter.raised > 10
+
+
+@pytest.mark.parametrize("kind", ["inline", "threads", "persistent", "streams"])
+def test_close_is_interrupted(kind: str) -> None:
+    interrupter = Interrupter(chance=0.3)
+    for _ in range(5):
+        loader = KINDS[kind]()
+        iterator = iter(loader)
+        assert len(taken(next(iterator))) == SIZE
+        try:
+            interrupter.call(iterator.close)
+        except KeyboardInterrupt:
+            iterator.close()
+        with pytest.raises((RuntimeError, StopIteration)):
+            next(iterator)
+        loader.close()
+    assert interrupter.raised
+
+
+# ---- the program's own code -----------------------------------------------------------------
+
+
+class Interrupted(Content):
+    """A sample that is interrupted when it runs first."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.runs += index == 9
+        if index == 9 and self.runs == 1:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def test_an_interrupted_sample_runs_again() -> None:
+    dataset = Interrupted()
+    iterator = iter(DataLoader(dataset, SIZE))
+    assert [taken(next(iterator)) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert taken(next(iterator)) == [8, 9]
+    assert dataset.runs == 2
+
+
+@pytest.mark.parametrize("where", ["state", "iterator"])
+def test_an_interrupted_collation_is_done_again(where: str) -> None:
+    calls = 0
+
+    def collate_once(samples: list[Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return collate(samples)
+
+    loader = DataLoader(Content(), SIZE, collate_fn=collate_once)
+    iterator = iter(loader)
+    found = taken(next(iterator))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    if where == "state":
+        again = DataLoader(Content(), SIZE, collate_fn=collate)
+        again.load_state_dict(loader.state_dict())
+        iterator = iter(again)
+    for batch in iterator:
+        found += taken(batch)
+    assert found == [*range(LENGTH)]
+
+
+class Ends(Sampler[int]):
+    """A generator, which an interruption ends."""
+
+    def __init__(self, repeats: bool) -> None:
+        self.repeats = repeats
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        self.calls += 1
+        shift = 0 if self.repeats else self.calls
+        for index in range(LENGTH):
+            if index == 9 and self.calls == 1:
+                raise KeyboardInterrupt
+            yield (index + shift) % LENGTH
+
+
+@pytest.mark.parametrize(
+    ("repeats", "options"), [(True, {}), (True, THREADS), (False, {})], ids=str
+)
+def test_a_sampler_that_an_interruption_ends(repeats: bool, options: dict[str, Any]) -> None:
+    """It is asked again, and must yield the same indices."""
+    loader = DataLoader(Content(), SIZE, sampler=Ends(repeats), **options)
+    found: list[int] = []
+    errors: list[BaseException] = []
+    try:
+        iterator = iter(loader)
+    except KeyboardInterrupt as error:
+        errors.append(error)
+        iterator = iter(loader)
+    while len(errors) < 4:
+        try:
+            found += taken(next(iterator))
+        except StopIteration:
+            break
+        except (KeyboardInterrupt, RuntimeError) as error:
+            errors.append(error)
+    if repeats:
+        assert found == [*range(LENGTH)]
+        assert [type(error) for error in errors] == [KeyboardInterrupt]
+    else:
+        assert found == [*range(1, 9)]
+        assert [type(error) for error in errors] == [KeyboardInterrupt] + 3 * [RuntimeError]
+        assert "the sampler was interrupted, and yields other indices" in str(errors[1])
+    loader.close()
+
+
+def test_a_shuffle_by_torchs_default_generator_goes_on_as_it_began() -> None:
+    """Also what the program draws afterwards is the same."""
+    orders = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(7)
+        calls = 0
+
+        class Sampling(RandomSampler):
+            def __iter__(self) -> Iterator[int]:
+                nonlocal calls
+                calls += 1
+                for index in super().__iter__():
+                    if is_interrupted and calls == 1 and len(order) == 6:  # noqa: B023
+                        raise KeyboardInterrupt
+                    order.append(index)  # noqa: B023
+                    yield index
+
+        order: list[int] = []
+        loader = DataLoader(
+            Content(), sampler=Sampling(Content()), batch_sampler=None, batch_size=2
+        )
+        iterator, found = iter(loader), []
+        while True:
+            try:
+                found += taken(next(iterator))
+            except StopIteration:
+                break
+            except KeyboardInterrupt:
+                continue
+        orders.append((found, torch.rand(3).tolist()))
+    assert orders[0] == orders[1]
+
+
+class Beside(Exception):
+    """What the handler of an alarm raises."""
+
+
+def test_an_alarm_while_the_loop_waits() -> None:
+    release = threading.Event()
+
+    class Waits(Content):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            assert release.wait(60)
+            return super().__getitem__(index)
+
+    def handler(number: int, frame: object) -> None:
+        release.set()
+        raise Beside
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        loader = DataLoader(Waits(), SIZE, **THREADS)
+        iterator = iter(loader)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Beside):
+            next(iterator)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    found = [index for batch in iterator for index in taken(batch)]
+    assert found == [*range(LENGTH)]
+
+
+def test_next_inside_of_next_is_an_error_that_passes() -> None:
+    class Nested(Content):
+        iterator: Any = None
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 5:
+                next(self.iterator)
+            return super().__getitem__(index)
+
+    dataset = Nested()
+    dataset.iterator = iter(DataLoader(dataset, SIZE))
+    assert [taken(next(dataset.iterator)) for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(RuntimeError, match="inside of its own next"):
+        next(dataset.iterator)
+    assert taken(next(dataset.iterator)) == [6, 7]
+    dataset.iterator = None
+
+
+def test_batches_of_a_sampler_of_batches() -> None:
+    """Its generator is torch's, and ends when it is interrupted, too."""
+    make = lambda: DataLoader(  # noqa: E731
+        Content(), batch_sampler=BatchSampler(RandomSampler(Content()), SIZE, False)
+    )
+    check(make, Interrupter(chance=0.1), 5)
