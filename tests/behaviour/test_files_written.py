@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from minato import DataLoader, ErrorPolicy
 from minato._support.files import replacement, write_atomically
 from minato.sampling.occurrences import Again
-from minato.sampling.replay import OrderRecord, RecordedOrder
+from minato.sampling.replay import OrderRecord, Origin, RecordedOrder
 from minato.sources.ingest.job import ingest
 from minato.sources.ingest.journal import Completed, Journal, JournalError
 from minato.sources.ingest.urls import open_store
@@ -118,7 +118,7 @@ def test_a_full_disk_is_named(write: Any, tmp_path: Path) -> None:
     with file_size_limit(0), pytest.raises(OSError, match="File too large: .*file'"):
         if write is record:
             # The memory of batches is a file without a name, which the limit counts too.
-            OrderRecord(str(path), 0, 0, 0)
+            OrderRecord(str(path), 0, 0, 0, Origin(True, 8))
         elif write is journal:
             Journal(path, {})
         else:
