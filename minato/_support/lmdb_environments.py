@@ -5,20 +5,35 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["environment"]
+from minato._fork_safety import held_off_forks
 
-_lock = threading.Lock()
+__all__ = ["environment", "one_at_a_time"]
+
+_lock = threading.RLock()
 _opened: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 """By device and inode, as several paths may lead to a file. An environment closes when nothing refers to it."""
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let one thread of this process call LMDB, and hold forks off meanwhile: a child would wait for it forever.
+
+    Opening an environment or a database beside other calls on the same file, or closing it, hangs threads.
+    """
+    with held_off_forks(), _lock:
+        yield
 
 
 def environment(path: Path, **how: Any) -> Any:
     """The environment at a path, opened as ``lmdb.open`` does with these arguments unless this process has it open.
 
-    Hold forks off in each call of an environment (``held_off_forks``): a child would wait for it forever.
+    Hold forks off in each call of an environment, and open its databases in ``one_at_a_time``. Drop the last reference
+    to one that may be opened again in there, too.
 
     Raises:
         FileNotFoundError: There is none, and ``create=False``.
@@ -46,7 +61,7 @@ def _identity(file: Path) -> tuple[int, int]:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for inherited in list(_opened.values()):
         inherited.close()  # py-lmdb sees that it belongs to the parent, and only forgets it
     _opened.clear()

@@ -13,9 +13,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from minato._fork_safety import held_off_forks
 from minato._support.files import check_private, open_regular, write_all
-from minato._support.lmdb_environments import environment
+from minato._support.lmdb_environments import environment, one_at_a_time
 from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]
@@ -71,7 +70,7 @@ class DiskCache(Cache):
         super().__init__(quota_bytes, after, version)
         self.failures = (OSError, _lmdb().Error)
         self._path = Path(path).absolute()
-        self._made_s = time.time()
+        self._made_s = _now_s()
         self._used: dict[bytes, float] = {}
         self._opened: tuple[int, _Environment | Exception, Callable[[], object]] | None = None
         check_private(self._path)
@@ -92,7 +91,6 @@ class DiskCache(Cache):
         Raises:
             OSError, lmdb.Error: It cannot be opened; this process does not try again.
         """
-        # Without a lock, which a fork could copy while it is held: threads that open it together get the same.
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             try:
@@ -100,7 +98,7 @@ class DiskCache(Cache):
             except self.failures as error:
                 opened = os.getpid(), error, _nothing
             else:
-                opened = os.getpid(), made, Finalize(self, made.sync, exitpriority=0)
+                opened = os.getpid(), made, Finalize(self, made.close, exitpriority=0)
             self._opened = opened
         if isinstance(opened[1], Exception):
             raise opened[1].with_traceback(None)
@@ -108,19 +106,20 @@ class DiskCache(Cache):
 
     def close(self) -> None:
         """Close the files; they are opened again when they are needed."""
-        opened, self._opened = self._opened, None
-        if opened is not None and opened[0] == os.getpid():
-            opened[2]()
+        with one_at_a_time():
+            opened, self._opened = self._opened, None
+            if opened is not None and opened[0] == os.getpid():
+                opened[2]()
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of all kept samples in the directory."""
-        with held_off_forks():
+        with one_at_a_time():
             return self._environment().stored_bytes
 
     def _load(self, key: bytes) -> bytes | None:
-        prefix, now_s = key[:_PREFIX_BYTES], time.time()
-        with held_off_forks():
+        prefix, now_s = key[:_PREFIX_BYTES], _now_s()
+        with one_at_a_time():
             opened = self._environment()
             entry = opened.get(key)
             if entry is not None and now_s - self._used.get(prefix, 0.0) > _USED_S:
@@ -130,16 +129,16 @@ class DiskCache(Cache):
         return entry
 
     def _store(self, key: bytes, entry: bytes) -> int:
-        with held_off_forks():
+        with one_at_a_time():
             return self._environment().add(key, entry, self.quota_bytes, self._made_s)
 
     def _drop(self, key: bytes) -> None:
-        with held_off_forks():
+        with one_at_a_time():
             self._environment().remove(key)
 
 
 class _Environment:
-    """The files of a cache, as one process uses them.
+    """The files of a cache, as one process uses them, in one thread at a time (``one_at_a_time``).
 
     All that a transaction writes is there, or nothing, also if its process is killed. If the machine stops, what the
     disk holds may be damaged; the cache then starts empty.
@@ -229,7 +228,7 @@ class _Environment:
                         return -1
                 to.put(key, entry, db=self._samples)
                 to.put(_TOTAL, total.to_bytes(8, "little"), db=self._states)
-                self._mark(to, key[:_PREFIX_BYTES], time.time())
+                self._mark(to, key[:_PREFIX_BYTES], _now_s())
         except _lmdb().MapFullError:
             return -1
         self._unsynced_bytes += size
@@ -278,10 +277,16 @@ class _Environment:
         if not self._unsynced_bytes:
             return
         self._unsynced_bytes, self._synced_s = 0, time.monotonic()
-        with held_off_forks(), contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
             last = self._last()
             self._files.sync(True)
             self._write_stamp(last)
+
+    def close(self) -> None:
+        """Have the disk keep what was written, and let go of the files."""
+        with one_at_a_time():
+            self.sync()
+            del self._samples, self._states, self._files
 
     def _last(self) -> int:
         last: int = self._files.info()["last_txnid"]
@@ -315,6 +320,10 @@ def _lmdb() -> Any:
             "DiskCache needs the package 'lmdb': pip install 'minatoloader[cache]'", name="lmdb"
         ) from None
     return lmdb
+
+
+def _now_s() -> float:
+    return time.time()  # compared with that of other runs; where it jumps, other entries make room
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import lmdb
 
 from minato._fork_safety import held_off_forks
-from minato._support.lmdb_environments import environment
+from minato._support.lmdb_environments import environment, one_at_a_time
 from minato.sources.base import KeyedSource
 from minato.sources.connections import Connections
 from minato.sources.retry import Retry
@@ -58,17 +58,18 @@ class LMDB(KeyedSource):
     def _open(self) -> tuple[Any, Any]:
         if not self._path.exists():
             raise FileNotFoundError(self._path)
-        opened = environment(
-            self._path,
-            create=False,
-            subdir=self._path.is_dir(),
-            readonly=True,
-            readahead=False,
-            max_readers=_MOST_READERS,
-            max_dbs=_MOST_DATABASES,
-        )
         name = self._database.encode() if self._database else None
-        return opened, opened.open_db(name, create=False) if name else None
+        with one_at_a_time():
+            opened = environment(
+                self._path,
+                create=False,
+                subdir=self._path.is_dir(),
+                readonly=True,
+                readahead=False,
+                max_readers=_MOST_READERS,
+                max_dbs=_MOST_DATABASES,
+            )
+            return opened, opened.open_db(name, create=False) if name else None
 
     def _begin(self) -> Any:
         with self._environments.lease() as (opened, database):
@@ -102,7 +103,7 @@ class LMDB(KeyedSource):
         if self._database is not None:
             return False
         lease = self._environments.lease()
-        with held_off_forks(), lease as (opened, _), opened.begin() as transaction:
+        with one_at_a_time(), lease as (opened, _), opened.begin() as transaction:
             try:
                 opened.open_db(key, txn=transaction, create=False)
             except (lmdb.IncompatibleError, lmdb.NotFoundError):

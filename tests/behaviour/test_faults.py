@@ -293,7 +293,10 @@ WALL_CLOCKS = {
 
 
 def test_no_module_waits_or_measures_by_the_wall_clock() -> None:
-    """It jumps; text for people is made by strftime and fromtimestamp, and the age of a file is told by no other."""
+    """It jumps; text for people is made by strftime and fromtimestamp.
+
+    The age of a file, and of what another run has left in a cache, is told by no other clock.
+    """
     found = []
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -303,7 +306,9 @@ def test_no_module_waits_or_measures_by_the_wall_clock() -> None:
                 node.value, (ast.Name, ast.Attribute)
             ):
                 owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
-                if (owner, node.attr) in WALL_CLOCKS and ".st_mtime" not in lines[node.lineno - 1]:
+                line = lines[node.lineno - 1]
+                is_an_age = ".st_mtime" in line or "compared with that of other runs" in line
+                if (owner, node.attr) in WALL_CLOCKS and not is_an_age:
                     found.append(f"{path.name}:{node.lineno}")
             if isinstance(node, ast.ImportFrom) and node.module == "time":
                 found += [path.name for name in node.names if ("time", name.name) in WALL_CLOCKS]

@@ -117,6 +117,29 @@ def test_children_that_are_forked_while_threads_use_it(tmp_path: Path) -> None:
     cache.close()
 
 
+def test_threads_open_and_close_it_while_others_use_it(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def work(thread: int) -> None:
+        try:
+            for turn in range(30):
+                cache = DiskCache(tmp_path, QUOTA, version="1")
+                use(cache, 1000 * thread + 20 * turn)
+                assert cache.report().errors == 0
+                if turn % 2:
+                    cache.close()  # the others are closed when they are collected
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "it hangs"
+    assert failures == []
+
+
 def test_two_loaders_share_it_in_threads_and_forks(tmp_path: Path) -> None:
     training = minato.DataLoader(
         list(range(300)), 4, shuffle=True, num_workers=2, workers="thread",
