@@ -81,7 +81,8 @@ def reaches(source: str, inherited: set[str] | None = None) -> list[str]:
         for name, there in foreign_names(tree)
         if there.partition(".")[0] not in ("minato", "__future__")
     }
-    found = [there for there in foreign.values() if any(map(is_private, there.split(".")))]
+    named = set(foreign.values()) - {"_thread"}  # the documentation of Python has it
+    found = [there for there in named if any(map(is_private, there.split(".")))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             text = ast.unparse(node)

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import torch.utils.data
 from torch.utils.data import get_worker_info
 
 from minato import DataLoader
-from minato.workers.process_pool import ProcessPool
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -384,52 +382,10 @@ def test_first_workers_do_not_wait_for_the_others(workers: dict[str, Any]) -> No
     del iterator
 
 
-class Counting(Numbers):
-    """It is known how often each sample has been loaded, and each takes so long."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.times = torch.zeros(size, dtype=int).share_memory_()
-        self.duration_s = torch.zeros(()).share_memory_()
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.duration_s.item())
-        self.times[index] += 1
-        return index
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    """The second worker is not started before the first is through with the first batch."""
-    dataset = Counting(12)
-    start = ProcessPool._start
-
-    def slowly(pool: ProcessPool, number: int) -> None:
-        if number == 1:
-            wait_until(lambda: dataset.times[2] > 0)
-        start(pool, number)
-
-    monkeypatch.setattr(ProcessPool, "_start", slowly)
-    monkeypatch.setattr("minato.workers.process_pool._UP_LOOKS", 0)  # no head start for the first
-    return dataset
-
-
-def test_workers_are_started_until_there_is_a_batch_and_then_as_the_consumer_waits(
-    later: Counting,
-) -> None:
-    loader = DataLoader(later, 2, num_workers=3, persistent_workers=True)
+@pytest.mark.parametrize("compat", [None, "torch"])
+def test_all_workers_are_forked_in_iter_as_with_torch(compat: str | None) -> None:
+    loader = DataLoader(Numbers(12), 2, num_workers=3, compat=compat)
     iterator = iter(loader)
-    assert next(iterator).tolist() == [0, 1]
-    assert len(multiprocessing.active_children()) == 2
-    later.duration_s.fill_(0.05)
-    assert flat(iterator) == [*range(2, 12)]
-    assert flat(loader) == [*range(12)]
-    assert len(multiprocessing.active_children()) == 3
-
-
-def test_round_robin_starts_all_workers_as_torch_does(later: Counting) -> None:
-    later.times.fill_(1)
-    iterator = iter(DataLoader(later, 2, num_workers=3, compat="torch"))
     assert len(multiprocessing.active_children()) == 3
     assert flat(iterator) == [*range(12)]
 

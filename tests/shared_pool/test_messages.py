@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
+from minato.sampling.outgoing import Outgoing
 from minato.shared_pool.channel import _HEAD, Channel, RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.descriptors import BatchDescriptor, LeasedBatch
@@ -297,14 +298,13 @@ class Engine:
         self.left = count
         self.texts = texts
 
-    def next(self) -> LeasedBatch:
+    def next(self) -> Outgoing:
         if not self.left:
             raise StopIteration
         self.left -= 1
         slot = self.arena.acquire()
-        return LeasedBatch(
-            BatchDescriptor(slot, 0, (0, 0), False, self.texts, 64), self.arena.lease(slot, 64)
-        )
+        descriptor = BatchDescriptor(slot, 0, (0, 0), False, self.texts, 64)
+        return Outgoing(LeasedBatch(descriptor, self.arena.lease(slot, 64)))
 
     def cancel(self) -> None:
         self.left = 0

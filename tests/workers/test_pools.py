@@ -482,7 +482,7 @@ def test_in_line_whoever_waits_works() -> None:
             assert is_over()
 
     ready = EventCount(np.zeros(EVENT_COUNT_NBYTES, np.uint8), 0)
-    pool = InlinePool(lambda number: Inline(), lambda: None, ready)  # type: ignore[arg-type, return-value]
+    pool = InlinePool(lambda number, catches: Inline(), lambda: None, ready)  # type: ignore[arg-type, return-value]
     pool.start()
     assert steps == []
     pool.wait(0, 1.0)
