@@ -205,6 +205,7 @@ class Arena:
 
     def keep(self, lent: list[Any], borrower: Borrower) -> None:
         """Keep views until a forked child has ended."""
+        self._end_loans()  # of a loader that rests, nothing else does
         self._lent.append((lent, borrower))
 
     def _end_loans(self) -> None:

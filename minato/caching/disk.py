@@ -258,6 +258,9 @@ class _Environment:
         """Record that a prefix is in use."""
         with self._files.begin(write=True) as to:
             self._mark(to, prefix, now_s)
+        self._unsynced_bytes += (
+            1  # a transaction that is not on the disk makes the cache start empty
+        )
 
     def _mark(self, to: Any, prefix: bytes, now_s: float) -> None:
         if now_s * 1e9 - _number(to.get(prefix, db=self._states)) > _USED_S * 1e9:
@@ -269,6 +272,7 @@ class _Environment:
             if entry is not None:
                 total = max(_number(to.get(_TOTAL, db=self._states)) - len(entry), 0)
                 to.put(_TOTAL, total.to_bytes(8, "little"), db=self._states)
+        self._unsynced_bytes += 1
 
     # ---- what is on the disk ------------------------------------------------------------
 
@@ -280,7 +284,10 @@ class _Environment:
         with contextlib.suppress(Exception):
             last = self._last()
             self._files.sync(True)
-            self._write_stamp(last)
+            with _locked(self._path / "opening.lock"):
+                boot, synced = self._stamp()
+                if boot != _boot() or synced < last:  # another process may have synced later
+                    self._write_stamp(last)
 
     def close(self) -> None:
         """Have the disk keep what was written, and let go of the files."""

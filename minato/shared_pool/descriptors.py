@@ -148,6 +148,7 @@ class RemoteArena:
 
     def keep(self, lent: list[Any], borrower: Borrower) -> None:
         """Keep leases until a forked child has ended."""
+        self._settle()
         self._lent.append((lent, borrower))
 
     def _settle(self) -> None:

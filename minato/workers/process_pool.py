@@ -184,7 +184,7 @@ class ProcessPool:
         with explaining_limits("start a worker process"):
             if self._forks:
                 # Python ignores what a signal's handler raises in a callback that is registered around forks.
-                with signals_deferred(), starting_worker(self._started):
+                with signals_deferred(), starting_worker(self._started.borrower):
                     process.start()
                 return
             for left in reversed(range(_STARTS)):

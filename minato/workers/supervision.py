@@ -533,6 +533,20 @@ class OomBackoff:
 # ---- at shutdown: end all ----
 
 
+class Workers:
+    """The forked workers of a pool, as borrowers of memory; holds none of them.
+
+    Attributes:
+        ended: Whether all have ended that ever were started.
+    """
+
+    ended = False
+
+    def has_ended(self) -> bool:
+        """Whether they cannot read any more."""
+        return self.ended
+
+
 class StartedProcesses:
     """The processes of a pool that were started, or are being started; ends them.
 
@@ -541,19 +555,16 @@ class StartedProcesses:
 
     Attributes:
         is_over: Whether ``shut_down`` was called.
+        borrower: Stands for these processes where memory that they may read is kept.
     """
 
     def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
+        self.borrower = Workers()
         self.processes: dict[int, BaseProcess] = {}
         self.is_over = False
         self._stop = stop
         self._watch = watch
         self._owner = os.getpid()
-        self._has_ended = False
-
-    def has_ended(self) -> bool:
-        """Whether all have ended that ever were started."""
-        return self._has_ended
 
     def shut_down(self) -> bool:
         """End all workers: by request, then by signals, at once where this call is interrupted.
@@ -579,7 +590,7 @@ class StartedProcesses:
             for process in remaining:
                 process.join()
             self._watch.close()
-            self._has_ended = True
+            self.borrower.ended = True
         return True
 
 

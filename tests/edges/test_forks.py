@@ -454,6 +454,18 @@ def test_a_batch_that_a_child_holds_stays(kind: str, generation: int, tmp_path: 
     loader.close()
 
 
+def test_a_loader_that_rests_keeps_nothing_of_the_forks_meanwhile() -> None:
+    resting = iter(rows("fork-persistent"))
+    held = next(resting)
+    opened = []
+    for _ in range(4):
+        assert sum(len(batch) for batch in rows("fork")) == 400
+        gc.collect()
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert opened[-1] <= opened[0] + 1
+    assert len(held) > 0  # until here
+
+
 class Watching(Rows):
     """Samples say whether a batch that the dataset keeps is as it was."""
 
