@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executor
 from contextlib import contextmanager, suppress
-from multiprocessing import context, forkserver, popen_fork, resource_sharer, spawn, util
+from multiprocessing import context, forkserver, resource_sharer, spawn, util
 from multiprocessing import process as process_module
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
@@ -833,7 +833,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "workers end with the training process, although another child of it lives on",
         "such a child keeps workers that are stuck in a sample until it ends",
         lambda: (
-            "self.finalizer = util.Finalize(" in inspect.getsource(popen_fork)
+            "self.finalizer = util.Finalize("
+            in inspect.getsource(importlib.import_module("multiprocessing.popen_fork"))
             and "self._args = args" in inspect.getsource(util.Finalize)
         ),
     ),

@@ -258,13 +258,11 @@ class _Environment:
         """Record that a prefix is in use."""
         with self._files.begin(write=True) as to:
             self._mark(to, prefix, now_s)
-        self._unsynced_bytes += (
-            1  # a transaction that is not on the disk makes the cache start empty
-        )
 
     def _mark(self, to: Any, prefix: bytes, now_s: float) -> None:
         if now_s * 1e9 - _number(to.get(prefix, db=self._states)) > _USED_S * 1e9:
             to.put(prefix, int(now_s * 1e9).to_bytes(8, "little"), db=self._states)
+            self._unsynced_bytes += 1  # else the cache would start empty after the next start
 
     def remove(self, key: bytes) -> None:
         with self._files.begin(write=True) as to:
