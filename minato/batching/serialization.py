@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -184,8 +183,8 @@ class LocalStore(Store):
 
     def __init__(self) -> None:
         self._values: dict[int, Any] = {}
-        self._offset = 0
-        self._lock = threading.Lock()
+        # Threads get different ones, without a lock that an interruption could leave held.
+        self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
 
     def sweep(self, ledger: Ledger) -> None:
         """Remove objects of interrupted workers, to which no batch in flight refers. No worker may run meanwhile."""
@@ -206,8 +205,7 @@ class LocalStore(Store):
         self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
         """Store a reference to an object."""
-        with self._lock:
-            self._offset = offset = self._offset + _ALIGNMENT
+        offset = next(self._offsets)
         self._values[offset] = value
         return offset, 0
 
