@@ -648,7 +648,6 @@ LOCKS = {
 UNUSED = {
     "_core._records_py": "workers attach their own; a child of the program cannot use a ledger with workers",
     "_fork_safety": "held or renewed around each fork",
-    "batching.serialization": "of workers in threads, which a child does not have",
     "delivery.iterator": "renewed when a child goes on with the iterator",
     "observe.report.live": "forgotten in children",
     "ray.pool": "a child does not have the threads",
