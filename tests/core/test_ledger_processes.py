@@ -47,7 +47,7 @@ def test_random_kills_lose_and_repeat_nothing(twin: ModuleType, stress_s: float)
 
 @pytest.mark.slow
 @pytest.mark.stress
-@pytest.mark.timeout(1800)  # it steps through each operation: on a busy machine a fixed part takes long
+@pytest.mark.timeout(1800)  # it steps through each operation, which takes long on a busy machine
 def test_a_kill_or_a_stop_at_any_instant_loses_and_repeats_nothing(
     twin: ModuleType, stress_s: float
 ) -> None:
