@@ -37,9 +37,11 @@ from torch.utils.data import Dataset, IterableDataset
 import minato
 import minato.engine.engine
 from minato._core import Ledger
+from minato._fork_safety import starting_worker
 from minato.batching.sample_error import wrapped
 from minato.engine.shared_state import SharedState
 from minato.workers.pool import thread_usage
+from minato.workers.supervision import Workers
 from minato.workers.worker import Worker
 from tests.stress.bare import fork
 from tests.stress.ledger_steps import UNTRACEABLE
@@ -260,7 +262,7 @@ class Stage:
         state = SharedState.attach(self.context.layout)
         state.ledger = wrap(state.ledger)
         describe_error = wrapped(f"worker process {number}", in_process=True)
-        worker = self.context.worker(number, state, describe_error, None, Exception)
+        worker = self.context.worker(number, state, describe_error, None, lambda: (Exception,))
         if scene.cheap:
             worker._runner.cost_estimate.draws, worker._runner.cost_estimate.mean_ns = False, 1000.0
         return worker
@@ -419,7 +421,8 @@ class World:
         look()
 
     def _step_by_instruction(self, look: Callable[[], None]) -> None:
-        tracee = Tracee(lambda pause: self._run(lambda ledger: Pausing(ledger, pause)))
+        with starting_worker(Workers()):  # it changes the memory of all
+            tracee = Tracee(lambda pause: self._run(lambda ledger: Pausing(ledger, pause)))
         try:
             while tracee.pid:  # it stands before an operation
                 while tracee.step():
@@ -441,7 +444,8 @@ class World:
         self.restore(image)
         self.stage.worker = self.stage.make(1, self.scene)
         iterator: Any = self.iterator
-        iterator._owner = os.getpid()  # this copy stands for the consumer itself
+        # This copy stands for the consumer itself.
+        iterator._owner = iterator._source.arena.owner = os.getpid()
         if late:
             work(self.stage.worker, 20)
         if not self.scene.restarts:
