@@ -213,13 +213,12 @@ class BatchIterator(TorchIterator):
 
     def _next_in_turn(self) -> tuple[Outgoing, Any]:
         """What is given, and the batch as torch's own method, or what has replaced that, returns it."""
-        # torch's own method records a range for profilers, which takes longer than a small batch.
+        # torch's own method records a range for profilers, which takes longer than a small batch, and compares the number
+        # of batches with a stream's length.
         by_torch = self._checks_length or is_profiling() or next_is_replaced()
         try:
             if by_torch:
-                batch = (
-                    super().__next__()
-                )  # also compares the number of batches with a stream's length
+                batch = super().__next__()
             else:
                 batch = self._next_data()
                 self._num_yielded += 1

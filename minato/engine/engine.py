@@ -377,8 +377,7 @@ class Engine:
     def _state_of(self, item: OpenBatch) -> list[Callable[[], object]]:
         """The function that records the state of the dataset after a batch, if it came with one."""
         states = self.plan.worker.dataset_states
-        flags, *_ = self.ledger.contents(item.record)
-        if states is None or not flags & (STATES | FAILED):
+        if states is None or not self.ledger.contents(item.record)[0] & (STATES | FAILED):
             return []
         state = self._reader.state(item.record)
         return [] if state is None else [functools.partial(states.update, *state)]
