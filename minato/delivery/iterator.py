@@ -213,8 +213,8 @@ class BatchIterator(TorchIterator):
 
     def _next_in_turn(self) -> tuple[Outgoing, Any]:
         """What is given, and the batch as torch's own method, or what has replaced that, returns it."""
-        # torch's own method records a range for profilers, which takes longer than a small batch, and compares the number
-        # of batches with a stream's length.
+        # torch's own method compares the number of batches with a stream's length.
+        # It also records a range for profilers, which takes longer than a small batch.
         by_torch = self._checks_length or is_profiling() or next_is_replaced()
         try:
             if by_torch:
