@@ -144,7 +144,7 @@ class Engine:
             state.layout,
             arena.segment,
             store,
-            cost_estimate=history.cost_estimate if worker.in_main_process else None,
+            history=history if worker.in_main_process else None,
             policy=policy,
         )
         window, wait_stats = _window(plan), ConsumerWait()

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minato.engine.spec import LoaderSpec
-from minato.errors import warn
 from minato.sampling.completed import Completed, RankProgress
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
@@ -22,7 +21,7 @@ if TYPE_CHECKING:  # all stages: the first iterator loads them
     from minato.delivery.pinning import Pin
     from minato.engine.engine import Engine
     from minato.engine.history import History
-    from minato.engine.plan import Plan
+    from minato.engine.plan import WorkerPlan
     from minato.observe.trace.track import Trace
 
 __all__ = ["EngineFactory", "RankSession"]
@@ -108,7 +107,7 @@ class EngineFactory:
         self._trace = trace
         self._spare_arenas = ArenaCache()
         self.idle = IdleEngine()
-        self._warned_of_generators = False
+        self._looked_for_generators = False
         self.told_parts: list[str] = []
 
     def fresh(self, *, traced: bool = True) -> EngineFactory:
@@ -192,7 +191,7 @@ class EngineFactory:
         plan = Plan.of(
             spec, epoch, num_workers=num_workers, most_workers=most_workers, tracks=tracks
         )
-        self._warn_of_generators(plan)
+        self._warn_of_generators(plan.worker, history)
         engine = Engine(plan, arena, history, make_reader=make_reader, pin=pin)
         # The next engine takes the arena, whose pages are warm, when no worker writes to it any more.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
@@ -200,12 +199,14 @@ class EngineFactory:
             engine.afterwards.append(functools.partial(self._trace.give_back, tracks))
         return engine
 
-    def _warn_of_generators(self, plan: Plan) -> None:
-        """Warn once of generators of dataset and transforms that are not bound to samples."""
-        worker = plan.worker
-        if self._warned_of_generators or not worker.seeds_samples:
+    def _warn_of_generators(self, worker: WorkerPlan, history: History) -> None:
+        """Warn of generators that are not bound to samples; without workers, the first sample does it."""
+        if self._looked_for_generators or not worker.seeds_samples:
             return
-        self._warned_of_generators = True
+        at_once = worker.fetching.at_once
+        if worker.in_main_process and not at_once:
+            return
+        self._looked_for_generators = True
         pipeline = worker.pipeline
         owned = OwnedGenerators(
             {
@@ -214,20 +215,13 @@ class EngineFactory:
                 "collate_fn": pipeline.collate_fn,
             }
         )
-        unbound, cause = owned.others, "minato does not know how to write their states"
         if worker.method == "thread" and not worker.in_main_process:
-            unbound, cause = owned.names, "worker threads share them"
-        elif worker.fetching.at_once:
+            history.warn_of_generators(owned.names, "worker threads share them")
+            return
+        if at_once:
             reads = OwnedGenerators({"dataset": pipeline.dataset}).names
-            if reads:
-                unbound, cause = reads, "reads of several samples share them"
-        if unbound:
-            warn(
-                f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
-                f"{', '.join(unbound)}. Their numbers depend on which worker runs which sample, so a seeded run does "
-                "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
-                stacklevel=2,
-            )
+            history.warn_of_generators(reads, "reads of several samples share them")
+        history.warn_of_generators(owned.others)
 
 
 def _factory(session: RankSession | None, trace: Trace | None) -> EngineFactory:

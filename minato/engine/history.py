@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from minato._core import Histogram
 from minato.engine.spec import LoaderSpec
+from minato.errors import warn
 from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.handover import Handover
@@ -45,6 +46,7 @@ class History:
         epoch_log: The log of epochs that reports read; None: nothing is measured.
         may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
         engine: A weak reference to the newest engine.
+        warned_of_generators: Whether a warning has named generators that are not bound to samples.
     """
 
     cost_model: CostModel = field(default_factory=CostModel)
@@ -55,10 +57,25 @@ class History:
     epoch_log: EpochLog | None = None
     may_travel: bool | None = None
     engine: Callable[[], RunningEngine | None] = _no_engine
+    warned_of_generators: bool = False
 
     def learn(self, handover: Handover) -> None:
         """Keep what an engine's workers have found out."""
         self.may_travel = handover.answer
+
+    def warn_of_generators(
+        self, names: list[str], cause: str = "minato does not know how to write their states"
+    ) -> None:
+        """Warn once of generators of dataset and transforms that are not bound to samples."""
+        if not names or self.warned_of_generators:
+            return
+        self.warned_of_generators = True
+        warn(
+            f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
+            f"{', '.join(names)}. Their numbers depend on which worker runs which sample, so a seeded run does "
+            "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
+            stacklevel=2,
+        )
 
     @classmethod
     def of(cls, spec: LoaderSpec) -> History:

@@ -24,6 +24,7 @@ from minato._support.pickling import ForChild, Snapshot
 from minato.batching.sample_error import wrapped
 from minato.batching.serialization import Store, stored_indices
 from minato.batching.writer import BatchWriter, WriterSettings
+from minato.engine.history import History
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.observe.stats.costs import Meters
@@ -41,7 +42,7 @@ from minato.workers.fetch import Fetcher, ReplacedFetcher, StreamFetcher
 from minato.workers.pool import process_usage
 from minato.workers.process_pool import enter_worker_process, parent_watch
 from minato.workers.reads import Reads, reads_of
-from minato.workers.runner import CostEstimate, Kinds, Runner, RunnerSettings
+from minato.workers.runner import Kinds, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
@@ -62,7 +63,7 @@ class WorkerContext:
         arena: Memory of the batches.
         sent: Travels in place of the plan, as which it arrives; None: the plan itself.
         stacks: The file that stuck workers write their stacks to.
-        cost_estimate: The cost estimate of the worker in the main process, which the next engine reuses.
+        history: The loader's, for a worker in the main process; None for others.
         policy: Handles samples that raise; not in the plan, because only a starting child can inherit its log.
     """
 
@@ -72,7 +73,7 @@ class WorkerContext:
     store: Store
     sent: Snapshot | ForChild | None = None
     stacks: StackFile | None = None
-    cost_estimate: CostEstimate | None = None
+    history: History | None = None
     policy: FailureHandler | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class WorkerContext:
             remote_reads: Makes reads that return complete samples of another machine, from lease words and meters.
         """
         plan, pipeline, in_main_process = self.plan, self.plan.pipeline, self.plan.in_main_process
-        ledger = state.ledger
+        ledger, history = state.ledger, self.history
         # Concurrent reads share the dataset's generators.
         at_once = plan.fetching.at_once and remote_reads is None
         roots = {"dataset": pipeline.dataset, **pipeline.transforms.by_name}
@@ -142,7 +143,9 @@ class WorkerContext:
                 in_main_process and threading.current_thread() is not threading.main_thread()
             )
             bind = plan.method == "process" and not in_other_thread
-            owned = OwnedGenerators(roots) if bind else None
+            owned = OwnedGenerators(roots) if bind or history is not None else None
+            if history is not None and owned is not None and not at_once:
+                history.warn_of_generators(owned.others)
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
         lease, meters = ledger.lease_words(number), state.meters(number)
@@ -203,7 +206,7 @@ class WorkerContext:
             meters=meters,
             make_randomness=make_randomness if plan.seeds_samples else None,
             stage_runner=stage_runner,
-            cost_estimate=self.cost_estimate,
+            cost_estimate=None if history is None else history.cost_estimate,
             occurrences=ledger.occurrences,
             tracer=tracer,
         )

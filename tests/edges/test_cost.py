@@ -12,6 +12,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from minato import DataLoader
+from minato._support.objects import Search
 from minato.engine.copied_objects import large_containers
 from minato.observe.stats.size import nbytes_of
 from minato.transforms.compose import Transforms
@@ -112,6 +113,23 @@ def test_calls_do_not_grow_with_the_dataset(shape: str, use: str) -> None:
             drop(dataset.held)
     assert counts[1] <= counts[0] * 1.1 + 200
     assert counts[0] < 30_000
+
+
+def test_iter_without_workers_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sample looks for generators, which it binds; a program without sources has none to look for."""
+    searched = []
+    run = Search.run
+
+    def counted_run(search: Search, roots: Any, seen: Any = ()) -> Any:
+        searched.append(roots)
+        return run(search, roots, seen)
+
+    monkeypatch.setattr(Search, "run", counted_run)
+    monkeypatch.delitem(sys.modules, "minato.sources.base", raising=False)
+    iterator = iter(DataLoader(Holds(boxes(100)), 2))
+    assert searched == []
+    next(iterator)
+    assert searched
 
 
 def test_of_many_that_are_alike_the_first_decide() -> None:

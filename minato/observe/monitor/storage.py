@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -38,6 +39,8 @@ class StorageCounters:
 
 
 def _counters_of(dataset: object) -> list[Counters]:
+    if "minato.sources.base" not in sys.modules:  # there is no source, and searching takes time
+        return []
     search = Search(
         lambda kind: issubclass(kind.kind, Counters),
         opens=lambda kind: issubclass(kind.kind, Dataset),
