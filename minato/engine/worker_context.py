@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minato._compat import ExceptionWrapper, forget_dataset, serves_other_processes
 from minato._core import Ledger, now_ns
@@ -24,7 +24,6 @@ from minato._support.pickling import ForChild, Snapshot
 from minato.batching.sample_error import wrapped
 from minato.batching.serialization import Store, stored_indices
 from minato.batching.writer import BatchWriter, WriterSettings
-from minato.engine.history import History
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.observe.stats.costs import Meters
@@ -46,6 +45,9 @@ from minato.workers.runner import Kinds, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
+
+if TYPE_CHECKING:
+    from minato.engine.history import History
 
 __all__ = ["WorkerContext", "initialise", "restore", "run_worker_process"]
 
