@@ -19,6 +19,7 @@ __all__ = [
     "foreign_workers",
     "forget_in_children",
     "held_off_forks",
+    "interrupted_calls",
     "lends_to_children",
     "renew_in_children",
     "starting_worker",
@@ -73,6 +74,7 @@ _calls: dict[int, int] = {}
 _calls_changed = threading.Condition()
 _forking: int | None = None
 """The thread that forks."""
+_interrupted = False
 
 
 @contextmanager
@@ -91,6 +93,11 @@ def held_off_forks() -> Iterator[None]:
             if left > 0:
                 _calls[thread] = left
             _calls_changed.notify_all()
+
+
+def interrupted_calls() -> bool:
+    """Whether the fork of this child interrupted calls of other threads, as they took longer than it waits."""
+    return _interrupted
 
 
 # ---- memory ----
@@ -239,11 +246,12 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    global _child, _calls_changed, _forking
+    global _child, _calls_changed, _forking, _interrupted
     child, _child = _child, None
     if child is not None:
         child.begin_in_child()
     _lent.clear()
+    _interrupted = bool(_calls.keys() - {threading.get_ident()})
     _calls.clear()
     _calls_changed, _forking = threading.Condition(), None
     with suppress(RuntimeError):

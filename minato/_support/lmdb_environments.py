@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from minato._fork_safety import held_off_forks
+from minato._fork_safety import held_off_forks, interrupted_calls
 
 __all__ = ["environment", "one_at_a_time"]
 
 _lock = threading.RLock()
 _opened: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 """By device and inode, as several paths may lead to a file. An environment closes when nothing refers to it."""
+_interrupted: dict[tuple[int, int], Any] = {}
+"""Environments of the parent in a child whose fork has interrupted calls: closing one would wait for them forever."""
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def environment(path: Path, **how: Any) -> Any:
     """The environment at a path, opened as ``lmdb.open`` does with these arguments unless this process has it open.
 
     Hold forks off in each call of an environment, and open its databases in ``one_at_a_time``. Drop the last reference
-    to one that may be opened again in there, too.
+    to one that may be opened again in there, too. A forked child drops its parent's transactions first of all.
 
     Raises:
         FileNotFoundError: There is none, and ``create=False``.
@@ -46,6 +48,11 @@ def environment(path: Path, **how: Any) -> Any:
         found = None
         if file.exists():
             found = _opened.get(_identity(file))
+            if _identity(file) in _interrupted:
+                raise lmdb.Error(
+                    f"{str(path)!r} cannot be opened: this process was forked while a thread of its parent was in a "
+                    "call of LMDB or SQLite that took too long; start it by multiprocessing_context='forkserver'"
+                )
         elif not how.get("create", True):
             raise FileNotFoundError(file)
         if found is None:
@@ -62,8 +69,11 @@ def _identity(file: Path) -> tuple[int, int]:
 def _after_fork() -> None:
     global _lock
     _lock = threading.RLock()
-    for inherited in list(_opened.values()):
-        inherited.close()  # py-lmdb sees that it belongs to the parent, and only forgets it
+    if interrupted_calls():
+        _interrupted.update(_opened)
+    else:
+        for inherited in list(_opened.values()):
+            inherited.close()  # py-lmdb opens no file twice; sources have dropped the transactions that this would end
     _opened.clear()
 
 

@@ -6,13 +6,11 @@ import contextlib
 import hashlib
 import io
 import pickle
-import threading
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 
-from minato._fork_safety import renew_in_children
 from minato._support.counters import Counters
 from minato._support.text import message_of, printable
 from minato.errors import MinatoWarning, warn
@@ -78,19 +76,6 @@ class Cache(ABC):
         self.counters = Counters(*CacheReport._fields)
         """Shown in the report of a loader."""
         self._takes = True
-        self._renew()
-        renew_in_children(self, Cache._renew)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._renew()
-        renew_in_children(self, Cache._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
 
     @abstractmethod
     def _load(self, key: bytes) -> bytes | None:

@@ -76,11 +76,11 @@ class DiskCache(Cache):
         check_private(self._path)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_opened": None, "_used": {}}
+        return {**self.__dict__, "_opened": None, "_used": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _lmdb()
-        super().__setstate__(state)
+        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return f"DiskCache({str(self._path)!r}, quota_bytes={self.quota_bytes})"

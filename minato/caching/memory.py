@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+from minato._fork_safety import renew_in_children
 from minato.caching.base import Cache
 
 __all__ = ["MemoryCache"]
@@ -24,9 +26,18 @@ class MemoryCache(Cache):
         super().__init__(quota_bytes, after, version)
         self._entries: dict[bytes, bytes] = {}
         self._nbytes = 0
+        self._renew()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_entries": {}, "_nbytes": 0}
+        return {**self.__dict__, "_entries": {}, "_nbytes": 0, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._renew()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        renew_in_children(self, MemoryCache._renew)
 
     def __repr__(self) -> str:
         return f"MemoryCache(quota_bytes={self.quota_bytes})"

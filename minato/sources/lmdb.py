@@ -9,7 +9,7 @@ from typing import Any
 
 import lmdb
 
-from minato._fork_safety import held_off_forks
+from minato._fork_safety import held_off_forks, renew_in_children
 from minato._support.lmdb_environments import environment, one_at_a_time
 from minato.sources.base import KeyedSource
 from minato.sources.connections import Connections
@@ -48,36 +48,34 @@ class LMDB(KeyedSource):
         super().__init__(keys, decode, retry)
         self._path = Path(path).absolute()
         self._database = database
+        # Leased in ``one_at_a_time`` alone, so that the locks of both are taken in one order.
         self._environments: Connections[Any] = Connections(self._open, _forget, shared=True)
         # Each lease has its own transaction, which keeps its view of the file.
-        self._transactions: Connections[Any] = Connections(self._begin, _abort)
+        self._transactions = _Transactions(self._begin, _abort)
 
     def __repr__(self) -> str:
         return f"LMDB({str(self._path)!r})"
 
     def _open(self) -> tuple[Any, Any]:
-        if not self._path.exists():
-            raise FileNotFoundError(self._path)
         name = self._database.encode() if self._database else None
-        with one_at_a_time():
-            opened = environment(
-                self._path,
-                create=False,
-                subdir=self._path.is_dir(),
-                readonly=True,
-                readahead=False,
-                max_readers=_MOST_READERS,
-                max_dbs=_MOST_DATABASES,
-            )
-            return opened, opened.open_db(name, create=False) if name else None
+        opened = environment(
+            self._path,
+            create=False,
+            subdir=self._path.is_dir(),
+            readonly=True,
+            readahead=False,
+            max_readers=_MOST_READERS,
+            max_dbs=_MOST_DATABASES,
+        )
+        return opened, opened.open_db(name, create=False) if name else None
 
     def _begin(self) -> Any:
-        with self._environments.lease() as (opened, database):
+        with one_at_a_time(), self._environments.lease() as (opened, database):
             return opened.begin(db=database, buffers=True)
 
     def close(self) -> None:
         """Unmap the file; the next read maps it again."""
-        with held_off_forks():
+        with one_at_a_time():
             self._transactions.close()
             self._environments.close()
 
@@ -102,13 +100,31 @@ class LMDB(KeyedSource):
         """Whether a key of the default database is the name of another one."""
         if self._database is not None:
             return False
-        lease = self._environments.lease()
-        with one_at_a_time(), lease as (opened, _), opened.begin() as transaction:
+        with (
+            one_at_a_time(),
+            self._environments.lease() as (opened, _),
+            opened.begin() as transaction,
+        ):
             try:
                 opened.open_db(key, txn=transaction, create=False)
             except (lmdb.IncompatibleError, lmdb.NotFoundError):
                 return False
             return True
+
+
+class _Transactions(Connections[Any]):
+    """Read transactions, which keep what they see from being overwritten.
+
+    A forked child drops those of its parent: py-lmdb then leaves them to the parent. With the environment it would end
+    them for the parent, too.
+    """
+
+    def _reset(self) -> None:
+        super()._reset()
+        renew_in_children(self, _Transactions._drop_inherited)
+
+    def _drop_inherited(self) -> None:
+        self._idle = []
 
 
 def _abort(transaction: Any) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 import minato
+from minato import _fork_safety
+from minato._support.lmdb_environments import one_at_a_time
 from minato.caching import DiskCache
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
@@ -114,6 +116,40 @@ def test_children_that_are_forked_while_threads_use_it(tmp_path: Path) -> None:
     assert failures == []
     assert cache.report().errors == 0
     check(cache, range(400))
+    cache.close()
+
+
+def lack(cache: DiskCache) -> None:
+    with pytest.warns(
+        RuntimeWarning, match="was forked while a thread of its parent was in a call"
+    ):
+        assert cache.get(key_of(1)) == (False, None)
+
+
+def test_a_child_whose_fork_interrupts_a_write_goes_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fork_safety, "_PATIENCE_S", 0.01)
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    cache.put(key_of(1), 5)
+    within, may_end = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with one_at_a_time(), cache._environment()._files.begin(write=True):
+            within.set()
+            may_end.wait(LIMIT_S)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert within.wait(LIMIT_S)
+    child = FORK.Process(target=lack, args=(cache,))
+    child.start()
+    child.join(LIMIT_S)
+    may_end.set()
+    writer.join()
+    child.kill()
+    assert child.exitcode == 0, "the child hangs or has failed"
+    use(cache, 2)
     cache.close()
 
 

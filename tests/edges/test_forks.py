@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import random
 import re
 import signal
@@ -565,22 +566,27 @@ def of_counters(folder: Path) -> tuple[Any, Callable[[], bool]]:
 
 
 def of_memory_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
-    return of_cache(MemoryCache(1 << 20))
+    cache = MemoryCache(1 << 20)
+    return cache._lock, lambda: keeps(cache)
+
+
+def of_unpickled_memory_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
+    cache = pickle.loads(pickle.dumps(MemoryCache(1 << 20)))
+    return cache._lock, lambda: keeps(cache)
 
 
 def of_disk_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
     pytest.importorskip("lmdb")
+    from minato._support import lmdb_environments
     from minato.caching.disk import DiskCache
 
-    return of_cache(DiskCache(folder / "cache", 1 << 20))
+    cache = DiskCache(folder / "cache", 1 << 20)
+    return lmdb_environments._lock, lambda: keeps(cache)
 
 
-def of_cache(cache: Any) -> tuple[Any, Callable[[], bool]]:
-    def works() -> bool:
-        cache.put(b"key", 7)
-        return cache.get(b"key") == (True, 7)
-
-    return cache._lock, works
+def keeps(cache: Any) -> bool:
+    cache.put(b"key", 7)
+    return bool(cache.get(b"key") == (True, 7))
 
 
 def of_parquet(folder: Path) -> tuple[Any, Callable[[], bool]]:
@@ -635,11 +641,11 @@ def of_worker_threads(folder: Path) -> tuple[Any, Callable[[], bool]]:
 
 
 LOCKS = {
-    "caching.base": [of_memory_cache, of_disk_cache],
+    "caching.memory": [of_memory_cache, of_unpickled_memory_cache],
     "_support.counters": [of_counters],
     "sources.parquet": [of_parquet],
     "sources.connections": [of_sqlite],
-    "_support.lmdb_environments": [of_lmdb],
+    "_support.lmdb_environments": [of_lmdb, of_disk_cache],
     "delivery.consumers": [of_consumers],
     "patching": [of_patch],
     "workers.process_pool": [of_worker_threads],
