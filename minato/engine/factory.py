@@ -123,7 +123,6 @@ class EngineFactory:
         Args:
             persists: The iterator of the last epoch continues.
         """
-        before = None if position.last is None else position.last.dataset_states
         session = None if self._session is None or self._session.alone else self._session
         resumes = position.resumes
         whole, done = spec, None
@@ -135,11 +134,9 @@ class EngineFactory:
         if session is not None:
             own = None if resumes is None else resumes[1]
             epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
-        if spec.keeps_dataset_states:
-            if not persists or before is None:
-                persist = spec.workers.persistent or spec.workers.count == 0
-                before = DatasetStates(spec.max_dataset_states, persist, state)
-            epoch.dataset_states = before  # persistent workers keep their states
+        if spec.keeps_dataset_states and epoch.dataset_states is None:
+            persist = spec.workers.persistent or spec.workers.count == 0
+            epoch.dataset_states = DatasetStates(spec.max_dataset_states, persist, state)
         return epoch
 
     def again(self, spec: LoaderSpec, position: Position, epoch: Epoch) -> Epoch | None:
@@ -147,11 +144,11 @@ class EngineFactory:
 
         With ``compat="torch"`` an epoch is what it was when it began, as with torch.
         """
-        if position.last is not epoch or not spec.options.seeds_samples:
+        if not spec.options.seeds_samples:
             return None
         session = None if self._session is None or self._session.alone else self._session
         whole = spec if session is None else session.pooled(spec)
-        other = position.begin_again(whole.sampling)
+        other = position.begin_again(whole.sampling, epoch)
         if other is not None and session is not None:
             other.progress.part = RankProgress(len(spec.sampling.index_sampler))
         return other

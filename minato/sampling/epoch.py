@@ -66,7 +66,8 @@ class Epoch:
         base_seed: torch's draw for the workers.
         seed: From which the randomness of its samples starts.
         dataset_states: The states of the workers' datasets; None if they have none.
-        has_started: Whether ``batches`` was called.
+        has_started: Whether its iterator has begun it; until then, an interrupted ``iter()`` begins it once more.
+        replaces: The epoch in whose place it begins, because ``set_epoch`` came after ``iter()``; None: in no other's.
         is_resumed: Whether it began with a state.
         sampler_epoch: The epoch that the sampler had when the first batches had been drawn.
     """
@@ -87,6 +88,7 @@ class Epoch:
         self.base_seed = self.seed = 0
         self.dataset_states: DatasetStates | None = None
         self.has_started = False
+        self.replaces: Epoch | None = None
         self.is_resumed = state is not None
         self.sampler_epoch: int | None = None
         self._spec = spec
@@ -106,8 +108,12 @@ class Epoch:
         self.draw.before_iter()
 
     def has_begun(self) -> None:
-        """Note the epoch that the sampler has now: some count on when they are exhausted, which may be already."""
+        """Note that its iterator has begun it, and the epoch that the sampler has now.
+
+        Some samplers count on when they are exhausted, which may be already.
+        """
         self.sampler_epoch = epoch_of(self._spec.index_sampler)
+        self.has_started, self.replaces = True, None
 
     def set_base_seed(self, drawn: int) -> int:
         """Set torch's draw for the workers; returns the one that is used, which a resumed epoch already has."""
@@ -154,7 +160,6 @@ class Epoch:
         again = functools.partial(self._again, state)
         batches = IndexBatches(begin, again, self.progress.requested)
         self._state = self._default = None
-        self.has_started = True
         return batches
 
     def _source(self, state: dict[str, Any] | None, indices: Any = None) -> Source:

@@ -44,9 +44,12 @@ class Position:
 
     def __getstate__(self) -> dict[str, Any]:
         # The last epoch belongs to its iterator, which no copy shares.
-        seed = self._last_seed if self.last is None else self.last.seed
-        kept = {"last": None, "_last_seed": seed, "_predicts": self._may_predict()}
-        return {**self.__dict__, **kept, "_loaded": self._pending()}
+        last = self.last
+        kept = {**self.__dict__, "_predicts": self._may_predict(), "_loaded": self._pending()}
+        if last is not None:
+            kept["_last_seed"] = last.seed
+            kept["_number"] = last.number if last.has_started else last.number - 1
+        return {**kept, "last": None}
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the number of the next epoch."""
@@ -107,75 +110,85 @@ class Position:
             persists: The iterator of the last epoch continues.
 
         Returns:
-            The epoch, and the states that the workers' datasets start with, or None.
+            The epoch, and the states that the datasets of new workers start with, or None.
         """
-        sampler, loaded = spec.index_sampler, self._pending()
+        sampler, loaded, last = spec.index_sampler, self._pending(), self.last
         dataset_states = loaded and loaded["dataset_states"]
         predicts = self._may_predict()
-        chosen, self._chosen = self._choice(sampler), None
         if loaded is not None and not loaded["finished"]:
             if done is not None:
                 loaded = {**loaded, "done": completed_to_plain(done)}
-            self._number = loaded["epoch"]
+            number, state, restored = loaded["epoch"], loaded, False
+            drawn_epoch = loaded.get("drawn_epoch", number)
             if loaded["draw"].get("epoch") is not None:
                 set_sampler_epoch(sampler, loaded["draw"]["epoch"])
-            self._sampler_epoch = epoch_of(sampler)
-            self.last = Epoch(
-                spec,
-                self._number,
-                drawn_epoch=loaded.get("drawn_epoch", self._number),
-                state=loaded,
-                prefetches_next=predicts,
-            )
-            return self.last, dataset_states
-        if loaded is not None:
-            self._number = loaded["epoch"]
-            SamplerState(spec.generator, sampler).load(loaded["draw"])
-        if chosen is not None:
-            self._number = drawn_epoch = chosen
         else:
-            self._number += 1
-            counts_on = persists and self.last is not None
-            drawn_epoch = self.last.drawn_epoch + 1 if counts_on and self.last is not None else 0
-        _set_seeded(sampler, self._number)
-        self._sampler_epoch = epoch_of(sampler)
-        self._loaded = None
-        self.last = Epoch(
+            chosen = self._choice(sampler)
+            if chosen is not None:
+                number = drawn_epoch = chosen
+            elif last is not None and not last.has_started:  # its iter() was interrupted, or failed
+                number, drawn_epoch = last.number, last.drawn_epoch
+            else:
+                number = self.epoch + 1
+                drawn_epoch = last.drawn_epoch + 1 if persists and last is not None else 0
+            state, restored = None, False
+            if loaded is not None:
+                self._loaded = {**loaded, "epoch": number - 1}
+                draw = SamplerState(spec.generator, sampler)
+                draw.load(loaded["draw"])
+                restored = draw.sources[1] > 0
+            _set_seeded(sampler, number)
+        epoch = Epoch(
             spec,
-            self._number,
+            number,
             drawn_epoch=drawn_epoch,
-            restored=loaded is not None and SamplerState(spec.generator, sampler).sources[1] > 0,
+            state=state,
+            restored=restored,
             prefetches_next=predicts,
         )
-        return self.last, dataset_states
+        if persists and last is not None:
+            epoch.dataset_states = last.dataset_states  # its workers keep theirs
+        self._begin(epoch, sampler)
+        return epoch, dataset_states
 
-    def begin_again(self, spec: SamplingSpec) -> Epoch | None:
-        """Begin the last epoch again, if ``set_epoch`` has chosen another one since; None if it has not.
+    def _begin(self, epoch: Epoch, sampler: object) -> None:
+        """Go on to an epoch: all at once, as the handler of a signal may raise at any line."""
+        of_sampler = epoch_of(sampler)
+        vars(self).update(last=epoch, _number=epoch.number, _sampler_epoch=of_sampler, _chosen=None)
+
+    def begin_again(self, spec: SamplingSpec, epoch: Epoch) -> Epoch | None:
+        """Begin an epoch again, if ``set_epoch`` has chosen another one since; None if it has not.
 
         A resumed epoch stays what the state says. The order is drawn again as it was the first time.
+
+        Args:
+            epoch: The iterator's. If it is not the last one, another iterator has begun since.
         """
-        last, sampler = self.last, spec.index_sampler
-        if last is None or last.is_resumed:
+        again, sampler = self.last, spec.index_sampler
+        last = again and (again.replaces or again)
+        if again is None or last is None or last.is_resumed or epoch not in (last, again):
             return None
         of_sampler = epoch_of(sampler)
         is_moved = of_sampler != last.sampler_epoch
         chosen = of_sampler if is_moved and of_sampler is not None else self._chosen
-        self._chosen = None
-        if chosen is None or (chosen == self._number and not is_moved):
+        if again is not last:  # which was interrupted
+            chosen = again.number if chosen is None else chosen
+        elif chosen is None or (chosen == self._number and not is_moved):
+            self._chosen = None
             return None
+        assert chosen is not None
         state = {
             "base_seed": last.base_seed,
             "done": completed_to_plain(Completed()),
             "draw": last.draw.to_plain(),
         }
-        self._number = chosen
         _set_seeded(sampler, chosen)
-        self._sampler_epoch = epoch_of(sampler)
-        self.last = Epoch(
+        other = Epoch(
             spec, chosen, drawn_epoch=chosen, state=state, prefetches_next=last.prefetches_next
         )
-        self.last.dataset_states = last.dataset_states
-        return self.last
+        other.dataset_states, other.replaces = last.dataset_states, last
+        self._begin(other, sampler)
+        return other
 
     def _choice(self, sampler: object) -> int | None:
         """The epoch that ``set_epoch`` of sampler or loader has chosen since the last one began; None if none has."""

@@ -6,6 +6,7 @@ interrupted yet, once in each call. The program goes on, and gets what it would 
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import multiprocessing
@@ -31,7 +32,8 @@ from torch.utils.data import (
 
 import minato
 from minato import DataLoader, ErrorPolicy
-from tests.datasets import wait_until
+from minato.sampling.epoch import Epoch
+from tests.datasets import Draws, wait_until
 
 LENGTH, SIZE = 51, 2
 TRACED = (os.path.dirname(minato.__file__), os.path.dirname(torch.utils.data.__file__))
@@ -142,6 +144,10 @@ class Interrupter:
         finally:
             sys.settrace(None)
             self._armed = False
+
+    def rest(self) -> None:
+        """Raise no more in the present call."""
+        self._armed = False
 
     def _trace(self, frame: Any, event: str, argument: object) -> Any:
         name = frame.f_code.co_filename
@@ -262,6 +268,202 @@ def test_close_is_interrupted(kind: str) -> None:
             next(iterator)
         loader.close()
     assert interrupter.raised
+
+
+# ---- which epoch it is ------------------------------------------------------------------------
+
+NUMBERED: dict[str, Callable[[], dict[str, Any]]] = {
+    "inline": dict,
+    "persistent threads": lambda: {**THREADS, "persistent_workers": True},
+    "persistent": lambda: {"num_workers": 2, "persistent_workers": True},
+    "distributed": lambda: {"sampler": DistributedSampler(range(DRAWN), 1, 0)},
+}
+DRAWN = 8
+
+
+def drawing(**options: Any) -> DataLoader[Any]:
+    order = {} if "sampler" in options else {"shuffle": True}
+    # Threads share the generators from which the program draws.
+    kind = Draws if "workers" not in options else Rows
+    return DataLoader(kind(DRAWN), 4, **{"seed": 3, **order, **options})
+
+
+class Rows(Draws):
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index)]
+
+
+def choose(loader: Any, number: int) -> None:
+    by_sampler = isinstance(loader.sampler, DistributedSampler)
+    (loader.sampler if by_sampler else loader).set_epoch(number)
+
+
+def drawn(iterator: Any) -> list[Any]:
+    """Order and random numbers of one epoch."""
+    return [[part.tolist() for part in batch] for batch in iterator]
+
+
+class Numbered:
+    """The epochs of a loader, each begun with an interruption; what the same loader gives without any."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, chance: float, **options: Any) -> None:
+        self.interrupter = Interrupter(chance)
+        self._options = options
+        self._known: dict[int, Any] = {}
+        has_begun = Epoch.has_begun
+
+        def begun(epoch: Epoch) -> None:
+            has_begun(epoch)
+            self.interrupter.rest()  # the next one would be another
+
+        monkeypatch.setattr(Epoch, "has_begun", begun)
+
+    def expected(self, number: int) -> Any:
+        if number not in self._known:
+            loader = drawing(**{**self._options, "num_workers": 0, "persistent_workers": False})
+            choose(loader, number)
+            self._known[number] = drawn(loader)
+        return self._known[number]
+
+    def begin(self, loader: Any, kind: str) -> Any:
+        try:
+            return self.interrupter.call(lambda: iter(loader), kind)
+        except KeyboardInterrupt:
+            return None
+
+    def first(self, iterator: Any, kind: str) -> Any:
+        try:
+            return self.interrupter.call(lambda: next(iterator), kind)
+        except KeyboardInterrupt:
+            return next(iterator)
+
+    def rest_of(self, iterator: Any, first: Any) -> Any:
+        return [*drawn([first]), *drawn(iterator)]
+
+
+CHOSEN = "before", "after", "between"
+"""When ``set_epoch`` is called: before an interrupted ``iter()``, after it, or between it and another one."""
+CHOICES = "", *CHOSEN, "copy"
+
+
+def numbers(epochs: Numbered, make: Callable[[], Any], most: int) -> None:
+    """Each epoch follows the one before, is chosen before ``iter()``, or before the first batch."""
+    expected = -1
+    loader = make()
+    for count in range(most):
+        raised = epochs.interrupter.raised
+        for choice in CHOICES:
+            if choice not in CHOSEN and isinstance(loader.sampler, DistributedSampler):
+                continue  # its order stays
+            expected += 1
+            if choice == "before":
+                expected += 3
+                choose(loader, expected)
+            iterator = epochs.begin(loader, choice)
+            if choice == "copy" and iterator is None and not loader.persistent_workers:
+                loader = copy.copy(loader)
+            if choice == "between":
+                expected += 2
+                choose(loader, expected)
+            iterator = iterator or iter(loader)
+            if choice == "after":
+                expected += 5
+                choose(loader, expected)
+            first = epochs.first(iterator, choice)
+            where = epochs.interrupter.where
+            assert epochs.rest_of(iterator, first) == epochs.expected(expected), where
+            coverage = loader.coverage()
+            assert (coverage.epoch, coverage.complete) == (expected, True), where
+        if epochs.interrupter.raised == raised:
+            assert count > 3
+            break
+    loader.close()
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_an_interrupted_iter_begins_the_same_epoch_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = NUMBERED[kind]()
+    epochs = Numbered(monkeypatch, 0.1, **options)
+    numbers(epochs, lambda: drawing(**options), 4)
+    assert epochs.interrupter.raised > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_an_iter_that_is_interrupted_anywhere_begins_the_same_epoch_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = NUMBERED[kind]()
+    epochs = Numbered(monkeypatch, 0.2, **options)
+    numbers(epochs, lambda: drawing(**options), 40 if kind == "persistent" else 200)
+    assert epochs.interrupter.raised > 50
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3], ids=["unfinished", "all batches", "finished"])
+def test_an_interrupted_iter_keeps_the_state_that_it_was_to_resume(
+    stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of the generator which the loader draws from."""
+
+    def resumed(state: Any) -> DataLoader[Any]:
+        torch.manual_seed(5)
+        generator = torch.Generator().manual_seed(2)
+        loader = DataLoader(Draws(DRAWN), 4, shuffle=True, generator=generator)
+        if state is not None:
+            loader.load_state_dict(copy.deepcopy(state))
+        return loader
+
+    whole = resumed(None)
+    iterator = iter(whole)
+    for _ in range(stop):
+        next(iterator, None)
+    state = whole.state_dict()
+    expected = drawn(resumed(state))
+    assert len(expected) == (2 if stop == 3 else 2 - stop)
+    epochs = Numbered(monkeypatch, 0.2)
+    for _ in range(40):
+        loader = resumed(state)
+        if epochs.begin(loader, "resumed") is None:
+            assert loader.state_dict() == state, epochs.interrupter.where
+        assert drawn(loader) == expected, epochs.interrupter.where
+    assert epochs.interrupter.raised > 30
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupted_iter_leaves_another_iterator_as_it_is(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epochs = Numbered(monkeypatch, 0.1)
+    for _ in range(2 if workers else 15):
+        loader = drawing(num_workers=workers)
+        older = iter(loader)
+        assert epochs.begin(loader, "newer") is None
+        first = next(older)
+        newer = iter(loader)
+        loader.set_epoch(5)
+        assert epochs.rest_of(older, first) == epochs.expected(0)
+        assert drawn(newer) == epochs.expected(5)
+        assert drawn(loader) == epochs.expected(6)
+
+
+def test_an_interrupted_iter_with_the_semantics_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epoch of the sampler is its number, too."""
+    sampler = DistributedSampler(range(DRAWN), 1, 0)  # type: ignore[arg-type]
+    epochs = Numbered(monkeypatch, 0.2)
+    orders = []
+    for number in range(3):
+        sampler.set_epoch(number)
+        orders.append(list(sampler))
+    loader = DataLoader(Rows(DRAWN), 4, sampler=sampler, compat="torch")
+    for number in range(20):
+        sampler.set_epoch(number % 3)
+        iterator = epochs.begin(loader, "") or iter(loader)
+        first = epochs.first(iterator, "first")
+        indices = [int(i) for batch in epochs.rest_of(iterator, first) for i in batch[0]]
+        assert (indices, loader.coverage().epoch) == (orders[number % 3], number % 3)
+    assert epochs.interrupter.raised > 20
 
 
 # ---- the program's own code -----------------------------------------------------------------
