@@ -136,8 +136,7 @@ class _Walk:
         for node in self._holders:  # which grows
             kind = self._kind(node.thing)
             if kind.container is None:
-                attributes = [*items_of(kind.dict_of(node.thing) or {}, dict)]
-                held = [*attributes, *kind.slots_of(node.thing)]
+                held = kind.attributes_of(node.thing)
                 nodes = [Node(value, node, f".{key}") for key, value in held]
             else:
                 held = items_of(node.thing, kind.container)
@@ -222,7 +221,7 @@ class _Walk:
     def _tuple_like(self, given: Any, items: list[Any]) -> Any:
         made = tuple.__new__(type(given), items)
         kind = self._kind(given)
-        for name, value in items_of(kind.dict_of(given) or {}, dict):
+        for name, value in kind.attributes_of(given):
             dict.__setitem__(cast(Any, kind.dict_of(made)), name, value)
         return made
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ __all__ = [
     "module_of",
     "mro_of",
     "name_of",
+    "parts_of",
     "path_of",
     "takes_lists",
     "vars_of",
@@ -42,6 +43,7 @@ name_of: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
 """Types whose items are looked at. The order of a set differs between processes."""
+_DESCRIPTORS = types.GetSetDescriptorType, types.MemberDescriptorType
 _TRIES = 3
 """How often a container that another thread changes is read."""
 _MOST_ITEMS = 1024
@@ -98,10 +100,10 @@ class Kind:
         self._slots: list[tuple[str, types.MemberDescriptorType]] = []
         for one in mro_of(kind):
             held = vars_of(one)
-            found = held.get("__dict__")
-            if self._dict_of is None and type(found) is types.GetSetDescriptorType:
+            found: Any = held.get("__dict__")
+            if self._dict_of is None and is_exactly(found, _DESCRIPTORS):
                 self._dict_of = found.__get__
-            if one is not functools.partial and module_of(one) != "builtins":
+            if "__slots__" in held:  # a class in C has members that show how it works
                 self._slots += [
                     (name, member)
                     for name, member in list(held.items())
@@ -134,6 +136,11 @@ class Kind:
         for name, member in self._slots:
             with suppress(AttributeError):  # not set
                 yield name, member.__get__(thing)
+
+    def attributes_of(self, thing: Any) -> list[tuple[Any, Any]]:
+        """Names and values of what an instance has now in its ``__dict__`` and in slots."""
+        held = self.dict_of(thing)
+        return [*([] if held is None else items_of(held, dict)), *self.slots_of(thing)]
 
     def set_attribute(self, thing: Any, name: str, value: object) -> None:
         """Set an attribute that an instance has."""
@@ -253,10 +260,11 @@ class Search:
     """Finds objects below some roots, the nearest first, each once.
 
     It looks at attributes of objects; at items of dictionaries, lists, tuples and deques; at arguments of partial
-    functions, at objects of methods, and at closures and defaults of functions. Containers of more than 1,024 items are
-    data. Of the objects of one class, and of the containers, under one attribute of a class, in however many objects,
-    it looks into the first 32 (and at 2,048 items of these containers); into the others only if it found something in
-    one of these. It ends after 20,000 values. Only counts decide, so that it finds the same in each process.
+    functions, at objects of methods, at closures and defaults of functions, and at the factories of dictionaries.
+    Containers of more than 1,024 items are data. Of the objects of one class, and of the containers, under one
+    attribute of a class, in however many objects, it looks into the first 32 (and at 2,048 items of these containers);
+    into the others only if it found something in one of these. It ends after 20,000 values. Only counts decide, so that
+    it finds the same in each process.
 
     Args:
         finds: Whether values of this kind are looked for; these are not looked into.
@@ -373,7 +381,7 @@ class Search:
             self._open_container(node, kind)
         if self._opens is not None and node.parent is not None and not self._opens(kind):
             return
-        for name, value in _parts_of(thing):
+        for name, value in parts_of(thing):
             self._offer(node, kind, name, value)
         if type(thing) is types.FunctionType:
             for each in self._of_function(thing):
@@ -457,8 +465,8 @@ _FUNCTIONS: dict[int, Callable[[Any], int]] = {
 """What functions that are alike have in common, by the id of their type."""
 
 
-def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of what functions, methods and partial functions hold."""
+def parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of what functions, methods, partial functions and default dictionaries hold."""
     if type(thing) is types.MethodType:
         yield ".__self__", thing.__self__
         yield ".__func__", thing.__func__
@@ -472,6 +480,9 @@ def _parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
         yield ".func", _PARTIAL["func"](thing)
         yield ".args", _PARTIAL["args"](thing)
         yield ".keywords", _PARTIAL["keywords"](thing)
+    elif issubclass(type(thing), defaultdict):
+        yield ".default_factory", _DEFAULT(thing)
 
 
 _PARTIAL = {name: vars(functools.partial)[name].__get__ for name in ("func", "args", "keywords")}
+_DEFAULT = vars(defaultdict)["default_factory"].__get__

@@ -10,12 +10,12 @@ import os
 import pickle
 import sys
 import warnings
-from collections import ChainMap, deque
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing import reduction
-from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType
+from types import FunctionType, MappingProxyType
 from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -33,6 +33,8 @@ from minato._compat import (
 from minato._core.read_only import ReadOnlyMemory, shared_base
 from minato._core.segment import Segment
 from minato._support.main_module import defined_under_guard
+from minato._support.objects import Kind, items_of, parts_of
+from minato._support.text import text_of, type_name
 from minato.errors import NotPicklableError
 
 __all__ = [
@@ -705,29 +707,16 @@ def _failure(value: object) -> Exception | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{_shown(key)}]", item) for key, item in list(dict.items(value)))
-    elif isinstance(value, (list, tuple, deque)):
-        yield from ((f"[{i}]", item) for i, item in enumerate(list(value)))
-    elif isinstance(value, functools.partial):
-        yield ".func", value.func
-        yield from ((f".args[{i}]", item) for i, item in enumerate(value.args))
-        yield from ((f".keywords[{key!r}]", item) for key, item in value.keywords.items())
-    elif isinstance(value, MethodType):
-        yield ".__self__", value.__self__
-    if isinstance(value, (type, FunctionType)):
+    """How an object holds others, and these."""
+    kind = Kind(type(value))
+    if issubclass(kind.kind, (type, FunctionType)):
         return
-    fields = {}
-    with suppress(AttributeError):
-        fields = object.__getattribute__(value, "__dict__")
-    yield from ((f".{key}", item) for key, item in list(fields.items()))
-    for cls in type(value).__mro__:
-        for key, slot in list(vars(cls).items()):
-            if isinstance(slot, MemberDescriptorType) and "__slots__" in vars(cls):
-                with suppress(AttributeError):  # it is not set
-                    yield f".{key}", slot.__get__(value)
+    if kind.container is not None:
+        yield from ((f"[{_shown(key)}]", item) for key, item in items_of(value, kind.container))
+    yield from parts_of(value)
+    yield from ((f".{name}", each) for name, each in kind.attributes_of(value))
 
 
 def _shown(key: object) -> str:
     """A key as text; only of types whose ``repr`` is not the program's."""
-    return repr(key) if type(key) in (str, int, bytes) else f"a {type(key).__qualname__}"
+    return text_of(key) if type(key) in (str, int, bytes) else f"a {type_name(key, full=True)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import io
 import multiprocessing
@@ -13,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import heap, resource_sharer
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -593,6 +594,29 @@ class Slotted:
 
     def __init__(self, one: Any) -> None:
         self.one = one
+
+    def method(self) -> None:
+        pass
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "[0]": lambda part: collections.deque([part]),
+    "[1][0]": lambda part: (1, [part]),
+    "['a']": lambda part: collections.OrderedDict(a=part),
+    "[a tuple]": lambda part: {(1, 2): part},
+    ".one": lambda part: SimpleNamespace(one=part),
+    ".keywords['end']": lambda part: functools.partial(print, end=part),
+    ".default_factory.args[0]": lambda part: collections.defaultdict(functools.partial(id, part)),
+    ".__self__.one": lambda part: Slotted(part).method,
+}
+
+
+@pytest.mark.parametrize("path", HOLDERS)
+def test_the_part_is_named(path: str) -> None:
+    holder = Holder(HOLDERS[path](Refusing()))
+    path = re.escape(f"dataset.held{path} cannot be pickled")
+    with pytest.raises(minato.NotPicklableError, match=f"^{path}.*not this one.*a Refusing:"):
+        pickling.check_picklable("dataset", holder)
 
 
 def test_a_socket_of_the_dataset_travels() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import pickle
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,8 @@ def test_where_generators_are_found() -> None:
     assert paths(Holder(a=[0, {"b": (Holder(c=one), one)}])) == ["it.a[1]['b'][1]"]
     assert paths(OrderedDict(a=deque([one]))) == ["it['a'][0]"]
     assert paths(functools.partial(print, 1, key=one)) == ["it.keywords['key']"]
+    assert paths(defaultdict(functools.partial(print, one))) == ["it.default_factory.args[0]"]
+    assert paths(SimpleNamespace(a=one)) == ["it.a"]
     assert paths(functools.partial(one.random)) == []  # a method of the C type
     assert paths(Holder(rng=one).__init__) == ["it.__self__.rng"]
     assert paths(closing_over(one)) == ["it.generator", f"{here}.MODULES_OWN"]
