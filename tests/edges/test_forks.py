@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import signal
 import socket
@@ -36,6 +35,7 @@ from minato.shared_pool.descriptors import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sqlite import SQLite
 from minato.workers import fork_server, process_pool, supervision
+from tests.pairwise import pairwise
 from tests.subprocesses import environment, started
 
 FORK = multiprocessing.get_context("fork")
@@ -259,8 +259,7 @@ class Case(NamedTuple):
         return "-".join(self)
 
 
-CASES = [case for case in map(Case._make, product(PLACES, ENDS, KINDS)) if case.is_possible]
-SAMPLED = {*random.Random(7).sample(CASES, 30)}
+CASES = pairwise(case for case in map(Case._make, product(PLACES, ENDS, KINDS)) if case.is_possible)
 
 
 def loader_of(case: Case, forking: Forking) -> DataLoader:
@@ -309,8 +308,8 @@ def epoch(case: Case, loader: DataLoader, forking: Forking) -> list[int]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=str(case), marks=() if case in SAMPLED else pytest.mark.slow)
-        for case in CASES
+        pytest.param(case, id=str(case), marks=() if number < 30 else pytest.mark.slow)
+        for number, case in enumerate(CASES)
     ],
 )
 def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:

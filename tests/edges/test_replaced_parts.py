@@ -163,6 +163,13 @@ LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
+def put(part: tuple[Any, str, Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace a part; returns the arguments of the loader."""
+    owner, name, value, arguments = part
+    monkeypatch.setattr(owner, name, value)
+    return arguments
+
+
 def expected(dataset: Any, arguments: dict[str, Any], options: dict[str, Any]) -> list[str]:
     """Batches of torch's loader, as text; without workers for threads."""
     known = ("num_workers", "multiprocessing_context")
@@ -175,9 +182,7 @@ def expected(dataset: Any, arguments: dict[str, Any], options: dict[str, Any]) -
 def test_what_a_program_has_put_in_the_place_of_a_part_is_used(
     part: str, loader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name, value, arguments = USED[part]
-    monkeypatch.setattr(owner, name, value)
-    options = LOADERS[loader]
+    arguments, options = put(USED[part], monkeypatch), LOADERS[loader]
     batches = [str(batch) for batch in DataLoader(Numbers(6), **arguments, **options)]
     wanted = expected(Numbers(6), arguments, options)
     if loader == "batch":
@@ -201,9 +206,7 @@ def told(is_told: bool) -> Iterator[None]:
 def test_torchs_engine_uses_the_other_parts(
     part: str, loader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name, value, arguments = TORCHS[part]
-    monkeypatch.setattr(owner, name, value)
-    options = LOADERS[loader]
+    arguments, options = put(TORCHS[part], monkeypatch), LOADERS[loader]
     has_workers = "num_workers" in options
     needed = not (
         ("without" in part and has_workers) or ("with workers" in part and not has_workers)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from minato._core import EventCount, Ledger
-from minato._core.codes import MUST_COLLATE, SAMPLE_BLOB
+from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, SKIP_BLOB, STATE_BLOB
 from minato._core.segment import Segment
 from minato.sampling.index_batches import IndexBatches
 from minato.scheduling.assignment import AnyWorker
@@ -248,3 +248,60 @@ class Bench:
     def always_work(self, times: int = 1000) -> None:
         """Let the workers do everything whenever the consumer waits."""
         self.pool.script = [self.work_all] * times
+
+
+class Sink:
+    """Takes what a worker makes, and writes down what it is given."""
+
+    def __init__(self, bench: Bench, collates: bool = False) -> None:
+        self.collates = collates
+        self.handover_ns = 0.0
+        self.keeps_batches = False
+        self.journal: list[Any] = []
+        self._ledger = bench.ledger
+
+    def note_types(self, samples: list[Any]) -> None:
+        pass
+
+    def write_run(
+        self,
+        batch: int,
+        k: int,
+        place: int,
+        samples: list[Any],
+        indices: Any = (),
+        whole: bool = False,
+    ) -> None:
+        self.journal.append(("samples", k, samples))
+        for i in range(len(samples)):
+            self._ledger.attach(place + i, 64 | SAMPLE_BLOB, 0)
+
+    def write_batch(self, batch: int, samples: list[Any]) -> None:
+        raise AssertionError("that is for streams")
+
+    write_end = write_batch
+
+    def write_error(
+        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
+    ) -> None:
+        self.journal.append(("error", key, str(error)))
+        self._ledger.attach(place, 64 | ERROR_BLOB, 0)
+
+    def write_collated(
+        self, batch: int, samples: list[Any], skipped: Sequence[int] = (), state: Any = None
+    ) -> None:
+        self.journal.append(("collated", samples))
+        if state is not None:
+            self.journal.append(("state", state[1]()))
+            self._ledger.attach(state[0], 64 | STATE_BLOB, 0)
+        for place in skipped:
+            self._ledger.attach(place, SKIP_BLOB, 0)
+        self._ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
+
+    def publish_if_full(self, batch: int, outcome: int) -> None:
+        if outcome == MUST_COLLATE:
+            self.publish_collated(batch)
+
+    def publish_collated(self, batch: int) -> None:
+        self.journal.append("collate")
+        self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)

@@ -241,10 +241,10 @@ except Exception as error:
 """
 
 
-def test_a_listing_that_panics_dies_or_hangs_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"1")
+def run_alone(script: str, folder: Path) -> None:
+    """Run a script in a process of its own; it must write nothing to stderr."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LISTED, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", script, str(folder)],
         capture_output=True,
         text=True,
         check=False,
@@ -252,6 +252,11 @@ def test_a_listing_that_panics_dies_or_hangs_is_an_error(tmp_path: Path) -> None
         cwd=Path(__file__).parents[2],
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_listing_that_panics_dies_or_hangs_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    run_alone(LISTED, tmp_path)
 
 
 FORKS = """
@@ -279,15 +284,7 @@ else:
 def test_forked_workers_read_unless_their_parent_did(tmp_path: Path) -> None:
     for i in range(20):
         (tmp_path / name_of(i)).write_bytes(record(i))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-        cwd=Path(__file__).parents[2],
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_alone(FORKS, tmp_path)
 
 
 def test_the_keys_of_a_tar_of_nothing(tmp_path: Path) -> None:

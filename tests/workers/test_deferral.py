@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from minato import DataLoader
 from minato._core import EventCount, Ledger
-from minato._core.codes import ERROR_BLOB, MUST_COLLATE, READY, SAMPLE_BLOB
+from minato._core.codes import READY
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
 from minato.observe.stats.costs import Meters
@@ -29,7 +29,7 @@ from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 from tests.datasets import TOO_MANY_WORKERS, Numbers, three_draws
-from tests.scheduling.fakes import Bench
+from tests.scheduling.fakes import Bench, Sink
 
 SIZE, BATCH = 24, 4
 SEED = 7
@@ -173,40 +173,25 @@ class Keyed:
         return key, Grids()[key]
 
 
-class Sink:
-    """Keeps what comes to each place."""
+class KeyedSink(Sink):
+    """Also keeps the sample of each key."""
 
     def __init__(self, bench: Bench) -> None:
-        self.collates = self.keeps_batches = False
-        self.handover_ns = 0.0
+        super().__init__(bench)
         self.run_again: Any = None
         self.samples: dict[int, Any] = {}
-        self.errors: list[tuple[Any, str]] = []
-        self._ledger = bench.ledger
+
+    @property
+    def errors(self) -> list[tuple[Any, str]]:
+        return [entry[1:] for entry in self.journal if entry[0] == "error"]
 
     def write_run(
-        self,
-        batch: int,
-        k: int,
-        place: int,
-        samples: list[Any],
-        indices: Any = (),
-        whole: bool = False,
+        self, batch: int, k: int, place: int, samples: list[Any], *more: Any, **given: Any
     ) -> None:
-        for i, (key, value) in enumerate(samples):
+        for key, value in samples:
             assert key not in self.samples
             self.samples[key] = value.copy()
-            self._ledger.attach(place + i, 64 | SAMPLE_BLOB, 0)
-
-    def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
-    ) -> None:
-        self.errors.append((key, str(error)))
-        self._ledger.attach(place, 64 | ERROR_BLOB, 0)
-
-    def publish_if_full(self, batch: int, outcome: int) -> None:
-        if outcome == MUST_COLLATE:
-            self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
+        super().write_run(batch, k, place, samples, *more, **given)
 
 
 def straight(steps: list[Any], binds: bool) -> dict[int, Any]:
@@ -237,7 +222,7 @@ class Case:
         self.bench = Bench(order, max_lag=8, fixed=SIZE // BATCH, workers=workers)
         self.calls: Counter[Any] = Counter()
         self.meters = Meters(len(steps))
-        self.sink = Sink(self.bench)
+        self.sink = KeyedSink(self.bench)
         self.share = chance.random()
         chain = Transforms(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
         self.hire = lambda number: self._worker(number, chain, chance, mean_ns)

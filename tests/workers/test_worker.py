@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from minato._core import EventCount
-from minato._core.codes import (
-    ERROR_BLOB,
-    MUST_COLLATE,
-    READY,
-    SAMPLE_BLOB,
-    SKIP_BLOB,
-    STATE_BLOB,
-)
+from minato._core.codes import READY
 from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
 from minato.workers.active_workers import ActiveWorkers
@@ -23,64 +16,7 @@ from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
-from tests.scheduling.fakes import Bench
-
-
-class Sink:
-    """Writes down what it is given."""
-
-    def __init__(self, bench: Bench, collates: bool) -> None:
-        self.collates = collates
-        self.handover_ns = 0.0
-        self.keeps_batches = False
-        self.journal: list[Any] = []
-        self._ledger = bench.ledger
-
-    def note_types(self, samples: list[Any]) -> None:
-        pass
-
-    def write_run(
-        self,
-        batch: int,
-        k: int,
-        place: int,
-        samples: list[Any],
-        indices: Any = (),
-        whole: bool = False,
-    ) -> None:
-        self.journal.append(("samples", k, samples))
-        for i in range(len(samples)):
-            self._ledger.attach(place + i, 64 | SAMPLE_BLOB, 0)
-
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
-        raise AssertionError("that is for streams")
-
-    write_end = write_batch
-
-    def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
-    ) -> None:
-        self.journal.append(("error", key, str(error)))
-        self._ledger.attach(place, 64 | ERROR_BLOB, 0)
-
-    def write_collated(
-        self, batch: int, samples: list[Any], skipped: Sequence[int] = (), state: Any = None
-    ) -> None:
-        self.journal.append(("collated", samples))
-        if state is not None:
-            self.journal.append(("state", state[1]()))
-            self._ledger.attach(state[0], 64 | STATE_BLOB, 0)
-        for place in skipped:
-            self._ledger.attach(place, SKIP_BLOB, 0)
-        self._ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
-
-    def publish_if_full(self, batch: int, outcome: int) -> None:
-        if outcome == MUST_COLLATE:
-            self.publish_collated(batch)
-
-    def publish_collated(self, batch: int) -> None:
-        self.journal.append("collate")
-        self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
+from tests.scheduling.fakes import Bench, Sink
 
 
 class Bad(list):
