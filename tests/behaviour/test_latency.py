@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 import sqlite3
 import time
@@ -18,7 +19,7 @@ import minato
 from minato.caching import DiskCache, MemoryCache
 from minato.sources.retry import Retry
 from minato.sources.sqlite import SQLite
-from tests.selection import mostly_slow
+from tests.pairwise import pairwise
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
 
@@ -107,30 +108,34 @@ def hashes(dataset: SQLite, **arguments: Any) -> list[list[str]]:
     return found
 
 
-WORKERS: list[dict[str, Any]] = [
-    {"num_workers": 0},
-    {"num_workers": 2},
-    {"num_workers": 3, "persistent_workers": True},
-]
+WORKERS: dict[str, dict[str, Any]] = {
+    "in-line": {"num_workers": 0},
+    "processes": {"num_workers": 2},
+    "persistent": {"num_workers": 3, "persistent_workers": True},
+}
 
 
-@pytest.mark.parametrize("kind", mostly_slow([Unsteady, UnsteadyLater]))
-@pytest.mark.parametrize("workers", WORKERS, ids=["in-line", "processes", "persistent"])
+FETCH: dict[str, Any] = {
+    "1": 1,
+    "7": 7,
+    "all": minato.FetchOptions(4, max_in_flight=6, slow_start=2, hedge_percentile=70),
+}
+
+
 @pytest.mark.parametrize(
-    "fetch_concurrency",
-    [1, 7, minato.FetchOptions(4, max_in_flight=6, slow_start=2, hedge_percentile=70)],
-    ids=["1", "7", "all"],
+    ("kind", "workers", "fetch"),
+    pairwise(itertools.product((Unsteady, UnsteadyLater), WORKERS, FETCH)),
 )
 def test_batches_do_not_depend_on_latency(
     kind: type[SQLite],
-    workers: dict[str, Any],
-    fetch_concurrency: Any,
+    workers: str,
+    fetch: str,
     database: Path,
     tmp_path: Path,
 ) -> None:
     expected = hashes(source(SQLite, database))
     assert len({batch for epoch in expected for batch in epoch}) == EPOCHS * -(-COUNT // BATCH)
-    how = {"order": "strict", "fetch_concurrency": fetch_concurrency, **workers}
+    how = {"order": "strict", "fetch_concurrency": FETCH[fetch], **WORKERS[workers]}
     assert hashes(source(kind, database), **how) == expected
     # Half of the first epoch fits; the second run finds it there.
     for _ in range(2):

@@ -25,6 +25,7 @@ from torch.utils.data import (
 
 from minato import DataLoader
 from tests.datasets import Draws, Numbers, Shuffled, flat, indices
+from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.subprocesses import run
 
@@ -606,13 +607,21 @@ class Both(Cursors):
 STREAMS = [Shared, Drawing, Steps, Cursors, Both]
 
 
-@pytest.mark.parametrize("drop_last", mostly_slow([False, True]))
-@pytest.mark.parametrize("num_workers", mostly_slow([3, 0, 1]))
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    ("stream", "num_workers", "drop_last"),
+    mostly_slow(
+        pairwise(
+            (stream, num_workers, drop_last)
+            for stream, num_workers, drop_last in itertools.product(
+                STREAMS, (0, 1, 3), (False, True)
+            )
+            # In this process its draws are the program's own.
+            if not (stream is Drawing and num_workers == 0)
+        ),
+        quick=5,
+    ),
+)
 def test_iterable_datasets(stream: Any, num_workers: int, drop_last: bool) -> None:
-    if stream is Drawing and num_workers == 0:
-        pytest.skip("in this process its draws are the program's own")
-
     def loader() -> Any:
         generator = torch.Generator().manual_seed(8)
         return DataLoader(

@@ -15,6 +15,7 @@ from torch.utils.data import ChainDataset, IterableDataset, get_worker_info
 
 import minato
 from tests.datasets import forked
+from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 
 TORCH = torch.utils.data.DataLoader
@@ -103,27 +104,31 @@ def first_in_line(values: Any) -> Any:
     return len(values)
 
 
+DATASETS = {"drawn": Drawn(), "shared": Shared(23), "uneven": Uneven()}
+# Which worker has how many samples decides most: a dataset with its workers counts as one value.
 SHAPES = [
-    {"batch_size": size, "drop_last": drop, "num_workers": workers, "persistent_workers": stay}
+    (split, size, drop, stay)
+    for split in itertools.product(DATASETS, (0, 1, 3))
     for size in (None, 1, 4)
     for drop in (False, True)
-    for workers in (0, 1, 3)
     for stay in (False, True)
-    if not (size is None and drop) and not (workers == 0 and stay)
+    if not (size is None and drop) and not (split[1] == 0 and stay)
 ]
 
 
-def name(shape: dict[str, Any]) -> str:
-    return "-".join(str(value) for value in shape.values())
-
-
-@pytest.mark.parametrize("shape", mostly_slow(SHAPES, quick=3), ids=name)
 @pytest.mark.parametrize(
-    "dataset", mostly_slow([Drawn(), Shared(23), Uneven()]), ids=lambda d: type(d).__name__
+    ("split", "size", "drop", "stay"), mostly_slow(pairwise(SHAPES), quick=3), ids=str
 )
-def test_same_as_torch(dataset: Any, shape: dict[str, Any]) -> None:
+def test_same_as_torch(split: tuple[str, int], size: int | None, drop: bool, stay: bool) -> None:
     """Whole epochs and broken-off ones, with all that is drawn in the workers."""
+    dataset: Any = DATASETS[split[0]]
     own = {} if isinstance(dataset, IterableDataset) else {"compat": "torch"}
+    shape = {
+        "batch_size": size,
+        "drop_last": drop,
+        "num_workers": split[1],
+        "persistent_workers": stay,
+    }
     for take in (None, 2):
         expected = epochs(TORCH, dataset, take, **shape)
         assert epochs(minato.DataLoader, dataset, take, **shape, **own) == expected

@@ -207,7 +207,7 @@ SWEEP = [
     pytest.param(workers, kind, bad, marks=[] if kind in QUICK[workers] else [pytest.mark.slow])
     for workers in WORKERS
     for kind in KEYS | (UNPICKLABLE if workers != "processes" else {})
-    for bad in (None, refuse)
+    for bad in (None, refuse)[kind not in QUICK[workers] :]
 ]
 
 

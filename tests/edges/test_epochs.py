@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader as TorchLoader
 import minato
 from minato import DataLoader
 from tests.datasets import Draws, Numbers, indices
+from tests.pairwise import pairwise
 
 SIZE, BATCH = 16, 4
 
@@ -104,7 +105,7 @@ def test_samples_see_what_the_loop_has_prepared(
 
 @pytest.mark.slow
 def test_samples_see_what_the_loop_has_prepared_in_every_way(tmp_path: Path) -> None:
-    for way in WAYS:
+    for way in pairwise(WAYS):
         check_what_samples_see(*way, tmp_path / "epoch")
 
 

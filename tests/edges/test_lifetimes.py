@@ -24,6 +24,7 @@ from minato import DataLoader
 from minato.caching import MemoryCache
 from minato.observe.report import at_exit
 from tests.datasets import TOO_MANY_WORKERS, Numbers
+from tests.pairwise import pairwise
 
 pytestmark = [
     pytest.mark.filterwarnings(TOO_MANY_WORKERS),
@@ -171,8 +172,7 @@ ALL = [
     and not (name == "auto" and pool in ("inline", "forkserver"))
     and not (name == "cached" and (dataset == "Stateful" or pool not in ("inline", "threads")))
 ]
-SOME = random.Random(5).sample([each for each in ALL if each[0] != "forkserver"], 16)
-MORE = random.Random(6).sample(ALL, 64)
+SOME = pairwise(each for each in ALL if each[0] != "forkserver")[:16]
 
 
 def run(cases: list[Any], folder: Path) -> None:
@@ -198,7 +198,7 @@ def test_cycles_through_the_dataset_are_collected(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_more_cycles_are_collected(tmp_path: Path) -> None:
-    run(MORE, tmp_path)
+    run(pairwise(ALL), tmp_path)
 
 
 def test_a_report_at_exit_keeps_no_dataset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
