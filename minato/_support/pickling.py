@@ -34,7 +34,7 @@ from minato._core.read_only import ReadOnlyMemory, shared_base
 from minato._core.segment import Segment
 from minato._support.main_module import defined_under_guard
 from minato._support.objects import Kind, items_of, parts_of
-from minato._support.text import text_of, type_name
+from minato._support.text import message_of, text_of, type_name
 from minato.errors import NotPicklableError
 
 __all__ = [
@@ -678,8 +678,8 @@ def check_picklable(name: str, value: object) -> None:
         else:
             break
     raise NotPicklableError(
-        f"{path} cannot be pickled, as it must be for workers that are not forked ({error}). It is a "
-        f"{type(value).__qualname__}: {_remedy(value)}."
+        f"{path} cannot be pickled, as it must be for workers that are not forked ({message_of(error)}). "
+        f"It is a {type(value).__qualname__}: {_remedy(value)}."
     ) from error
 
 

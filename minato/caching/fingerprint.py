@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from minato._support.counters import Counters
-from minato._support.text import printable
+from minato._support.text import message_of, printable, type_name
 from minato.sharing import SharedDict, SharedList
 
 __all__ = ["fingerprint"]
@@ -217,8 +217,8 @@ class _Walk:
             raise
         except Exception as error:
             raise TypeError(
-                f"an object of type {kind.__module__}.{kind.__qualname__} has no fingerprint, as it cannot be pickled "
-                f"({type(error).__name__}: {printable(str(error))[:200]}): {_REMEDY}"
+                f"an object of type {type_name(value, module=True)} has no fingerprint, as it cannot be pickled "
+                f"({type(error).__name__}: {printable(message_of(error))[:200]}): {_REMEDY}"
             ) from error
         if isinstance(reduced, str):
             yield self.digest(reduced)
@@ -330,8 +330,10 @@ def _place(code: CodeType) -> tuple[object, ...]:
     places = []
     if sys.version_info >= (3, 11):
         places = [place for place in code.co_positions() if None not in place and place[3]]
-    if not places:  # Python keeps none
-        constants = tuple(each for each in code.co_consts if not isinstance(each, CodeType))
+    if not places:  # Python keeps none: what the function does stands for it
+        constants = [
+            _place(each) if isinstance(each, CodeType) else each for each in code.co_consts
+        ]
         return code.co_firstlineno, code.co_code, code.co_names, constants
     starts = [(line, column) for line, _, column, _ in places]
     ends = [(line, column) for _, line, _, column in places]

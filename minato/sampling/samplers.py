@@ -23,6 +23,7 @@ from torch.utils.data import (
 from minato._compat import EndlessSampler
 from minato._core import Occurrences, mix_seed
 from minato._support.objects import attribute, is_exactly
+from minato._support.text import message_of
 from minato._support.values import integer_of
 from minato.observe.stats.size import length_of
 from minato.sampling.cost_batches import CostBatchSampler
@@ -221,7 +222,7 @@ def independent(sampler: Any, dataset: object) -> Any:
         except Exception as error:
             raise ValueError(
                 f"an epoch of its own needs a copy of the sampler, and a {type(sampler).__name__} cannot be copied "
-                f"({type(error).__name__}: {error}): give the class a __deepcopy__"
+                f"({type(error).__name__}: {message_of(error)}): give the class a __deepcopy__"
             ) from error
     found = copy.copy(sampler)
     for name, value in vars(found).items():

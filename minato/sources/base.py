@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch.utils.data import Dataset
 
 from minato._support.counters import Counters
-from minato._support.text import printable
+from minato._support.text import message_of, printable
 from minato.errors import MinatoError
 from minato.sources.retry import Retry
 
@@ -78,7 +78,7 @@ class KeyedSource(Dataset[Any], ABC):
 
     def _describe(self, error: Exception) -> str:
         """The text of an error of the library, for messages."""
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {message_of(error)}"
 
     def close(self) -> None:
         """Close the connections of this process; the next read opens new ones."""
@@ -184,6 +184,5 @@ class KeyedSource(Dataset[Any], ABC):
         try:
             return self._decode(value)
         except Exception as error:
-            raise SourceError(
-                f"{self!r} cannot decode key {key!r}: {type(error).__name__}: {printable(str(error), lines=True)}"
-            ) from error
+            said = f"{type(error).__name__}: {printable(message_of(error), lines=True)}"
+            raise SourceError(f"{self!r} cannot decode key {key!r}: {said}") from error

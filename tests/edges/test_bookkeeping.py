@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from minato import DataLoader, ErrorPolicy
+from minato._support.pickling import check_picklable
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
-from minato.errors import MinatoWarning
+from minato.caching.fingerprint import fingerprint
+from minato.errors import MinatoError, MinatoWarning, NotPicklableError
 from minato.observe.observers import Observers
 from minato.observe.stats.costs import CostHistoryStore
 from minato.observe.stats.epoch_log import EpochLog
@@ -29,6 +31,10 @@ from minato.observe.stats.size import length_of
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.track import EventFile
 from minato.sampling.coverage import index_hash
+from minato.sampling.samplers import independent
+from minato.sources.base import KeyedSource, SourceError
+from minato.sources.ingest import ingest
+from minato.sources.ingest.tables import SQLiteStore
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import index_word
 from tests.datasets import Numbers, forked
@@ -433,6 +439,55 @@ def test_exceptions_of_any_behaviour(kind: str, workers: str, tmp_path: Path) ->
         assert len(record["message"]) <= 1 << 16
         assert loader.report().run.errors.unrecorded == 0
         check_views(loader)
+
+
+class Fails:
+    """Raises an error when it is called, pickled or copied."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def _raise(self, *_: object) -> Any:
+        raise self.error
+
+    __call__ = __reduce_ex__ = __deepcopy__ = _raise
+
+
+class Letters(KeyedSource):
+    def _fetch(self, key: str) -> str:
+        return key
+
+    def _list(self) -> list[str]:
+        return ["a"]
+
+
+def decodes(fails: Fails, folder: Path) -> object:
+    return Letters(None, fails, None)[0]
+
+
+def encodes(fails: Fails, folder: Path) -> object:
+    return ingest(
+        iter([1]), SQLiteStore(folder / "rows.db"), encode=fails, journal=folder / "journal"
+    )
+
+
+WRAPPED: dict[str, tuple[type[Exception], str, Callable[[Fails, Path], object]]] = {
+    "decode": (SourceError, "cannot decode key 'a'", decodes),
+    "encode": (MinatoError, "with key 0 cannot be encoded", encodes),
+    "a fingerprint": (TypeError, "has no fingerprint", lambda fails, _: fingerprint(fails)),
+    "a pickle": (NotPicklableError, "^it cannot be", lambda fails, _: check_picklable("it", fails)),
+    "a copy": (ValueError, "cannot be copied", lambda fails, _: independent(fails, None)),
+}
+
+
+@pytest.mark.parametrize("what", WRAPPED)
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_that_names_another_is_made_whatever_that_does(
+    kind: str, what: str, tmp_path: Path
+) -> None:
+    expected, text, work = WRAPPED[what]
+    with pytest.raises(expected, match=text):
+        work(Fails(ERRORS[kind]()), tmp_path)
 
 
 def test_the_text_of_an_exception_that_cannot_be_sent_arrives() -> None:

@@ -419,6 +419,19 @@ def test_equal_objects_and_one_object_are_the_same() -> None:
     assert fingerprint(circle) != fingerprint(other)
 
 
+def without_columns(code: types.CodeType) -> types.CodeType:
+    """The code as a Python that keeps no columns has it."""
+    constants = (without_columns(c) if isinstance(c, types.CodeType) else c for c in code.co_consts)
+    return code.replace(co_linetable=b"", co_consts=tuple(constants))
+
+
+def test_functions_of_one_line_differ_by_what_they_do_without_columns() -> None:
+    functions = (lambda: 1, lambda: 2, lambda: (lambda x: x + 1), lambda: (lambda x: x + 2))  # fmt: skip
+    for function in functions:
+        function.__code__ = without_columns(function.__code__)
+    assert len(set(map(fingerprint, functions))) == len(functions)
+
+
 def test_indices_that_are_equal_are_one_entry() -> None:
     cache = MemoryCache(1 << 20, version="1")
     for sampler in ([0, 1], [np.int64(0), np.int32(1)]):

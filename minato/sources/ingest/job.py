@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch.utils.data import Dataset
 
-from minato._support.text import printable
+from minato._support.text import message_of, printable
 from minato.errors import MinatoError
 from minato.loader import DataLoader
 from minato.sources.ingest.encoding import as_bytes, as_row, digest
@@ -332,7 +332,7 @@ class _Chunks:
         except Exception as error:
             raise MinatoError(
                 f"the sample with key {self._key(chunk, number)!r} cannot be encoded: "
-                f"{type(error).__name__}: {printable(str(error), lines=True)}"
+                f"{type(error).__name__}: {printable(message_of(error), lines=True)}"
             ) from error
 
     def differences(self, done: Completed) -> tuple[int, list[str]]:
@@ -341,7 +341,8 @@ class _Chunks:
         try:
             found = self._store.read(done.chunk, keys)
         except Exception as error:
-            return len(keys), [f"{keys[0]!r} … ({type(error).__name__}: {printable(str(error))})"]
+            said = f"{type(error).__name__}: {printable(message_of(error))}"
+            return len(keys), [f"{keys[0]!r} … ({said})"]
         return len(keys), [
             repr(key)
             for key, value, written in zip(keys, found, done.digests, strict=True)

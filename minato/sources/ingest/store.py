@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar
 
+from minato._support.text import short
 from minato.sources.base import SourceError
 
 __all__ = ["ChangedValue", "Items", "SourceStore", "Store", "check_rows", "compare_rows"]
@@ -88,8 +89,7 @@ def _alike(one: object, other: object) -> bool:
 
 def _shown(value: object) -> str:
     """A value in a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return short(repr(value), _SHOWN)
 
 
 class Store(ABC):
