@@ -98,3 +98,26 @@ def test_processes_that_were_ended_for_memory_are_counted(groups):
     files = {"memory/x/memory.oom_control": first, "a/memory.events": second}
     groups(files, own="4:memory:/x\n0::/a\n")
     assert _system.memory_kills() == 5
+
+
+def test_the_disks_have_read_what_psutil_says() -> None:
+    disks = [psutil.disk_io_counters(nowrap=False)]
+    read = _system.disk_read_bytes()
+    disks.append(psutil.disk_io_counters(nowrap=False))
+    before, after = (0 if each is None else each.read_bytes for each in disks)
+    assert before <= read <= after
+
+
+def test_only_whole_disks_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = tmp_path / "diskstats"
+    rows = ["8 0 sda 9 0 40 1", "8 1 sda1 9 0 30 1", "72 0 cciss/c0d0 9 0 2 1"]
+    counters.write_text("\n".join(f"   {row} 0 0 0 0 0 0 0" for row in rows))
+    disks = tmp_path / "block"
+    monkeypatch.setattr(_system, "_DISKS", disks)
+    monkeypatch.setattr(_system, "_DISK_COUNTERS", counters)
+    assert _system.disk_read_bytes() == 0  # a container hides them
+    for name in ("sda", "cciss!c0d0"):
+        (disks / name).mkdir(parents=True)
+    assert _system.disk_read_bytes() == 42 * 512
+    counters.write_text("?")
+    assert _system.disk_read_bytes() == 0

@@ -52,11 +52,13 @@ class CostEstimate:
         mean_ns: Moving average of the cost of a sample.
         draws: Whether samples draw random numbers that are bound to them; None while this is unknown.
         watched: Number of samples that were watched for draws.
+        has_looked: Whether it looked for generators that its first sample made.
     """
 
     mean_ns: float = _FIRST_GUESS_NS
     draws: bool | None = None
     watched: int = 0
+    has_looked: bool = False
 
 
 Kinds: TypeAlias = tuple[type[BaseException], ...]
@@ -113,7 +115,6 @@ class Runner:
         self.meters = meters
         """What the runner measures."""
         self._total, self._slowest = meters.total, meters.slowest
-        self._looked_twice = False
         self._stage_runner = stage_runner
         self._failure = settings.failure
         self.in_main_process = settings.in_main_process
@@ -269,10 +270,11 @@ class Runner:
                 randomness.mark(unbind=False)
                 samples, error = run(None)
                 cost_estimate.watched += 1
-                if not self._looked_twice:
+                if not cost_estimate.has_looked:
                     # The first sample of a worker may make generators, which were not bound while it ran.
-                    self._looked_twice = True
-                    if randomness.look():
+                    makes_generators = randomness.look()
+                    cost_estimate.has_looked = True
+                    if makes_generators:
                         cost_estimate.draws = True
                         self._reset()
                         samples, error = run(binder())
@@ -280,7 +282,7 @@ class Runner:
                     cost_estimate.draws = True
                 elif cost_estimate.draws is None and cost_estimate.watched == _PROBES:
                     cost_estimate.draws = not randomness.watches
-        elif cost_estimate.draws is None and not (batch_size or self._looked_twice):
+        elif cost_estimate.draws is None and not (batch_size or cost_estimate.has_looked):
             with self._guard(randomness):
                 samples, error = self._run_first(position, epoch, indices, fetch, binder)
         else:
@@ -420,10 +422,11 @@ class Runner:
             return result
 
         assert self._randomness is not None
-        self._looked_twice = True
         bind = binder()
         samples, error = run(0, 1, bind)
-        if self._randomness.look():
+        makes_generators = self._randomness.look()
+        self.cost_estimate.has_looked = True
+        if makes_generators:
             self.cost_estimate.draws = True
             self._reset()
             bind = binder()

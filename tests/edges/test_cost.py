@@ -126,10 +126,14 @@ def test_iter_without_workers_looks_for_nothing(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Search, "run", counted_run)
     monkeypatch.delitem(sys.modules, "minato.sources.base", raising=False)
-    iterator = iter(DataLoader(Holds(boxes(100)), 2))
+    loader = DataLoader(Holds(boxes(100)), 2)
+    iterator = iter(loader)
     assert searched == []
     next(iterator)
-    assert searched
+    assert len(searched) == 2  # once more, for those that the first sample has made
+    list(iterator)
+    list(loader)
+    assert len(searched) == 3
 
 
 def test_of_many_that_are_alike_the_first_decide() -> None:
