@@ -10,6 +10,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,7 @@ __all__ = [
     "anonymous_log",
     "check_private",
     "cut_torn_line",
+    "gets_lock",
     "is_private",
     "open_lines",
     "open_regular",
@@ -35,6 +37,8 @@ __all__ = [
 PRIVATE = 0o600
 """Mode of files that hold keys, samples or texts of errors."""
 _CHUNK_BYTES = 4096
+_POLL_S = 0.01
+"""Between two looks at the lock of a file: flock() has no time limit."""
 
 _Path = str | os.PathLike[str]
 
@@ -105,6 +109,19 @@ def cut_torn_line(descriptor: int) -> None:
         end -= step
     if end < size:
         os.ftruncate(descriptor, end)
+
+
+def gets_lock(descriptor: int, patience_s: float) -> bool:
+    """Whether this process gets the exclusive lock of an open file before its patience ends."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(_POLL_S)
 
 
 def write_all(descriptor: int, data: bytes, path: _Path) -> None:

@@ -13,7 +13,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from minato._support.files import check_private, open_regular, write_all
+from minato._support.files import check_private, gets_lock, open_regular, write_all
 from minato._support.lmdb_environments import environment, one_at_a_time
 from minato.caching.base import Cache
 
@@ -25,8 +25,8 @@ _MAP_BYTES = 1 << 40
 _READERS = 4200
 """Most threads of all processes that read at one moment; a loader has up to 4096 workers."""
 _LOCK_FILE_BYTES = 64 * _READERS + 4096
-_PATIENCE_S, _POLL_S = 60.0, 0.01
-"""How long to wait for another process to open the cache, which takes milliseconds, and between two looks."""
+_PATIENCE_S = 60.0
+"""How long to wait for another process to open the cache, which takes milliseconds."""
 _SYNC_BYTES, _SYNC_S = 64 << 20, 30.0
 """How much a process writes, and for how long, before it has the disk keep it."""
 _PREFIX_BYTES = 16
@@ -221,8 +221,7 @@ class _Environment:
                 size = len(entry)
                 total = _number(to.get(_TOTAL, db=self._states)) + size
                 if total > quota_bytes:
-                    freed = self._evict(to, total - quota_bytes, key[:_PREFIX_BYTES], made_s)
-                    total -= freed
+                    total -= self._evict(to, total - quota_bytes, key[:_PREFIX_BYTES], made_s)
                     if total > quota_bytes:
                         to.abort()  # and keep what it would have replaced
                         return -1
@@ -358,19 +357,9 @@ def _locked(path: Path) -> Iterator[None]:
     """
     file = open_regular(path, os.O_RDWR | os.O_CREAT)
     try:
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise OSError(
-                        errno.EBUSY,
-                        f"Is held by another process for {_PATIENCE_S:.0f} s",
-                        str(path),
-                    ) from None
-            time.sleep(_POLL_S)  # flock() has no time limit
+        if not gets_lock(file, _PATIENCE_S):
+            reason = f"Is held by another process for {_PATIENCE_S:.0f} s"
+            raise OSError(errno.EBUSY, reason, str(path))
         try:
             yield
         finally:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minato._support.files import cut_torn_line, open_regular, write_all
+from minato._support.files import cut_torn_line, gets_lock, open_regular, write_all
 from minato.errors import MinatoError
 
 __all__ = ["Completed", "Journal", "JournalError"]
 
-
-_POLL_S = 0.05
 _LONGEST_HEAD_BYTES = 1 << 16
 
 
@@ -59,26 +55,14 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
-            self._lock(path, patience_s)
+            if not gets_lock(self._descriptor, patience_s):
+                raise JournalError(f"another ingest is writing {path}: wait for its end")
             self._check_head(about)
             cut_torn_line(self._descriptor)
             self._read()
         except BaseException:
             os.close(self._descriptor)
             raise
-
-    def _lock(self, path: Path, patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise JournalError(
-                        f"another ingest is writing {path}: wait for its end"
-                    ) from None
-            time.sleep(_POLL_S)  # flock() has no time limit
 
     def _check_head(self, about: dict[str, Any]) -> None:
         head = os.pread(self._descriptor, max(len(self._head), _LONGEST_HEAD_BYTES), 0)
