@@ -8,19 +8,19 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 __all__ = [
     "Borrower",
+    "Loans",
     "at_work",
+    "check_owner",
     "end_copy",
-    "foreign_workers",
     "forget_in_children",
     "held_off_forks",
     "interrupted_calls",
-    "lends_to_children",
     "renew_in_children",
     "starting_worker",
     "starts_worker",
@@ -103,24 +103,53 @@ def interrupted_calls() -> bool:
 # ---- memory ----
 
 
-class Borrower(Protocol):
-    """A process that may still read what its parent's memory held at a fork."""
+class Borrower:
+    """A process that may still read what its parent's memory held at a fork.
+
+    Attributes:
+        ended: Set by the pool that learns of its end; a child tells that itself.
+    """
+
+    ended = False
 
     def has_ended(self) -> bool:
         """Whether it cannot read any more."""
+        return self.ended
 
 
-class Lender(Protocol):
-    """An owner of memory that a forked child shares with its parent."""
+class Loans:
+    """What the program holds of some memory when it forks, kept until the child has ended.
 
-    def lent(self) -> list[Any]:
-        """Objects that keep what the program holds at present from being overwritten."""
+    Args:
+        leases: Refer to objects; as long as one lives, its part of the memory is not overwritten.
+    """
 
-    def keep(self, lent: list[Any], borrower: Borrower) -> None:
-        """Keep these objects until the borrower has ended."""
+    def __init__(self, leases: Mapping[int, weakref.ref[Any]]) -> None:
+        self._leases = leases
+        self._kept: dict[Borrower, list[Any]] = {}
+        self._owner = os.getpid()
+        _loans.add(self)
+
+    def held(self) -> list[Any]:
+        """The objects that live."""
+        if self._owner != os.getpid():
+            return []
+        return [held for lease in list(self._leases.values()) if (held := lease()) is not None]
+
+    def keep(self, held: list[Any], borrower: Borrower) -> None:
+        """Keep objects until the borrower has ended."""
+        self.settle()  # of a loader that rests, nothing else does
+        self._kept.setdefault(borrower, []).extend(held)
+
+    def settle(self) -> None:
+        """Drop what no child can read any more."""
+        if self._kept:
+            for borrower in list(self._kept):  # another thread may fork, and so add one
+                if borrower.has_ended():
+                    self._kept.pop(borrower, None)
 
 
-class _Child:
+class _Child(Borrower):
     """A forked child, and its own children: they keep one end of a pipe open until they end or run another program."""
 
     def __init__(self) -> None:
@@ -137,11 +166,12 @@ class _Child:
         _inherited.append(self)  # with the other end
 
     def has_ended(self) -> bool:
+        """Whether all have ended."""
         return bool(self._poll.poll(0))
 
 
-_lenders: weakref.WeakSet[Any] = weakref.WeakSet()
-_lent: list[tuple[Lender, list[Any]]] = []
+_loans: weakref.WeakSet[Loans] = weakref.WeakSet()
+_lent: list[tuple[Loans, list[Any]]] = []
 """During a fork: what the child shares."""
 _child: _Child | None = None
 """During a fork: the child to be."""
@@ -149,11 +179,6 @@ _inherited: list[_Child] = []
 """In a child: itself, as its parent sees it."""
 _worker = threading.local()
 """The borrower for which this thread starts a worker of ours."""
-
-
-def lends_to_children(lender: Lender) -> None:
-    """Have a lender keep what the program holds at a fork until the child has ended."""
-    _lenders.add(lender)
 
 
 @contextmanager
@@ -174,22 +199,26 @@ def starts_worker() -> bool:
 # ---- copies of workers and of their program ----
 
 
-def foreign_workers(owner: int) -> RuntimeError:
-    """The error of a forked child that uses workers of the process ``owner``."""
-    return RuntimeError(
-        f"this iterator and its workers belong to the process with pid {owner}, and a forked child (pid {os.getpid()}) "
-        "cannot go on with them: make a DataLoader of its own there"
-    )
+def check_owner(owner: int) -> None:
+    """Raise RuntimeError in a forked child that uses workers of the process ``owner``."""
+    if os.getpid() != owner:
+        raise RuntimeError(
+            f"this iterator and its workers belong to the process with pid {owner}, and a forked child (pid "
+            f"{os.getpid()}) cannot go on with them: make a DataLoader of its own there"
+        )
 
 
-def end_copy(error: BaseException | None) -> NoReturn:
-    """End this process, a copy of a worker that user code has forked, as Python ends a process.
+def end_copy(owner: int | None, error: BaseException | None) -> None:
+    """End this process, as Python ends a process, if it is a copy of a worker that user code has forked.
 
     Two processes must not be one worker: user code that forks returns to minato in both.
 
     Args:
+        owner: The worker's process; None: the main process, whose copies go on.
         error: What user code has raised here; None: it has returned.
     """
+    if owner is None or os.getpid() == owner:
+        return
     code: object = 0
     if isinstance(error, SystemExit):
         code = error.code
@@ -216,33 +245,28 @@ def _before() -> None:
     with _calls_changed:
         _forking = thread
         _calls_changed.wait_for(lambda: not _calls.keys() - {thread}, _PATIENCE_S)
-    _lent[:] = [(lender, lent) for lender in list(_lenders) if (lent := lender.lent())]
+    _lent[:] = [(loans, held) for loans in list(_loans) if (held := loans.held())]
     if _lent and not starts_worker():
         with suppress(OSError):  # no descriptor is left: what is lent is kept for good
             _child = _Child()
 
 
-class _Unknown:
-    """A child whose end cannot be noticed."""
-
-    def has_ended(self) -> bool:
-        return False
-
-
 def _in_parent() -> None:
     global _child, _forking
-    child, _child = _child, None
-    borrower: Borrower = getattr(_worker, "borrower", None) or child or _Unknown()
-    if child is not None:
-        child.begin_in_parent()
-    while _lent:
-        lender, lent = _lent.pop()
-        lender.keep(lent, borrower)
-    with _calls_changed:
-        _forking = None
-        _calls_changed.notify_all()
-    with suppress(RuntimeError):  # a signal's handler has interrupted _before
-        _lock.release()
+    try:
+        child, _child = _child, None
+        borrower: Borrower = getattr(_worker, "borrower", None) or child or Borrower()
+        if child is not None:
+            child.begin_in_parent()
+        while _lent:
+            loans, held = _lent.pop()
+            loans.keep(held, borrower)
+    finally:  # also if Ctrl-C comes here: other threads wait to fork
+        with _calls_changed:
+            _forking = None
+            _calls_changed.notify_all()
+        with suppress(RuntimeError):  # a signal's handler has interrupted _before
+            _lock.release()
 
 
 def _in_child() -> None:

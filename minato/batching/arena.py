@@ -13,7 +13,7 @@ import numpy as np
 
 from minato._core.limits import address_space_advice
 from minato._core.segment import Segment
-from minato._fork_safety import Borrower, foreign_workers, lends_to_children
+from minato._fork_safety import Loans, check_owner
 from minato.batching.pinned_slots import MemoryPinner, PinnedSlots, Slot
 
 __all__ = ["Arena", "ArenaCache", "Slot"]
@@ -83,18 +83,16 @@ class Arena:
         self._taken: set[Slot] = set()  # neither free nor leased
         self._leases: dict[int, _Lease] = {}  # by the slot's start
         self._ended: deque[_Lease] = deque()  # their slots are not free yet
-        self._lent: list[tuple[list[Any], Borrower]] = []  # views that forked children may read
+        self._loans = Loans(self._leases if self.shared else {})
         self._needed = 0.0
         self.num_slots = 0
         self.pinned_slots: PinnedSlots | None = None
         self.given_back: list[Slot] | None = None
-        if self.shared:
-            lends_to_children(self)
 
     @property
     def num_leased(self) -> int:
         """Number of slots that tensors of the program or of its forked children view."""
-        self._end_loans()
+        self._loans.settle()
         return len(self._leases) - len(self._ended)
 
     def acquire(self) -> Slot:
@@ -105,7 +103,7 @@ class Arena:
             RuntimeError: This is a forked child, and its parent acquires the same slots.
         """
         if self.shared and self.owner != os.getpid():
-            raise foreign_workers(self.owner)
+            check_owner(self.owner)
         self._settle()
         if self.pinned_slots is not None:
             for slot, used_bytes in self.pinned_slots.recycled():
@@ -189,28 +187,13 @@ class Arena:
 
     def _settle(self) -> None:
         """Free the slots whose leases have ended."""
-        self._end_loans()
+        self._loans.settle()
         while self._ended:
             lease = self._ended.popleft()
             if self.pinned_slots is not None:
                 self._returned(lease)
             elif self._ends(lease):
                 self._free(lease.slot, lease.used_bytes)
-
-    def lent(self) -> list[Any]:
-        """The views that the program holds; holding one keeps its slot."""
-        if self.owner != os.getpid():
-            return []
-        return [view for lease in list(self._leases.values()) if (view := lease()) is not None]
-
-    def keep(self, lent: list[Any], borrower: Borrower) -> None:
-        """Keep views until a forked child has ended."""
-        self._end_loans()  # of a loader that rests, nothing else does
-        self._lent.append((lent, borrower))
-
-    def _end_loans(self) -> None:
-        if self._lent:
-            self._lent = [each for each in self._lent if not each[1].has_ended()]
 
     def pin_slots(self, pinner: MemoryPinner) -> None:
         """Pin slots from now on, if they are not pinned already."""

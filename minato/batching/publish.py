@@ -73,7 +73,7 @@ class BatchPublisher:
         self._collate_fn = collate_in_own_memory if by_default else settings.collate_fn
         self._draws = not (by_default or settings.collate_fn is default_convert)
         self._lease = ledger.lease_words(settings.worker)
-        self._owner = os.getpid()
+        self._owner = None if settings.in_main_process else os.getpid()
         self.bind: Bind = lambda *_: nullcontext()
         self.run_again: RunAgain = lambda: None
 
@@ -165,13 +165,13 @@ class BatchPublisher:
                     result = self._collate_fn(given)
             else:
                 result = self._collate_fn(given)
-            self._end_copy(None)
+            end_copy(self._owner, None)
             offset, nbytes = self._blobs.put(batch, result, SAMPLE_BLOB, "result")
             return offset | SAMPLE_BLOB, nbytes
         except _NothingLeftError:
             return SKIP_BLOB, 0
         except settings.catches() as raised:
-            self._end_copy(raised)
+            end_copy(self._owner, raised)
             error: BaseException = raised
             if isinstance(error, StopIteration):
                 name = (
@@ -183,11 +183,6 @@ class BatchPublisher:
             return offset | ERROR_BLOB, nbytes
         finally:
             lease[0], lease[1], lease[2] = before
-
-    def _end_copy(self, error: BaseException | None) -> None:
-        """End this process if ``collate_fn`` has forked it from the worker's."""
-        if not self._settings.in_main_process and os.getpid() != self._owner:
-            end_copy(error)
 
     def _bound(self, batch: int) -> AbstractContextManager[None]:
         """Bind randomness to a batch: its content depends neither on its worker nor on what that has run before."""

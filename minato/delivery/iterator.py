@@ -18,7 +18,7 @@ from minato._compat import (
     pin_batch,
 )
 from minato._core import now_ns
-from minato._fork_safety import foreign_workers
+from minato._fork_safety import check_owner
 from minato._support.exceptions import not_the_end
 from minato.batching.pinned_slots import MemoryPinner
 from minato.delivery.accelerator import memory_pinner
@@ -202,7 +202,7 @@ class BatchIterator(TorchIterator):
     def _enter_child(self) -> None:
         """Continue in a forked child of the iterator's process, which has a copy of its own if there are no workers."""
         if self._num_workers > 0:
-            raise foreign_workers(self._owner)
+            check_owner(self._owner)
         if is_owned(self._turn) or not self._turn.acquire(blocking=False):
             raise RuntimeError(
                 "this process was forked while a thread was inside next() of this iterator, whose state here is "

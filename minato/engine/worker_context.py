@@ -328,11 +328,9 @@ def initialise(plan: WorkerPlan, number: int) -> Exception | None:
     except Exception as error:
         failure = error
     except BaseException as error:
-        if os.getpid() != owner:
-            end_copy(error)
+        end_copy(owner, error)
         raise
-    if os.getpid() != owner:  # worker_init_fn has forked this process
-        end_copy(failure)
+    end_copy(owner, failure)
     return failure
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
-from minato._fork_safety import Borrower, lends_to_children
+from minato._fork_safety import Loans
 from minato.batching.arena import Slot
 from minato.batching.layout import read_layout
 from minato.batching.reader import BatchReader, check_texts
@@ -130,30 +129,13 @@ class RemoteArena:
         self._store = SharedStore(segment)
         self._returned = returned
         self._leases: dict[int, weakref.ref[Any]] = {}
-        self._owner = os.getpid()
-        self._lent: list[tuple[list[Any], Borrower]] = []  # leases that forked children may read
-        lends_to_children(self)
+        self._loans = Loans(self._leases)
 
     @property
     def num_leased(self) -> int:
         """Number of slots whose batches are in use."""
-        self._settle()
+        self._loans.settle()
         return len(self._leases)
-
-    def lent(self) -> list[Any]:
-        """The leases that the program holds; holding one keeps its slot."""
-        if self._owner != os.getpid():
-            return []
-        return [lease for each in list(self._leases.values()) if (lease := each()) is not None]
-
-    def keep(self, lent: list[Any], borrower: Borrower) -> None:
-        """Keep leases until a forked child has ended."""
-        self._settle()
-        self._lent.append((lent, borrower))
-
-    def _settle(self) -> None:
-        if self._lent:
-            self._lent = [each for each in self._lent if not each[1].has_ended()]
 
     def holds(self, place: BatchDescriptor | Slot) -> bool:
         """Whether a slot, or a descriptor's slot with all its parts, lies in the memory."""
@@ -174,7 +156,7 @@ class RemoteArena:
         )
 
     def _open(self, descriptor: BatchDescriptor) -> Any:
-        self._settle()
+        self._loans.settle()
         start, end = descriptor.slot
         lease = self.segment.array[start:end]
         self._leases[start] = weakref.ref(lease, functools.partial(self._end, start))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
 from minato._core import EventCount
-from minato._fork_safety import foreign_workers
+from minato._fork_safety import check_owner
 from minato._support.threads import start_thread
 from minato.observe.trace.tracer import in_profile
 from minato.workers.pool import CpuUsage, thread_usage
@@ -105,8 +105,7 @@ class ThreadPool:
 
     def check(self) -> None:
         """Raise RuntimeError if a thread has ended unexpectedly, or this is a forked child, which has no threads."""
-        if not self._is_owner:
-            raise foreign_workers(self._owner)
+        check_owner(self._owner)
         ended = [self.threads[n].name for n in self._gone() if not self._may_leave(n)]
         if ended:
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(ended)} ended unexpectedly")
@@ -116,11 +115,6 @@ class ThreadPool:
 
     def _gone(self) -> list[int]:
         return [number for number, thread in enumerate(self.threads) if not thread.is_alive()]
-
-    @property
-    def _is_owner(self) -> bool:
-        # A child that the user forked has a copy of this pool, but no threads.
-        return os.getpid() == self._owner
 
 
 def _process_lives() -> bool:

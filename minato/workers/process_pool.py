@@ -34,7 +34,7 @@ from minato._compat import (
 )
 from minato._core import EventCount
 from minato._core.limits import explaining_limits
-from minato._fork_safety import foreign_workers, forget_in_children, starting_worker
+from minato._fork_safety import check_owner, forget_in_children, starting_worker
 from minato._support.pickling import holding_descriptors
 from minato.errors import warn
 from minato.observe.trace.tracer import in_profile
@@ -215,7 +215,7 @@ class ProcessPool:
         Raises:
             RuntimeError: This is a forked child, to which the workers do not belong.
         """
-        self._check_owner()
+        check_owner(self._owner)
         if self._to_start and not self._is_ending and self._has_work():
             if self._has_room():
                 self._start_next()
@@ -228,10 +228,6 @@ class ProcessPool:
         with in_profile("minato: wait for workers"):
             self._ready.wait(seen, timeout_s)
 
-    def _check_owner(self) -> None:
-        if os.getpid() != self._owner:
-            raise foreign_workers(self._owner)
-
     @property
     def _is_ending(self) -> bool:
         # A thread that still iterates must not replace workers that a shutdown ends.
@@ -239,7 +235,7 @@ class ProcessPool:
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError; during shutdown, do nothing."""
-        self._check_owner()
+        check_owner(self._owner)
         if self._is_ending:
             return
         while (ended := self._watch.first_ended()) is not None:

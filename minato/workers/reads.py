@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from minato._core import now_ns
-from minato._fork_safety import end_copy, foreign_workers
+from minato._fork_safety import check_owner, end_copy
 from minato._support.objects import attribute
 from minato._support.text import text_of
 from minato._support.threads import start_thread
@@ -161,18 +161,11 @@ class FinishedReads:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a read has finished; returns whether one has."""
-        self._check_owner()
+        check_owner(self._owner)
         return self._any_done.wait(timeout_s)
 
-    def _check_owner(self) -> None:
-        if os.getpid() != self._owner:  # a forked child has none of the threads
-            raise foreign_workers(self._owner)
-
     def _finish(self, read: Read) -> None:
-        if (
-            os.getpid() != self._owner
-        ):  # the read has forked this process, in which no worker waits for it
-            end_copy(read.error)
+        end_copy(self._owner, read.error)  # in which no worker waits for the read
         read.duration_ns = now_ns() - read.started_ns
         self._done.append(read)
         self._any_done.set()
@@ -193,7 +186,7 @@ class ThreadReads(FinishedReads):
 
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
-        self._check_owner()
+        check_owner(self._owner)
         self.outstanding += 1
         self._ask(read)
 
@@ -265,7 +258,7 @@ class BegunReads(ThreadReads):
 
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
-        self._check_owner()
+        check_owner(self._owner)
         self.outstanding += 1
         with self._lock:
             if not self._free:
@@ -336,7 +329,7 @@ class CoroutineReads(FinishedReads):
 
     def submit(self, read: Read) -> None:
         """Start a read; reads beyond the limit wait in a queue."""
-        self._check_owner()
+        check_owner(self._owner)
         if self._loop is None:
             loop = asyncio.new_event_loop()
             self._thread = threading.Thread(

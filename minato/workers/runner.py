@@ -357,7 +357,7 @@ class Runner:
             epoch,
             self._catches(),
         )
-        self._end_copy(error)
+        end_copy(self._owner, error)
         self.durations[0] += deferred.active_ns
         self._record(samples, [deferred.key], epoch)
         return samples, error
@@ -376,7 +376,7 @@ class Runner:
             samples, error = run_samples(
                 fetch, indices, position, self._lease, durations, bind, epoch, self._catches()
             )
-            self._end_copy(error)
+            end_copy(self._owner, error)
             return samples, error
         samples, error = run_samples(
             fetch, indices[:-1], position, self._lease, durations, bind, epoch, self._catches()
@@ -394,13 +394,8 @@ class Runner:
                 self._catches(),
             )
             samples += last
-        self._end_copy(error)
+        end_copy(self._owner, error)
         return samples, error
-
-    def _end_copy(self, error: BaseException | None) -> None:
-        """End this process if a sample has forked it from the worker's."""
-        if self._owner is not None and os.getpid() != self._owner:
-            end_copy(error)
 
     def _run_first(
         self,
@@ -418,7 +413,7 @@ class Runner:
             result = run_samples(
                 fetch, part, position + k, self._lease, durations, bind, epoch, self._catches()
             )
-            self._end_copy(result[1])
+            end_copy(self._owner, result[1])
             return result
 
         assert self._randomness is not None

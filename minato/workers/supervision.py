@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 from minato._compat import forget_child_processes
 from minato._core import Ledger
 from minato._core.codes import STARTING
+from minato._fork_safety import Borrower
 from minato._support.text import text_of
 from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
@@ -533,20 +534,6 @@ class OomBackoff:
 # ---- at shutdown: end all ----
 
 
-class Workers:
-    """The forked workers of a pool, as borrowers of memory; holds none of them.
-
-    Attributes:
-        ended: Whether all have ended that ever were started.
-    """
-
-    ended = False
-
-    def has_ended(self) -> bool:
-        """Whether they cannot read any more."""
-        return self.ended
-
-
 class StartedProcesses:
     """The processes of a pool that were started, or are being started; ends them.
 
@@ -559,7 +546,7 @@ class StartedProcesses:
     """
 
     def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
-        self.borrower = Workers()
+        self.borrower = Borrower()
         self.processes: dict[int, BaseProcess] = {}
         self.is_over = False
         self._stop = stop

@@ -167,7 +167,7 @@ class Worker:
             draining = ledger.draining
             stepped = self.step()
             if os.getpid() != owner:  # user code has forked this process within the step
-                end_copy(None)
+                end_copy(owner, None)
             if stepped:
                 if now_ns() - checked_ns > _PATIENCE_NS:
                     if not parent_lives():

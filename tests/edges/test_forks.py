@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ import torch
 import minato
 from minato import DataLoader, MinatoWarning, _fork_safety, patching
 from minato._core.segment import Segment
-from minato._fork_safety import held_off_forks
+from minato._fork_safety import Borrower, Loans, at_work, held_off_forks
 from minato._support.counters import Counters
 from minato.caching.memory import MemoryCache
 from minato.shared_pool.descriptors import RemoteArena
@@ -732,6 +732,47 @@ def test_a_call_does_not_begin_while_another_thread_forks(monkeypatch: pytest.Mo
         _fork_safety._calls_changed.notify_all()
     assert begun.wait(PATIENCE_S)
     thread.join()
+
+
+def test_an_interrupted_fork_holds_no_other_thread_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_fork_safety, "_loans", set())
+    monkeypatch.setattr(_fork_safety, "Borrower", interrupt)
+    _fork_safety._before()
+    with pytest.raises(KeyboardInterrupt):
+        _fork_safety._in_parent()
+    seen = []
+
+    def enter() -> None:
+        with at_work() as undisturbed:
+            seen.append((undisturbed, _fork_safety._forking))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [(True, None)]
+
+
+def test_a_loan_that_begins_while_others_end_is_kept() -> None:
+    loans, lasting = Loans({}), Borrower()
+    lent = [{1}]
+    alive = weakref.ref(lent[0])
+
+    class Ended(Borrower):
+        def has_ended(self) -> bool:
+            if not self.ended:
+                self.ended = True
+                loans.keep([lent.pop()], lasting)  # as a thread that forks
+            return True
+
+    loans.keep([], Ended())
+    loans.settle()
+    assert alive() is not None
+    lasting.ended = True
+    loans.settle()
+    assert alive() is None
 
 
 def test_a_fork_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

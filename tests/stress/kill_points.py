@@ -37,11 +37,10 @@ from torch.utils.data import Dataset, IterableDataset
 import minato
 import minato.engine.engine
 from minato._core import Ledger
-from minato._fork_safety import starting_worker
+from minato._fork_safety import Borrower, starting_worker
 from minato.batching.sample_error import wrapped
 from minato.engine.shared_state import SharedState
 from minato.workers.pool import thread_usage
-from minato.workers.supervision import Workers
 from minato.workers.worker import Worker
 from tests.stress.bare import fork
 from tests.stress.ledger_steps import UNTRACEABLE
@@ -421,7 +420,7 @@ class World:
         look()
 
     def _step_by_instruction(self, look: Callable[[], None]) -> None:
-        with starting_worker(Workers()):  # it changes the memory of all
+        with starting_worker(Borrower()):  # it changes the memory of all
             tracee = Tracee(lambda pause: self._run(lambda ledger: Pausing(ledger, pause)))
         try:
             while tracee.pid:  # it stands before an operation
