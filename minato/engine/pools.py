@@ -16,7 +16,7 @@ from minato.engine.worker_context import WorkerContext, initialise, restore, run
 from minato.scheduling.waiting import ConsumerWait
 from minato.transforms import rng_memory
 from minato.workers.current_sample import has_begun, read_current_work
-from minato.workers.local_pools import InlinePool, ThreadPool
+from minato.workers.local_pools import InlinePool, ThreadPool, ThreadSettings
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, announced
 from minato.workers.runner import Kinds
@@ -60,23 +60,19 @@ def make_pool(
             number, lambda: ledger.stopping or ledger.draining, parent_lives
         )
 
+    def threads(make_worker: Callable[[int], Worker]) -> ThreadSettings:
+        return ThreadSettings(work.most_workers, activated, make_worker, ready, stop, may_leave)
+
     if work.method == "thread":
 
-        def in_thread(number: int, consumer_lives: Callable[[], bool]) -> Worker:
+        def in_thread(number: int) -> Worker:
             with announced(number, work.most_workers, work.base_seed, work.pipeline.dataset):
                 failure = initialise(work, number)
             return context.worker(
                 number, state, wrapped(f"worker thread {number}"), failure, lambda: (BaseException,)
             )
 
-        return ThreadPool(
-            work.most_workers,
-            wait_until_active=activated,
-            make_worker=in_thread,
-            ready=ready,
-            stop=stop,
-            may_leave=may_leave,
-        )
+        return ThreadPool(threads(in_thread))
     watchdog: SampleWatchdog | None = None
     if plan.failures.sample_timeout_s is not None:
         context.stacks = StackFile()
@@ -116,25 +112,16 @@ def make_pool(
             work.base_seed,
             work.init_fn,
         )
-        group = ActorGroup(spec, plan.pool.ray_options)
+        group = ActorGroup(plan.pool.ray_options)
 
-        def with_actor(number: int, consumer_lives: Callable[[], bool]) -> Worker:
+        def with_actor(number: int) -> Worker:
             wrap = wrapped(f"Ray actor {number}")
             reads = functools.partial(ActorReads, *group.start_actor(number))
             return context.worker(
                 number, state, wrap, None, lambda: (Exception,), remote_reads=reads
             )
 
-        return ActorPool(
-            group,
-            recover,
-            work.most_workers,
-            wait_until_active=activated,
-            make_worker=with_actor,
-            ready=ready,
-            stop=stop,
-            may_leave=may_leave,
-        )
+        return ActorPool(threads(with_actor), group, spec, recover)
     if work.seeds_samples:
         rng_memory.probe_generators()
     pipeline = work.pipeline

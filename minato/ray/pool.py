@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from minato._compat import kill_actor
-from minato._core import EventCount
 from minato._support.threads import start_thread
 from minato.errors import warn
 from minato.ray.actor import ActorSpec, SampleServer
 from minato.ray.reads import ActorLost
-from minato.workers.local_pools import ThreadPool
+from minato.workers.local_pools import ThreadPool, ThreadSettings
 from minato.workers.supervision import WorkerLoss
-from minato.workers.worker import Worker
 
 __all__ = ["ActorGroup", "ActorPool"]
 
@@ -26,13 +23,13 @@ __all__ = ["ActorGroup", "ActorPool"]
 class ActorGroup:
     """The actors of a loader.
 
+    It refers to no object of the user's, which may refer to the loader: whatever ends the loader keeps it.
+
     Args:
-        spec: Their arguments; they are put into Ray's object store once.
         options: Ray's options of each actor (``ActorClass.options``).
     """
 
-    def __init__(self, spec: ActorSpec, options: Mapping[str, Any]) -> None:
-        self._spec = spec
+    def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._ray: Any = None
         self._job = ""
@@ -40,15 +37,19 @@ class ActorGroup:
         self._actors: dict[int, Any] = {}
         self._lock = threading.Lock()
 
-    def connect(self) -> None:
-        """Connect to the cluster with Ray's defaults, unless the program is already connected."""
+    def connect(self, spec: ActorSpec) -> None:
+        """Connect to the cluster with Ray's defaults, unless the program is already connected.
+
+        Args:
+            spec: The actors' arguments; they are put into Ray's object store once.
+        """
         ray = self._ray = importlib.import_module("ray")
         if not ray.is_initialized():
             ray.init()
         self._job = ray.get_runtime_context().get_job_id()
         server = ray.remote(SampleServer).options(**{"num_cpus": 1, **self._options})
-        spec = ray.put(self._spec)
-        self._make_actor = lambda number: server.remote(number, spec)
+        stored = ray.put(spec)
+        self._make_actor = lambda number: server.remote(number, stored)
 
     def check(self) -> None:
         """Raise a RuntimeError if the actors cannot be reached any more."""
@@ -97,47 +98,33 @@ class ActorPool(ThreadPool):
     """Worker threads with one actor each; a worker whose actor is lost is replaced.
 
     Args:
+        spec: Arguments of all actors.
         recover: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples and returns a warning to
             give, or None; or raises.
-        num_workers, wait_until_active, make_worker, ready, stop, may_leave: As of :class:`ThreadPool`.
     """
 
     def __init__(
         self,
+        settings: ThreadSettings,
         group: ActorGroup,
+        spec: ActorSpec,
         recover: Callable[[int, int | None, WorkerLoss], str | None],
-        num_workers: int,
-        *,
-        wait_until_active: Callable[[int, Callable[[], bool]], bool],
-        make_worker: Callable[[int, Callable[[], bool]], Worker],
-        ready: EventCount,
-        stop: Callable[[], None],
-        may_leave: Callable[[int], bool],
     ) -> None:
-        super().__init__(
-            num_workers,
-            wait_until_active=wait_until_active,
-            make_worker=make_worker,
-            ready=ready,
-            stop=stop,
-            may_leave=may_leave,
-        )
-        end_threads, owner = self.shut_down, os.getpid()
+        ask = settings.stop  # alone: the other settings refer to the dataset
 
-        def end_actors() -> bool:  # which wakes their threads
-            if os.getpid() == owner:
-                stop()
-                group.end_all()
-            return end_threads()
+        def stop() -> None:
+            ask()
+            group.end_all()  # which wakes their threads
 
-        self.shut_down = end_actors
+        super().__init__(settings._replace(stop=stop))
         self._group = group
+        self._spec = spec
         self._recover = recover
         self._lost: dict[int, ActorLost] = {}
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start all threads; each works as soon as the cluster has free resources for its actor."""
-        self._group.connect()
+        self._group.connect(self._spec)
         super().start(enough)
 
     def work(self, number: int) -> Callable[[], bool] | None:

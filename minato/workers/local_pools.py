@@ -9,6 +9,7 @@ import weakref
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
 from minato._core import EventCount
 from minato._fork_safety import check_owner
@@ -18,11 +19,31 @@ from minato.workers.pool import CpuUsage, thread_usage
 from minato.workers.runner import Kinds
 from minato.workers.worker import Worker
 
-__all__ = ["InlinePool", "ThreadPool"]
+__all__ = ["InlinePool", "ThreadPool", "ThreadSettings"]
 
 _ERRORS: Kinds = (Exception, GeneratorExit, SystemExit, CancelledError)
 _GRACE_S = 4.0
 """How long a shutdown waits for the threads; a thread that hangs in user code cannot be ended."""
+
+
+class ThreadSettings(NamedTuple):
+    """The threads of a pool.
+
+    Attributes:
+        wait_until_active: Called in each thread with its number and a function that returns whether the consumer is
+            alive; sleeps until the worker is active, and returns False if the loader shuts down before that.
+        make_worker: Called with its number in each thread.
+        ready: Counts the events that wake the training loop.
+        stop: Asks the workers to exit.
+        may_leave: Whether worker ``number`` may exit by itself.
+    """
+
+    num_workers: int
+    wait_until_active: Callable[[int, Callable[[], bool]], bool]
+    make_worker: Callable[[int], Worker]
+    ready: EventCount
+    stop: Callable[[], None]
+    may_leave: Callable[[int], bool]
 
 
 class ThreadPool:
@@ -30,34 +51,14 @@ class ThreadPool:
 
     A thread that sleeps refers neither to the pool nor to its worker: both may belong to a cycle through the dataset,
     which the garbage collector can free then.
-
-    Args:
-        wait_until_active: Called in each thread with its number and a function that returns whether the consumer is
-            alive; sleeps until the worker is active, and returns False if the loader shuts down before that.
-        make_worker: Called with the same.
-        stop: Asks the workers to exit.
-        may_leave: Whether worker ``number`` may exit by itself.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        wait_until_active: Callable[[int, Callable[[], bool]], bool],
-        make_worker: Callable[[int, Callable[[], bool]], Worker],
-        ready: EventCount,
-        stop: Callable[[], None],
-        may_leave: Callable[[int], bool],
-    ) -> None:
-        self._may_leave = may_leave
-        self._wait_until_active = wait_until_active
-        self._make_worker = make_worker
-        self._ready = ready
+    def __init__(self, settings: ThreadSettings) -> None:
+        self._settings = settings
         self._owner = os.getpid()
         self._workers: dict[threading.Thread, Worker] = {}
-        self.threads: list[threading.Thread] = []
-        self.threads += [self._make(number) for number in range(num_workers)]
-        self.shut_down: Callable[[], bool] = _EndThreads(stop, self.threads)
+        self.threads = [self._make(number) for number in range(settings.num_workers)]
+        self.shut_down: Callable[[], bool] = _EndThreads(settings.stop, self.threads)
         """Asks the threads to exit and waits for them; returns whether all have ended."""
 
     @property
@@ -67,7 +68,8 @@ class ThreadPool:
 
     def _make(self, number: int) -> threading.Thread:
         name = f"minato-{number}"
-        arguments = weakref.ref(self), number, self._wait_until_active, self._ready
+        settings = self._settings
+        arguments = weakref.ref(self), number, settings.wait_until_active, settings.ready
         return threading.Thread(target=_run_thread, args=arguments, name=name, daemon=True)
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
@@ -89,7 +91,7 @@ class ThreadPool:
         me = threading.current_thread()
         worker = self._workers.get(me)
         if worker is None:
-            worker = self._workers[me] = self._make_worker(number, _process_lives)
+            worker = self._workers[me] = self._settings.make_worker(number)
         return worker.work(_process_lives)
 
     def leave(self) -> None:
@@ -101,12 +103,12 @@ class ThreadPool:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready events exceed ``seen``."""
         with in_profile("minato: wait for workers"):
-            self._ready.wait(seen, timeout_s)
+            self._settings.ready.wait(seen, timeout_s)
 
     def check(self) -> None:
         """Raise RuntimeError if a thread has ended unexpectedly, or this is a forked child, which has no threads."""
         check_owner(self._owner)
-        ended = [self.threads[n].name for n in self._gone() if not self._may_leave(n)]
+        ended = [self.threads[n].name for n in self._gone() if not self._settings.may_leave(n)]
         if ended:
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(ended)} ended unexpectedly")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import re
@@ -381,6 +382,25 @@ def test_an_early_end_leaves_no_actor(rig: Rig) -> None:
     del batch, batches
     _, left = psutil.wait_procs([actor], timeout=_PATIENCE_S)
     assert left == []
+
+
+@needs_ray
+def test_a_cycle_through_the_dataset_leaves_no_actor(rig: Rig) -> None:
+    numbers: Any = Numbers(100)
+    loader: DataLoader[Any] = DataLoader(
+        numbers, num_workers=1, workers=RayWorkers({"num_cpus": 0})
+    )
+    before = _actors()
+    numbers.held = batches = iter(loader)
+    next(batches)
+    [actor] = _actors() - before
+    del batches, loader, numbers
+
+    def is_gone() -> bool:
+        gc.collect()  # again and again: the worker's thread may be inside a sample
+        return not is_there(actor)
+
+    wait_for(is_gone)
 
 
 def _actors() -> set[psutil.Process]:

@@ -20,7 +20,7 @@ from minato._core import EVENT_COUNT_NBYTES, EventCount
 from minato._core.segment import Segment
 from minato.batching.sample_error import wrapped
 from minato.workers import supervision
-from minato.workers.local_pools import InlinePool, ThreadPool
+from minato.workers.local_pools import InlinePool, ThreadPool, ThreadSettings
 from minato.workers.process_pool import ProcessPool, ProcessSettings, parent_watch
 
 FORK = multiprocessing.get_context("fork")
@@ -400,15 +400,18 @@ class Worker:
         """It has begun nothing in other threads."""
 
 
-def threads(leave: threading.Event, may_leave: bool = False) -> ThreadPool:
-    stage = Stage()
+def threads(
+    leave: threading.Event, may_leave: bool = False, make: Callable[..., Any] = Worker
+) -> ThreadPool:
     return ThreadPool(
-        2,
-        wait_until_active=lambda number, lives: True,
-        make_worker=lambda number, _: Worker(number, leave),
-        ready=stage.ready,
-        stop=leave.set,
-        may_leave=lambda number: may_leave,
+        ThreadSettings(
+            2,
+            wait_until_active=lambda number, lives: True,
+            make_worker=lambda number: make(number, leave),
+            ready=Stage().ready,
+            stop=leave.set,
+            may_leave=lambda number: may_leave,
+        )
     )
 
 
@@ -452,14 +455,7 @@ def test_a_thread_may_end_its_own_pool() -> None:
             else:
                 super().work(parent_lives)
 
-    pool = ThreadPool(
-        2,
-        wait_until_active=lambda number, lives: True,
-        make_worker=lambda n, _: Ending(n, leave),  # type: ignore[arg-type]
-        ready=Stage().ready,
-        stop=leave.set,
-        may_leave=lambda number: False,
-    )
+    pool = threads(leave, make=Ending)
     pool.start()
     assert ended.wait(PATIENCE_S)
     for thread in pool.threads:
