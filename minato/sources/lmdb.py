@@ -27,9 +27,8 @@ class LMDB(KeyedSource):
     """Values of an LMDB environment by their keys, which are ``bytes``, without a copy.
 
     ``decode`` gets a read-only ``memoryview`` of the mapped file. It, and arrays that view it, stay valid until the
-    source is closed, and in this process alone: a forked child, whose file is mapped anew, crashes if it reads one of
-    its parent's. So a dataset that keeps values copies them. Later writes of other processes are not visible, and LMDB
-    does not reclaim the old pages.
+    source is closed, and in this process alone: a forked child crashes if it reads one of its parent's, so copy values
+    that a dataset keeps. Later writes of other processes are not visible, and LMDB does not reclaim the old pages.
 
     Args:
         path: The environment: a directory, or a file written with ``subdir=False``.
