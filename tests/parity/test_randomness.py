@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch.utils.data import (
 
 import minato
 from tests.datasets import Numbers, three_draws
-from tests.parity.harness import each, generator_states, same_for_both, seed_everything
+from tests.parity.harness import WORKERS, generator_states, same_for_both, seed_everything
 from tests.parity.material import Drawing, DrawingStream, Stream, identity
 from tests.selection import mostly_slow
 
@@ -49,18 +50,20 @@ SAMPLING: dict[str, Callable[[torch.Generator | None], dict[str, Any]]] = {
 NO_GENERATOR = ("sequential", "random sampler", "more than there are", "distributed")
 
 
-@each
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "given", "how"),
     [
-        pytest.param(name, given, marks=[pytest.mark.slow] if given else [])
-        for name in SAMPLING
-        for given in (False, True)
-        if not (given and name in NO_GENERATOR)
+        *itertools.product(SAMPLING, (False,), WORKERS),
+        *(
+            pytest.param(name, True, how, marks=pytest.mark.slow)
+            for name, how in zip(SAMPLING, itertools.cycle(WORKERS), strict=False)
+            if name not in NO_GENERATOR
+        ),
     ],
 )
-def test_states_after_each_step(name: str, given: bool, workers: Any, own: Any) -> None:
+def test_states_after_each_step(name: str, given: bool, how: str) -> None:
     """Samples leave the generators of the main process alone, so that they show what the loader itself draws."""
+    workers, own = WORKERS[how]
 
     def case(make: Any) -> Any:
         generator = torch.Generator().manual_seed(11) if given else None
