@@ -607,19 +607,18 @@ class Both(Cursors):
 STREAMS = [Shared, Drawing, Steps, Cursors, Both]
 
 
+STREAMS_FIRST = [(stream, 3, False) for stream in STREAMS]
+STREAM_CASES = pairwise(
+    (stream, num_workers, drop_last)
+    for stream, num_workers, drop_last in itertools.product(STREAMS, (0, 1, 3), (False, True))
+    # In this process its draws are the program's own.
+    if not (stream is Drawing and num_workers == 0)
+)
+
+
 @pytest.mark.parametrize(
     ("stream", "num_workers", "drop_last"),
-    mostly_slow(
-        pairwise(
-            (stream, num_workers, drop_last)
-            for stream, num_workers, drop_last in itertools.product(
-                STREAMS, (0, 1, 3), (False, True)
-            )
-            # In this process its draws are the program's own.
-            if not (stream is Drawing and num_workers == 0)
-        ),
-        quick=5,
-    ),
+    mostly_slow(dict.fromkeys([*STREAMS_FIRST, *STREAM_CASES]), quick=len(STREAMS)),
 )
 def test_iterable_datasets(stream: Any, num_workers: int, drop_last: bool) -> None:
     def loader() -> Any:
