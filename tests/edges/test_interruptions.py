@@ -137,13 +137,25 @@ class Interrupter:
 
     def call(self, function: Callable[[], Any], kind: object = None) -> Any:
         """Call a function, interrupted at most once."""
+
+        def apart() -> Iterator[tuple[Any, bool]]:
+            # A generator has an exception state of its own. Python leaves an exception there whose handler is
+            # interrupted, and every later one in this thread would have it as its context.
+            try:
+                yield function(), True
+            except StopIteration:
+                yield None, False
+
         self._armed, self._kind = True, kind
         sys.settrace(self._trace)
         try:
-            return function()
+            result, is_there = next(apart())
         finally:
             sys.settrace(None)
             self._armed = False
+        if not is_there:
+            raise StopIteration
+        return result
 
     def rest(self) -> None:
         """Raise no more in the present call."""
