@@ -49,7 +49,8 @@ def refuse_unguarded() -> NoReturn:
         f"the main module ({path}) starts workers where it is imported, and workers that are not forked import it: put "
         "what the script does under if __name__ == '__main__'"
     )
-    print(f"minato: {words}", file=sys.stderr, flush=True)
+    # In one piece: several workers may say so at the same moment.
+    print(f"minato: {words}\n", end="", file=sys.stderr, flush=True)
     ending = SystemExit(1)
     ending.args = (words,)  # for the log of a fork server; the exit status stays 1
     raise ending
