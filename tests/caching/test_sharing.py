@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from minato.caching import DiskCache
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
 
 from minato.caching import disk
+from tests.threads import run_together
 
 QUOTA = 1 << 30
 LIMIT_S = 60.0
@@ -154,26 +156,16 @@ def test_a_child_whose_fork_interrupts_a_write_goes_without_it(
 
 
 def test_threads_open_and_close_it_while_others_use_it(tmp_path: Path) -> None:
-    failures: list[BaseException] = []
 
     def work(thread: int) -> None:
-        try:
-            for turn in range(30):
-                cache = DiskCache(tmp_path, QUOTA, version="1")
-                use(cache, 1000 * thread + 20 * turn)
-                assert cache.report().errors == 0
-                if turn % 2:
-                    cache.close()  # the others are closed when they are collected
-        except BaseException as error:
-            failures.append(error)
+        for turn in range(30):
+            cache = DiskCache(tmp_path, QUOTA, version="1")
+            use(cache, 1000 * thread + 20 * turn)
+            assert cache.report().errors == 0
+            if turn % 2:
+                cache.close()  # the others are closed when they are collected
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive(), "it hangs"
-    assert failures == []
+    run_together(*(functools.partial(work, thread) for thread in range(4)), limit_s=LIMIT_S)
 
 
 def test_two_loaders_share_it_in_threads_and_forks(tmp_path: Path) -> None:

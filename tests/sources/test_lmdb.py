@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'te
 import lmdb
 
 from minato.sources.lmdb import LMDB
+from tests.threads import run_together
 
 LIMIT_S = 60.0
 FORK = multiprocessing.get_context("fork")
@@ -71,7 +71,6 @@ def test_a_forked_child_does_not_end_what_its_parent_reads(
 def test_threads_close_it_and_open_others_while_they_read(tmp_path: Path) -> None:
     written(tmp_path, 0)
     source = LMDB(tmp_path)
-    failures: list[BaseException] = []
 
     def reads() -> None:
         for _ in range(100):
@@ -89,17 +88,4 @@ def test_threads_close_it_and_open_others_while_they_read(tmp_path: Path) -> Non
         for _ in range(2000):
             source.close()
 
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    works = (reads, reads, opens, lists, closes)
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive(), "it hangs"
-    assert failures == []
+    run_together(reads, reads, opens, lists, closes, limit_s=LIMIT_S)
