@@ -259,9 +259,13 @@ def _in_parent() -> None:
         if child is not None:
             child.begin_in_parent()
         while _lent:
-            loans, held = _lent.pop()
+            loans, held = _lent[-1]
             loans.keep(held, borrower)
-    finally:  # also if Ctrl-C comes here: other threads wait to fork
+            _lent.pop()
+    finally:  # also if Ctrl-C comes here: what is left is kept for good, and other threads wait to fork
+        for loans, held in _lent:
+            loans.keep(held, Borrower())
+        _lent.clear()
         with _calls_changed:
             _forking = None
             _calls_changed.notify_all()

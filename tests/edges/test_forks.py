@@ -28,7 +28,7 @@ import torch
 import minato
 from minato import DataLoader, MinatoWarning, _fork_safety, patching
 from minato._core.segment import Segment
-from minato._fork_safety import Borrower, Loans, at_work, held_off_forks
+from minato._fork_safety import Borrower, Loans, at_work, held_off_forks, starting_worker
 from minato._support.counters import Counters
 from minato.caching.memory import MemoryCache
 from minato.shared_pool.descriptors import RemoteArena
@@ -753,6 +753,35 @@ def test_an_interrupted_fork_holds_no_other_thread_back(monkeypatch: pytest.Monk
     thread.start()
     thread.join()
     assert seen == [(True, None)]
+
+
+def test_an_interrupted_fork_keeps_what_its_child_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted = []
+
+    class Interrupted(Loans):
+        def keep(self, held: list[Any], borrower: Borrower) -> None:
+            if not interrupted:
+                interrupted.append(borrower)
+                raise KeyboardInterrupt
+            super().keep(held, borrower)
+
+    held = {1}
+    alive = weakref.ref(held)
+    loans = [Interrupted({0: alive}), Interrupted({0: alive})]
+    monkeypatch.setattr(_fork_safety, "_loans", set(loans))
+    with starting_worker(Borrower()):
+        _fork_safety._before()
+        with pytest.raises(KeyboardInterrupt):
+            _fork_safety._in_parent()
+    del held
+    other = Borrower()
+    with starting_worker(other):  # a second fork, whose child ends
+        _fork_safety._before()
+        _fork_safety._in_parent()
+    other.ended = True
+    for each in loans:
+        each.settle()
+    assert alive() is not None
 
 
 def test_a_loan_that_begins_while_others_end_is_kept() -> None:
