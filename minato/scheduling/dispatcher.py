@@ -33,8 +33,6 @@ __all__ = ["Dispatcher", "DispatcherSettings", "Schedule"]
 
 _LIVENESS_S = 1.0
 """Longest sleep of the training loop. Workers wake it as soon as a batch is ready; this is only for dead ones."""
-_STOPPED_S = 1.0
-"""A sleep that is late by more than this was a stop of the whole process, by SIGSTOP or Ctrl-Z."""
 _SETTLING_S = 0.01
 """Time between checks whether cancelled samples have ended, for which there is no event."""
 _STAYS_WHOLE = (
@@ -249,7 +247,7 @@ class Dispatcher:
         """Give an epoch a slot of the ledger; waits for one while abandoned epochs use all of them."""
         self._recent.clear()
         while (slot := self._free_epoch_slot()) is None:
-            self._sleep(time.monotonic() + _SETTLING_S)
+            self._sleep(_SETTLING_S, self._ready_events.events)
         self._ledger.open_epoch(slot)
         self._epoch = OpenEpoch(number, seed, slot, progress=progress)
 
@@ -280,7 +278,9 @@ class Dispatcher:
         if not self._has_begun:
             raise StopIteration  # iter() was interrupted
         self._complete_opening()
-        deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
+        left_s = (
+            self._timeout_s or None
+        )  # of torch's timeout, which limits waiting alone, not a slow sampler
         while True:
             seen = self._ready_events.events
             found = self._current or self._next_ready()
@@ -298,7 +298,7 @@ class Dispatcher:
                     self._progress.finish(self._assignment.over)
                 raise StopIteration
             else:
-                deadline = self._wait(seen, deadline)
+                left_s = self._wait(seen, left_s)
 
     def _take(self, item: OpenBatch) -> bool:
         """Take a complete batch out of the open ones; False if it has no samples to return."""
@@ -404,45 +404,46 @@ class Dispatcher:
 
     # ---- waiting ----------------------------------------------------------------------------
 
-    def _wait(self, seen: int, deadline: float | None) -> float | None:
+    def _wait(self, seen: int, left_s: float | None) -> float | None:
         """Grow the window, or wait for an event after ``seen``.
 
         Returns:
-            The deadline, later by the time for which this process was stopped.
+            What is left of ``left_s``, the seconds that ``next`` may wait.
 
         Raises:
-            RuntimeError: A worker died, or the deadline is over.
+            RuntimeError: A worker died, or nothing is left.
         """
         self._ledger.waiting = True
         try:
             if self._is_dry or self._ledger.unclaimed() or not self._grow():
                 self._wait_stats.begin_wait()
-                stopped_s = self._sleep(deadline, seen)
-                if deadline is not None:
-                    deadline += stopped_s
+                # Without an open batch, it waits for memory that cancelled samples still use.
+                limit_s = _LIVENESS_S if self._open else _SETTLING_S
+                slept_s = self._sleep(limit_s if left_s is None else min(limit_s, left_s), seen)
+                if left_s is not None:
+                    left_s -= slept_s
         finally:
             self._ledger.waiting = False
             self._wait_stats.end_wait()
-        if deadline is not None and time.monotonic() > deadline and self._next_ready() is None:
+        if left_s is not None and left_s <= 0 and self._next_ready() is None:
             raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
-        return deadline
+        return left_s
 
-    def _sleep(self, deadline: float | None, seen: int | None = None) -> float:
-        """Sleep until an event after ``seen``; returns for how many seconds this process was stopped meanwhile."""
-        # Without an open batch, it waits for memory that cancelled samples still use.
-        limit = _LIVENESS_S if self._open else _SETTLING_S
-        if deadline is not None:
-            limit = min(limit, max(deadline - time.monotonic(), 0.0))
-        start = time.monotonic()
+    def _sleep(self, limit_s: float, seen: int) -> float:
+        """Sleep until an event after ``seen``; returns for how many seconds, at most ``limit_s``.
+
+        A process that a signal stops (Ctrl-Z) comes back later than its limit; that time was not spent waiting.
+        """
+        start_s = time.monotonic()
         start_ns = self._tracer.now()
         try:
-            self._pool.wait(self._ready_events.events if seen is None else seen, limit)
+            self._pool.wait(seen, limit_s)
         finally:
             self._tracer.slice(self._trace_wait_as, start_ns)
-        late_s = time.monotonic() - start - limit
+        slept_s = min(time.monotonic() - start_s, limit_s)
         self._pool.check()
         self._retiring.sweep()
-        return late_s if late_s > _STOPPED_S else 0.0
+        return slept_s
 
     # ---- opening batches --------------------------------------------------------------------
 

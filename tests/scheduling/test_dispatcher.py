@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from minato.sampling.epoch import NextEpoch
+from minato.scheduling import dispatcher
 from minato.scheduling.orders import make_order
 from tests.scheduling.fakes import Bench
 
@@ -215,6 +218,22 @@ def test_timeout() -> None:
     assert bench.ledger.waiting is False
     bench.always_work()
     assert bench.next() == [0, 1]
+
+
+def test_only_waiting_uses_up_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch: neither a slow sampler does, nor a stop of the process at any line but the wait itself."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+
+    def slowly() -> Iterator[list[int]]:
+        for pair in PAIRS:
+            clock.now_s += 100.0
+            yield pair
+
+    bench = Bench(timeout_s=50.0, fixed=1)
+    bench.begin(slowly())
+    bench.pool.script = [lambda: None, bench.work_all] * len(PAIRS)
+    assert bench.rest() == PAIRS
 
 
 def test_dead_workers_are_noticed_while_waiting() -> None:
