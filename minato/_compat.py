@@ -85,6 +85,7 @@ __all__ = [
     "is_iterable",
     "is_profiling",
     "kill_actor",
+    "length_was_asked",
     "make_fetcher",
     "may_access_memory",
     "name_process_thread",
@@ -121,6 +122,11 @@ def may_access_memory() -> bool:
 def is_iterable(loader: Any) -> bool:
     """Whether the dataset of a loader, or of an iterator of torch's, is iterable."""
     return bool(loader._dataset_kind == _DatasetKind.Iterable)
+
+
+def length_was_asked(iterator: Any) -> bool:
+    """Whether ``len(loader)`` of an iterable dataset was asked for before the iterator began."""
+    return iterator._IterableDataset_len_called is not None
 
 
 def index_sampler(loader: Any) -> Any:
@@ -178,6 +184,11 @@ _NEXT = TorchIterator.__next__ if _is_torchs(TorchIterator.__next__, dataloader)
 def next_is_replaced() -> bool:
     """Whether the program has replaced ``__next__`` of the iterators' base class, as profilers do."""
     return TorchIterator.__next__ is not _NEXT
+
+
+def torch_looks_on() -> bool:
+    """Whether batches must pass through ``__next__`` of the iterators' base: a profiler records, or it is replaced."""
+    return TorchIterator.__next__ is not _NEXT or is_profiling()
 
 
 def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins: bool) -> list[str]:

@@ -773,7 +773,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             return BatchIterator(loader or self, make_source, epochs, may_pin)
         pins_ahead = self.num_workers > 0
         loader = loader or self
-        return BatchIterator(loader, make_source, epochs, may_pin, pins_ahead, engines.idle.keep)
+        return BatchIterator(loader, make_source, epochs, may_pin, pins_ahead)
 
     def _separate_batches(self) -> Iterator[Any]:
         """Batches of an epoch that changes nothing of this loader, and no file."""

@@ -6,6 +6,7 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from cpython.object cimport PyObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.tuple cimport PyTuple_GET_ITEM, PyTuple_GET_SIZE
+from libc.limits cimport LONG_MAX
 from libc.stdint cimport uintptr_t
 
 cimport cython
@@ -129,6 +130,7 @@ cdef class Packer:
     cdef Node *nodes       # in the order of the tree
     cdef Py_ssize_t *axes  # shapes and steps of all nodes
     cdef Py_ssize_t n
+    cdef Py_ssize_t num_fields
     cdef bint has_texts
     cdef list kept         # what the nodes borrow
 
@@ -150,6 +152,7 @@ cdef class Packer:
             self.has_texts = self.has_texts or node.kind == TEXT
             if row.dtype is None:
                 continue
+            self.num_fields += 1
             if node.kind == ARRAY:
                 node.type_num = row.dtype.num
             elif node.kind == TENSOR and memory is not None:
@@ -165,7 +168,7 @@ cdef class Packer:
     def fits(self, sample) -> bool:
         """Whether :meth:`pack` could write this sample; nothing is written."""
         try:
-            return self.write(0, sample, NULL, 0, [], None, NULL) >= 0
+            return self.write(0, sample, NULL, NULL, 0, [], None, NULL) >= 0
         except Exception:  # only what an unusual sample raises when it is looked at
             return False
 
@@ -191,69 +194,114 @@ cdef class Packer:
         if self.has_texts:
             texts = []
         try:
-            if self.write(0, sample, base, k, texts, None, NULL) < 0:
+            if self.write(0, sample, base, NULL, k, texts, None, NULL) < 0:
                 return None
         except Exception:  # only what an unusual sample raises when it is looked at
             return None
         return texts if self.has_texts else ()
 
-    def pack_run(self, list samples, address, Py_ssize_t k, Py_ssize_t kept_nbytes) -> list | None:
-        """Write a run of samples from place k on, except large tensors.
+    def pack_run(self, list samples, address, Py_ssize_t k) -> bool:
+        """Write a run of samples from place k on.
 
         Args:
             samples: What the dataset returned.
             address: As for :meth:`pack`.
             k: Number of the first sample in the batch.
-            kept_nbytes: Tensors of at least this many bytes are returned instead of written.
 
         Returns:
-            Those tensors, sample after sample in the order of the spec; ``None`` if a sample does not fit or the spec
-            has texts, and then any of the places may have been written.
+            False if a sample does not fit or the spec has texts; then any of the places may have been written.
 
         Raises:
             IndexError: The batch has fewer samples.
         """
-        cdef char *base = <char *> <uintptr_t> address
-        cdef list tensors = [], held = []
-        cdef Py_ssize_t count = len(samples)
+        if not 0 <= k <= self.n - len(samples):
+            raise IndexError(f"samples {k} to {k + len(samples) - 1} in a batch of {self.n}")
+        if self.has_texts:
+            return False
+        return self.write_run(samples, <char *> <uintptr_t> address, NULL, k, LONG_MAX) is not None
+
+    def pack_fields(self, list samples, list addresses, Py_ssize_t kept_nbytes) -> list | None:
+        """Write all samples of a batch into fields that lie anywhere, except texts and large tensors.
+
+        Args:
+            samples: What the dataset returned.
+            addresses: Where each field starts in this process, in the order of the spec.
+            kept_nbytes: Tensors of at least this many bytes are returned instead of written, if the spec has no texts.
+
+        Returns:
+            Those tensors, or the texts, sample after sample in the order of the spec; ``None`` if a sample does not
+            fit, and then any of the places may have been written.
+
+        Raises:
+            IndexError: The batch has another number of samples, or another number of fields.
+        """
+        cdef char **bases
+        cdef Py_ssize_t i, field = 0
+        if len(samples) != self.n:
+            raise IndexError(f"{len(samples)} samples in a batch of {self.n}")
+        if len(addresses) != self.num_fields:
+            raise IndexError(f"{len(addresses)} addresses of {self.num_fields} fields")
+        bases = <char **> PyMem_Calloc(len(self.kept) + 1, sizeof(char *))
+        if bases is NULL:
+            raise MemoryError
+        try:
+            for i in range(len(self.kept)):
+                if self.kept[i].dtype is not None:
+                    bases[i] = <char *> <uintptr_t> addresses[field]
+                    field += 1
+            kept_nbytes = LONG_MAX if self.has_texts else kept_nbytes
+            return self.write_run(samples, <char *> bases, bases, 0, kept_nbytes)
+        finally:
+            PyMem_Free(bases)
+
+    cdef list write_run(
+        self, list samples, char *base, char **bases, Py_ssize_t k, Py_ssize_t kept_nbytes
+    ):
+        cdef list aside = [], held = []
         cdef Move *first
         cdef Moves moves
-        if not 0 <= k <= self.n - count:
-            raise IndexError(f"samples {k} to {k + count - 1} in a batch of {self.n}")
-        if self.has_texts:
-            return None
-        first = <Move *> PyMem_Malloc(count * len(self.kept) * sizeof(Move))
+        first = <Move *> PyMem_Malloc((len(samples) * len(self.kept) + 1) * sizeof(Move))
         if first is NULL:
             raise MemoryError
         moves.next, moves.kept_nbytes = first, kept_nbytes
         try:
             for sample in samples:
-                if self.write(0, sample, base, k, tensors, held, &moves) < 0:
+                if self.write(0, sample, base, bases, k, aside, held, &moves) < 0:
                     return None
                 k += 1
             with nogil:
                 make_moves(first, moves.next)
-        except Exception:
+        except Exception:  # only what an unusual sample raises when it is looked at
             return None
         finally:
             PyMem_Free(first)
-        return tensors
+        return aside
 
     cdef Py_ssize_t write(
-        self, Py_ssize_t i, object x, char *base, Py_ssize_t k, list aside, list held, Moves *moves
+        self,
+        Py_ssize_t i,
+        object x,
+        char *base,
+        char **bases,
+        Py_ssize_t k,
+        list aside,
+        list held,
+        Moves *moves,
     ) except -2:
         """Write from node i on; return the node that follows, or -1 if x does not fit.
 
-        Without a base it is only looked at. What is not written goes to the list ``aside``; what will be moved stays
+        Without a base it is only looked at. Fields lie from the base on, unless ``bases`` has the start of each. What is not written goes to the list ``aside``; what will be moved stays
         alive in ``held``.
         """
         cdef const Node *node = self.nodes + i
-        cdef char *place = NULL if base is NULL else base + node.offset + k * node.nbytes
+        cdef char *place = NULL
         cdef Py_ssize_t child
         cdef Py_ssize_t cursor = 0
         cdef PyObject *borrowed_key
         cdef PyObject *borrowed
         cdef object found_key, key, value
+        if base is not NULL:
+            place = (base + node.offset if bases is NULL else bases[i]) + k * node.nbytes
         i += 1
         if node.kind == TENSOR:
             return i if write_tensor(&TORCH, node, x, place, aside, held, moves) else -1
@@ -270,7 +318,7 @@ cdef class Packer:
                 # looked up each time: another thread may have changed the list
                 if PyList_GET_SIZE(x) != node.length:
                     return -1
-                i = self.write(i, (<list> x)[child], base, k, aside, held, moves)
+                i = self.write(i, (<list> x)[child], base, bases, k, aside, held, moves)
                 if i < 0:
                     return -1
             return i if PyList_GET_SIZE(x) == node.length else -1
@@ -278,7 +326,8 @@ cdef class Packer:
             if PyTuple_GET_SIZE(x) != node.length:
                 return -1
             for child in range(node.length):
-                i = self.write(i, <object> PyTuple_GET_ITEM(x, child), base, k, aside, held, moves)
+                value = <object> PyTuple_GET_ITEM(x, child)
+                i = self.write(i, value, base, bases, k, aside, held, moves)
                 if i < 0:
                     return -1
         else:
@@ -292,7 +341,7 @@ cdef class Packer:
                 key = <object> PyTuple_GET_ITEM(<object> node.exact, child)
                 if found_key is not key and not same_key(found_key, key):
                     return -1
-                i = self.write(i, value, base, k, aside, held, moves)
+                i = self.write(i, value, base, bases, k, aside, held, moves)
                 if i < 0:
                     return -1
         return i

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from minato._core.sample_spec import flatten
+from minato._core.sample_spec import flatten, placed
 
 __all__ = ["Packer", "copy_array"]
 
@@ -75,6 +75,7 @@ class Packer:
             if node.dtype is not None
         ]
         self._item_nbytes = max(ends, default=0)
+        self._num_fields = len(ends)
         self._spec = spec
         self._n = n
 
@@ -110,35 +111,59 @@ class Packer:
             return None
         return (texts or ()) if fits else None
 
-    def pack_run(
-        self, samples: list[Any], address: int, k: int, kept_nbytes: int
-    ) -> list[Any] | None:
-        """Write a run of samples from place k on, except large tensors.
+    def pack_run(self, samples: list[Any], address: int, k: int) -> bool:
+        """Write a run of samples from place k on.
 
         Args:
             samples: What the dataset returned.
             address: As for :meth:`pack`.
             k: Number of the first sample in the batch.
-            kept_nbytes: Tensors of at least this many bytes are returned instead of written.
 
         Returns:
-            Those tensors, sample after sample in the order of the spec; ``None`` if a sample does not fit or the spec
-            has texts, and then any of the places may have been written.
+            False if a sample does not fit or the spec has texts; then any of the places may have been written.
 
         Raises:
             IndexError: The batch has fewer samples.
         """
         if not 0 <= k <= self._n - len(samples):
             raise IndexError(f"samples {k} to {k + len(samples) - 1} in a batch of {self._n}")
-        tensors: list[Any] = []
         try:
-            fit = not self._has_texts and all(
-                _write(self._spec, sample, address, k + i, tensors, kept_nbytes)
+            return not self._has_texts and all(
+                _write(self._spec, sample, address, k + i, [], None)
                 for i, sample in enumerate(samples)
             )
-        except Exception:
+        except Exception:  # only what an unusual sample raises when it is looked at
+            return False
+
+    def pack_fields(
+        self, samples: list[Any], addresses: list[int], kept_nbytes: int
+    ) -> list[Any] | None:
+        """Write all samples of a batch into fields that lie anywhere, except texts and large tensors.
+
+        Args:
+            samples: What the dataset returned.
+            addresses: Where each field starts in this process, in the order of the spec.
+            kept_nbytes: Tensors of at least this many bytes are returned instead of written, if the spec has no texts.
+
+        Returns:
+            Those tensors, or the texts, sample after sample in the order of the spec; ``None`` if a sample does not
+            fit, and then any of the places may have been written.
+
+        Raises:
+            IndexError: The batch has another number of samples, or another number of fields.
+        """
+        if len(samples) != self._n:
+            raise IndexError(f"{len(samples)} samples in a batch of {self._n}")
+        if len(addresses) != self._num_fields:
+            raise IndexError(f"{len(addresses)} addresses of {self._num_fields} fields")
+        spec = placed(self._spec, iter(addresses))
+        aside: list[Any] = []
+        kept = None if self._has_texts else kept_nbytes
+        try:
+            fit = all(_write(spec, sample, 0, k, aside, kept) for k, sample in enumerate(samples))
+        except Exception:  # only what an unusual sample raises when it is looked at
             return None
-        return tensors if fit else None
+        return aside if fit else None
 
 
 def _write(

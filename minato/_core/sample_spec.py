@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-__all__ = ["SpecNode", "flatten"]
+__all__ = ["SpecNode", "flatten", "placed"]
 
 
 class SpecNode(NamedTuple):
@@ -71,3 +72,12 @@ def _is_container(tag: object, exact: object, length: int) -> bool:
         case "dict":
             return isinstance(exact, tuple) and len(exact) == length
     return False
+
+
+def placed(spec: tuple[Any, ...], offsets: Iterator[int]) -> tuple[Any, ...]:
+    """Return a spec with other offsets of its fields."""
+    if spec[0] == "text":
+        return spec
+    if isinstance(spec[-1], int):
+        return (*spec[:-1], next(offsets))
+    return (*spec[:-1], tuple([placed(child, offsets) for child in spec[-1]]))

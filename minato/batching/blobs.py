@@ -31,7 +31,6 @@ class WriterSettings(NamedTuple):
         auto_collation: Whether the loader has a batch size.
         describe_error: Returns the exception that the training loop gets for one that is being handled.
         catches: Returns which exceptions of ``collate_fn`` do not end the worker.
-        in_main_process: Whether the worker runs in the training loop's thread, and may use all threads of torch.
     """
 
     worker: int
@@ -39,7 +38,6 @@ class WriterSettings(NamedTuple):
     auto_collation: bool
     describe_error: Callable[[BaseException], ExceptionWrapper | BaseException]
     catches: Callable[[], Kinds] = lambda: (Exception,)
-    in_main_process: bool = False
 
 
 class Unsendable:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from minato._core import Ledger, Packer
-from minato._core.sample_spec import flatten
+from minato._core.sample_spec import flatten, placed
 from minato._core.segment import Segment
 from minato.batching.pinned_slots import Slot
 from minato.batching.sample_spec import (
@@ -144,25 +144,6 @@ class Layout:
         """Return the packer of batches of ``n`` samples."""
         return self._plan(n).packer
 
-    def stack(
-        self, buffer: Buffer, offset: int, n: int, k: int, tensors: list[Any], kept_nbytes: int
-    ) -> None:
-        """Copy the tensors that ``Packer.pack_run`` returned, with all threads of torch in this process.
-
-        Its arguments are those of :meth:`batch` and of the packer.
-        """
-        kept = [
-            (field, start)
-            for field, (_, _, start, _) in zip(self._fields, self._plan(n).tensors, strict=True)
-            if field.is_tensor and field.nbytes >= kept_nbytes
-        ]
-        for i, (field, start) in enumerate(kept):
-            column = tensors[i :: len(kept)]
-            shape = len(column), *field.shape
-            first = offset + start + k * field.nbytes
-            place = _viewed(buffer, field.dtype, len(column) * field.numel, first, shape)
-            torch.stack(column, out=place)
-
     def gather(self, buffer: Buffer, offset: int, n: int, k: int, rows: Rows) -> None:
         """Copy rows to the places from sample ``k`` on. The other arguments are those of :meth:`batch`."""
         for field, source, (_, _, start, _) in zip(
@@ -197,6 +178,40 @@ class Layout:
         columns = zip(*texts, strict=True) if self.num_texts else ()
         return _collated(self._spec, iter(tensors), iter(columns), list)
 
+    def collate(self, samples: list[Any], kept_nbytes: int, memory: Buffer | None = None) -> Any:
+        """Build the batch that ``default_collate`` would have built, with one copy.
+
+        Args:
+            kept_nbytes: Tensors of at least this many bytes are copied by all threads of torch in this process.
+            memory: As for :meth:`batch`; None: memory of its own.
+
+        Returns:
+            As :meth:`batch`; None if a sample has another layout.
+        """
+        plan = self._plan(len(samples))
+        if memory is None:
+            tensors = [torch.empty(shape, dtype=dtype) for dtype, _, _, shape in plan.tensors]
+        else:
+            tensors = [
+                _viewed(memory, dtype, numel, start, shape)
+                for dtype, numel, start, shape in plan.tensors
+            ]
+        aside = plan.packer.pack_fields(samples, [each.data_ptr() for each in tensors], kept_nbytes)
+        if aside is None:
+            return None
+        columns: Iterator[Any] = iter(())
+        if self.num_texts:
+            columns = (aside[i :: self.num_texts] for i in range(self.num_texts))
+        elif aside:
+            kept = [
+                tensor
+                for field, tensor in zip(self._fields, tensors, strict=True)
+                if field.is_tensor and field.nbytes >= kept_nbytes
+            ]
+            for i, place in enumerate(kept):
+                torch.stack(aside[i :: len(kept)], out=place)
+        return _collated(self._spec, iter(tensors), columns, list)
+
     def sample(
         self, buffer: Buffer, offset: int, n: int, k: int, texts: Sequence[str | bytes]
     ) -> Any:
@@ -229,7 +244,7 @@ class Layout:
                 offsets.append(end)
                 tensors.append((field.dtype, n * field.numel, end, (n, *field.shape)))
                 end += _aligned(n * field.nbytes)
-            packer = Packer(_placed(self._spec, iter(offsets)), n)
+            packer = Packer(placed(self._spec, iter(offsets)), n)
             plan = self._plans[n] = _Plan(packer, end, tensors)
             self._packer = packer
         return plan
@@ -256,15 +271,6 @@ def _field(tag: str, shape: tuple[int, ...], dtype: Any) -> _Field:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _placed(spec: Spec, offsets: Iterator[int]) -> Spec:
-    """Return a spec with the offsets of its fields."""
-    if spec[0] == "text":
-        return spec
-    if isinstance(spec[-1], int):
-        return (*spec[:-1], next(offsets))
-    return (*spec[:-1], tuple([_placed(child, offsets) for child in spec[-1]]))
 
 
 def _viewed(

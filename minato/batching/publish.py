@@ -73,7 +73,7 @@ class BatchPublisher:
         self._collate_fn = collate_in_own_memory if by_default else settings.collate_fn
         self._draws = not (by_default or settings.collate_fn is default_convert)
         self._lease = ledger.lease_words(settings.worker)
-        self._owner = None if settings.in_main_process else os.getpid()
+        self._owner = os.getpid()
         self.bind: Bind = lambda *_: nullcontext()
         self.run_again: RunAgain = lambda: None
 

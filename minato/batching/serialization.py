@@ -13,7 +13,6 @@ from zlib import crc32
 import numpy as np
 
 from minato._core import Ledger
-from minato._core.codes import ERROR_BLOB, KIND_MASK, STATE_BLOB
 from minato._core.segment import Segment
 from minato._support.pickling import Purpose, dumps
 
@@ -185,21 +184,6 @@ class LocalStore(Store):
         self._values: dict[int, Any] = {}
         # Threads get different ones, without a lock that an interruption could leave held.
         self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
-
-    def sweep(self, ledger: Ledger) -> None:
-        """Remove objects of interrupted workers, to which no batch in flight refers. No worker may run meanwhile."""
-        kept: set[int] = set()
-        for batch in ledger.live:
-            result = ledger.contents(batch)[2]
-            kept.add(result & ~KIND_MASK)
-            kept.add(ledger.describe(batch)[6])
-            for kind, offset, _ in ledger.blobs(batch):
-                if not result or kind in (
-                    ERROR_BLOB,
-                    STATE_BLOB,
-                ):  # the samples of a collated batch are not needed
-                    kept.add(offset)
-        self._values = {offset: value for offset, value in self._values.items() if offset in kept}
 
     def put(
         self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0

@@ -22,10 +22,6 @@ from minato.workers.fetch import Rows
 
 __all__ = ["BatchWriter", "WriterSettings"]
 
-_SHARED_WORK_BYTES = 8 << 20
-"""From this size on, several threads copy faster than one, even if they have to wake up first."""
-_NEVER = 1 << 62
-
 
 class _Fields(NamedTuple):
     """The fields of a batch that samples are packed into.
@@ -76,7 +72,6 @@ class BatchWriter:
     ) -> None:
         self.collates = settings.collate_fn is not default_collate or not settings.auto_collation
         self.handover_ns = 0.0
-        self._in_main_process = settings.in_main_process
         self._ledger = ledger
         self._segment = segment
         self._tracer = tracer
@@ -171,9 +166,6 @@ class BatchWriter:
             False if the samples must be written one by one, which may also be faster.
         """
         start_ns = self._tracer.now()
-        nbytes = sum(source.shape[1] for source in rows.sources) * rows.size
-        if self._in_main_process and nbytes >= _SHARED_WORK_BYTES:
-            return False
         try:
             fields = self._fields(batch, rows.first)
         except (MemoryError, DamagedError):  # it comes again, with the first sample
@@ -288,12 +280,7 @@ class BatchWriter:
 
     def _pack_run(self, fields: _Fields, k: int, samples: list[Any]) -> bool:
         """Copy samples to consecutive places; False if one does not fit the layout or holds strings."""
-        _, layout, packer, offset, count = fields
-        kept_nbytes = _SHARED_WORK_BYTES // len(samples) if self._in_main_process else _NEVER
-        tensors = packer.pack_run(samples, self._segment.address + offset, k, kept_nbytes)
-        if tensors:
-            layout.stack(self._segment.array, offset, count, k, tensors, kept_nbytes)
-        return tensors is not None
+        return fields.packer.pack_run(samples, self._segment.address + fields.offset, k)
 
     def _fields(self, batch: int, sample: object) -> _Fields | None:
         """Return the fields of a batch; None if it has none yet and this sample has no layout."""

@@ -13,9 +13,9 @@ from minato._compat import (
     TorchIterator,
     is_iterable,
     is_owned,
-    is_profiling,
-    next_is_replaced,
+    length_was_asked,
     pin_batch,
+    torch_looks_on,
 )
 from minato._core import now_ns
 from minato._fork_safety import check_owner
@@ -74,7 +74,6 @@ class BatchIterator(TorchIterator):
         epochs: Asked once per epoch, and once more when the first batch of an epoch is asked for.
         may_pin: Whether batches come in host memory, where they can be pinned.
         pins_ahead: Whether the source takes ``pin=``, and then gives batches as ``pinning.Pinned``.
-        keep_idle: Called with a source that is exhausted, before its workers are ended: True if it is kept as it is.
     """
 
     def __init__(
@@ -84,12 +83,10 @@ class BatchIterator(TorchIterator):
         epochs: Epochs,
         may_pin: bool = True,
         pins_ahead: bool = False,
-        keep_idle: Callable[[Any], bool] = lambda source: False,
     ) -> None:
         self._turn = threading.RLock()
         self._is_closed = False
         self._owner = os.getpid()
-        self._keep_idle = keep_idle
         self._make_source = make_source
         self._epochs = epochs
         self._epoch = epochs.begin(loader)
@@ -213,9 +210,9 @@ class BatchIterator(TorchIterator):
 
     def _next_in_turn(self) -> tuple[Outgoing, Any]:
         """What is given, and the batch as torch's own method, or what has replaced that, returns it."""
-        # torch's own method compares the number of batches with a stream's length.
+        # torch's own method compares the number of batches with a stream's length, once len(loader) was asked for.
         # It also records a range for profilers, which takes longer than a small batch.
-        by_torch = self._checks_length or is_profiling() or next_is_replaced()
+        by_torch = (self._checks_length and length_was_asked(self)) or torch_looks_on()
         try:
             if by_torch:
                 batch = super().__next__()
@@ -250,8 +247,6 @@ class BatchIterator(TorchIterator):
         except StopIteration:
             if not self._persistent_workers:
                 self._ending, self._source = source, None
-                if self._keep_idle(source):
-                    self._ending = None
                 self._shutdown_workers()
             raise
         if self._pin_memory and given.error is None and not given.is_pinned:

@@ -19,6 +19,7 @@ from minato.delivery.device import device_copier
 from minato.delivery.pinning import Pin, PinCopier
 from minato.delivery.prefetch import Copier, PrefetchReader
 from minato.engine.copied_objects import CopiedObjects
+from minato.engine.ending import cost_history, end_engine, if_alive, observers_of
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
@@ -26,13 +27,11 @@ from minato.engine.pools import make_pool
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError
-from minato.observe.observers import Observer, Observers, settle
-from minato.observe.stats.costs import CostHistoryStore, CostStats
+from minato.observe.observers import Observers, settle
+from minato.observe.stats.costs import CostStats
 from minato.observe.stats.histograms import merged
 from minato.observe.stats.snapshot import LoaderSnapshot
-from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.observe.trace.track import Track
 from minato.sampling.coverage import Progress
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
@@ -48,8 +47,6 @@ from minato.scheduling.waiting import ConsumerWait, Pool
 from minato.workers.begun_lists import LEAST_LISTS
 from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
-from minato.workers.pool import WorkerPool
-from minato.workers.signals import exiting
 from minato.workers.supervision import OomBackoff, RestartPolicy
 
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
@@ -61,34 +58,8 @@ _READ_COSTS_EVERY_NS = 10_000_000
 _READ_COSTS_SHARE = 500
 """Costs are read again after this time, and after this multiple of the time that the last reading took."""
 _BATCH_RECORDS = 2048
-_BATCH_RECORDS_IN_MAIN_PROCESS = 64
 _POSITIONS = 1 << 16
 """Samples that can be in flight: 4 MiB of ledger, whose pages are touched as they are used."""
-
-
-def _end(
-    shut_down: Callable[[], bool], arena: Arena, afterwards: list[Callable[[], object]]
-) -> None:
-    try:
-        if shut_down():
-            arena.reclaim_unleased()
-    finally:
-        while afterwards and not exiting():
-            afterwards.pop()()
-
-
-def _if_alive(
-    function: Callable[..., object], thing: object, *arguments: Any
-) -> Callable[[], object]:
-    """A call of a function with an object, unless that is gone by then: a finalizer must not keep it."""
-    reference = weakref.ref(thing)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            function(found, *arguments)
-
-    return call
 
 
 class Engine:
@@ -124,7 +95,7 @@ class Engine:
         self._history = history
         if worker.placement is not None:
             worker.placement.place_pages(arena.segment.array)
-        self._cost_history = _cost_history(plan, history)
+        self._cost_history = cost_history(plan, history)
         state = _shared_state(plan)
         state.active.set_count(worker.most_workers)
         # Where a place that a skipped sample leaves is for another one, no batch may begin with places that are kept.
@@ -144,7 +115,6 @@ class Engine:
             state.layout,
             arena.segment,
             store,
-            history=history if worker.in_main_process else None,
             policy=policy,
         )
         window, wait_stats = _window(plan), ConsumerWait()
@@ -156,7 +126,10 @@ class Engine:
         self._pool = make_pool(plan, context, state, restart_policy, wait_stats)
         track = None if worker.tracks is None else worker.tracks.loop()
         tracer: Tracer = NULL_TRACER if track is None else track
-        self._observers = Observers(_observers(plan, history, track, self._pool))
+        observers = observers_of(history, track)
+        if worker.in_processes and plan.pool.context.get_start_method() == "fork":
+            observers.append(CopiedObjects(worker.pipeline.dataset, self._pool))
+        self._observers = Observers(observers)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
         self._num_prefetched = plan.prefetch.to_device if pin is None else 1
         copier = _copier(plan, arena, pin, tracer)
@@ -171,7 +144,7 @@ class Engine:
                 self._early_start.mean_ns = history.costs.mean
         self._scaler: Scaler | None = None
         pool: Pool = self._pool
-        if history.autoscale is not None and not worker.in_main_process:
+        if history.autoscale is not None:
             from minato.workers.autoscale import PolledPool, Scaler
 
             wait_stats.watched = True
@@ -208,6 +181,7 @@ class Engine:
             functools.partial(context.read_indices, self.ledger),
             worker.pipeline.transforms.names,
         )
+        self._window, self._active_workers = window, state.active
         self._failures: FailureCount | None = None
         if policy is not None:
             self._failures = FailureCount(policy.log, plan.failures.budget, plan.failures.log)
@@ -225,12 +199,11 @@ class Engine:
         )
         self._costs = CostStats(worker.pipeline.transforms.names)
         self._metrics = EngineMetrics(
-            ledger=self.ledger,
+            activities=self.ledger,
             meters=self.meters,
             costs=self._costs,
             window=window,
             wait_stats=wait_stats,
-            active_workers=state.active,
             slow_threshold=self.slow_threshold,
             restart_policy=restart_policy,
             failures=self._failures,
@@ -243,12 +216,12 @@ class Engine:
         if plan.prefetch.shares_budget:
             self.afterwards.append(window.release_budget)
         if worker.dataset_states is not None:
-            self.afterwards.append(_if_alive(DatasetStates.keep_present, worker.dataset_states))
+            self.afterwards.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
         if worker.hands_over:
-            self.afterwards.append(_if_alive(History.learn, history, state.handover))
+            self.afterwards.append(if_alive(History.learn, history, state.handover))
         if history.epoch_log is not None:
-            self.afterwards.append(_if_alive(settle, history.epoch_log, self._metrics))
-        self._end = functools.partial(_end, self._pool.shut_down, arena, self.afterwards)
+            self.afterwards.append(if_alive(settle, history.epoch_log, self._metrics))
+        self._end = functools.partial(end_engine, self._pool.shut_down, arena, self.afterwards)
         self._finalizer = weakref.finalize(self, self._end)
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
@@ -275,8 +248,7 @@ class Engine:
         self._outgoing, self._progress = None, epoch.progress
         if self._scaler is not None:
             self._scaler.restart()
-        if not self.plan.worker.in_main_process:
-            self._dispatcher.refill()
+        self._dispatcher.refill()
         if not self._started:
             self._start()
         self._observers.started()
@@ -399,8 +371,7 @@ class Engine:
                 self._update_threshold()
             if self._scaler is not None:
                 self._scaler.update()
-            if not self.plan.worker.in_main_process:
-                self._dispatcher.top_up()
+            self._dispatcher.top_up()
             if self.plan.pool.restarts:
                 self._pool.check_early()
             if self._early_start is not None:
@@ -410,7 +381,15 @@ class Engine:
 
     def _snapshot(self) -> LoaderSnapshot:
         self._metrics.look(self._pool.usage)
-        return self._metrics.snapshot(self._dispatcher.num_open, self._dispatcher.num_ready)
+        window, in_flight = self._window, self._dispatcher.num_open
+        return LoaderSnapshot(
+            self._active_workers.count,
+            in_flight,
+            self._dispatcher.num_ready,
+            window.limit,
+            round(in_flight * window.batch_bytes),
+            window.budget_bytes,
+        )
 
     def pinned(self, duration_ns: int) -> None:
         """Record the time in ns that pinning the last batch took."""
@@ -471,39 +450,9 @@ class Engine:
                 pickling.check_picklable("worker_init_fn", worker.init_fn)
             raise
 
-    def reset(self) -> None:
-        """Drop an epoch that is over, and the worker in the main process; ``begin`` starts them again."""
-        self._dispatcher.abandon()
-        self._outgoing = self._progress = None
-        self._started = False
-
     def cancel(self) -> None:
         """Cancel all batches in flight."""
         self._dispatcher.cancel_all()
-
-
-def _cost_history(plan: Plan, history: History) -> CostHistoryStore | None:
-    """The directory of the costs of earlier programs, if there is one; a new history begins with them."""
-    if plan.cost_history is None:
-        return None
-    pipeline = plan.worker.pipeline
-    stored = CostHistoryStore(plan.cost_history, pipeline.dataset, pipeline.transforms.steps)
-    if history.costs is None:
-        history.costs = stored.costs()
-    return stored
-
-
-def _observers(
-    plan: Plan, history: History, track: Track | None, pool: WorkerPool
-) -> list[Observer]:
-    observers: list[Observer] = []
-    if history.epoch_log is not None:
-        observers.append(history.epoch_log)
-    if track is not None:
-        observers.append(LoopTrack(track))
-    if plan.worker.in_processes and plan.pool.context.get_start_method() == "fork":
-        observers.append(CopiedObjects(plan.worker.pipeline.dataset, pool))
-    return observers
 
 
 def _copier(plan: Plan, arena: Arena, pin: Pin | None, tracer: Tracer) -> Copier | None:
@@ -518,10 +467,9 @@ def _dispatcher_settings(plan: Plan) -> DispatcherSettings:
     worker = plan.worker
     return DispatcherSettings(
         timeout_s=plan.timeout_s,
-        one_epoch=not worker.in_main_process and not plan.pool.persistent,
+        one_epoch=not plan.pool.persistent,
         skips=plan.failures.policy is not None,
         drop_short=worker.pipeline.drop_last,
-        trace_wait_as="load" if worker.in_main_process else "wait",
     )
 
 
@@ -529,7 +477,7 @@ def _shared_state(plan: Plan) -> SharedState:
     worker = plan.worker
     return SharedState.create(
         num_workers=worker.most_workers,
-        records=_BATCH_RECORDS_IN_MAIN_PROCESS if worker.in_main_process else _BATCH_RECORDS,
+        records=_BATCH_RECORDS,
         positions=max(_POSITIONS, 1 << (4 * plan.prefetch.largest_batch - 1).bit_length()),
         num_steps=len(worker.pipeline.transforms),
         shared=worker.in_processes,

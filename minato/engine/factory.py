@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from minato.engine.spec import LoaderSpec
 from minato.sampling.completed import Completed, RankProgress
@@ -16,15 +14,20 @@ from minato.sampling.position import Position
 from minato.transforms.owned import OwnedGenerators
 
 if TYPE_CHECKING:  # all stages: the first iterator loads them
+    from minato.batching.arena import Arena
     from minato.batching.reader import BatchReader
     from minato.delivery.iterator import BatchSource
     from minato.delivery.pinning import Pin
     from minato.engine.engine import Engine
     from minato.engine.history import History
+    from minato.engine.inline import InlineEngine
     from minato.engine.plan import WorkerPlan
-    from minato.observe.trace.track import Trace
+    from minato.observe.trace.track import Trace, Tracks
 
 __all__ = ["EngineFactory", "RankSession"]
+
+
+AnyEngine: TypeAlias = "Engine | InlineEngine"
 
 
 class RankSession(Protocol):
@@ -49,7 +52,7 @@ class RankSession(Protocol):
         """The history of a new loader."""
 
     def source(
-        self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
+        self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Any]
     ) -> BatchSource:
         """The source of a new iterator's batches.
 
@@ -61,33 +64,6 @@ class RankSession(Protocol):
         """The complete part, of all ranks, of the epoch that they resume; that of this rank if it starts no workers."""
 
 
-class IdleEngine:
-    """Keeps the engine of an exhausted iterator for the loader's next one.
-
-    In the main process, making an engine takes as long as several small batches, and its ledger's pages are cold.
-    """
-
-    def __init__(self) -> None:
-        self._kept: deque[Engine] = deque(maxlen=1)
-
-    def keep(self, engine: Any) -> bool:
-        """Keep an engine whose epoch is over; False if it cannot be used again."""
-        if not engine.plan.reusable:
-            return False
-        engine.reset()
-        self._kept.append(engine)
-        return True
-
-    def take(self, spec: LoaderSpec, epoch: Epoch) -> Engine | None:
-        """The kept engine, if this process made it and it suits the loader as it is now."""
-        try:
-            engine = self._kept.pop()  # atomic: another thread may take it too
-        except IndexError:
-            return None
-        suits = engine.arena.owner == os.getpid() and engine.plan.suits(spec, epoch.dataset_states)
-        return engine if suits else None
-
-
 class EngineFactory:
     """Begins epochs and makes engines for one loader; it holds no loader.
 
@@ -96,7 +72,6 @@ class EngineFactory:
         trace: Trace of its engines, or None.
 
     Attributes:
-        idle: Keeps the engine of the last iterator.
         told_parts: Replaced parts of torch's engine that a warning has named.
     """
 
@@ -106,7 +81,6 @@ class EngineFactory:
         self._session = session
         self._trace = trace
         self._spare_arenas = ArenaCache()
-        self.idle = IdleEngine()
         self._looked_for_generators = False
         self.told_parts: list[str] = []
 
@@ -171,14 +145,10 @@ class EngineFactory:
         history: History,
         make_reader: type[BatchReader] | None = None,
         pin: Pin | None = None,
-    ) -> Engine:
+    ) -> AnyEngine:
         """The engine of a new iterator that begins with an epoch."""
-        from minato.engine.engine import Engine
         from minato.engine.plan import Plan
 
-        idle = self.idle.take(spec, epoch)
-        if idle is not None:
-            return idle
         in_processes = spec.workers.count > 0 and not spec.in_threads
         arena = self._spare_arenas.take(shared=in_processes)
         num_workers = most_workers = spec.workers.count
@@ -188,8 +158,18 @@ class EngineFactory:
         plan = Plan.of(
             spec, epoch, num_workers=num_workers, most_workers=most_workers, tracks=tracks
         )
+        if plan.worker.in_main_process:
+            from minato.engine.inline import InlineEngine
+
+            return self._tracked(InlineEngine(plan, arena, history), arena, tracks)
+        from minato.engine.engine import Engine
+
         self._warn_of_generators(plan.worker, history)
         engine = Engine(plan, arena, history, make_reader=make_reader, pin=pin)
+        return self._tracked(engine, arena, tracks)
+
+    def _tracked(self, engine: AnyEngine, arena: Arena, tracks: Tracks | None) -> AnyEngine:
+        """An engine that gives back its arena and its tracks."""
         # The next engine takes the arena, whose pages are warm, when no worker writes to it any more.
         engine.afterwards.append(functools.partial(self._spare_arenas.append, arena))
         if self._trace is not None and tracks is not None:
@@ -197,11 +177,8 @@ class EngineFactory:
         return engine
 
     def _warn_of_generators(self, worker: WorkerPlan, history: History) -> None:
-        """Warn of generators that are not bound to samples; without workers, the first sample does it."""
+        """Warn of generators that are not bound to samples."""
         if self._looked_for_generators or not worker.seeds_samples:
-            return
-        at_once = worker.fetching.at_once
-        if worker.in_main_process and not at_once:
             return
         self._looked_for_generators = True
         pipeline = worker.pipeline
@@ -212,10 +189,10 @@ class EngineFactory:
                 "collate_fn": pipeline.collate_fn,
             }
         )
-        if worker.method == "thread" and not worker.in_main_process:
+        if worker.method == "thread":
             history.warn_of_generators(owned.names, "worker threads share them")
             return
-        if at_once:
+        if worker.fetching.at_once:
             reads = OwnedGenerators({"dataset": pipeline.dataset}).names
             history.warn_of_generators(reads, "reads of several samples share them")
         history.warn_of_generators(owned.others)

@@ -5,26 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from minato._core import Ledger, now_ns
+from minato._core import now_ns
 from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.slowest import SlowSample
-from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity
+from minato.observe.stats.snapshot import Metrics, WorkerActivity
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
 from minato.scheduling.waiting import ConsumerWait
-from minato.workers.active_workers import ActiveWorkers
 from minato.workers.error_policy import FailureCount
 from minato.workers.pool import CpuUsage
 from minato.workers.supervision import RestartPolicy
 
-__all__ = ["EngineMetrics"]
+__all__ = ["Activities", "EngineMetrics"]
 
 
 _LOOK_NS = 100_000_000
 _LOOK_SHARE = 200
 """The workers' processor time is read at most every 0.1 s, and reading takes at most a 200th of the time."""
+
+
+class Activities(Protocol):
+    """Knows what the workers have done (``Ledger``)."""
+
+    def activity(self, worker: int) -> tuple[int, int, int]:
+        """Number of samples of a worker, and its busy and idle time in ns."""
 
 
 @dataclass(kw_only=True)
@@ -34,18 +40,21 @@ class EngineMetrics:
     It must not refer to the engine or its loader, because the epoch log keeps it until their end.
 
     Attributes:
+        activities: What the workers have done.
+        window: Bounds the batches in flight; None without workers, as the two that follow.
+        wait_stats: How long the training loop waits for workers.
+        restart_policy: Counts deaths.
         usage: Processor time of the workers at the last reading; some may have ended since.
     """
 
-    ledger: Ledger
+    activities: Activities
     meters: Sequence[Meters]
     costs: CostStats
-    window: PrefetchWindow
-    wait_stats: ConsumerWait
-    active_workers: ActiveWorkers
     slow_threshold: SlowThreshold
-    restart_policy: RestartPolicy
     failures: FailureCount | None
+    window: PrefetchWindow | None = None
+    wait_stats: ConsumerWait | None = None
+    restart_policy: RestartPolicy | None = None
     usage: CpuUsage = field(default_factory=lambda: CpuUsage(0, 0))
     _look_due_ns: int = 0
 
@@ -66,32 +75,15 @@ class EngineMetrics:
         for name, count in self.quick_counts().items():
             counts[name] = count
         counts.update(
-            slept_ns=self.wait_stats.waited_ns,
+            slept_ns=0 if self.wait_stats is None else self.wait_stats.waited_ns,
             ran_ns=self.usage.ran_ns,
             queued_ns=self.usage.queued_ns,
         )
         return Metrics(counts, self.costs.run)
 
-    def snapshot(self, in_flight: int, ready: int) -> LoaderSnapshot:
-        """A snapshot of the pipeline.
-
-        Args:
-            in_flight: Batches that are open or ready.
-            ready: Batches that are ready.
-        """
-        window = self.window
-        return LoaderSnapshot(
-            self.active_workers.count,
-            in_flight,
-            ready,
-            window.limit,
-            round(in_flight * window.batch_bytes),
-            window.budget_bytes,
-        )
-
     def activity(self) -> WorkerActivity:
         """Total times of all workers; any thread may call it, because it only reads shared memory."""
-        worked = [self.ledger.activity(worker)[1:] for worker in range(len(self.meters))]
+        worked = [self.activities.activity(worker)[1:] for worker in range(len(self.meters))]
         stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
         return WorkerActivity(
             sum(busy_ns for busy_ns, _ in worked),
@@ -104,7 +96,7 @@ class EngineMetrics:
 
     def quick_counts(self) -> dict[str, int]:
         """Times of all workers, deaths, and failures as of the latest batch; any thread may call it."""
-        activity, failures = self.ledger.activity, self.failures
+        activity, failures = self.activities.activity, self.failures
         busy_ns = idle_ns = 0
         for worker in range(len(self.meters)):
             _, busy, idle = activity(worker)
@@ -112,7 +104,7 @@ class EngineMetrics:
         return {
             "busy_ns": busy_ns,
             "idle_ns": idle_ns,
-            "deaths": self.restart_policy.total,
+            "deaths": 0 if self.restart_policy is None else self.restart_policy.total,
             "retries": 0 if failures is None else failures.retries,
             "skipped": 0 if failures is None else failures.totals["skipped"],
         }
@@ -132,4 +124,4 @@ class EngineMetrics:
     @property
     def held_by_budget(self) -> bool:
         """Whether the memory budget keeps more batches from being opened."""
-        return self.window.held_by_budget
+        return self.window is not None and self.window.held_by_budget

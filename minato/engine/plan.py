@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -78,7 +77,7 @@ class WorkerPlan(NamedTuple):
 
     Attributes:
         method: ``process``, ``thread`` or ``ray``.
-        in_main_process: The only worker runs in the training process.
+        in_main_process: There are no workers: the training loop runs the samples.
         most_workers: Largest number of workers.
         base_seed: torch's draw for the workers, or a seed that follows from ``seed=``.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
@@ -279,7 +278,7 @@ class Plan:
         worker = WorkerPlan(
             pipeline=Pipeline.of(spec),
             method=options.worker_kind,
-            in_main_process=spec.workers.count == 0,
+            in_main_process=not num_workers,
             most_workers=max(most_workers, 1),
             init_fn=spec.workers.init_fn,
             base_seed=base_seed,
@@ -320,39 +319,6 @@ class Plan:
             ),
             cost_history=options.cost_history,
             timeout_s=spec.workers.timeout_s,
-        )
-
-    @functools.cached_property
-    def reusable(self) -> bool:
-        """Whether a later iterator can use the same engine, because it keeps no state of the last one."""
-        worker = self.worker
-        keeps = (
-            self.failures.policy,
-            worker.dataset_states,
-            self.cost_history,
-            worker.tracks,
-            self.prefetch.device,
-        )
-        return (
-            worker.in_main_process
-            and all(part is None for part in keeps)
-            and not worker.fetching.at_once
-        )
-
-    def suits(self, spec: LoaderSpec, dataset_states: DatasetStates | None) -> bool:
-        """Whether a loader's next engine would have the same plan except for the seed, if this one is reusable."""
-        pipeline, sampling = self.worker.pipeline, spec.sampling
-        return bool(
-            spec.workers.count == 0
-            and dataset_states is None
-            and pipeline.dataset is spec.dataset
-            and pipeline.collate_fn is spec.collate_fn
-            and pipeline.refetches == fetcher_is_replaced()
-            and self.worker.order == _order(spec.options)
-            and (pipeline.batched, pipeline.drop_last) == (sampling.batched, sampling.drop_last)
-            and self.timeout_s == spec.workers.timeout_s
-            and self.prefetch.largest_batch
-            == largest_batch(sampling.index_sampler, sampling.batched)
         )
 
     @property

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
 
 from minato._system import available_cores
 from minato.batching.sample_error import wrapped
-from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
 from minato.engine.plan import Plan
 from minato.engine.shared_state import SharedState
-from minato.engine.worker_context import WorkerContext, initialise, restore, run_worker_process
+from minato.engine.worker_context import WorkerContext, initialise, run_worker_process
 from minato.scheduling.waiting import ConsumerWait
 from minato.transforms import rng_memory
 from minato.workers.current_sample import has_begun, read_current_work
-from minato.workers.local_pools import InlinePool, ThreadPool, ThreadSettings
+from minato.workers.local_pools import ThreadPool, ThreadSettings
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, announced
-from minato.workers.runner import Kinds
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from minato.workers.supervision import RestartPolicy, WorkerRecovery
 from minato.workers.worker import Worker
@@ -36,17 +33,6 @@ def make_pool(
 ) -> WorkerPool:
     """Make the worker pool of a plan; its workers are not started yet."""
     work, ledger, ready = plan.worker, state.ledger, state.ready
-    if work.in_main_process:
-
-        def make_inline(number: int, catches: Callable[[], Kinds]) -> Worker:
-            restore(work, number)
-            return context.worker(number, state, lambda error: error, None, catches)
-
-        def give_back() -> None:
-            ledger.release(0)
-            cast(LocalStore, context.store).sweep(ledger)
-
-        return InlinePool(make_inline, give_back, ready)
 
     def stop() -> None:
         ledger.shut_down()

@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minato._compat import ExceptionWrapper, forget_dataset, serves_other_processes
 from minato._core import Ledger, now_ns
@@ -26,9 +25,9 @@ from minato.batching.serialization import Store, stored_indices
 from minato.batching.writer import BatchWriter, WriterSettings
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
+from minato.engine.worker_parts import fetcher_of, generators_of, restore
 from minato.observe.stats.costs import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.sampling.dataset_state import DatasetState
 from minato.scheduling.handover import Handover
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
@@ -37,7 +36,7 @@ from minato.workers.begun_lists import BegunLists, BegunListsWorker
 from minato.workers.concurrent import ConcurrentFetch, ConcurrentWorker
 from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler, SampleRetry
-from minato.workers.fetch import Fetcher, ReplacedFetcher, StreamFetcher
+from minato.workers.fetch import Fetcher
 from minato.workers.pool import process_usage
 from minato.workers.process_pool import enter_worker_process, parent_watch
 from minato.workers.reads import Reads, reads_of
@@ -45,9 +44,6 @@ from minato.workers.runner import Kinds, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
-
-if TYPE_CHECKING:
-    from minato.engine.history import History
 
 __all__ = ["WorkerContext", "initialise", "restore", "run_worker_process"]
 
@@ -65,7 +61,6 @@ class WorkerContext:
         arena: Memory of the batches.
         sent: Travels in place of the plan, as which it arrives; None: the plan itself.
         stacks: The file that stuck workers write their stacks to.
-        history: The loader's, for a worker in the main process; None for others.
         policy: Handles samples that raise; not in the plan, because only a starting child can inherit its log.
     """
 
@@ -75,7 +70,6 @@ class WorkerContext:
     store: Store
     sent: Snapshot | ForChild | None = None
     stacks: StackFile | None = None
-    history: History | None = None
     policy: FailureHandler | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,7 +95,6 @@ class WorkerContext:
             auto_collation=self.plan.pipeline.batched,
             describe_error=describe_error,
             catches=catches,
-            in_main_process=self.plan.in_main_process,
         )
         return BatchWriter(
             settings,
@@ -129,25 +122,15 @@ class WorkerContext:
             catches: Returns which exceptions of samples and ``collate_fn`` do not end the worker.
             remote_reads: Makes reads that return complete samples of another machine, from lease words and meters.
         """
-        plan, pipeline, in_main_process = self.plan, self.plan.pipeline, self.plan.in_main_process
-        ledger, history = state.ledger, self.history
+        plan, pipeline = self.plan, self.plan.pipeline
+        ledger = state.ledger
         # Concurrent reads share the dataset's generators.
         at_once = plan.fetching.at_once and remote_reads is None
-        roots = {"dataset": pipeline.dataset, **pipeline.transforms.by_name}
-        if at_once:
-            del roots["dataset"]
-        if not at_once or getattr(pipeline.collate_fn, "__self__", None) is not pipeline.dataset:
-            roots["collate_fn"] = pipeline.collate_fn
+        roots = generators_of(plan, at_once)
 
         def make_randomness(seed: int) -> SampleRandomness:
-            # In another thread, restoring the generators would undo the draws of the main thread.
-            in_other_thread = (
-                in_main_process and threading.current_thread() is not threading.main_thread()
-            )
-            bind = plan.method == "process" and not in_other_thread
-            owned = OwnedGenerators(roots) if bind or history is not None else None
-            if history is not None and owned is not None and not at_once:
-                history.warn_of_generators(owned.others)
+            bind = plan.method == "process"
+            owned = OwnedGenerators(roots) if bind else None
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
         lease, meters = ledger.lease_words(number), state.meters(number)
@@ -158,36 +141,9 @@ class WorkerContext:
             transforms = Transforms()  # they run on the other machine
         active_workers = state.active
         tracer = plan.tracer(number)
-        fetcher: Fetcher | StreamFetcher
         stage_runner: StageRunner | None = None
         deferral: Deferral | None = None
-        if pipeline.streams:
-            initial = None if plan.dataset_states is None else plan.dataset_states.each[number]
-            fetcher = StreamFetcher(
-                pipeline.dataset,
-                pipeline.transforms,
-                batched=pipeline.batched,
-                drop_last=pipeline.drop_last,
-                at_once=in_main_process,
-                initial=initial,
-                state_every=plan.state_every,
-            )
-            present: Callable[[], DatasetState | None] = fetcher.present
-        else:
-            if pipeline.refetches:
-                fetcher = ReplacedFetcher(
-                    dataset,
-                    transforms,
-                    pipeline.batched,
-                    plan.sends_states,
-                    collate_fn=pipeline.collate_fn,
-                    drop_last=pipeline.drop_last,
-                )
-            else:
-                fetcher = Fetcher(dataset, transforms, pipeline.batched, plan.sends_states)
-            present = fetcher.state
-        if in_main_process and plan.dataset_states is not None:
-            plan.dataset_states.present = present
+        fetcher = fetcher_of(plan, number, (dataset, transforms))
         by_samples = not (pipeline.streams or pipeline.refetches or fetcher.takes_lists)
         if by_samples and reads is None:
             if plan.defers:
@@ -203,12 +159,11 @@ class WorkerContext:
                 tracer=tracer,
             )
         runner = Runner(
-            RunnerSettings(in_main_process, catches, plan.measure, failure),
+            RunnerSettings(catches=catches, tracks_slowest=plan.measure, failure=failure),
             lease=lease,
             meters=meters,
             make_randomness=make_randomness if plan.seeds_samples else None,
             stage_runner=stage_runner,
-            cost_estimate=None if history is None else history.cost_estimate,
             occurrences=ledger.occurrences,
             tracer=tracer,
         )
@@ -232,7 +187,7 @@ class WorkerContext:
         concurrent_worker = ConcurrentWorker
         if plan.begins_lists:
             concurrent_worker = BegunListsWorker
-            reads = BegunLists(dataset.__beginitems__, None if in_main_process else _busy_ns)
+            reads = BegunLists(dataset.__beginitems__, _busy_ns)
         if (fetching.at_once or reads is not None) and failure is None:
             return concurrent_worker(
                 settings,
@@ -332,10 +287,3 @@ def initialise(plan: WorkerPlan, number: int) -> Exception | None:
         raise
     end_copy(owner, failure)
     return failure
-
-
-def restore(plan: WorkerPlan, number: int) -> None:
-    """Load the state of this worker's copy of the dataset at the end of an earlier epoch."""
-    state = None if plan.dataset_states is None else plan.dataset_states.each[number].dataset
-    if state is not None:
-        plan.pipeline.dataset.load_state_dict(state)

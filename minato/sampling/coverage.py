@@ -15,7 +15,7 @@ from minato._support.values import integer_of, plain
 from minato.errors import CoverageError
 from minato.observe.stats.lateness import Lateness
 from minato.sampling.completed import NOTHING, BatchPart, Completed, RankProgress, Tally, merged
-from minato.sampling.occurrences import Again, indices_of
+from minato.sampling.occurrences import Again, indices_of, marked
 from minato.sampling.outgoing import Outgoing
 from minato.sampling.replay import OrderRecord
 
@@ -284,7 +284,7 @@ def _rebatched(
     drop_last: bool,
     largest: int,
     surplus: int,
-) -> Iterator[list[Any]]:
+) -> Iterator[Any]:
     """Yield batches of the given sizes from remaining and further indices; ``surplus`` fills up small ones."""
     while True:
         while sizes:
@@ -292,14 +292,14 @@ def _rebatched(
             if len(indices) < sizes[0] + more:
                 break
             surplus -= more
-            yield [indices.popleft() for _ in range(sizes.popleft() + more)]
+            yield marked([indices.popleft() for _ in range(sizes.popleft() + more)])
         drawn = next(batches, None)
         if drawn is None:
             break
         indices.extend(drawn)
         sizes.append(len(drawn))
     if indices and not drop_last:
-        yield list(indices)
+        yield marked(list(indices))
 
 
 def index_hash(index: Any) -> int:

@@ -24,11 +24,23 @@ from minato.sampling.distributed import InterleavedRanks, epoch_of
 from minato.sampling.index_batches import IndexBatches, Source
 from minato.sampling.replay import OrderRecord, Origin
 from minato.sampling.rng_state import IsolatedIterator, SamplerState
-from minato.sampling.samplers import counted, in_epoch, index_batches, next_sampler, sizes_of
+from minato.sampling.samplers import (
+    counted,
+    drawn_ahead,
+    endless_size,
+    in_epoch,
+    index_batches,
+    next_sampler,
+    sizes_of,
+)
 from minato.sampling.spec import SamplingSpec
 from minato.sampling.state import completed_from_plain
 
 __all__ = ["Epoch", "NextEpoch"]
+
+
+_ITERATORS = (GeneratorType, type(iter(range(0))))
+"""Of samplers that yield what they know in advance."""
 
 
 class NextEpoch(NamedTuple):
@@ -170,6 +182,8 @@ class Epoch:
         """
         spec = self._spec
         if spec.streams:
+            if (size := endless_size(spec.index_sampler, spec.batched)) is not None:
+                return Source(itertools.repeat([size]), is_plain=True, is_generator=False)
             return Source(
                 sizes_of(iter(spec.index_sampler) if indices is None else indices, spec.batched)
             )
@@ -239,6 +253,10 @@ class Epoch:
 
     def _plain(self, indices: Any) -> Source:
         """All batches, from ``iter(sampler)``."""
+        spec = self._spec
+        ahead = 0 if spec.has_workers else drawn_ahead(spec.index_sampler, spec.batched)
+        if ahead and type(indices) in _ITERATORS:
+            return Source(indices, None if spec.batched else _alone, is_plain=True, ahead=ahead)
         fed: deque[Any] = deque()
         batches = self._indices(itertools.starmap(fed.popleft, itertools.repeat(())))
 
@@ -284,6 +302,10 @@ def _batches_left(reference: weakref.ref[SamplingSpec], done: int) -> int | None
     """Number of batches after the first ``done``. A log keeps this function, which must keep no dataset."""
     spec = reference()
     return None if spec is None else spec.batches_left(done)
+
+
+def _alone(index: Any) -> list[Any]:
+    return [index]
 
 
 def _same(source: Source) -> Source:

@@ -35,12 +35,14 @@ class Source(NamedTuple):
         indices: Makes a batch's indices of it.
         is_plain: Whether an interruption of ``items`` loses none of them, unless it ends them.
         is_generator: Whether it may end them: a generator that is interrupted has ended.
+        ahead: Number of batches that may be drawn together: nobody can tell when they are drawn.
     """
 
     items: Iterator[Any]
     indices: Callable[[Any], Any] | None = None
     is_plain: bool = False
     is_generator: bool = True
+    ahead: int = 1
 
 
 class IndexBatches:
@@ -83,10 +85,20 @@ class IndexBatches:
             RuntimeError: The sampler was interrupted, and does not repeat what it has yielded.
         """
         ahead = self._ahead
-        self._complete()
+        self._complete_last()
         while len(ahead) < count and self._draw():
-            self._complete()
+            self._complete_last()
         return list(itertools.islice(ahead, count))
+
+    def first(self) -> Drawn | None:
+        """Return the next batch; None at the end. Raises as ``ahead``."""
+        ahead = self._ahead
+        if not ahead and not self._draw(together=True):
+            return None
+        drawn = ahead[0]
+        if len(drawn) < 4:
+            self._complete_all()
+        return ahead[0]
 
     def drop(self, drawn: Drawn) -> None:
         """Drop the next batch, as ``ahead`` returned it, unless that is done."""
@@ -94,9 +106,18 @@ class IndexBatches:
             self._num_dropped = drawn.number + 1
             self._ahead.popleft()
 
-    def _complete(self) -> None:
-        """Make the indices of the batch that was drawn last, and note it, unless that is done."""
-        if not self._ahead or len(drawn := self._ahead[-1]) == 4:
+    def _complete_all(self) -> None:
+        """Make the indices of all batches that were drawn, and note them."""
+        for drawn in tuple(self._ahead):
+            self._complete(drawn)
+
+    def _complete_last(self) -> None:
+        if self._ahead:
+            self._complete(self._ahead[-1])
+
+    def _complete(self, drawn: Drawn) -> None:
+        """Make the indices of a batch that was drawn, and note it, unless that is done."""
+        if len(drawn) == 4:
             return
         if len(drawn) == 2:
             convert = None if self._source is None else self._source.indices
@@ -104,21 +125,22 @@ class IndexBatches:
                 drawn.append(drawn[0] if convert is None else convert(drawn[0]))
             except Exception:  # there are no such indices: as with torch, the next batch follows
                 self._num_dropped = drawn.number + 1
-                self._ahead.pop()
+                self._ahead.remove(drawn)
                 raise
-        self._note(drawn.indices, drawn.number)
+        self._note(drawn[2], drawn[1])
         drawn.append(True)
 
-    def _draw(self) -> bool:
-        """Draw one batch; False at the end."""
+    def _draw(self, together: bool = False) -> bool:
+        """Draw one batch, or as many as may be drawn together; False at the end."""
         ahead = self._ahead
-        known, drew = len(ahead), False
+        known, drew, most = len(ahead), False, 1
         try:
             if self._source is None:
                 self._source = self._drawn_again() if self._was_interrupted else self._begin()
             elif self._was_interrupted and not self._source.is_plain:
                 self._source = self._drawn_again()
-            drew = self._draw_from(self._source.items)
+            most = self._source.ahead if together else 1
+            drew = self._draw_from(self._source.items, most)
             if not drew and self._was_interrupted and self._source.is_generator:
                 self._source = self._drawn_again()
                 drew = self._draw_from(self._source.items)
@@ -126,14 +148,15 @@ class IndexBatches:
         except Exception:
             raise  # the sampler's, as with torch
         except BaseException:
-            self._was_interrupted = len(ahead) == known
+            self._was_interrupted = len(ahead) == known or most > 1
             raise
         return drew
 
-    def _draw_from(self, items: Iterator[Any]) -> bool:
+    def _draw_from(self, items: Iterator[Any], most: int = 1) -> bool:
         known = len(self._ahead)
         # In one step: a signal is handled before it or after it.
-        self._ahead.extend(map(Drawn, zip(itertools.islice(items, 1), self._numbers, strict=False)))
+        drawn = zip(itertools.islice(items, most), self._numbers, strict=False)
+        self._ahead.extend(map(Drawn, drawn))
         return len(self._ahead) > known
 
     def _drawn_again(self) -> Source:

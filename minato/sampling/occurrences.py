@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Again", "Recurring", "indices_of", "unmarked"]
+__all__ = ["Again", "Recurring", "indices_of", "marked", "unmarked"]
 
 
 class Again:
@@ -46,15 +46,20 @@ class Recurring:
 
 
 def indices_of(batch: object) -> Any:
-    """Return the indices of a batch as the sampler yielded it; ``Again`` stays in a batch that was cut again."""
+    """Return the indices of a batch as the sampler yielded it."""
     return batch.indices if type(batch) is Recurring else batch
+
+
+def marked(indices: list[Any]) -> Any:
+    """Return a batch that was cut again of such sequences: a ``Recurring`` if some of its indices came before."""
+    found = [index.occurrence if type(index) is Again else 0 for index in indices]
+    if not any(found):
+        return indices
+    return Recurring([index.index if type(index) is Again else index for index in indices], found)
 
 
 def unmarked(batch: Any) -> tuple[Any, list[int] | None]:
     """The indices of a batch, and how often each came before; None: none did."""
     if type(batch) is Recurring:
         return batch.indices, batch.occurrences
-    found = [index.occurrence if type(index) is Again else 0 for index in batch]
-    if not any(found):
-        return batch, None
-    return [index.index if type(index) is Again else index for index in batch], found
+    return batch, None

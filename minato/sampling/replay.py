@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
 from minato._support.text import text_of
-from minato.sampling.occurrences import Again
+from minato.sampling.occurrences import Again, marked
 
 __all__ = ["OrderRecord", "Origin", "RecordedOrder"]
 
@@ -278,7 +278,7 @@ class RecordedOrder:
                 f"{origin.length}: give the dataset that was recorded, or record the order again",
             )
 
-    def batches(self, epoch: int) -> Iterator[list[int | str | Again]]:
+    def batches(self, epoch: int) -> Iterator[Any]:
         """Yield the indices of each batch of a complete epoch."""
         with self._opened() as file:
             for number, offset in enumerate(self._epochs[epoch].offsets):
@@ -288,4 +288,4 @@ class RecordedOrder:
                     raise ValueError(
                         f"{self._path} has changed since it was opened: batch {number} of epoch {epoch} is gone"
                     )
-                yield [Again(*index) if type(index) is list else index for index in indices]
+                yield marked([Again(*index) if type(index) is list else index for index in indices])

@@ -35,6 +35,8 @@ __all__ = [
     "SEEDED",
     "SeededSampler",
     "counted",
+    "drawn_ahead",
+    "endless_size",
     "in_epoch",
     "independent",
     "index_batches",
@@ -76,6 +78,9 @@ class SeededSampler(RandomSampler):
         generator.manual_seed(mix_seed(self.seed, self.epoch, 0) >> 1)
         yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
 
+
+_MOST_AHEAD, _INDICES_AHEAD = 32, 1024
+"""Batches that are drawn together without workers, and their indices, which costs less than one by one."""
 
 LISTS = (list, tuple, range, np.ndarray, torch.Tensor)
 """Containers of indices that mean no more than their elements; a dataset gets any other one whole or not at all."""
@@ -131,6 +136,25 @@ def counted(
         return indices if found is None else Recurring(indices, found)
 
     return map(count, batches)
+
+
+def drawn_ahead(index_sampler: Any, batched: bool) -> int:
+    """Return how many batches may be drawn together, because nobody can tell when; 0: unknown, or one by one.
+
+    These samplers know all indices of an epoch when the first is drawn, and use no generator of the program's then.
+    """
+    size, sampler = 1, index_sampler
+    if batched:
+        if type(index_sampler) is not BatchSampler:
+            return 0
+        size, sampler = index_sampler.batch_size, index_sampler.sampler
+    if type(sampler) is RandomSampler:
+        source = sampler.data_source
+        known = sampler.generator is None and not _may_repeat(sampler)
+        known = known and sampler.num_samples == length_of(source)
+    else:
+        known = is_exactly(sampler, (SequentialSampler, SeededSampler))
+    return min(_MOST_AHEAD, _INDICES_AHEAD // size) if known else 0
 
 
 def _may_repeat(sampler: Any) -> bool:
@@ -196,6 +220,15 @@ def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:
     """Yield the size of each batch of an iterable dataset, in place of its indices."""
     for index in index_sampler:
         yield [len(index) if batched else 1]
+
+
+def endless_size(index_sampler: Any, batched: bool) -> int | None:
+    """Return the size of all batches of an iterable dataset; None if its sampler is not torch's own."""
+    if not batched:
+        return 1 if type(index_sampler) is EndlessSampler else None
+    if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is EndlessSampler:
+        return int(index_sampler.batch_size)
+    return None
 
 
 _COPIED = (

@@ -69,14 +69,12 @@ class DispatcherSettings(NamedTuple):
         one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
         skips: Whether samples may be skipped.
         drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
-        trace_wait_as: Name of the training loop's waits in a trace.
     """
 
     timeout_s: float = 0.0
     one_epoch: bool = False
     skips: bool = False
     drop_short: bool = False
-    trace_wait_as: str = "wait"
 
 
 DEFAULTS = DispatcherSettings()
@@ -120,7 +118,7 @@ class Dispatcher:
         self._handover = None if order.keeps_places else schedule.handover
         self._mixed_before = self._handover is not None and not self._handover.refused
         self._wait_stats = wait_stats or ConsumerWait()
-        self._tracer, self._trace_wait_as = tracer, settings.trace_wait_as
+        self._tracer = tracer
         self._timeout_s = settings.timeout_s
         # Workers must stay until it is known which places remain empty.
         self._one_epoch = settings.one_epoch and (order.keeps_places or not skips)
@@ -439,7 +437,7 @@ class Dispatcher:
         try:
             self._pool.wait(seen, limit_s)
         finally:
-            self._tracer.slice(self._trace_wait_as, start_ns)
+            self._tracer.slice("wait", start_ns)
         slept_s = min(time.monotonic() - start_s, limit_s)
         self._pool.check()
         self._retiring.sweep()

@@ -18,8 +18,9 @@ import io
 import pickle
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +94,8 @@ class SampleRandomness:
         self._all: tuple[rng_memory.MemoryGenerator, ...] = ()
         self._own: dict[str, rng_memory.MemoryGenerator] = {}
         self._snapshot = StateSnapshot([])
+        self._save_rests: list[Callable[[], Any]] = []
+        self._by_state: list[rng_memory.TorchByState] = []
         self._before: Any = None
         if bind_globals:
             self._attach()
@@ -117,6 +120,9 @@ class SampleRandomness:
         self._apply_python, self._apply_numpy, self._apply_torch = (
             generator.apply for generator in self._all[:3]
         )
+        in_spans = rng_memory.is_all_in_spans
+        self._save_rests = [each.save_rest for each in self._all if not in_spans(each)]
+        self._by_state = [each for each in self._all if isinstance(each, rng_memory.TorchByState)]
         self._apply_own = [
             generator.apply for generator in own if type(generator) not in rng_memory.AT_ONCE
         ]
@@ -183,12 +189,14 @@ class SampleRandomness:
         """Undo all draws since ``mark``."""
         _this_thread.binding, _this_thread.generators_made, rests = self._before
         copies = iter(self._snapshot.copies())
-        for generator, rest in zip(self._all, rests, strict=True):
+        left = iter(rests)
+        for generator in self._all:
+            rest = None if rng_memory.is_all_in_spans(generator) else next(left)
             generator.load_copies([next(copies) for _ in generator.spans], rest)
 
     def _rests(self) -> tuple[Any, ...]:
         """Return the parts of states that the snapshot does not cover."""
-        return tuple([generator.save_rest() for generator in self._all])
+        return tuple([save() for save in self._save_rests])
 
     def capture(self) -> Any:
         """Return the random state of a deferred sample, to continue it later, in any process.
@@ -211,23 +219,72 @@ class SampleRandomness:
             if path in self._own:  # one that another process has made since is missing here
                 self._own[path].load(state)
 
-    @contextmanager
-    def saved(self) -> Iterator[None]:
+    def saved(self) -> AbstractContextManager[None]:
         """Restore the generators and the binding after the ``with`` block."""
+        return _Bound(self, None, True)
+
+    def bound(
+        self, epoch: int, key: object, occurrence: int, *, restores: bool
+    ) -> AbstractContextManager[None]:
+        """Start a sample, as ``bind`` does, for a ``with`` block.
+
+        Args:
+            restores: Restore the generators and the binding after it.
+        """
+        return _Bound(self, (epoch, key, occurrence), restores)
+
+    def kept(self) -> Callable[[], None]:
+        """Return a function that restores the generators and the binding as they are now, in this thread."""
         if self._bind_globals:
             if bit_generator_of(self._numpy_state) is not self._bits:
                 self._attach()
-            for generator in self._all:
-                if isinstance(generator, rng_memory.TorchByState):
-                    generator.adopt_initial_seed()
+            for generator in self._by_state:
+                generator.adopt_initial_seed()
         binding, made = _this_thread.binding, _this_thread.generators_made
-        before = [(generator, generator.save()) for generator in self._all]
-        try:
-            yield
-        finally:
-            for generator, state in before:
-                generator.load(state)
+        before = [(generator.load_kept, generator.keep()) for generator in self._all]
+
+        def restore() -> None:
+            for load, copy in before:
+                load(copy)
             _this_thread.binding, _this_thread.generators_made = binding, made
+
+        return restore
+
+
+class _Bound:
+    """Binds and restores generators for a ``with`` block."""
+
+    __slots__ = ("_randomness", "_restore", "_restores", "_sample")
+
+    def __init__(
+        self,
+        randomness: SampleRandomness,
+        sample: tuple[int, object, int] | None,
+        restores: bool,
+    ) -> None:
+        self._randomness = randomness
+        self._sample = sample
+        self._restores = restores
+        self._restore: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        if self._restores:
+            self._restore = self._randomness.kept()
+        if self._sample is not None:
+            try:
+                self._randomness.bind(*self._sample)
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._restore is not None:
+            self._restore()
 
 
 def index_word(key: Any) -> int:

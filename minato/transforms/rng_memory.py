@@ -30,6 +30,7 @@ from minato._compat import may_access_memory, numpy_state, python_state
 __all__ = [
     "MemoryGenerator",
     "found_in_memory",
+    "is_all_in_spans",
     "numpy_generator",
     "own_generator",
     "probe_generators",
@@ -64,6 +65,12 @@ class MemoryGenerator(Protocol):
 
     def load(self, saved: Any) -> None:
         """Load a state that :meth:`save` returned in a process of the same kind."""
+
+    def keep(self) -> Any:
+        """Return a copy of the whole state for :meth:`load_kept` of this object."""
+
+    def load_kept(self, kept: Any) -> None:
+        """Load a state that :meth:`keep` returned."""
 
 
 def _may_probe() -> bool:
@@ -131,6 +138,8 @@ class PythonInMemory:
         state, self._generator.gauss_next = saved
         ctypes.memmove(self._address, state, len(state))
 
+    keep, load_kept = save, load
+
 
 class PythonByCall:
     """The state of a ``random.Random``, through its methods."""
@@ -150,6 +159,8 @@ class PythonByCall:
 
     def load(self, saved: Any) -> None:
         self._generator.setstate(saved)
+
+    keep, load_kept = save, load
 
     save_rest = save
 
@@ -227,6 +238,8 @@ class NumpyInMemory:
         ctypes.memmove(self._words_address, words, len(words))
         ctypes.memmove(self._gauss_address, gauss, len(gauss))
 
+    keep, load_kept = save, load
+
 
 class NumpyByCall:
     """A legacy state of NumPy with any bit generator, by ``set_state``."""
@@ -252,6 +265,8 @@ class NumpyByCall:
 
     def load(self, saved: Any) -> None:
         self._generator.set_state(pickle.loads(saved))
+
+    keep, load_kept = save, load
 
     save_rest = save
 
@@ -355,6 +370,8 @@ class BitsInMemory:
         for (address, nbytes), copy in zip(self.spans, saved, strict=True):
             ctypes.memmove(address, copy, nbytes)
 
+    keep, load_kept = save, load
+
 
 class BitsByCall:
     """The state of any bit generator of NumPy, by its attribute ``state``."""
@@ -391,6 +408,8 @@ class BitsByCall:
 
     def load(self, saved: Any) -> None:
         self._bits.state = pickle.loads(saved)
+
+    keep, load_kept = save, load
 
     save_rest = save
 
@@ -491,6 +510,7 @@ class TorchByState:
         self._generator = generator
         self._memory = np.zeros(_TORCH_STATE_BYTES // 8, np.uint64)
         self._state = torch.from_numpy(self._memory.view(np.uint8))
+        self._initial_seed: int | None = None
         self.adopt_initial_seed()
         self.blocks = [
             (self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, stream, 8),
@@ -505,8 +525,11 @@ class TorchByState:
     def adopt_initial_seed(self) -> None:
         """Write the generator's present ``initial_seed()`` into later states."""
         # Position 1, as if one word was drawn: torch accepts no state between the twist and the first draw.
-        header = _TORCH_HEADER.pack(self._generator.initial_seed(), WORDS, 1, 1)
-        self._memory[:3] = np.frombuffer(header, np.uint64)
+        seed = self._generator.initial_seed()
+        if seed != self._initial_seed:
+            header = _TORCH_HEADER.pack(seed, WORDS, 1, 1)
+            self._memory[:3] = np.frombuffer(header, np.uint64)
+            self._initial_seed = seed
 
     def apply(self) -> None:
         self._generator.set_state(self._state)
@@ -517,6 +540,12 @@ class TorchByState:
     def load(self, saved: Any) -> None:
         state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
         self._generator.set_state(state)
+
+    def keep(self) -> Any:
+        return self._generator.get_state()
+
+    def load_kept(self, kept: Any) -> None:
+        self._generator.set_state(kept)
 
     def save_rest(self) -> Any:
         return None if self.spans else self.save()
@@ -554,6 +583,13 @@ def torch_generator(
 
 AT_ONCE = (NumpyInMemory, BitsInMemory)
 """Classes whose ``apply`` does nothing."""
+
+
+def is_all_in_spans(generator: MemoryGenerator) -> bool:
+    """Whether the spans of a generator hold its whole state."""
+    return isinstance(generator, AT_ONCE) or (
+        isinstance(generator, TorchByState) and bool(generator.spans)
+    )
 
 
 def own_generator(generator: Any, stream: int) -> MemoryGenerator | None:

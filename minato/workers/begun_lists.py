@@ -112,7 +112,7 @@ class BegunListsWorker(ConcurrentWorker):
     """Reads whole batches, several at once; a batch that cannot be read so runs as in any other worker."""
 
     def _claim_run(self, free: int, whole: bool) -> tuple[int, int, int] | None:
-        if self._in_flight and not self._fair_share():
+        if self._flight.positions and not self._fair_share():
             return None  # the other workers could not begin a batch, too
         return self._ledger.claim(self._number, WHOLE_BATCH)
 

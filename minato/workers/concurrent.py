@@ -20,7 +20,14 @@ from minato.workers.results import Sink
 from minato.workers.runner import Runner
 from minato.workers.worker import ALL_SAMPLES, WHOLE_BATCH, Worker, WorkerSettings, WorkQueue
 
-__all__ = ["ConcurrentFetch", "ConcurrentWorker", "Hedging", "SharedReadLimit"]
+__all__ = [
+    "ConcurrentFetch",
+    "ConcurrentWorker",
+    "Hedging",
+    "InFlight",
+    "SharedReadLimit",
+    "close_reads",
+]
 
 _CLAIMED_SHARE = 4
 """While reads have finished, further ones are claimed when a fourth of the limit is free."""
@@ -172,6 +179,100 @@ class ConcurrentFetch(NamedTuple):
     options: FetchOptions
 
 
+class InFlight:
+    """The reads of one worker: those that wait for the limits, those that have begun, and second requests.
+
+    Args:
+        number: The worker's.
+        concurrency: How it reads.
+
+    Attributes:
+        reads: What reads the samples.
+        positions: The first requests that are not complete, with their positions; the oldest first.
+    """
+
+    def __init__(self, number: int, concurrency: ConcurrentFetch) -> None:
+        options = concurrency.options
+        self.reads = concurrency.reads
+        self.positions: dict[Read, int] = {}
+        self._number = number
+        self._read_limit = concurrency.read_limit
+        self._read_limit.begin(number)
+        self._counters = options.counters
+        percentile = options.hedge_percentile
+        self._hedging = None if percentile is None else Hedging(percentile)
+        self._waiting: deque[Read] = deque()
+
+    @property
+    def may_read_more(self) -> bool:
+        """Whether the reads themselves have room for another one."""
+        return self.reads.outstanding < self.reads.limit
+
+    def room(self) -> int:
+        """Number of reads that may begin now; none as long as earlier ones wait."""
+        self.begin()
+        if self._waiting or not self.may_read_more:
+            return 0
+        # Ask how many reads the other workers leave to this one.
+        free = self._read_limit.take(self._number, self.reads.limit - self.reads.outstanding)
+        self._read_limit.give_back(self._number, free)
+        return free
+
+    def add(self, read: Read, position: int) -> None:
+        """Add a read, which begins as soon as the limits allow."""
+        self.positions[read] = position
+        self._waiting.append(read)
+
+    def begin(self) -> None:
+        """Begin the reads that wait, as far as the limits allow."""
+        if not self._waiting:
+            return
+        count = len(self._waiting)
+        if not self._read_limit.unlimited:  # otherwise they queue for the threads
+            count = min(count, self.reads.limit - self.reads.outstanding)
+        granted = self._read_limit.take(self._number, count) if count > 0 else 0
+        for _ in range(granted):
+            self.reads.submit(self._waiting.popleft())
+
+    def hedge(self) -> float | None:
+        """Hedge a straggler if there is one; else return in how many seconds there may be one, None if unknown."""
+        if self._hedging is None or not self.may_read_more:
+            return None
+        straggler, later_s = self._hedging.straggler(self.positions, now_ns())
+        if straggler is not None and self._read_limit.take(self._number, 1):
+            self._hedging.on_hedge()
+            self._count(hedged=1)
+            self.reads.submit(straggler.hedge())
+        return later_s
+
+    def take(self, read: Read) -> int | None:
+        """Take a read that has finished; returns the position of its sample, None if it is not needed."""
+        self._read_limit.give_back(self._number)
+        first = read.again_for or read
+        first.attempts -= 1
+        if self._hedging is not None and read is not first:
+            self._hedging.on_answer()
+        if read.error is not None and first.attempts and first in self.positions:
+            return None  # the other request may succeed
+        position = self.positions.pop(first, None)
+        if position is None:
+            return None  # the other request has succeeded, or nobody needs it any more
+        first.answered = True
+        if self._hedging is not None:
+            self._hedging.note(read.duration_ns)
+        self._count(reads=1, hedges_won=int(read is not first))
+        return position
+
+    def forget(self) -> None:
+        """Drop all reads: what they return is not needed."""
+        self.positions.clear()
+        self._waiting.clear()
+
+    def _count(self, **by: int) -> None:
+        if self._counters is not None:
+            self._counters.add(**by)
+
+
 class ConcurrentWorker(Worker):
     """Reads several samples at once; their transforms run one after the other in the worker's own thread.
 
@@ -204,37 +305,30 @@ class ConcurrentWorker(Worker):
             sample_retry=sample_retry,
             tracer=tracer,
         )
-        fetching, reads, read_limit = concurrency.options, concurrency.reads, concurrency.read_limit
-        self._read_limit = read_limit
-        read_limit.begin(self._number)
-        self._counters = fetching.counters
-        percentile = fetching.hedge_percentile
-        self._hedging = None if percentile is None else Hedging(percentile)
-        self._claimed: deque[Read] = deque()  # and not submitted
-        self._reads = reads
+        self._flight = InFlight(self._number, concurrency)
+        self._reads = reads = concurrency.reads
         reads.on_finished = self._wake
         # Weakly: the end of an engine must not keep the dataset, which the reads refer to.
-        self.endings.append(functools.partial(_close, weakref.ref(reads)))
+        self.endings.append(functools.partial(close_reads, weakref.ref(reads)))
         self._transforms = concurrency.transforms
         self._seeds = concurrency.binds_randomness
         self._sleeping = False
-        self._in_flight: dict[Read, int] = {}  # with their positions; the oldest first
         self._lease = self._ledger.lease_words(self._number)
         self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     @property
     def idle(self) -> bool:
         """Whether no read is in flight."""
-        return not self._in_flight
+        return not self._flight.positions
 
     @property
     def is_empty(self) -> bool:
         """Whether no read is in flight, not even one that another has overtaken."""
-        return not self._in_flight and not self._reads.outstanding
+        return not self._flight.positions and not self._reads.outstanding
 
     def step(self) -> bool:
         """Claim what can be read now, and write one sample; False if neither was possible."""
-        self._hedge()
+        self._flight.hedge()
         read = self._reads.finished()
         if read is None:
             return self._claim()
@@ -246,9 +340,9 @@ class ConcurrentWorker(Worker):
 
     def rest(self, seen: int, timeout_s: float) -> bool:
         """Sleep until a read has finished or, if more reads may start, a sample can be claimed."""
-        if not self._may_read_more:
+        if not self._flight.may_read_more:
             return self._reads.wait(timeout_s)
-        straggling_s = self._hedge()
+        straggling_s = self._flight.hedge()
         if straggling_s is not None:
             timeout_s = min(timeout_s, straggling_s)
         self._sleeping = True
@@ -262,36 +356,22 @@ class ConcurrentWorker(Worker):
         if self._sleeping:
             self._events.notify()
 
-    def forget(self) -> None:
-        """Drop the reads in flight; other workers run the samples after a release."""
-        self._in_flight.clear()
-        self._claimed.clear()
-
     def _resume_all(self) -> None:
         # The worker becomes inactive: what it has claimed must not wait until it is active again.
-        while self._in_flight:
-            self._begin_claimed()
+        while self._flight.positions:
+            self._flight.begin()
             read = self._reads.finished()
             if read is not None:
                 self._take(read)
             elif not self._reads.wait(_PATIENCE_S) and self._ledger.stopping:
                 return
 
-    @property
-    def _may_read_more(self) -> bool:
-        return self._reads.outstanding < self._reads.limit
-
     def _claim(self) -> bool:
         """Claim samples and submit their reads until enough are in flight."""
         claimed = False
         whole = self._sink.collates or self._sink.keeps_batches
         while True:
-            self._begin_claimed()
-            if self._claimed or not self._may_read_more:
-                return claimed
-            # First ask how many reads the other workers leave to this one, so that it claims no more than that.
-            free = self._read_limit.take(self._number, self._reads.limit - self._reads.outstanding)
-            self._read_limit.give_back(self._number, free)
+            free = self._flight.room()
             run = self._claim_run(free, whole) if free else None
             if run is None:
                 return claimed
@@ -328,61 +408,23 @@ class ConcurrentWorker(Worker):
         self._show_oldest()  # before the user's code runs, which may end the process
 
     def _queue(self, read: Read, position: int) -> None:
-        if not self._in_flight:
+        if not self._flight.positions:
             self._end(0, now_ns())  # the worker was idle until now
-        self._in_flight[read] = position
-        self._claimed.append(read)
-
-    def _begin_claimed(self) -> None:
-        """Submit the reads of claimed samples, as far as the limits allow."""
-        if not self._claimed:
-            return
-        count = len(self._claimed)
-        if not self._read_limit.unlimited:  # otherwise they queue for the threads
-            count = min(count, self._reads.limit - self._reads.outstanding)
-        granted = self._read_limit.take(self._number, count) if count > 0 else 0
-        for _ in range(granted):
-            self._reads.submit(self._claimed.popleft())
-
-    def _hedge(self) -> float | None:
-        """Hedge a straggler if there is one; else return in how many seconds there may be one, None if unknown."""
-        if self._hedging is None or not self._may_read_more:
-            return None
-        straggler, later_s = self._hedging.straggler(self._in_flight, now_ns())
-        if straggler is not None and self._read_limit.take(self._number, 1):
-            self._hedging.on_hedge()
-            self._count(hedged=1)
-            self._reads.submit(straggler.hedge())
-        return later_s
-
-    def _count(self, **by: int) -> None:
-        if self._counters is not None:
-            self._counters.add(**by)
+        self._flight.add(read, position)
 
     def _show_oldest(self) -> None:
         """Write the oldest sample in flight into the lease, for recovery and for the sample timeout."""
-        oldest = next(iter(self._in_flight), None)
+        oldest = next(iter(self._flight.positions), None)
         if oldest is not None:
-            position = self._in_flight[oldest]
+            position = self._flight.positions[oldest]
             self._lease[0], self._lease[1] = position + 1, oldest.started_ns or now_ns()
             self._lease[2] = -1
 
     def _take(self, read: Read) -> None:
         """Run the transforms of a sample that was read, and write it."""
-        self._read_limit.give_back(self._number)
-        first = read.again_for or read
-        first.attempts -= 1
-        if self._hedging is not None and read is not first:
-            self._hedging.on_answer()
-        if read.error is not None and first.attempts and first in self._in_flight:
-            return  # the other request may succeed
-        position = self._in_flight.pop(first, None)
+        position = self._flight.take(read)
         if position is None:
-            return  # the other request has succeeded, or another worker runs it
-        first.answered = True
-        if self._hedging is not None:
-            self._hedging.note(read.duration_ns)
-        self._count(reads=1, hedges_won=int(read is not first))
+            return
         samples = self._finish(read, position)
         # The time since the last run counts as busy: reads were in flight.
         self._end(samples, self._idle_since)
@@ -398,7 +440,7 @@ class ConcurrentWorker(Worker):
         runner.enter(run.seed)
         runner.ahead_ns = read.duration_ns
         samples, error = runner.run(
-            position, run.epoch, [read.key], lambda _: self._transformed(read)
+            position, run.epoch, [read.key], lambda _: runner.transformed(read, self._transforms)
         )
         cost_ns = runner.durations[0]
         self._ledger.note_costs(position, runner.durations, len(samples))
@@ -423,15 +465,9 @@ class ConcurrentWorker(Worker):
         error = held[raised].error if raised < len(held) else None
         self._results.bound(run.batch, run.first, 0, run.indices, held[:raised], error, whole=True)
 
-    def _transformed(self, read: Read) -> Any:
-        if read.error is not None:
-            self._lease[2] = read.step
-            raise read.error
-        self._runner.set_generators_used(read.asked)
-        return self._runner.transformed(read.key, read.value, read.duration_ns, self._transforms)
 
-
-def _close(reference: weakref.ref[Reads]) -> None:
+def close_reads(reference: weakref.ref[Reads]) -> None:
+    """End reads that are still there."""
     reads = reference()
     if reads is not None:
         reads.close()

@@ -14,6 +14,7 @@ __all__ = [
     "CurrentSample",
     "describe_indices",
     "has_begun",
+    "listed",
     "read_current_collation",
     "read_current_sample",
     "read_current_work",
@@ -81,6 +82,11 @@ def describe_indices(
             indices.extend(read_indices(own, k, 1))
     if not indices:
         return "indices that are no longer known"
+    return listed(indices)
+
+
+def listed(indices: Sequence[Any]) -> str:
+    """Some indices, for a message: the first few."""
     more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
     return f"indices {', '.join(map(text_of, indices[:_MOST_LISTED]))}{more}"
 

@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -322,6 +323,32 @@ class SampleRetry:
             return policy.settle(failure)
         except BaseException as raised:  # by on_error; settle handles an Exception itself
             return None, raised
+
+    def complete(
+        self,
+        position: int,
+        epoch: int,
+        indices: list[Any],
+        samples: list[Any],
+        error: BaseException | None,
+        run: Callable[[int, list[Any]], tuple[list[Any], BaseException | None]],
+    ) -> tuple[list[Any], BaseException | None]:
+        """The rest of some samples, one of which raised; SKIP stands for those that are skipped.
+
+        Args:
+            position: Position of the first.
+            samples: Those before it.
+            error: What it raised.
+            run: Runs samples one by one, from a position on, until one raises.
+        """
+        while error is not None:
+            i = len(samples)
+            sample, error = self.settle(position + i, epoch, indices[i], error)
+            if error is not None:
+                break
+            rest, error = run(position + i + 1, indices[i + 1 :])
+            samples = [*samples, sample, *rest]
+        return samples, error
 
     def _failure(
         self, epoch: int, index: Any, error: BaseException, attempts: int, occurrence: int

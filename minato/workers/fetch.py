@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -85,6 +86,10 @@ class Fetcher:
     def state(self) -> DatasetState:
         """The dataset's state."""
         return DatasetState(dataset=self._dataset.state_dict())
+
+    def present(self) -> DatasetState | None:
+        """The current state."""
+        return self.state()
 
     def _transformed(self, index: Any) -> Any:
         assert self._run is not None
@@ -275,7 +280,9 @@ class StreamFetcher:
         self.takes_lists = self.has_rows = False
         self._batched = batched
         self._drop_last = drop_last
-        self._begun = at_once
+        self._begun = self._keeps = at_once
+        self.taken: list[Any] = []
+        """Without workers: the samples of the batch that is being made, which an interruption does not lose."""
         self._samples: Iterator[Any] | None = iter(dataset) if at_once else None
         self._epoch: object = None
         # A stream that has ended starts again in the next epoch.
@@ -349,6 +356,7 @@ class StreamFetcher:
                 # With the transforms, which draw from the same generators; errors were raised in the earlier run.
                 with suppress(Exception):
                     self.take(count)
+                self.taken.clear()
         except Exception:
             self._initial, self._epoch = DatasetState(), epoch
             raise
@@ -361,13 +369,15 @@ class StreamFetcher:
             StreamEnd: No sample is left, or ``drop_last`` drops an incomplete batch.
         """
         self._num_taken += 1
-        samples: list[Any] = []
-        while self._samples is not None and len(samples) < count:
-            try:
-                # With next() alone: islice calls iter() again, which restarts a dataset that is its own iterator.
-                samples.append(next(self._samples))
-            except StopIteration:
+        samples: list[Any] = self.taken if self._keeps else []
+        if self._samples is not None and len(samples) < count:
+            # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
+            # restarts a dataset that is its own iterator.
+            samples.extend(map(next, itertools.repeat(self._samples, count - len(samples))))
+            if len(samples) < count:
                 self._samples = None
         if len(samples) < count and (not samples or (self._batched and self._drop_last)):
             raise StreamEnd
+        if self._keeps:
+            samples = samples.copy()
         return samples if self._run is None else [self._run(sample) for sample in samples]

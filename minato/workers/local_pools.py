@@ -1,4 +1,4 @@
-"""Workers in this process: threads, or the main process itself."""
+"""Workers in this process: threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minato.workers.pool import CpuUsage, thread_usage
 from minato.workers.runner import Kinds
 from minato.workers.worker import Worker
 
-__all__ = ["InlinePool", "ThreadPool", "ThreadSettings"]
+__all__ = ["ThreadPool", "ThreadSettings"]
 
 _ERRORS: Kinds = (Exception, GeneratorExit, SystemExit, CancelledError)
 _GRACE_S = 4.0
@@ -162,96 +162,3 @@ class _EndThreads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
-
-
-class InlinePool:
-    """``num_workers=0``: the consumer loads the batch that it waits for.
-
-    A KeyboardInterrupt leaves ``wait``, and the next call does the same work again. If it comes again, it is the error
-    of the sample.
-
-    Args:
-        make_worker: Called with its number, 0, and a function that returns what it takes for the error of a sample.
-        give_back: Releases what an interrupted worker has claimed.
-        ready: Has an event when a batch is complete.
-    """
-
-    def __init__(
-        self,
-        make_worker: Callable[[int, Callable[[], Kinds]], Worker],
-        give_back: Callable[[], object],
-        ready: EventCount,
-    ) -> None:
-        self._make_worker = make_worker
-        self._ready = ready
-        self._give_back = give_back
-        self._worker: Worker | None = None
-        self._is_working = False
-        self._interrupted_at = -1
-        self._caught = _Caught()
-        self._closing = _Closing()
-        self.shut_down = self._closing.shut_down
-        """Ends what the worker has started in other threads. Refers to no loader, as a ``collate_fn`` may."""
-
-    @property
-    def processes(self) -> Sequence[BaseProcess]:
-        """None: the consumer is the worker."""
-        return ()
-
-    def start(self, enough: Callable[[], object] | None = None) -> None:
-        """Make the worker."""
-        self._worker = self._make_worker(0, self._caught.now)
-        self._closing.endings = self._worker.endings
-
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Work."""
-        assert self._worker is not None
-        if self._is_working:  # the last call was interrupted
-            self._worker.forget()
-            self._give_back()
-            self._caught.kind, self._interrupted_at = (BaseException,), self._ready.events
-        elif self._ready.events != self._interrupted_at:  # the batch is complete
-            self._caught.kind = _ERRORS
-        self._is_working = True
-        with in_profile("minato: load samples"):
-            self._worker.turn(timeout_s, lambda: self._ready.events != seen)
-        self._is_working = False
-
-    def check(self) -> None:
-        """Do nothing: there is no other process or thread."""
-
-    def check_early(self) -> None:
-        """Do nothing: there is no other process or thread."""
-
-    def grow(self, count: int) -> None:
-        """Do nothing: there is one worker."""
-
-    def usage(self) -> CpuUsage:
-        """Return zeros: the time of the consumer is not counted as the workers'."""
-        return CpuUsage(0, 0)
-
-
-class _Caught:
-    """What the worker of the main process takes for the error of a sample."""
-
-    kind = _ERRORS
-
-    def now(self) -> Kinds:
-        """Return it."""
-        return self.kind
-
-
-class _Closing:
-    """Ends the worker of the main process."""
-
-    def __init__(self) -> None:
-        self.endings: list[Callable[[], None]] = []
-        self._owner = os.getpid()
-
-    def shut_down(self) -> bool:
-        """End what the worker has started in other threads; returns False in a forked copy of the process."""
-        if os.getpid() != self._owner:
-            return False
-        for end in self.endings:
-            end()
-        return True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import thread_time_ns
 from typing import Any, NamedTuple, TypeAlias
@@ -18,6 +18,7 @@ from minato.observe.trace.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, index_word
 from minato.workers.deferral import DeferredSample
+from minato.workers.reads import Read
 from minato.workers.staged_runner import StageRunner
 
 __all__ = ["CostEstimate", "Kinds", "Runner", "RunnerSettings"]
@@ -98,7 +99,7 @@ class Runner:
         self,
         settings: RunnerSettings,
         *,
-        lease: object,
+        lease: Any,
         meters: Meters,
         make_randomness: Callable[[int], SampleRandomness] | None = None,
         stage_runner: StageRunner | None = None,
@@ -160,34 +161,30 @@ class Runner:
             if self._stage_runner is not None:
                 self._stage_runner.capture = self._randomness.capture
 
-    @contextmanager
     def bound_to_batch(
         self, seed: int, epoch: int, index: object, occurrence: int
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Bind randomness to a batch inside the ``with`` block, by the first of its samples."""
         if self._make_randomness is None:
-            yield
-            return
+            return nullcontext()
         self.enter(seed)
         randomness = self._randomness
         assert randomness is not None
-        with self._guard(randomness):
-            # An index and its occurrence belong to one batch of an epoch. Negative: the sample itself draws others.
-            randomness.bind(epoch, index, ~occurrence)
-            yield
+        # An index and its occurrence belong to one batch of an epoch. Negative: the sample itself draws others.
+        return randomness.bound(epoch, index, ~occurrence, restores=self.in_main_process)
 
-    def transformed(
-        self, index: object, value: object, read_ns: int, transforms: Transforms
-    ) -> Any:
-        """The sample of an index whose value was read in another thread in ``read_ns``."""
-        if self._stage_runner is None:
-            return transforms.run(value)
-        return self._stage_runner.transformed(index, value, read_ns, thread_time_ns())
-
-    def set_generators_used(self, count: int) -> None:
-        """Set how many generators the current sample has got from minato in another thread."""
+    def transformed(self, read: Read, transforms: Transforms) -> Any:
+        """The sample of a read that has finished in another thread; raises what it raised."""
+        if read.error is not None:
+            self._lease[2] = read.step
+            raise read.error
         if self._randomness is not None:
-            self._randomness.asked = count
+            self._randomness.asked = read.asked  # generators that it has got from minato
+        if self._stage_runner is None:
+            return transforms.run(read.value)
+        return self._stage_runner.transformed(
+            read.key, read.value, read.duration_ns, thread_time_ns()
+        )
 
     def run_steps(
         self, position: int, epoch: int, indices: list[Any], plain: Fetch, slow_ns: int
@@ -243,51 +240,33 @@ class Runner:
                 fetch = _recorded_batch(fetch, self._tracer, batch_size, epoch)
             else:
                 fetch = _recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
-        randomness, cost_estimate = self._randomness, self.cost_estimate
-
-        def binder() -> Bind:
-            return self._binder(position, len(indices), batch_size)
-
-        def run(bind: Bind | None) -> tuple[list[Any], BaseException | None]:
-            return self._run(position, epoch, indices, fetch, probes, bind)
-
+        randomness, draws = self._randomness, self.cost_estimate.draws
         if randomness is None:
-            samples, error = run(None)
-        elif cost_estimate.draws is False and self._are_cheap(len(indices)):
+            samples, error = self._run(position, epoch, indices, fetch, probes, None)
+        elif draws is False and self._are_cheap(len(indices)):
             # Binding costs as much as these samples, and earlier ones did not draw. If one draws after all, these few
             # run again, bound, and all later ones are bound.
             randomness.mark()
-            samples, error = run(None)
+            samples, error = self._run(position, epoch, indices, fetch, probes, None)
             if randomness.drawn():
-                cost_estimate.draws = True
+                self.cost_estimate.draws = True
                 randomness.rewind()
                 self._reset()
                 with self._guard(randomness):
-                    samples, error = run(binder())
-        elif cost_estimate.draws is None and len(indices) == 1:
+                    bind = self._binder(position, len(indices), batch_size)
+                    samples, error = self._run(position, epoch, indices, fetch, probes, bind)
+        elif draws is None and len(indices) == 1:
             with self._guard(randomness):
-                binder()(epoch, indices[0])
-                randomness.mark(unbind=False)
-                samples, error = run(None)
-                cost_estimate.watched += 1
-                if not cost_estimate.has_looked:
-                    # The first sample of a worker may make generators, which were not bound while it ran.
-                    makes_generators = randomness.look()
-                    cost_estimate.has_looked = True
-                    if makes_generators:
-                        cost_estimate.draws = True
-                        self._reset()
-                        samples, error = run(binder())
-                if cost_estimate.draws is None and randomness.drawn():
-                    cost_estimate.draws = True
-                elif cost_estimate.draws is None and cost_estimate.watched == _PROBES:
-                    cost_estimate.draws = not randomness.watches
-        elif cost_estimate.draws is None and not (batch_size or cost_estimate.has_looked):
+                samples, error = self._run_watched(
+                    position, epoch, indices, fetch, probes, batch_size
+                )
+        elif draws is None and not (batch_size or self.cost_estimate.has_looked):
             with self._guard(randomness):
-                samples, error = self._run_first(position, epoch, indices, fetch, binder)
+                samples, error = self._run_first(position, epoch, indices, fetch)
         else:
             with self._guard(randomness):
-                samples, error = run(binder())
+                bind = self._binder(position, len(indices), batch_size)
+                samples, error = self._run(position, epoch, indices, fetch, probes, bind)
         self._record(samples, indices, epoch)
         return samples, error
 
@@ -397,13 +376,43 @@ class Runner:
         end_copy(self._owner, error)
         return samples, error
 
+    def _run_watched(
+        self,
+        position: int,
+        epoch: int,
+        indices: list[Any],
+        fetch: Fetch,
+        probes: bool,
+        batch_size: int,
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run one of the first samples, and find out whether it draws."""
+        randomness, cost_estimate = self._randomness, self.cost_estimate
+        assert randomness is not None
+        self._binder(position, 1, batch_size)(epoch, indices[0])
+        randomness.mark(unbind=False)
+        samples, error = self._run(position, epoch, indices, fetch, probes, None)
+        cost_estimate.watched += 1
+        if not cost_estimate.has_looked:
+            # The first sample of a worker may make generators, which were not bound while it ran.
+            makes_generators = randomness.look()
+            cost_estimate.has_looked = True
+            if makes_generators:
+                cost_estimate.draws = True
+                self._reset()
+                bind = self._binder(position, 1, batch_size)
+                samples, error = self._run(position, epoch, indices, fetch, probes, bind)
+        if cost_estimate.draws is None and randomness.drawn():
+            cost_estimate.draws = True
+        elif cost_estimate.draws is None and cost_estimate.watched == _PROBES:
+            cost_estimate.draws = not randomness.watches
+        return samples, error
+
     def _run_first(
         self,
         position: int,
         epoch: int,
         indices: list[Any],
         fetch: Fetch,
-        binder: Callable[[], Bind],
     ) -> tuple[list[Any], BaseException | None]:
         """Run the first samples of a worker together; the first of them may make generators, and then runs again."""
 
@@ -417,14 +426,14 @@ class Runner:
             return result
 
         assert self._randomness is not None
-        bind = binder()
+        bind = self._binder(position, len(indices))
         samples, error = run(0, 1, bind)
         makes_generators = self._randomness.look()
         self.cost_estimate.has_looked = True
         if makes_generators:
             self.cost_estimate.draws = True
             self._reset()
-            bind = binder()
+            bind = self._binder(position, len(indices))
             samples, error = run(0, 1, bind)
         if error is None:
             rest, error = run(1, len(indices), bind)

@@ -121,7 +121,7 @@ class Worker:
             may_skip=sample_retry is not None,
             slow_to_newest=settings.slow_to_newest,
         )
-        self._run_ns = _LONG_RUN_NS if sink.collates or runner.in_main_process else _RUN_NS
+        self._run_ns = _LONG_RUN_NS if sink.collates else _RUN_NS
         self._idle_since = now_ns()
         self._lacks_room = self._was_inactive = False
         self._epoch_slot = -1
@@ -205,16 +205,6 @@ class Worker:
         reason = "enough is loaded" if self._lacks_room else "nothing is left to begin"
         reason = reason if self.idle else "for reads"
         return functools.partial(_recorded, self._tracer, f"wait ({reason})", rest)
-
-    def turn(self, timeout_s: float, is_over: Callable[[], bool]) -> None:
-        """Do one lease, or sleep until there is one, unless ``is_over`` returns True by then."""
-        seen = self._events.events
-        # A claim that finds nothing to run may still have published a batch whose result was complete.
-        if not self.step() and not is_over():
-            self._sleep()(seen, timeout_s)
-
-    def forget(self) -> None:
-        """Drop what was claimed; other workers run it after a release."""
 
     def close(self) -> None:
         """End what was started in other threads."""
@@ -375,15 +365,12 @@ class Worker:
         if error is not None and fetcher.takes_lists:
             # One call for all of them failed: single calls find the sample that raises.
             samples, error = self._run_singly(fetcher, position, epoch, indices)
-        while error is not None:
-            i = len(samples)
-            sample, error = self._sample_retry.settle(position + i, epoch, indices[i], error)
-            if error is None:
-                i += 1
-                rest, error = self._run_singly(fetcher, position + i, epoch, indices[i:])
-                samples = [*samples, sample, *rest]
-            else:
-                break
+        if error is not None:
+
+            def run(position: int, rest: list[Any]) -> tuple[list[Any], BaseException | None]:
+                return self._run_singly(fetcher, position, epoch, rest)
+
+            return self._sample_retry.complete(position, epoch, indices, samples, error, run)
         return samples, error
 
     def _run_rows(

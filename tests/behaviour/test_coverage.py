@@ -101,7 +101,7 @@ def test_lost_repeated_and_exchanged_samples_are_an_error(
     order: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The account is of what the ledger says that lay in each batch; so a ledger that errs is found out."""
-    loader = DataLoader(Numbers(12), 4, order=order)
+    loader = DataLoader(Numbers(12), 4, order=order, num_workers=1, workers="thread")
     iterator = iter(loader)
     dispatcher = iterator._source._dispatcher
     ledger = dispatcher._retiring._ledger
@@ -126,11 +126,11 @@ def test_lost_repeated_and_exchanged_samples_are_an_error(
             pass
 
 
-def test_a_batch_that_is_lost_between_sampler_and_workers_is_an_error() -> None:
+def test_a_batch_that_is_lost_after_the_sampler_is_an_error() -> None:
     loader = DataLoader(Numbers(12), 4)
     iterator = iter(loader)
     next(iterator)
-    batches = iterator._source._dispatcher._batches
+    batches = iterator._source._batches
     batches.drop(batches.ahead(1)[0])
     with pytest.raises(CoverageError, match=r"requested 12 samples, delivered 8"):
         list(iterator)

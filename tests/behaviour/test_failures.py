@@ -108,9 +108,7 @@ def test_skip(workers: dict[str, Any], order: str, collate: Any, lists: bool) ->
         assert sorted(flat(batches)) == sorted(set(range(40)) - BAD)
         sizes = [len(batch) for batch in batches]
         assert 0 not in sizes
-        if order in ("arrival", "fast_first") and workers["num_workers"] == 0:
-            assert sizes == [4] * 8
-        if order == "arrival":
+        if order == "arrival" and workers["num_workers"]:
             assert sizes == [4] * 8
 
 
@@ -121,6 +119,14 @@ def test_skip_keeps_the_members_of_strict_batches(workers: dict[str, Any]) -> No
     assert indices(loader) == [batch for batch in left if batch]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_without_workers_all_orders_are_strict(order: str) -> None:
+    left = [[n for n in range(start, start + 4) if n not in BAD] for start in range(0, 40, 4)]
+    assert indices(DataLoader(Flawed(), 4, order=order, errors="skip")) == [
+        batch for batch in left if batch
+    ]
+
+
 @each
 @pytest.mark.parametrize("order", ORDERS)
 def test_everything_skipped(workers: dict[str, Any], order: str) -> None:
@@ -128,7 +134,7 @@ def test_everything_skipped(workers: dict[str, Any], order: str) -> None:
     assert indices(loader) == []
 
 
-@each
+@pytest.mark.parametrize("workers", WORKERS[1:], ids=["processes", "threads"])
 def test_incomplete_batches_are_dropped_where_places_are_free(workers: dict[str, Any]) -> None:
     loader = DataLoader(Flawed({5}), 4, order="arrival", drop_last=True, errors="skip", **workers)
     batches = indices(loader)

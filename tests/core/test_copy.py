@@ -547,21 +547,60 @@ def test_a_run_is_written_as_its_samples_are(copy: ModuleType, k: int) -> None:
     packer = copy.Packer(MIXED, N)
     for i, sample in enumerate(samples):
         assert packer.pack(sample, one_by_one.address, k + i) == ()
-    assert packer.pack_run(samples, at_once.address, k, NEVER) == []
+    assert packer.pack_run(samples, at_once.address, k)
     assert at_once.bytes.tobytes() == one_by_one.bytes.tobytes()
 
 
-def test_large_tensors_of_a_run_are_handed_back(copy: ModuleType) -> None:
+def anywhere(region: Region) -> list[int]:
+    """Where the fields of ``MIXED`` lie, in an order of their own."""
+    return [region.address + offset for offset in (192, 128, 64, 0)]
+
+
+def test_fields_lie_anywhere(copy: ModuleType) -> None:
+    samples = [mixed(number) for number in range(N)]
+    region, packer = Region(256), copy.Packer(MIXED, N)
+    assert packer.pack_fields(samples, anywhere(region), NEVER) == []
+    found = [region.bytes[start : start + nbytes] for start, nbytes in ((192, 36), (128, 12))]
+    found += [region.bytes[start : start + nbytes] for start, nbytes in ((64, 15), (0, 24))]
+    expected = Region(256)
+    assert packer.pack_run(samples, expected.address, 0)
+    for field, (start, nbytes) in zip(
+        found, ((0, 36), (64, 12), (128, 15), (192, 24)), strict=True
+    ):
+        assert field.tobytes() == expected.bytes[start : start + nbytes].tobytes()
+
+
+def test_large_tensors_are_handed_back(copy: ModuleType) -> None:
     samples = [mixed(number) for number in range(N)]
     for kept_nbytes, kept in ((4, (0, 1)), (5, (0,)), (12, (0,)), (13, ())):
         region = Region(256)
-        tensors = copy.Packer(MIXED, N).pack_run(samples, region.address, 0, kept_nbytes)
+        tensors = copy.Packer(MIXED, N).pack_fields(samples, anywhere(region), kept_nbytes)
         expected = [sample[i] for sample in samples for i in kept]
         assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
-        places = [range(3 * 12), range(64, 64 + 3 * 4)]
+        places = [range(192, 192 + 3 * 12), range(128, 128 + 3 * 4)]
         written = set(region.written())
         for i, place in enumerate(places):
             assert written.isdisjoint(place) == (i in kept)
+
+
+def test_texts_are_handed_back_sample_after_sample(copy: ModuleType) -> None:
+    spec = ("tuple", tuple, (("text", str), ("int", 0), ("text", bytes)))
+    samples = [(str(number), number, b"%d" % number) for number in range(N)]
+    region = Region(64)
+    found = copy.Packer(spec, N).pack_fields(samples, [region.address], NEVER)
+    assert found == [text for one, _, other in samples for text in (one, other)]
+    assert region.bytes[: 8 * N].view(np.int64).tolist() == list(range(N))
+
+
+def test_fields_take_a_whole_batch(copy: ModuleType) -> None:
+    region = Region(64)
+    packer = copy.Packer(("int", 0), N)
+    with pytest.raises(IndexError, match=f"{N - 1} samples in a batch of {N}"):
+        packer.pack_fields([1] * (N - 1), [region.address], NEVER)
+    for addresses in ([], [region.address] * 2):
+        with pytest.raises(IndexError):
+            packer.pack_fields([1] * N, addresses, NEVER)
+    assert region.written() == []
 
 
 @pytest.mark.parametrize("misfit", [0, 1, 2])
@@ -571,17 +610,18 @@ def test_a_run_with_a_misfit_is_refused(copy: ModuleType, misfit: int) -> None:
     packer, region = copy.Packer(MIXED, N), Region(256)
     for other in (None, (*mixed(0)[:3], 1.0), (torch.zeros(3, 4), *mixed(0)[1:])):
         run = [other if i == misfit else sample for i, sample in enumerate(samples)]
-        assert packer.pack_run(run, region.address, 0, NEVER) is None
+        assert not packer.pack_run(run, region.address, 0)
+        assert packer.pack_fields(run, anywhere(region), NEVER) is None
     del run
     assert [sys.getrefcount(t) for sample in samples for t in sample[:2]] == counts
 
 
 def test_a_run_holds_no_texts_and_stays_in_its_batch(copy: ModuleType) -> None:
     region = Region(64)
-    assert copy.Packer(("text", str), N).pack_run(["a"], region.address, 0, NEVER) is None
+    assert copy.Packer(("text", str), N).pack_run(["a"], region.address, 0) is False
     for k, count in ((-1, 1), (N, 1), (1, N)):
         with pytest.raises(IndexError, match=f"samples {k} to {k + count - 1} in a batch of {N}"):
-            copy.Packer(("int", 0), N).pack_run([1] * count, region.address, k, NEVER)
+            copy.Packer(("int", 0), N).pack_run([1] * count, region.address, k)
     assert region.written() == []
 
 
@@ -600,12 +640,12 @@ def test_twins_agree(spec: Any, sample: Any) -> None:
     for half in ("py", "c"):
         region = Region(1024)
         packer = load(half).Packer(spec, N)
-        run = packer.pack_run([sample, sample], region.address, 0, 8)
+        run = packer.pack_run([sample, sample], region.address, 0)
         packed = packer.pack(sample, region.address, 1)
         assert packer.fits(sample) is (packed is not None)
         results.append((packed, region, run))
     (pure, one, run), (compiled, other, other_run) = results
-    assert repr(run) == repr(other_run)
+    assert run == other_run
     assert pure == compiled
     assert type(pure) is type(compiled)
     if pure is not None:

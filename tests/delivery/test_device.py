@@ -507,7 +507,7 @@ def test_main_memory_is_no_device(device: Any) -> None:
     batch = next(iterator)
     assert batch.device.type == "cpu"
     engine: Any = iterator
-    assert engine._source._prefetcher is None
+    assert engine._source._copier is None
     assert engine._source.arena.pinned_slots is None
 
 

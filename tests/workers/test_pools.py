@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from minato import DataLoader
-from minato._core import EVENT_COUNT_NBYTES, EventCount
+from minato._core import EventCount
 from minato._core.segment import Segment
 from minato.batching.sample_error import wrapped
 from minato.workers import supervision
-from minato.workers.local_pools import InlinePool, ThreadPool, ThreadSettings
+from minato.workers.local_pools import ThreadPool, ThreadSettings
 from minato.workers.process_pool import ProcessPool, ProcessSettings, parent_watch
 
 FORK = multiprocessing.get_context("fork")
@@ -460,33 +460,6 @@ def test_a_thread_may_end_its_own_pool() -> None:
     assert ended.wait(PATIENCE_S)
     for thread in pool.threads:
         thread.join()
-
-
-def test_in_line_whoever_waits_works() -> None:
-    steps: list[int] = []
-
-    class Inline:
-        """Stands for a worker in the consumer's thread."""
-
-        def __init__(self) -> None:
-            self.endings = [lambda: steps.append(0)]
-
-        def turn(self, timeout_s: float, is_over: Callable[[], bool]) -> None:
-            assert not is_over()
-            steps.append(1)
-            ready.notify()
-            assert is_over()
-
-    ready = EventCount(np.zeros(EVENT_COUNT_NBYTES, np.uint8), 0)
-    pool = InlinePool(lambda number, catches: Inline(), lambda: None, ready)  # type: ignore[arg-type, return-value]
-    pool.start()
-    assert steps == []
-    pool.wait(0, 1.0)
-    pool.wait(1, 1.0)
-    assert steps == [1, 1]
-    pool.check()
-    pool.shut_down()
-    assert steps == [1, 1, 0]
 
 
 # ---- exceptions on their way ----------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from minato._core import Histogram
 
-__all__ = ["DeliveredSample", "Lateness", "Reservoir"]
+__all__ = ["DeliveredSample", "InOrderLateness", "Lateness", "Reservoir"]
 
 _KEPT = 4096
 _PER_BATCH = 8
@@ -92,12 +92,15 @@ class Lateness:
     """
 
     def __init__(self) -> None:
-        self.lags: Counter[int] = Counter()
-        self.latest = Histogram()
+        self._count_lags()
         self.slow_shares = array("f")
         self.late = Histogram()
         self.reservoir: Reservoir | None = None
         self._ends = array("q")  # position after the last sample of each batch of the sampler
+
+    def _count_lags(self) -> None:
+        self.lags: Counter[int] = Counter()
+        self.latest = Histogram()
 
     def asked(self, count: int, number: int | None = None) -> None:
         """The sampler yielded a batch of ``count`` samples; each counts once. None: the next number."""
@@ -144,3 +147,42 @@ class Lateness:
             self.reservoir.offer(
                 samples, lambda position: batch - bisect_right(ends, position - start)
             )
+
+
+class InOrderLateness(Lateness):
+    """The lags of an epoch whose batches come in the sampler's order, with its samples: none is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._samples = 0
+
+    def _count_lags(self) -> None:
+        pass
+
+    def asked(self, count: int, number: int | None = None) -> None:
+        """Do nothing: no sample is looked for in another batch."""
+
+    def delivered(
+        self,
+        positions: list[int],
+        start: int,
+        num_slow: int,
+        samples: Callable[[], Sequence[tuple[int, int, int, int]]] | None = None,
+        number: int | None = None,
+    ) -> None:
+        """A batch is returned; each counts once (see :meth:`Lateness.delivered`)."""
+        if number is None or number >= len(self.slow_shares):
+            self._samples += len(positions)
+            self.slow_shares.append(num_slow / len(positions))
+
+    @property
+    def lags(self) -> Counter[int]:  # type: ignore[override]
+        """Number of samples by lag in batches: all have 0."""
+        return Counter({0: self._samples} if self._samples else {})
+
+    @property
+    def latest(self) -> Histogram:  # type: ignore[override]
+        """The largest lag in each returned batch: 0."""
+        histogram, count = Histogram(), len(self.slow_shares)
+        histogram.record_all(array("q", bytes(8 * count)), count)
+        return histogram

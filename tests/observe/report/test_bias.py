@@ -162,7 +162,7 @@ def test_nothing_is_looked_at_where_samples_keep_their_batches(options: dict[str
 
 def test_a_sample_without_a_label_is_named() -> None:
     loader = DataLoader(
-        Sleepy(8, 0.002), 4, order="arrival"
+        Sleepy(8, 0.002), 4, order="arrival", num_workers=1, workers="thread"
     )  # what costs next to nothing is not noted
     list(loader)
     with pytest.raises(ValueError, match=r"no label for the sample [4-7]: give one for each"):

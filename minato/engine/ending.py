@@ -1,0 +1,65 @@
+"""What both engines share: who observes them, the costs of earlier programs, and how they end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from minato.batching.arena import Arena
+from minato.engine.history import History
+from minato.engine.plan import Plan
+from minato.observe.observers import Observer
+from minato.observe.stats.costs import CostHistoryStore
+from minato.observe.trace.loop import LoopTrack
+from minato.observe.trace.track import Track
+from minato.workers.signals import exiting
+
+__all__ = ["cost_history", "end_engine", "if_alive", "observers_of"]
+
+
+def end_engine(
+    shut_down: Callable[[], bool], arena: Arena, afterwards: list[Callable[[], object]]
+) -> None:
+    """End an engine: its workers first; the memory of batches is free where none of them writes to it any more."""
+    try:
+        if shut_down():
+            arena.reclaim_unleased()
+    finally:
+        while afterwards and not exiting():
+            afterwards.pop()()
+
+
+def if_alive(
+    function: Callable[..., object], thing: object, *arguments: Any
+) -> Callable[[], object]:
+    """A call of a function with an object, unless that is gone by then: a finalizer must not keep it."""
+    reference = weakref.ref(thing)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            function(found, *arguments)
+
+    return call
+
+
+def cost_history(plan: Plan, history: History) -> CostHistoryStore | None:
+    """The directory of the costs of earlier programs, if there is one; a new history begins with them."""
+    if plan.cost_history is None:
+        return None
+    pipeline = plan.worker.pipeline
+    stored = CostHistoryStore(plan.cost_history, pipeline.dataset, pipeline.transforms.steps)
+    if history.costs is None:
+        history.costs = stored.costs()
+    return stored
+
+
+def observers_of(history: History, track: Track | None) -> list[Observer]:
+    """The observers of an engine."""
+    observers: list[Observer] = []
+    if history.epoch_log is not None:
+        observers.append(history.epoch_log)
+    if track is not None:
+        observers.append(LoopTrack(track))
+    return observers

@@ -1,0 +1,728 @@
+"""``num_workers=0``: ``next()`` runs the samples of a batch and builds it, without workers, ledger and queue."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from asyncio import CancelledError
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from minato._compat import is_profiling
+from minato._core import now_ns
+from minato._support.exceptions import not_the_end
+from minato._support.text import text_of
+from minato.batching.arena import Arena
+from minato.batching.builder import BatchBuilder
+from minato.batching.pinned_slots import MemoryPinner
+from minato.batching.sample_error import SampleError
+from minato.delivery.device import device_copier
+from minato.engine.ending import cost_history, end_engine, if_alive, observers_of
+from minato.engine.history import History
+from minato.engine.metrics import EngineMetrics
+from minato.engine.plan import Plan, WorkerPlan
+from minato.engine.worker_parts import fetcher_of, generators_of, restore
+from minato.errors import ErrorBudgetError
+from minato.observe.observers import Observers, settle
+from minato.observe.stats.costs import CostStats, Meters
+from minato.observe.stats.lateness import InOrderLateness
+from minato.observe.stats.snapshot import LoaderSnapshot
+from minato.observe.trace.tracer import NULL_TRACER, Tracer, in_profile
+from minato.sampling.coverage import Progress
+from minato.sampling.dataset_state import DatasetStates
+from minato.sampling.epoch import Epoch
+from minato.sampling.index_batches import Drawn, IndexBatches
+from minato.sampling.occurrences import Recurring
+from minato.sampling.outgoing import Outgoing
+from minato.sampling.samplers import LISTS
+from minato.scheduling.slow_threshold import SlowThreshold
+from minato.transforms.compose import Transforms
+from minato.transforms.owned import OwnedGenerators
+from minato.transforms.rng import SampleRandomness
+from minato.workers.concurrent import ConcurrentFetch, InFlight, SharedReadLimit, close_reads
+from minato.workers.current_sample import CurrentSample, listed
+from minato.workers.error_policy import SKIP, FailureCount, SampleRetry
+from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.workers.reads import Read, reads_of
+from minato.workers.runner import Kinds, Runner, RunnerSettings
+from minato.workers.staged_runner import StageRunner
+
+__all__ = ["InlineEngine"]
+
+_ERRORS: Kinds = (Exception, GeneratorExit, SystemExit, CancelledError)
+"""What a sample may raise as its error; a KeyboardInterrupt leaves ``next()``, and the next call runs it again."""
+_PATIENCE_S = 1.0
+"""The longest wait for a read between two checks that its process owns it."""
+_LEAST_ROWS = 8
+"""Fewer samples that are rows are copied sooner one by one."""
+
+
+class _Batch:
+    """The batch that ``next()`` makes, from its first try until the training loop has it.
+
+    Attributes:
+        drawn: As it was drawn from the sampler.
+        given: Its indices, in the sampler's container.
+        occurrences: How often each of them came before in the epoch; None: none did.
+        first: Position of its first sample.
+        size: Number of its samples, at least 1.
+        skipped: Positions of skipped samples.
+        num_slow: Number of slow samples.
+        began_ns: When it was begun.
+        is_empty: Whether it is known to have no samples to return.
+        is_prepared: Whether it is ready to be given.
+    """
+
+    __slots__ = (
+        "began_ns",
+        "drawn",
+        "first",
+        "given",
+        "is_empty",
+        "is_prepared",
+        "num_slow",
+        "occurrences",
+        "size",
+        "skipped",
+    )
+
+    def __init__(self, drawn: Drawn, first: int) -> None:
+        given = drawn.indices
+        self.drawn = drawn
+        self.occurrences: Sequence[int] | None = None
+        if type(given) is Recurring:
+            given, self.occurrences = given.indices, given.occurrences
+        self.given = given
+        self.first = first
+        self.size = len(given) or 1
+        self.skipped: list[int] = []
+        self.num_slow = 0
+        self.began_ns = now_ns()
+        self.is_empty = self.is_prepared = False
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions of its samples."""
+        return list(range(self.first, self.first + self.size))
+
+
+class _Current:
+    """What the runner asks for; it must not refer to the engine.
+
+    Attributes:
+        kinds: What is taken for the error of a sample.
+        batch: The batch whose samples run.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: Kinds = _ERRORS
+        self.batch: _Batch | None = None
+
+    def catches(self) -> Kinds:
+        """Return what is taken for the error of a sample."""
+        return self.kinds
+
+    def occurrences(self, position: int, count: int) -> list[int] | None:
+        """How often the index of each of ``count`` samples of the batch came before in the epoch; None: none did."""
+        batch = self.batch
+        if batch is None or batch.occurrences is None:
+            return None
+        k = position - batch.first
+        return list(batch.occurrences[k : k + count])
+
+
+class _Activity:
+    """The time that the training loop has spent on samples.
+
+    Attributes:
+        samples: Number of samples.
+        busy_ns: Time spent on them.
+        idle_ns: Time between them.
+    """
+
+    def __init__(self) -> None:
+        self.samples = self.busy_ns = self.idle_ns = 0
+
+    def activity(self, worker: int) -> tuple[int, int, int]:
+        """Samples, busy and idle time in ns."""
+        return self.samples, self.busy_ns, self.idle_ns
+
+
+class InlineEngine:
+    """Runs the samples of one loader in the thread that calls ``next()``, batch by batch, in the sampler's order.
+
+    Args:
+        arena: Memory of large batches; that of an earlier engine has warm pages.
+        history: Measurements of earlier engines, to which this one adds its own.
+
+    Attributes:
+        plan: The same.
+        arena: The same.
+        slow_threshold: Decides which samples are slow.
+        afterwards: Functions to call when the engine ends, the last one first, unless the interpreter exits.
+    """
+
+    _epoch: Epoch  # since ``begin``, as the following
+    _fetcher: Fetcher | StreamFetcher
+    _runner: Runner
+    _takes_rows: bool
+    _idle_since: int
+
+    def __init__(self, plan: Plan, arena: Arena, history: History) -> None:
+        worker, policy = plan.worker, plan.failures.policy
+        pipeline = worker.pipeline
+        self.plan = plan
+        self.arena = arena
+        self._history = history
+        self._cost_history = cost_history(plan, history)
+        track = None if worker.tracks is None else worker.tracks.loop()
+        self._tracer: Tracer = NULL_TRACER if track is None else track
+        self._observers = Observers(observers_of(history, track))
+        self._builder = BatchBuilder(arena, pipeline.collate_fn, pipeline.batched)
+        if pipeline.refetches:  # what a replaced fetcher has made is collated
+            self._builder = BatchBuilder(arena, _as_it_is, pipeline.batched)
+        device = plan.prefetch.device
+        self._copier = None if device is None else device_copier(device, arena, tracer=self._tracer)
+        self._failures: FailureCount | None = None
+        if policy is not None:
+            self._failures = FailureCount(policy.log, plan.failures.budget, plan.failures.log)
+        self._meters = Meters(len(pipeline.transforms))
+        self._costs = CostStats(pipeline.transforms.names)
+        self._activity = _Activity()
+        self._lease = memoryview(bytearray(24)).cast("q")
+        self.slow_threshold = SlowThreshold(plan.slow, history.costs)
+        history.decision = self.slow_threshold.decision
+        self._slow_ns = history.decision.threshold_ns
+        self._metrics = EngineMetrics(
+            activities=self._activity,
+            meters=[self._meters],
+            costs=self._costs,
+            slow_threshold=self.slow_threshold,
+            failures=self._failures,
+        )
+        self._progress: Progress | None = None
+        self._batches = IndexBatches.of(())
+        self._batch: _Batch | None = None
+        self._outgoing: Outgoing | None = None
+        self._position = 0  # of the first sample of the next batch
+        self._num_begun = 0  # epochs
+        self._has_ended = False  # the stream has no more batches in this epoch
+        self._tried: Drawn | None = None  # the batch that an interruption has left
+        self._current = _Current()
+        self._batch_bytes = 0
+        self._is_started = False
+        self._retry: SampleRetry | None = None
+        self._flight: InFlight | None = None
+        self._states = worker.dataset_states
+        self._counted = worker.dataset_states if worker.round_robin else None
+        self.afterwards: list[Callable[[], object]] = []
+        if worker.dataset_states is not None:
+            self.afterwards.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
+        if history.epoch_log is not None:
+            self.afterwards.append(if_alive(settle, history.epoch_log, self._metrics))
+        self._end = functools.partial(end_engine, _nothing_to_end, arena, self.afterwards)
+        self._finalizer = weakref.finalize(self, self._end)
+
+    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
+        """Start an epoch.
+
+        Args:
+            batches: The indices of each batch, as ``epoch.batches`` yields them.
+
+        Returns:
+            True: no batch is prefetched for another epoch.
+        """
+        epoch.progress.lateness = InOrderLateness()
+        self._history.engine = weakref.ref(self)
+        self._observers.begin(epoch.number, epoch.progress, self._metrics)
+        if self._failures is not None:
+            self._failures.begin(epoch.size())
+        self._batch = self._outgoing = self._tried = None
+        self._position = 0
+        self._num_begun += 1
+        self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
+        self._has_ended = False
+        if self._counted is not None:
+            self._counted.begin()
+            self._has_ended = self._counted.each[0].ended
+        if not self._is_started:
+            self._make_runner()
+            self._is_started = True
+        self._observers.started()
+        return True
+
+    def _make_runner(self) -> None:
+        """Make what runs the samples; the iterator over a stream begins here, as with torch."""
+        plan = self.plan.worker
+        pipeline, policy = plan.pipeline, self.plan.failures.policy
+        restore(plan, 0)
+        self._fetcher = fetcher = fetcher_of(plan, 0)
+        if self._states is not None:
+            self._states.present = fetcher.present
+        self._sample_tracer = tracer = plan.tracer(0)
+        stage_runner: StageRunner | None = None
+        if not (pipeline.streams or pipeline.refetches or fetcher.takes_lists):
+            stage_runner = StageRunner(
+                pipeline.dataset,
+                pipeline.transforms,
+                lease=self._lease,
+                meters=self._meters,
+                tracer=tracer,
+            )
+        randomness = functools.partial(_randomness, plan, self._history)
+        settings = RunnerSettings(
+            in_main_process=True, catches=self._current.catches, tracks_slowest=plan.measure
+        )
+        runner = Runner(
+            settings,
+            lease=self._lease,
+            meters=self._meters,
+            make_randomness=randomness if plan.seeds_samples else None,
+            stage_runner=stage_runner,
+            cost_estimate=self._history.cost_estimate,
+            occurrences=self._current.occurrences,
+            tracer=tracer,
+        )
+        if policy is not None and isinstance(fetcher, Fetcher):
+            self._retry = SampleRetry(
+                0,
+                policy=policy,
+                runner=runner,
+                fetcher=fetcher,
+                transforms=pipeline.transforms,
+                lease=self._lease,
+            )
+        if plan.fetching.at_once and isinstance(fetcher, Fetcher):
+            self._flight = flight = _reads_in_flight(plan)
+            self.afterwards.append(functools.partial(close_reads, weakref.ref(flight.reads)))
+            runner.cost_estimate.draws = True  # a sample costs far more than binding it does
+        self._takes_rows = fetcher.has_rows and not self._builder.collates
+        if self._takes_rows:
+            runner.cost_estimate.draws = False
+        self._runner = runner
+        self._idle_since = now_ns()
+
+    def next(self) -> Outgoing:
+        """Make the next batch, or the error of a sample, and return it: the same one until it is given.
+
+        The handler of a signal may raise at any line: the next call goes on there.
+
+        Raises:
+            StopIteration: The epoch is over.
+            Exception: Not that of a batch: the next call makes the same one.
+        """
+        outgoing = self._outgoing
+        if outgoing is not None and outgoing.is_given:
+            self._settle()
+            outgoing = None
+        self._observers.enter()
+        if outgoing is None:
+            self._outgoing = outgoing = self._load()
+        batch = self._batch
+        if batch is not None and not batch.is_prepared:
+            self._prepare(batch, outgoing)
+        return outgoing
+
+    def _settle(self) -> None:
+        """Record the batch that the training loop has, and go on to the next one."""
+        if self._progress is not None:
+            self._progress.settle()
+        if self._batch is not None:
+            self._position = self._batch.first + self._batch.size
+        self._outgoing = None
+
+    def _load(self) -> Outgoing:
+        """Make the next batch that has samples."""
+        if self._failures is not None:
+            self._check_failures(self._failures)
+        while True:
+            drawn = None if self._has_ended else self._batches.first()
+            if drawn is None:
+                self._finish()
+                raise StopIteration
+            batch = self._batch
+            if batch is None or batch.drawn is not drawn:
+                self._batch = batch = _Batch(drawn, self._position)
+            outgoing = None if batch.is_empty else self._made(batch)
+            if outgoing is not None:
+                return outgoing
+            if not self._has_ended:
+                self._drop(batch)
+
+    def _check_failures(self, failures: FailureCount) -> None:
+        try:
+            failures.check()
+        except ErrorBudgetError:
+            self._batches, self._progress = IndexBatches.of(()), None
+            raise
+
+    def _drop(self, batch: _Batch) -> None:
+        """Leave out a batch all of whose samples were skipped."""
+        batch.is_empty = True
+        if self._progress is not None:
+            self._progress.skipped(batch.positions, 0)
+        self._position = batch.first + batch.size
+        self._batches.drop(batch.drawn)
+
+    def _finish(self) -> None:
+        """End the epoch."""
+        if self._progress is not None:
+            self._progress.finish(self._has_ended)
+        if self._states is not None:
+            self._states.present = None  # the next epoch begins with the dataset as it is then
+        try:
+            if self._failures is not None:
+                self._failures.end()
+            if self._cost_history is not None:
+                self._cost_history.save(self.profile(), self.slow_threshold.recent)
+        finally:
+            self._observers.finish()
+
+    def _made(self, batch: _Batch) -> Outgoing | None:
+        """Make a batch, or its error; None if it has no samples."""
+        # The second KeyboardInterrupt in the same batch is the error of the sample.
+        current = self._current
+        current.kinds = (BaseException,) if self._tried is batch.drawn else _ERRORS
+        current.batch = batch
+        self._tried = batch.drawn
+        began_ns, traced_ns = now_ns(), self._tracer.now()
+        if is_profiling():
+            with in_profile("minato: load samples"):
+                outgoing = self._run(batch)
+        else:
+            outgoing = self._run(batch)
+        self._tried = None
+        now, activity, size = now_ns(), self._activity, batch.size
+        self._lease[0] = 0
+        activity.samples += size
+        activity.busy_ns += now - began_ns
+        activity.idle_ns += began_ns - self._idle_since
+        self._idle_since = now
+        self._runner.observe((now - began_ns) / size)
+        if self._tracer.enabled:
+            self._tracer.slice("load", traced_ns)
+            self._sample_tracer.flush()
+        return outgoing
+
+    def _run(self, batch: _Batch) -> Outgoing | None:
+        """Run the samples of a batch and build it."""
+        runner, fetcher, epoch = self._runner, self._fetcher, self._epoch
+        runner.enter(epoch.seed)
+        error: BaseException | None
+        index: object = batch.given
+        if isinstance(fetcher, StreamFetcher):
+            samples, error = self._run_stream(fetcher, batch)
+            if isinstance(error, StreamEnd):
+                self._has_ended = True
+                if self._counted is not None:
+                    self._counted.end_stream(0)
+                return None
+            index = None
+        elif self._flight is not None and len(batch.given):
+            indices = list(batch.given)
+            samples, error = self._run_reads(self._flight, batch, indices)
+            if error is not None:
+                index = indices[len(samples)]
+        elif self._takes_rows and (rows := self._rows(fetcher, batch)) is not None:
+            return rows
+        elif fetcher.takes_lists or not len(batch.given):
+            samples, error = self._run_list(fetcher, batch)
+        else:
+            indices = batch.given if type(batch.given) is list else list(batch.given)
+            samples, error = self._run_retrying(fetcher, batch, indices)
+            if error is not None:
+                index = indices[len(samples)]
+        if error is not None:
+            return Outgoing(error=_error_of(error, index))
+        if self._retry is not None and type(samples) is list:
+            kept = [sample for sample in samples if sample is not SKIP]
+            if len(kept) < len(samples):
+                places = enumerate(samples, batch.first)
+                batch.skipped = [position for position, sample in places if sample is SKIP]
+                samples = kept
+                if not kept:
+                    return None
+        return self._built(batch, samples)
+
+    def _run_reads(
+        self, flight: InFlight, batch: _Batch, indices: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """Read all samples of a batch at once, and run their transforms one after the other, until one raises."""
+        runner, plan, first = self._runner, self.plan.worker, batch.first
+        seed = self._epoch.seed if plan.seeds_samples else None
+        flight.forget()  # what an interrupted call has begun
+        occurrences = batch.occurrences or [0] * len(indices)
+        for k, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
+            flight.add(Read(index, self._number, seed, k, occurrence=occurrence), first + k)
+        complete: dict[int, Read] = {}
+        while flight.positions:
+            flight.begin()
+            oldest, position = next(iter(flight.positions.items()))
+            self._lease[0], self._lease[1] = position + 1, oldest.started_ns or now_ns()
+            straggling_s = flight.hedge()
+            read = flight.reads.finished()
+            if read is None:
+                flight.reads.wait(_PATIENCE_S if straggling_s is None else straggling_s)
+            elif flight.take(read) is not None:
+                complete[read.tag] = read
+        transforms = plan.pipeline.transforms
+        samples: list[Any] = []
+        for k, index in enumerate(indices):
+            read = complete[k]
+            if self._sample_tracer.enabled:
+                ended_ns = read.started_ns + read.duration_ns
+                self._sample_tracer.span("read", read.started_ns, ended_ns, {"index": index})
+            runner.ahead_ns = read.duration_ns
+            fetch = functools.partial(_transformed, runner, read, transforms)
+            found, error = runner.run(first + k, self._number, [index], fetch)
+            if error is not None and self._retry is not None:
+                sample, error = self._retry.settle(first + k, self._number, index, error)
+                found = [sample]
+            if error is not None:
+                return samples, error
+            samples += found
+        return samples, None
+
+    def _run_retrying(
+        self, fetcher: Fetcher, batch: _Batch, indices: list[Any]
+    ) -> tuple[Any, BaseException | None]:
+        """Run samples until one raises for good; SKIP stands for those that are skipped."""
+        samples, error = self._run_singly(fetcher, batch.first, indices)
+        if error is not None and self._retry is not None:
+            samples, error = self._retry.complete(
+                *(batch.first, self._number, indices, samples, error),
+                functools.partial(self._run_singly, fetcher),
+            )
+        return samples, error
+
+    def _run_singly(
+        self, fetcher: Fetcher, position: int, indices: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples one by one until one raises."""
+        runner = self._runner
+        number = self._number
+        if fetcher.takes_lists:
+            return runner.run(position, number, indices, fetcher.single)
+        samples: list[Any] = []
+        # Whether samples draw is found out by watching the first ones, one by one.
+        while runner.cost_estimate.draws is None and len(samples) < len(indices):
+            k = len(samples)
+            one, error = runner.run_steps(position + k, number, [indices[k]], fetcher.one, 0)
+            samples += one
+            if error is not None:
+                return samples, error
+        k = len(samples)
+        if k == len(indices):
+            return samples, None
+        found = runner.run_steps(position + k, number, indices[k:], fetcher.one, 0)
+        if 0 < self._slow_ns < runner.longest_ns and self._batch is not None:
+            durations = runner.durations[: len(found[0])]
+            self._batch.num_slow += sum(cost > self._slow_ns for cost in durations)
+        return (samples + found[0], found[1]) if samples else found
+
+    def _run_list(self, fetcher: Fetcher, batch: _Batch) -> tuple[Any, BaseException | None]:
+        """Run a whole or an empty batch by one call of the dataset, which may return any object."""
+        given, runner = batch.given, self._runner
+        fetch = fetcher.many if fetcher.takes_lists else list
+        results, error = runner.run(
+            batch.first, self._number, [given], fetch, batch_size=batch.size
+        )
+        # What another container than a list says of its indices would be missing in calls for single ones.
+        if error is not None and self._retry is not None and type(given) in LISTS and len(given):
+            return self._run_retrying(fetcher, batch, list(given))
+        return results[0] if results else None, error
+
+    def _run_stream(self, stream: StreamFetcher, batch: _Batch) -> tuple[Any, BaseException | None]:
+        """Take a batch from the iterator over an iterable dataset."""
+        (wanted,) = batch.given
+        token = self._num_begun
+
+        def fetch(count: int) -> list[Any]:
+            stream.enter(token, count)
+            return stream.take(count)
+
+        runner = self._runner
+        batches, error = runner.run(batch.first, 0, [wanted], fetch, batch_size=wanted)
+        return batches[0] if batches else None, error
+
+    def _rows(self, fetcher: Fetcher, batch: _Batch) -> Outgoing | None:
+        """A batch of samples that are rows, copied together; None if they must be loaded one by one."""
+        if batch.size < _LEAST_ROWS:
+            return None
+        begun_ns, indices = now_ns(), list(batch.given)
+        rows = fetcher.rows(indices)
+        made = None if rows is None else self._builder.gather(rows)
+        if made is None:
+            return None
+        runner = self._runner
+        runner.record_rows(indices, self._number, begun_ns)
+        return Outgoing(made) if self._copier is None else self._sent(made)
+
+    def _built(self, batch: _Batch, samples: Any) -> Outgoing:
+        """Build a batch of its samples, or its error."""
+        builder = self._builder
+        try:
+            made = None
+            if not builder.collates and type(samples) is list and samples:
+                traced_ns = self._sample_tracer.now()
+                made = builder.pack(samples)
+                if made is not None:
+                    self._sample_tracer.slice("copy", traced_ns)
+            if made is None:
+                made = self._collated(batch, samples)
+        except self._current.kinds as error:
+            if isinstance(error, StopIteration):
+                name = f"the batch of {listed(batch.given)}"
+                if self.plan.worker.pipeline.streams:
+                    name = "a batch of the iterable dataset"
+                error = not_the_end(f"collate_fn, called for {name},", error)
+            return Outgoing(error=SampleError(error).exception())
+        return Outgoing(made) if self._copier is None else self._sent(made)
+
+    def _collated(self, batch: _Batch, samples: Any) -> Any:
+        """What ``collate_fn`` makes of the samples; what it draws depends on nothing that was run before."""
+        builder, epoch, runner = self._builder, self._epoch, self._runner
+        traced_ns = self._sample_tracer.now()
+        if not (builder.draws and self.plan.worker.seeds_samples):
+            made = builder.collate(samples)
+        else:
+            index = next(iter(batch.given), None)
+            occurrence = 0 if batch.occurrences is None else batch.occurrences[0]
+            with runner.bound_to_batch(epoch.seed, epoch.number, index, occurrence):
+                made = builder.collate(samples)
+        self._sample_tracer.slice("collate", traced_ns)
+        return made
+
+    def _sent(self, made: Any) -> Outgoing:
+        """A batch, on the device."""
+        assert self._copier is not None
+        try:
+            return Outgoing(self._copier.copy(self._builder.last_slot, lambda: made))
+        except StopIteration as stop:
+            return Outgoing(error=not_the_end("what the batch is made of", stop))
+        except Exception as error:
+            return Outgoing(error=error)
+
+    @property
+    def _number(self) -> int:
+        """Number of the epoch."""
+        return self._epoch.number
+
+    def _prepare(self, batch: _Batch, outgoing: Outgoing) -> None:
+        """Prepare what to record of a batch before it is given; each part once."""
+        progress, nbytes = self._progress, self._builder.nbytes
+        if progress is not None:
+            records = [progress.returns(batch.positions, 0, batch.num_slow)]
+            if batch.skipped:
+                records.insert(0, functools.partial(progress.skipped, batch.skipped, 0))
+            if self._counted is not None:
+                records.append(self._counted.counts(0))
+            outgoing.records = records
+            progress.last = outgoing
+        if self._tracer.enabled:
+            args = {"epoch": self._number, "samples": len(batch.given)}
+            self._tracer.span("batch", batch.began_ns, self._tracer.now(), args)
+            self._tracer.slice("read", self._tracer.now())
+        self._batches.drop(batch.drawn)
+        if isinstance(self._fetcher, StreamFetcher):
+            self._fetcher.taken.clear()
+        if self._failures is not None:
+            self._failures.finished += len(batch.given)
+        self._batch_bytes = nbytes
+        if self._observers:
+            samples = batch.size - len(batch.skipped)
+            if self.plan.worker.pipeline.streams:
+                samples = batch.given[0]
+            elif not len(batch.given):
+                samples = 0
+            self._observers.leave(samples, nbytes, self._snapshot)
+        if self.arena.num_slots:
+            self.arena.trim(1)
+        batch.is_prepared = True
+
+    def _snapshot(self) -> LoaderSnapshot:
+        return LoaderSnapshot(1, 0, 0, 1, self._batch_bytes, self.plan.prefetch.budget_bytes)
+
+    def pinned(self, duration_ns: int) -> None:
+        """Record the time in ns that pinning the last batch took."""
+        self._observers.pinned(duration_ns)
+
+    def pin_slots(self, pinner: MemoryPinner) -> None:
+        """Pin the memory of batches, for a device that reads from there."""
+        self.arena.pin_slots(pinner)
+
+    def shut_down(self) -> None:
+        """End the engine; runs by itself when it is dropped or the interpreter exits."""
+        if self._finalizer.alive:
+            self._end()
+            self._finalizer.detach()
+
+    def profile(self) -> CostStats:
+        """Costs of all samples so far, and of those since the last call."""
+        self._costs.update([self._meters])
+        return self._costs
+
+    def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
+        """Worker, sample and time in ns of the sample that runs, if it has run for at least ``least_ns``."""
+        place, started_ns, step = self._lease
+        batch, epoch, taken_ns = self._batch, self._epoch, now_ns() - started_ns
+        if not place or batch is None or self.plan.worker.pipeline.streams:
+            return []
+        k = place - 1 - batch.first
+        if taken_ns < least_ns or not 0 <= k < len(batch.given):
+            return []
+        names = self.plan.worker.pipeline.transforms.names
+        name = names[step] if 0 <= step < len(names) else None
+        index = list(batch.given)[k]
+        sample = CurrentSample(place - 1, index, epoch.number, epoch.seed, name, started_ns)
+        return [(0, sample, taken_ns)]
+
+
+def _transformed(runner: Runner, read: Read, transforms: Transforms, index: object) -> Any:
+    return runner.transformed(read, transforms)
+
+
+def _reads_in_flight(plan: WorkerPlan) -> InFlight:
+    """The reads of the training loop itself."""
+    dataset, options = plan.pipeline.dataset, plan.fetching
+    memory = np.zeros(SharedReadLimit.nbytes(1), np.uint8)
+    return InFlight(
+        0,
+        ConcurrentFetch(
+            reads=reads_of(dataset, options.concurrency),
+            transforms=plan.pipeline.transforms,
+            binds_randomness=plan.seeds_samples,
+            read_limit=SharedReadLimit(memory, 0, 1, options.max_in_flight),
+            options=options,
+        ),
+    )
+
+
+def _randomness(plan: WorkerPlan, history: History, seed: int) -> SampleRandomness:
+    """The randomness of samples from a seed; warns of generators that cannot be bound to them."""
+    owned = OwnedGenerators(generators_of(plan))
+    if not plan.fetching.at_once:
+        history.warn_of_generators(owned.others)
+    # In another thread, restoring the generators would undo the draws of the main thread.
+    bind = threading.current_thread() is threading.main_thread()
+    return SampleRandomness(seed, bind_globals=bind, owned=owned if bind else None)
+
+
+def _nothing_to_end() -> bool:
+    return True
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Return what a replaced fetcher has collated."""
+    return batch
+
+
+def _error_of(error: BaseException, index: object) -> BaseException:
+    """The exception that ``next()`` raises for that of a sample; ``index`` None: of a batch."""
+    if isinstance(error, StopIteration):
+        source = "a batch" if index is None else f"the sample with index {text_of(index)}"
+        error = not_the_end(source, error)
+    return SampleError(error, index).exception()
