@@ -81,11 +81,8 @@ class Rows(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return list(map(_checked, self.source.__getitems__(indices), indices))
 
-    def __begin__(self, index: int, done: Any) -> bool:
-        return self.source.__begin__(index, done)  # finish() of a run checks what came
-
     def __beginitems__(self, indices: list[int], done: Any) -> bool:
-        return self.source.__beginitems__(indices, done)
+        return self.source.__beginitems__(indices, done)  # finish() of a run checks what came
 
     def content(self, index: int) -> Any:
         return torch.frombuffer(bytearray(stored_object(index, NBYTES)), dtype=torch.uint8), index

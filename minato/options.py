@@ -754,8 +754,8 @@ class Options:
     fetch_concurrency: FetchOptions = option(
         1,
         "How many samples each worker [reads at once](../how-to/remote-data.md): `dataset[i]` in as many threads or, "
-        "if the dataset has `async def __aget__(self, i)`, as coroutines of one thread, or by its own library with "
-        "`__begin__(i, done)`. The transforms run one after the other in the worker's main thread.",
+        "if the dataset has `async def __aget__(self, i)`, as coroutines of one thread. The transforms run one after "
+        "the other in the worker's main thread.",
         values="samples, 1 or more; a `FetchOptions`",
         check=_fetch,
     )

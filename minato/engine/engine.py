@@ -44,9 +44,9 @@ from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedul
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold
 from minato.scheduling.waiting import ConsumerWait, Pool
-from minato.workers.begun_lists import LEAST_LISTS
 from minato.workers.current_sample import CurrentSample, read_current_sample
 from minato.workers.error_policy import FailureCount
+from minato.workers.reads import LEAST_LISTS
 from minato.workers.supervision import OomBackoff, RestartPolicy
 
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it

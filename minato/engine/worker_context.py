@@ -32,14 +32,13 @@ from minato.scheduling.handover import Handover
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
-from minato.workers.begun_lists import BegunLists, BegunListsWorker
 from minato.workers.concurrent import ConcurrentFetch, ConcurrentWorker
 from minato.workers.deferral import Deferral
 from minato.workers.error_policy import FailureHandler, SampleRetry
 from minato.workers.fetch import Fetcher
 from minato.workers.pool import process_usage
 from minato.workers.process_pool import enter_worker_process, parent_watch
-from minato.workers.reads import Reads, reads_of
+from minato.workers.reads import BegunLists, Reads, reads_of
 from minato.workers.runner import Kinds, Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
@@ -184,12 +183,10 @@ class WorkerContext:
         handover = state.handover if plan.in_processes else None
         sink = self.writer(number, ledger, describe_error, catches, handover, tracer)
         fetching = plan.fetching
-        concurrent_worker = ConcurrentWorker
         if plan.begins_lists:
-            concurrent_worker = BegunListsWorker
             reads = BegunLists(dataset.__beginitems__, _busy_ns)
         if (fetching.at_once or reads is not None) and failure is None:
-            return concurrent_worker(
+            return ConcurrentWorker(
                 settings,
                 concurrency=ConcurrentFetch(
                     reads=reads or reads_of(dataset, fetching.concurrency),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -242,59 +241,6 @@ class Cassandra(KeyedSource):
             session, select, [(key,) for key in requested], _IN_FLIGHT, raise_on_first_error=False
         )
         return [list(found) if arrived else None for arrived, found in results]
-
-    def __begin__(self, index: int, done: Callable[[Callable[[], Any] | None], None]) -> bool:
-        """Begin to read a sample; False without a session, which ``source[index]`` opens.
-
-        Args:
-            done: Called once, by the driver's thread: with a function that returns the sample, or with None after an
-                error; ``source[index]`` then tries again.
-        """
-        opened = self._sessions.opened()
-        if opened is None:
-            return False
-        key = self.keys[index]
-
-        def failed(error: BaseException) -> None:
-            if isinstance(error, self.transient):
-                self.counters.add(retries=1)
-            done(None)
-
-        opened.session.execute_async(opened.select, (key,)).add_callbacks(
-            lambda rows: done(functools.partial(self._completed, key, rows)), failed
-        )
-        return True
-
-    def _completed(self, key: object, rows: list[Any]) -> Any:
-        return self._decoded(key, self.attempt(f"key {key!r}", lambda: self._sample(key, rows)))
-
-    async def __aget__(self, index: int) -> Any:
-        """``source[index]`` as a coroutine."""
-        key = self.keys[index]
-        row = await self.attempt_async(f"key {key!r}", lambda: self._fetch_later(key))
-        return self._decoded(key, row)
-
-    async def _fetch_later(self, key: object) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Future[list[Any]] = loop.create_future()
-
-        def settle(rows: list[Any], error: BaseException | None) -> None:
-            if arrived.done():  # the read was cancelled
-                return
-            if error is None:
-                arrived.set_result(rows)
-            else:
-                arrived.set_exception(error)
-
-        def later(rows: list[Any], error: BaseException | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, rows, error)
-
-        _, session, select = self._opened()
-        session.execute_async(select, (key,)).add_callbacks(
-            lambda rows: later(rows, None), lambda error: later([], error)
-        )
-        return self._sample(key, await arrived)
 
     def _sample(self, key: object, rows: list[Any]) -> dict[str, Any]:
         if not rows:

@@ -15,7 +15,7 @@ from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.reads import Read, Reads
+from minato.workers.reads import BegunLists, Read, Reads
 from minato.workers.results import Sink
 from minato.workers.runner import Runner
 from minato.workers.worker import ALL_SAMPLES, WHOLE_BATCH, Worker, WorkerSettings, WorkQueue
@@ -277,7 +277,7 @@ class ConcurrentWorker(Worker):
     """Reads several samples at once; their transforms run one after the other in the worker's own thread.
 
     It claims as many samples as it can read at once, from any number of batches, and writes each as soon as it is
-    complete.
+    complete. With :class:`BegunLists` a read is one of a whole batch, and so is what it claims and writes.
 
     Args:
         concurrency: How it reads.
@@ -311,6 +311,7 @@ class ConcurrentWorker(Worker):
         # Weakly: the end of an engine must not keep the dataset, which the reads refer to.
         self.endings.append(functools.partial(close_reads, weakref.ref(reads)))
         self._transforms = concurrency.transforms
+        self._reads_lists = isinstance(reads, BegunLists)
         self._seeds = concurrency.binds_randomness
         self._sleeping = False
         self._lease = self._ledger.lease_words(self._number)
@@ -384,12 +385,32 @@ class ConcurrentWorker(Worker):
 
     def _claim_run(self, free: int, whole: bool) -> tuple[int, int, int] | None:
         """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
-        if self._sink.keeps_batches:
+        if self._reads_lists and self._flight.positions and not self._fair_share():
+            return None  # the other workers could not begin a batch, too
+        if self._reads_lists or self._sink.keeps_batches:
             return self._ledger.claim(self._number, WHOLE_BATCH)
         return self._ledger.claim(self._number, ALL_SAMPLES if whole else free)
 
     def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:
         """Queue the reads of a run."""
+        if self._reads_lists:
+            self._enter_list(claimed)
+        else:
+            self._enter_samples(claimed, whole)
+        self._show_oldest()  # before the user's code runs, which may end the process
+
+    def _enter_list(self, claimed: tuple[int, int, int]) -> None:
+        """Queue one read of a whole batch; a batch that cannot be read so runs as in any other worker."""
+        batch, k, count = claimed
+        _, first, size, bound, epoch, *_ = self._ledger.describe(batch)
+        given = self._read_indices(batch, k, count)
+        if bound and count == size and len(given):
+            self._queue(Read(given, epoch, None, claimed), first)
+        else:
+            self._run_lease(claimed)
+
+    def _enter_samples(self, claimed: tuple[int, int, int], whole: bool) -> None:
+        """Queue a read of each sample."""
         batch, k, count = claimed
         _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
         indices = list(self._read_indices(batch, k, count))
@@ -405,7 +426,6 @@ class ConcurrentWorker(Worker):
         for i, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
             read = Read(index, epoch, bound_to, (run, i), occurrence=occurrence)
             self._queue(read, first + k + i)
-        self._show_oldest()  # before the user's code runs, which may end the process
 
     def _queue(self, read: Read, position: int) -> None:
         if not self._flight.positions:
@@ -425,12 +445,30 @@ class ConcurrentWorker(Worker):
         position = self._flight.take(read)
         if position is None:
             return
-        samples = self._finish(read, position)
+        finish = self._finish_list if self._reads_lists else self._finish_sample
+        samples = finish(read, position)
         # The time since the last run counts as busy: reads were in flight.
         self._end(samples, self._idle_since)
         self._show_oldest()
 
-    def _finish(self, read: Read, position: int) -> int:
+    def _finish_list(self, read: Read, position: int) -> int:
+        """Make the samples of a batch from what has arrived, and write them; returns their number."""
+        count: int
+        batch, _, count = read.tag
+        fetcher, complete = self._fetcher, read.complete
+        assert isinstance(fetcher, Fetcher)
+        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
+        self._runner.enter(seed)
+
+        def fetch(indices: Any) -> Any:
+            return fetcher.many(indices) if complete is None else fetcher.transformed(complete())
+
+        if complete is not None:
+            self._runner.ahead_ns = read.duration_ns
+        self._run_list(fetcher, fetch, batch, position, count, epoch, read.key)
+        return count
+
+    def _finish_sample(self, read: Read, position: int) -> int:
         """Make the sample from what was read, and write it; returns the number of samples."""
         if self._tracer.enabled:
             ended_ns = read.started_ns + read.duration_ns

@@ -1,9 +1,10 @@
-"""Reads in flight: several samples of one dataset at once, in threads, as coroutines, or by a library of its own."""
+"""Reads in flight: several samples at once, in threads or as coroutines; several batches, by the dataset's library."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import operator
 import os
 import threading
@@ -22,8 +23,8 @@ from minato._support.threads import start_thread
 from minato.transforms.rng import SampleRandomness
 
 __all__ = [
-    "Begin",
-    "BegunReads",
+    "LEAST_LISTS",
+    "BegunLists",
     "CoroutineReads",
     "FinishedReads",
     "Read",
@@ -32,11 +33,20 @@ __all__ = [
     "reads_of",
 ]
 
-Begin = Callable[[Any, Callable[[Callable[[], Any] | None], None]], bool]
-"""``__begin__`` of a dataset: ``(index, done) -> whether it has begun``; see :func:`reads_of`."""
+_Begin = Callable[[Any, Callable[[Callable[[], Any] | None], None]], bool]
+"""``__beginitems__`` of a dataset: ``(indices, done) -> whether it has begun``."""
 
 _GRACE_S = 2.0
 """How long a shutdown waits for reads in flight; the threads end with the process."""
+LEAST_LISTS = 2
+"""While the worker completes one batch, another is read; and as many are read at once if that is useful."""
+_MOST_IN_FLIGHT = 128
+"""Samples of the batches that a worker reads at once, unless two batches have more."""
+_NEWEST = 0.25
+"""Weight of the newest time between two batches in their mean."""
+_WORTH_HIDING = 1 / 3
+"""The least share of the time between two batches; a further batch in flight costs about an eighth of that time."""
+_MEASURED_EVERY_NS = 100_000_000
 
 
 class Read:
@@ -241,80 +251,6 @@ def _end_threads(asked: SimpleQueue[Read | None], threads: list[threading.Thread
         asked.put(None)
 
 
-class BegunReads(ThreadReads):
-    """``dataset.__begin__(key, done)``, whose library reads without a thread for each read.
-
-    The library's thread only notes that a read has finished, and begins the next one: no thread of ours stands between
-    the library and the worker, which makes the value itself. What cannot begin, or has failed, ``dataset[key]`` reads
-    in a thread, where it may wait and try again.
-    """
-
-    def __init__(self, begin: Begin, get: Callable[[Any], Any], limit: int) -> None:
-        super().__init__(get, limit)
-        self._begin = begin
-        self._free = limit
-        self._queued: deque[Read] = deque()
-        self._lock = threading.Lock()
-
-    def submit(self, read: Read) -> None:
-        """Start a read; reads beyond the limit wait in a queue."""
-        check_owner(self._owner)
-        self.outstanding += 1
-        with self._lock:
-            if not self._free:
-                self._queued.append(read)
-                return
-            self._free -= 1
-        self._start(read)
-
-    def _start(self, read: Read) -> None:
-        read.started_ns = now_ns()
-        try:
-            begun = self._begin(read.key, functools.partial(self._arrive, read))
-        except Exception:  # of which dataset[key] tells, or which it overcomes
-            begun = False
-        if not begun:
-            self._ask(read)
-
-    def _ask(self, read: Read) -> None:
-        with self._lock:  # a thread of the library may be here, too
-            super()._ask(read)
-
-    def _arrive(self, read: Read, complete: Callable[[], Any] | None) -> None:
-        if complete is None:
-            self._ask(read)
-        else:
-            read.complete = complete
-            self._finish(read)
-
-    def _finish(self, read: Read) -> None:
-        super()._finish(read)
-        with self._lock:
-            if not self._queued or self._closed:
-                self._free += 1
-                return
-            following = self._queued.popleft()
-        self._start(following)
-
-    def finished(self) -> Read | None:
-        """Return the next read that has finished, in the order in which they finish; None if there is none."""
-        read = super().finished()
-        if read is not None and read.complete is not None:
-            self._make_value(read, read.complete)
-        return read
-
-    def _make_value(self, read: Read, complete: Callable[[], Any]) -> None:
-        began_ns = now_ns()
-        try:
-            randomness = read.bound()
-            read.value = complete()
-            read.asked = randomness.asked if randomness else 0
-        except BaseException as error:  # the worker decides whether it ends the worker
-            read.error = error
-        read.complete = None
-        read.duration_ns += now_ns() - began_ns
-
-
 class CoroutineReads(FinishedReads):
     """``await dataset.__aget__(key)`` on an event loop in a thread of its own."""
 
@@ -447,20 +383,95 @@ class _Bound:
             randomness.restore(state)
 
 
+class BegunLists(FinishedReads):
+    """``dataset.__beginitems__(indices, done)``: a read is that of a whole batch.
+
+    One read is in flight while the worker completes the batch before. More hide the time in which nothing could be done
+    for a read on this machine: as many as the worker takes in that time. So the limit grows while the worker waits for
+    a distant store. It stays at one where the processors are the limit: further batches in flight would only cost
+    memory and processor time. A read that was alone in flight is measured, at most every tenth of a second.
+
+    Nothing runs in a thread of ours: a read that cannot begin counts as finished, and has nothing ``complete``.
+
+    Args:
+        busy_ns: Returns how long the threads of the worker have run, or were ready to run; None if that is not known.
+    """
+
+    def __init__(self, begin: _Begin, busy_ns: Callable[[], int] | None = None) -> None:
+        # 1 as long as none could begin, too: then a worker reads one batch after the other.
+        super().__init__(1)
+        self._begin = begin
+        self._busy_ns = busy_ns or (lambda: 0)
+        self._alone: Read | None = None
+        self._busy_before_ns = self._measured_ns = 0
+        self._waited_ns = self._taken_ns = 0
+        self._pace_ns = 0.0
+
+    def submit(self, read: Read) -> None:
+        """Start a read; the caller keeps to the limit."""
+        read.started_ns = now_ns()
+        if not self.outstanding and read.started_ns - self._measured_ns > _MEASURED_EVERY_NS:
+            self._alone, self._measured_ns = read, read.started_ns
+            self._busy_before_ns = self._busy_ns()
+        self.outstanding += 1
+        try:
+            begun = self._begin(read.key, functools.partial(self._arrive, read))
+        except Exception:  # of which __getitems__ tells, or which it overcomes
+            begun = False
+        if not begun:
+            self._finish(read)
+
+    def _arrive(self, read: Read, complete: Callable[[], Any] | None) -> None:
+        read.complete = complete
+        self._finish(read)
+
+    def finished(self) -> Read | None:
+        """Return the next read that has finished, in the order in which they finish; None if there is none."""
+        read = super().finished()
+        if read is not None and read.complete is not None:
+            waited_ns = None
+            if read is self._alone:
+                self._alone = None
+                waited_ns = read.duration_ns - (self._busy_ns() - self._busy_before_ns)
+            self.adapt(read.started_ns, read.duration_ns, waited_ns, now_ns(), len(read.key))
+        elif read is not None:
+            self.limit = 1
+        return read
+
+    def adapt(
+        self, started_ns: int, duration_ns: int, waited_ns: int | None, taken_ns: int, samples: int
+    ) -> None:
+        """Set the limit after a read.
+
+        Args:
+            waited_ns: How long nothing could be done for it on this machine, if it was measured.
+            taken_ns: When the worker took it.
+            samples: Samples of the batch.
+        """
+        if waited_ns is not None:
+            before_ns, waited_ns = self._waited_ns, max(waited_ns, 0)
+            if 0 < before_ns < waited_ns:  # a pause of the store comes and goes
+                waited_ns = (waited_ns + before_ns) // 2
+            self._waited_ns = waited_ns
+        self._waited_ns = min(self._waited_ns, duration_ns)
+        since_ns = max(taken_ns - max(self._taken_ns, started_ns), 1)
+        self._pace_ns += (since_ns - self._pace_ns) * (_NEWEST if self._pace_ns else 1)
+        self._taken_ns = taken_ns
+        hidden = self._waited_ns / self._pace_ns
+        wanted = 1 + math.ceil(hidden) if hidden > _WORTH_HIDING else 1
+        self.limit = min(wanted, max(_MOST_IN_FLIGHT // samples, LEAST_LISTS))
+
+    def close(self) -> None:
+        """What the library still reads is dropped with its connections."""
+
+
 def reads_of(dataset: object, limit: int) -> Reads:
     """Return the kind of reads that the dataset supports.
 
     Args:
-        dataset: With ``__begin__(key, done)``, which begins to read and returns True, or False if it cannot. Then
-            ``done`` is called once, in any thread: with a function that returns the sample, or with None if
-            ``dataset[key]`` must read it. With ``async def __aget__(key)``, coroutines; otherwise ``dataset[key]`` in
-            threads.
+        dataset: With ``async def __aget__(key)``, coroutines; otherwise ``dataset[key]`` in threads.
     """
-    get = functools.partial(operator.getitem, dataset)
-    begin: Begin | None = attribute(dataset, "__begin__")
-    if begin is not None:
-        return BegunReads(begin, get, limit)
     aget = attribute(dataset, "__aget__")
     if aget is not None:
         return CoroutineReads(aget, limit)
-    return ThreadReads(get, limit)
+    return ThreadReads(functools.partial(operator.getitem, dataset), limit)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import minato
-from minato.workers.begun_lists import BegunLists
+from minato.workers.reads import BegunLists
 from tests.datasets import Journal, Numbers
-from tests.workers.test_concurrent_reads import Done, Draws, assert_fifty_in_fours, augmented
+from tests.workers.test_concurrent_reads import Draws, assert_fifty_in_fours, augmented
 
+Done = Callable[[Callable[[], Any] | None], None]
 WORKERS = [(0, "process"), (2, "process"), (2, "thread")]
 
 

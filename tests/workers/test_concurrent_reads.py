@@ -21,9 +21,6 @@ from tests.datasets import ORDERS, Journal, Numbers, Sleepy
 KINDS = [(0, "process"), (2, "process"), (2, "thread")]
 
 
-Done = Callable[[Callable[[], Any] | None], None]
-
-
 class Waits(Numbers):
     """Reads that take differently long, and note how many run at once in this process."""
 
@@ -65,20 +62,6 @@ class Awaits(Waits):
         return {"value": index, "most": self.most, "pid": os.getpid()}
 
 
-class Begins(Waits):
-    """The same by a library with threads of its own."""
-
-    def __begin__(self, index: int, done: Done) -> bool:
-        self.change(1)
-
-        def arrive() -> None:
-            self.change(-1)
-            done(lambda: {"value": index, "most": self.most, "pid": os.getpid()})
-
-        threading.Timer(self.delay_s(index), arrive).start()
-        return True
-
-
 class Fails(Numbers):
     """Reads of which two raise, the later one of a batch sooner."""
 
@@ -98,19 +81,6 @@ class FailsAwaiting(Fails):
         return index
 
 
-class FailsBegun(Fails):
-    """The library refuses some reads, fails in others, and breaks in one; then ``dataset[index]`` reads."""
-
-    def __begin__(self, index: int, done: Done) -> bool:
-        if index % 4 == 0:
-            return False
-        if index % 4 == 1:
-            raise RuntimeError("the library is not ready")
-        again = index % 4 == 2 and index != 6  # of 6 the value itself is bad
-        threading.Timer(0.002, done, [None if again else lambda: self[index]]).start()
-        return True
-
-
 class Draws(Numbers):
     """Reads that ask minato for their random numbers, after a wait of another length each time."""
 
@@ -125,12 +95,6 @@ class DrawsAwaiting(Draws):
         first = minato.numpy_rng().random()
         await asyncio.sleep(0.004 * np.random.default_rng().random())
         return [first, minato.python_rng().random()]
-
-
-class DrawsBegun(Draws):
-    def __begin__(self, index: int, done: Done) -> bool:
-        threading.Timer(0.002, done, [lambda: self[index]]).start()
-        return True
 
 
 def augmented(sample: Any) -> Any:
@@ -160,7 +124,7 @@ def assert_fifty_in_fours(batches: list[list[Any]], order: str) -> None:
     assert sorted(map(len, batches)) == [2, *[4] * 12]
 
 
-@pytest.mark.parametrize("dataset", [Waits, Awaits, Begins])
+@pytest.mark.parametrize("dataset", [Waits, Awaits])
 @pytest.mark.parametrize(("num_workers", "method"), KINDS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_sample_comes_once_and_in_its_order(
@@ -177,7 +141,7 @@ def test_each_sample_comes_once_and_in_its_order(
     assert_fifty_in_fours(values(loader), order)
 
 
-@pytest.mark.parametrize("dataset", [Waits, Awaits, Begins])
+@pytest.mark.parametrize("dataset", [Waits, Awaits])
 def test_reads_run_at_once_beyond_the_bounds_of_batches(dataset: Callable[..., Waits]) -> None:
     loader = minato.DataLoader(
         dataset(64, 0.02), batch_size=2, num_workers=1, fetch_concurrency=8, order="arrival"
@@ -186,7 +150,7 @@ def test_reads_run_at_once_beyond_the_bounds_of_batches(dataset: Callable[..., W
     assert 4 < most <= 8
 
 
-@pytest.mark.parametrize("dataset", [Waits, Begins])
+@pytest.mark.parametrize("dataset", [Waits, Awaits])
 def test_reads_never_exceed_the_limit_though_whole_batches_are_claimed(
     dataset: Callable[[int], Waits],
 ) -> None:
@@ -204,7 +168,7 @@ def test_transforms_run_in_the_worker_thread() -> None:
     assert threads == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("dataset", [Fails, FailsAwaiting, FailsBegun])
+@pytest.mark.parametrize("dataset", [Fails, FailsAwaiting])
 @pytest.mark.parametrize(("num_workers", "method"), KINDS)
 @pytest.mark.parametrize("collate", [None, list])
 def test_the_first_error_of_a_batch_is_raised_and_the_next_batch_comes(
@@ -324,14 +288,6 @@ class Keyed(Numbers):
         self.inner = inner
         if hasattr(inner, "__aget__"):
             self.__aget__ = self._aget
-        if hasattr(inner, "__begin__"):
-            self.__begin__ = self._begin
-
-    def _begin(self, index: int, done: Done) -> bool:
-        def arrived(complete: Any) -> None:
-            done(complete and (lambda: [index, *complete()]))
-
-        return bool(self.inner.__begin__(index, arrived))
 
     def __getitem__(self, index: int) -> Any:
         return [index, *self.inner[index]]
@@ -343,7 +299,7 @@ class Keyed(Numbers):
 def test_content_depends_neither_on_the_concurrency_nor_on_who_reads() -> None:
     plain = content(Draws(24), transforms=[augmented])
     assert len(plain) == 24
-    for dataset in (Draws(24), DrawsAwaiting(24), DrawsBegun(24)):
+    for dataset in (Draws(24), DrawsAwaiting(24)):
         for num_workers in (0, 2):
             arguments = {"num_workers": num_workers, "transforms": [augmented]}
             assert content(dataset, fetch_concurrency=6, **arguments) == plain
@@ -361,7 +317,7 @@ def with_helper(sample: Any) -> Any:
     return [*sample, helper_draw()]
 
 
-@pytest.mark.parametrize("dataset", [Waits, Awaits, Begins])
+@pytest.mark.parametrize("dataset", [Waits, Awaits])
 @pytest.mark.parametrize(("num_workers", "method"), KINDS)
 def test_an_abandoned_epoch_leaves_no_threads_and_the_next_is_whole(
     dataset: Callable[[int], Waits], num_workers: int, method: str
