@@ -34,16 +34,6 @@ ROUNDS = 7
 _WAIT_S = 1.0
 
 
-def clock(module: ModuleType) -> Operations:
-    """The system call is the larger part of each."""
-    names = {"clock": module, "start_ns": module.now_ns()}
-    return {
-        "now_ns": ("clock.now_ns()", names),
-        "thread_cpu_ns": ("clock.thread_cpu_ns()", names),
-        "expired": ("clock.expired(start_ns, 3_600_000_000_000)", names),
-    }
-
-
 def histogram(module: ModuleType) -> Operations:
     """``record`` runs for every sample, the others a few times a second."""
     full, older = module.Histogram(), module.Histogram()
@@ -120,25 +110,19 @@ def seeding(module: ModuleType) -> Operations:
 
     with mock.patch.object(rng, "StateWriter", module.StateWriter):
         randomness = rng.SampleRandomness(5)
-    memory = np.zeros(624, np.uint64)
     names = {
         "mix_seed": module.mix_seed,
-        "fill_words": module.fill_words,
-        "address": memory.ctypes.data,
         "bind": randomness.bind,
         "bind_thread": rng.SampleRandomness(5, bind_globals=False).bind,
         "random": random,
         "np": np,
         "draw": torch.zeros(1),
         "generator": torch.default_generator,
-        "memory": memory,  # `address` points into it
     }
     seed = "random.seed(2); np.random.seed(2); generator.manual_seed(2)"
     draws = "random.random(); np.random.random_sample(); draw.random_()"
     return {
         "mix_seed": ("mix_seed(1, 2, 3)", names),
-        "fill_words, 624 uint32": ("fill_words(address, 624, 1, 2, 4)", names),
-        "fill_words, 624 uint64": ("fill_words(address, 624, 1, 2, 8)", names),
         "bind a sample": ("bind(1, 2)", names),
         "bind a sample, key is text": ("bind(1, 'images/000002.jpg')", names),
         "bind a sample, in a thread": ("bind_thread(1, 2)", names),
@@ -211,23 +195,9 @@ def _partner(module: ModuleType) -> Callable[[], None]:
 
 
 def copy(module: ModuleType) -> Operations:
-    """Writing one sample to its place in a batch, and copying arrays. Pages are warm, small samples stay in cache."""
+    """Writing one sample to its place in a batch. Pages are warm, small samples stay in cache."""
     region = np.zeros((1 << 24) + 4096, np.uint8)
-    hwc = torch.ones(224, 224, 3, dtype=torch.uint8)
-    crop = torch.ones(256, 256, 3, dtype=torch.uint8)[16:240, 16:240]
-    chw = ("tensor", "uint8", (3, 224, 224), 0)
     row = ("array", "<f4", (16,), 0)
-    samples: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "array of 16 float32, int": (np.ones(16, np.float32), row),
-        "tensor of 16 float32, int": (torch.ones(16), ("tensor", "float32", (16,), 0)),
-        "tensor 3x64x64 float32, int": (
-            torch.ones(3, 64, 64),
-            ("tensor", "float32", (3, 64, 64), 0),
-        ),
-        "tensor 3x224x224 uint8, int": (hwc.reshape(3, 224, 224), chw),
-        "the same, permuted from 224x224x3": (hwc.permute(2, 0, 1), chw),
-        "crop 224x224x3 of uint8, int": (crop, ("tensor", "uint8", (224, 224, 3), 0)),
-    }
     found: Operations = {}
 
     def add(name: str, spec: tuple[Any, ...], sample: Any, fits: bool = True) -> None:
@@ -238,8 +208,10 @@ def copy(module: ModuleType) -> Operations:
         found[f"pack ({name})"] = (f"packer.pack(sample, address, {BATCH // 2})", names)
 
     label = ("int", 1 << 24)
-    for name, (value, field) in samples.items():
-        add(name, ("tuple", tuple, (field, label)), (value, 1))
+    add("array of 16 float32, int", ("tuple", tuple, (row, label)), (np.ones(16, np.float32), 1))
+    for name, tensor in _tensors().items():
+        field = ("tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), 0)
+        add(name, ("tuple", tuple, (field, label)), (tensor, 1))
     fields = (("float", 0), ("int", 1 << 20), ("text", str))
     add(
         "dict of float, int, str",
@@ -247,39 +219,33 @@ def copy(module: ModuleType) -> Operations:
         {"x": 1.0, "y": 2, "name": "a"},
     )
     add("a misfit", ("tuple", tuple, (row, label)), (torch.ones(16), 1), fits=False)
-    for name, (to, source) in _arrays().items():
-        names = {"copy_array": module.copy_array, "to": to, "source": source}
-        found[f"copy_array ({name})"] = ("copy_array(to, source)", names)
     return found
 
 
-def _arrays() -> dict[str, tuple[Any, Any]]:
-    """Pairs of destination and source."""
-    chw, hwc = (3, 224, 224), (224, 224, 3)
-    square = (1024, 1024)
+def _tensors() -> dict[str, torch.Tensor]:
+    """Tensors that are packed together with an integer."""
+    hwc = torch.ones(224, 224, 3, dtype=torch.uint8)
     return {
-        "400 bytes": (np.zeros(100, "f4"), np.ones(100, "f4")),
-        "3x224x224 float32": (np.zeros(chw, "f4"), np.ones(chw, "f4")),
-        "224x224x3 to 3x224x224": (np.zeros(chw, "f4"), np.ones(hwc, "f4").transpose(2, 0, 1)),
-        "3x224x224 to 224x224x3": (np.zeros(hwc, "f4"), np.ones(chw, "f4").transpose(1, 2, 0)),
-        "1024x1024 transposed": (np.zeros(square, "f4"), np.ones(square, "f4").T),
+        "tensor of 16 float32, int": torch.ones(16),
+        "tensor 3x64x64 float32, int": torch.ones(3, 64, 64),
+        "tensor 3x224x224 uint8, int": hwc.reshape(3, 224, 224),
+        "the same, permuted from 224x224x3": hwc.permute(2, 0, 1),
+        "crop 224x224x3 of uint8, int": torch.ones(256, 256, 3, dtype=torch.uint8)[16:240, 16:240],
     }
 
 
 def other_copies() -> dict[str, Operations]:
-    """The same copies by NumPy's and torch's own functions: column, then operations."""
+    """The copy of the tensor alone, by NumPy's and torch's own functions: column, then operations."""
     found: dict[str, Operations] = {"numpy": {}, "torch": {}}
-    for name, (to, source) in _arrays().items():
-        tensors = {"to": torch.from_numpy(to), "source": torch.from_numpy(source)}
-        arrays = {"copy": np.copyto, "to": to, "source": source}
-        found["numpy"][f"copy_array ({name})"] = ("copy(to, source)", arrays)
-        found["torch"][f"copy_array ({name})"] = ("to.copy_(source)", tensors)
+    for name, source in _tensors().items():
+        to = torch.zeros(source.shape, dtype=source.dtype)
+        arrays = {"copy": np.copyto, "to": to.numpy(), "source": source.numpy()}
+        found["numpy"][f"pack ({name})"] = ("copy(to, source)", arrays)
+        found["torch"][f"pack ({name})"] = ("to.copy_(source)", {"to": to, "source": source})
     return found
 
 
-MODULES = {
-    each.__name__: each for each in (clock, copy, histogram, ledger, run, seeding, steps, wait)
-}
+MODULES = {each.__name__: each for each in (copy, histogram, ledger, run, seeding, steps, wait)}
 
 
 def ns_per_call(statement: str, names: dict[str, Any], rounds: int, round_s: float) -> float:

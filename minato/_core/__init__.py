@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from time import monotonic_ns as now_ns
 from typing import TYPE_CHECKING
 
 __all__ = [
@@ -26,22 +27,17 @@ __all__ = [
     "SharedWords",
     "StateSnapshot",
     "StateWriter",
-    "copy_array",
-    "expired",
-    "fill_words",
     "implementation",
     "mix_seed",
     "now_ns",
     "run_samples",
     "run_steps",
     "sum_of_hashes",
-    "thread_cpu_ns",
 ]
 
 DUAL_MODULES = (
     "arrivals",
     "claims",
-    "clock",
     "column",
     "copy",
     "histogram",
@@ -78,24 +74,22 @@ USE_EXTENSIONS, _REASON = _choose()
 
 if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._arrivals_py import Arrivals, Occurrences, sum_of_hashes
-    from minato._core._clock_py import expired, now_ns, thread_cpu_ns
     from minato._core._column_py import Column
-    from minato._core._copy_py import Packer, copy_array
+    from minato._core._copy_py import Packer
     from minato._core._histogram_py import HISTOGRAM_NBYTES, Histogram
     from minato._core._ledger_py import Ledger
     from minato._core._run_py import run_samples
-    from minato._core._seeding_py import StateSnapshot, StateWriter, fill_words, mix_seed
+    from minato._core._seeding_py import StateSnapshot, StateWriter, mix_seed
     from minato._core._steps_py import run_steps
     from minato._core._wait_py import EVENT_COUNT_NBYTES, EventCount, SharedWords
 else:
     from minato._core._arrivals_c import Arrivals, Occurrences, sum_of_hashes
-    from minato._core._clock_c import expired, now_ns, thread_cpu_ns
     from minato._core._column_c import Column
-    from minato._core._copy_c import Packer, copy_array
+    from minato._core._copy_c import Packer
     from minato._core._histogram_c import HISTOGRAM_NBYTES, Histogram
     from minato._core._ledger_c import Ledger
     from minato._core._run_c import run_samples
-    from minato._core._seeding_c import StateSnapshot, StateWriter, fill_words, mix_seed
+    from minato._core._seeding_c import StateSnapshot, StateWriter, mix_seed
     from minato._core._steps_c import run_steps
     from minato._core._wait_c import EVENT_COUNT_NBYTES, EventCount, SharedWords
 

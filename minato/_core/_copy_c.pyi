@@ -2,9 +2,7 @@ from typing import Any, final
 
 from typing_extensions import Self
 
-__all__ = ["Packer", "copy_array"]
-
-def copy_array(dst: Any, src: Any) -> None: ...
+__all__ = ["Packer"]
 
 @final
 class Packer:

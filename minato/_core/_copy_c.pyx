@@ -1,4 +1,4 @@
-"""Copies of samples to their place in a batch, and of whole arrays."""
+"""Copies of samples to their place in a batch."""
 
 from cpython.dict cimport PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_GET_SIZE
@@ -26,52 +26,9 @@ import torch
 from minato._core import tensor_memory
 from minato._core.sample_spec import flatten
 
-__all__ = ["Packer", "copy_array"]
+__all__ = ["Packer"]
 
 cnp.import_array()
-
-
-def copy_array(dst, src) -> None:
-    """Copy an array of any strides into another one, without the GIL if it is worth it.
-
-    Args:
-        dst: Writable array of any shape and strides; its memory must not overlap that of ``src``.
-        src: Array of the same shape and dtype. Arrays of Python objects are refused.
-
-    Raises:
-        TypeError: One of the two is no array.
-        ValueError: Shapes or dtypes differ, ``dst`` is read-only, or the arrays hold objects.
-    """
-    for array in (dst, src):
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"copy_array takes numpy arrays, not {type(array).__name__}")
-    if dst.dtype != src.dtype or dst.shape != src.shape:
-        raise ValueError(
-            f"cannot copy {src.dtype} of shape {src.shape} to {dst.dtype} of shape {dst.shape}"
-        )
-    if dst.dtype.hasobject:
-        raise ValueError(f"cannot copy {src.dtype}: it holds references to Python objects")
-    if not dst.flags.writeable:
-        raise ValueError(f"cannot copy to a read-only array ({dst.dtype} of shape {dst.shape})")
-    cdef cnp.ndarray to = dst
-    cdef cnp.ndarray source = src
-    cdef int ndim = cnp.PyArray_NDIM(to)
-    cdef int order[MN_MAX_AXES]
-    cdef int i, j
-    cdef mn_nest nest
-    if cnp.PyArray_SIZE(to) == 0:
-        return
-    for i in range(ndim):  # the destination is written in the order of its memory
-        j = i
-        while j > 0 and abs(to.strides[order[j - 1]]) < abs(to.strides[i]):
-            order[j] = order[j - 1]
-            j -= 1
-        order[j] = i
-    mn_nest_start(&nest, cnp.PyArray_ITEMSIZE(to))
-    for i in range(ndim):
-        j = order[i]
-        mn_nest_add(&nest, to.shape[j], to.strides[j], source.strides[j])
-    run(&nest, cnp.PyArray_BYTES(to), cnp.PyArray_BYTES(source), cnp.PyArray_NBYTES(to))
 
 
 cdef describe_t find_describe() except? NULL:

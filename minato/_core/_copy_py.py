@@ -1,4 +1,4 @@
-"""Copies of samples to their place in a batch, and of whole arrays."""
+"""Copies of samples to their place in a batch."""
 
 from __future__ import annotations
 
@@ -11,34 +11,9 @@ import torch
 
 from minato._core.sample_spec import flatten, placed
 
-__all__ = ["Packer", "copy_array"]
+__all__ = ["Packer"]
 
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
-
-
-def copy_array(dst: Any, src: Any) -> None:
-    """Copy an array of any strides into another one, without the GIL if it is worth it.
-
-    Args:
-        dst: Writable array of any shape and strides; its memory must not overlap that of ``src``.
-        src: Array of the same shape and dtype. Arrays of Python objects are refused.
-
-    Raises:
-        TypeError: One of the two is no array.
-        ValueError: Shapes or dtypes differ, ``dst`` is read-only, or the arrays hold objects.
-    """
-    for array in (dst, src):
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"copy_array takes numpy arrays, not {type(array).__name__}")
-    if dst.dtype != src.dtype or dst.shape != src.shape:
-        raise ValueError(
-            f"cannot copy {src.dtype} of shape {src.shape} to {dst.dtype} of shape {dst.shape}"
-        )
-    if dst.dtype.hasobject:
-        raise ValueError(f"cannot copy {src.dtype}: it holds references to Python objects")
-    if not dst.flags.writeable:
-        raise ValueError(f"cannot copy to a read-only array ({dst.dtype} of shape {dst.shape})")
-    np.copyto(dst, src)
 
 
 @final

@@ -155,7 +155,7 @@ cdef class Records:
         return mn_load_acquire_u64(&self.ledger.header.head) & MN_NUMBER
 
     def begun(self):
-        """Start times of the workers' current samples, in ns of ``clock.now_ns``, oldest first."""
+        """Start times of the workers' current samples, in ns of ``now_ns``, oldest first."""
         cdef uint32_t worker
         cdef list found = []
         for worker in range(self.ledger.header.num_workers):

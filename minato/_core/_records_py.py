@@ -218,7 +218,7 @@ class Records:
         return int(self._header["head"])
 
     def begun(self) -> list[int]:
-        """Start times of the workers' current samples, in ns of ``clock.now_ns``, oldest first."""
+        """Start times of the workers' current samples, in ns of ``now_ns``, oldest first."""
         # Workers write these words without the lock.
         at_work = self._workers[self._workers["position"] != 0]
         return sorted(at_work["started_ns"].tolist())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic_ns as now_ns
 from typing import Any
-
-from minato._core._clock_py import now_ns
 
 __all__ = ["run_samples"]
 
@@ -26,7 +25,7 @@ def run_samples(
         keys: The samples' keys; a list.
         position: Position of the first; the others follow it.
         lease: Writable int64 memory of three words; they always hold the position + 1 of the sample that is running,
-            when it started (ns on ``clock.now_ns``) and -1 for the dataset. A watchdog reads them.
+            when it started (ns on ``now_ns``) and -1 for the dataset. A watchdog reads them.
         durations: Writable int64 memory of ``len(keys)`` words at least; receives each sample's time in ns.
         bind: Called with ``(epoch, key)`` before each sample; None for nothing.
         catches: What a sample may raise; anything else propagates.

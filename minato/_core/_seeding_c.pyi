@@ -2,10 +2,9 @@ from typing import final
 
 from typing_extensions import Self
 
-__all__ = ["StateSnapshot", "StateWriter", "fill_words", "mix_seed"]
+__all__ = ["StateSnapshot", "StateWriter", "mix_seed"]
 
 def mix_seed(seed: int, epoch: int, index: int) -> int: ...
-def fill_words(address: int, words: int, key: int, stream: int, width: int) -> None: ...
 
 @final
 class StateWriter:

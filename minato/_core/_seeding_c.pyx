@@ -14,7 +14,7 @@ cdef extern from "seeding.h" nogil:
     bint mn_cpu_has_avx2()
 
 
-__all__ = ["StateSnapshot", "StateWriter", "fill_words", "mix_seed"]
+__all__ = ["StateSnapshot", "StateWriter", "mix_seed"]
 
 cdef bint WIDE_VECTORS = mn_cpu_has_avx2()
 
@@ -28,32 +28,6 @@ def mix_seed(seed, epoch, index) -> int:
         PyLong_AsUnsignedLongLongMask(seed),
         PyLong_AsUnsignedLongLongMask(epoch),
         PyLong_AsUnsignedLongLongMask(index),
-    )
-
-
-def fill_words(uintptr_t address, long words, key, stream, int width) -> None:
-    """Write ``words`` 32-bit values, a function of key, stream and place alone, to ``address``.
-
-    Args:
-        address: Writable memory of ``words * width`` bytes, aligned to ``width``.
-        words: How many values.
-        key: Usually a result of :func:`mix_seed`; counts modulo 2**64.
-        stream: Different streams of one key are independent; counts modulo 2**64.
-        width: 4 stores uint32; 8 stores the same values as uint64.
-
-    The top bit of the first value is always set: the state is never all zero.
-
-    Raises:
-        ValueError: ``width`` is neither 4 nor 8, or ``words`` is out of range.
-    """
-    check_block(words, width)
-    mn_fill(
-        <void *>address,
-        <uint32_t>words,
-        PyLong_AsUnsignedLongLongMask(key),
-        PyLong_AsUnsignedLongLongMask(stream),
-        width,
-        WIDE_VECTORS,
     )
 
 
@@ -83,10 +57,15 @@ cdef class StateWriter:
 
     Args:
         seed: First input of :func:`mix_seed`.
-        blocks: ``(address, words, stream, width)`` of each state, as for :func:`fill_words`.
+        blocks: ``(address, words, stream, width)`` of each state: writable memory of ``words * width`` bytes, aligned
+            to ``width``; different streams of one key are independent; width 4 stores uint32, and 8 the same values as
+            uint64. The top bit of a block's first value is always set: the state is never all zero.
         cells: ``(address, value)`` of int32 words that are reset too (positions, caches).
 
     The memory must outlive the writer.
+
+    Raises:
+        ValueError: A width is neither 4 nor 8, or ``words`` is out of range.
     """
 
     cdef Block *blocks

@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-__all__ = ["StateSnapshot", "StateWriter", "fill_words", "mix_seed"]
+__all__ = ["StateSnapshot", "StateWriter", "mix_seed"]
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -33,27 +33,6 @@ def mix_seed(seed: int, epoch: int, index: int) -> int:
     key = _avalanche(as_integer(seed) + _GOLDEN)
     key = _avalanche((key ^ (as_integer(epoch) & _MASK)) + _GOLDEN)
     return _avalanche((key ^ (as_integer(index) & _MASK)) + _GOLDEN)
-
-
-def fill_words(address: int, words: int, key: int, stream: int, width: int) -> None:
-    """Write ``words`` 32-bit values, a function of key, stream and place alone, to ``address``.
-
-    Args:
-        address: Writable memory of ``words * width`` bytes, aligned to ``width``.
-        words: How many values.
-        key: Usually a result of :func:`mix_seed`; counts modulo 2**64.
-        stream: Different streams of one key are independent; counts modulo 2**64.
-        width: 4 stores uint32; 8 stores the same values as uint64.
-
-    The top bit of the first value is always set: the state is never all zero.
-
-    Raises:
-        ValueError: ``width`` is neither 4 nor 8, or ``words`` is out of range.
-    """
-    _check_block(words, width)
-    if words:
-        grown = _grow(as_integer(key), [as_integer(stream)], words)
-        _array_at(address, words, width)[:] = grown[0]
 
 
 def _check_block(words: int, width: int) -> None:
@@ -96,10 +75,15 @@ class StateWriter:
 
     Args:
         seed: First input of :func:`mix_seed`.
-        blocks: ``(address, words, stream, width)`` of each state, as for :func:`fill_words`.
+        blocks: ``(address, words, stream, width)`` of each state: writable memory of ``words * width`` bytes, aligned
+            to ``width``; different streams of one key are independent; width 4 stores uint32, and 8 the same values as
+            uint64. The top bit of a block's first value is always set: the state is never all zero.
         cells: ``(address, value)`` of int32 words that are reset too (positions, caches).
 
     The memory must outlive the writer.
+
+    Raises:
+        ValueError: A width is neither 4 nor 8, or ``words`` is out of range.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class CurrentSample(NamedTuple):
     Attributes:
         position: In the ledger.
         transform: Name of the transform that runs; None: the dataset itself.
-        started_ns: When the worker began or resumed it, on ``clock.now_ns``.
+        started_ns: When the worker began or resumed it, on ``now_ns``.
         occurrence: How often its index came before in the epoch.
     """
 

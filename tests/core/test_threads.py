@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minato._core import Arrivals, Ledger, Packer, codes, copy_array, sum_of_hashes
+from minato._core import Arrivals, Ledger, Packer, codes, sum_of_hashes
 from minato.batching.serialization import LocalStore
 from tests.core.ledger_tools import LAYOUT, Desk
 
@@ -108,7 +108,7 @@ def test_what_workers_have_written_is_there_when_a_batch_is_ready(bound: bool) -
             for position in range(first, first + count):
                 place, where, _ = ledger.reserve(worker, position)
                 ledger.publish_layout(where, LAYOUT)
-                copy_array(memory[place % positions], np.full(64, position))
+                memory[place % positions] = np.full(64, position)
                 ledger.fill(worker, position, place)
             ledger.end(worker, count, 1, 1)
 
@@ -121,7 +121,7 @@ def test_what_workers_have_written_is_there_when_a_batch_is_ready(bound: bool) -
                     assert time.monotonic() < until
                     time.sleep(1e-5)
                 for place, position in enumerate(desk.deliver(batch), start):
-                    copy_array(seen, memory[place % positions])
+                    seen[:] = memory[place % positions]
                     assert (seen == position).all()
                 ledger.retire(batch)
         finally:

@@ -199,7 +199,7 @@ def public_names(name: str) -> list[str]:
 def test_the_core_offers_the_names_of_all_twins() -> None:
     from minato import _core
 
-    own = {"DUAL_MODULES", "USE_EXTENSIONS", "implementation"}
+    own = {"DUAL_MODULES", "USE_EXTENSIONS", "implementation", "now_ns"}
     twins = {public for name in DUAL_MODULES if name not in PARTS for public in public_names(name)}
     assert set(_core.__all__) == own | twins
     half = "c" if _core.USE_EXTENSIONS else "py"

@@ -159,7 +159,7 @@ def test_the_streams_are_mersenne_twisters_over_the_filled_words(access: str) ->
     found = many_draws()
     states = np.zeros((3, 624), np.uint32)
     for stream, words in enumerate(states):
-        _seeding_py.fill_words(words.ctypes.data, 624, _seeding_py.mix_seed(21, 3, 4), stream, 4)
+        _seeding_py.StateWriter(21, [(words.ctypes.data, 624, stream, 4)], []).write(3, 4)
     assert found[0] == twister(states[0], 0, 1500).tolist()
     assert found[1] == twister(states[1], 0, 1500).tolist()
     # torch counts a first word as drawn.
