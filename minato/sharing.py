@@ -11,7 +11,6 @@ import itertools
 import logging
 import numbers
 import pickle
-import zlib
 from bisect import bisect_left
 from collections import deque
 from collections.abc import (
@@ -36,6 +35,7 @@ from torch.utils.data import Dataset
 
 from minato._core import Column
 from minato._core.read_only import ReadOnlyMemory, shared_base, view_of
+from minato._support.hashes import key_hash
 from minato._support.objects import Kind, Node, derives, items_of, name_of, path_of
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ class SharedDict(Mapping[K, V]):
         self._keys: Any = Column(keys, memory.array)
         self._values: Any = Column(values, memory.array)
         middle, end = start + 8 * len(self._keys), start + 16 * len(self._keys)
-        self._hashes = memoryview(memory.array[start:middle].view(np.int64))
+        self._hashes = memoryview(memory.array[start:middle].view(np.uint64))
         self._places = memoryview(memory.array[middle:end].view(np.int64))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -357,9 +357,10 @@ class SharedDict(Mapping[K, V]):
         return self
 
     def __getitem__(self, key: K) -> V:
-        wanted = _hash(key)
-        if wanted is None:
+        hash(key)  # raises TypeError as a dictionary does
+        if not _can_be_key(key):
             raise KeyError(key)
+        wanted = key_hash(key)
         for i in range(bisect_left(self._hashes, wanted), len(self._hashes)):
             if self._hashes[i] != wanted:
                 break
@@ -440,19 +441,13 @@ def _summary(items: Any) -> str:
     return f"{len(items)} items: {shown}{', …' if len(items) > 3 else ''}"
 
 
-def _hash(key: object) -> int | None:
-    """A hash that is the same in every process; None for what cannot be a key."""
-    if isinstance(key, str):
-        return zlib.crc32(key.encode("utf-8", "surrogatepass"))
-    if isinstance(key, bytes):
-        return zlib.crc32(key, 1)
-    if isinstance(key, (numbers.Number, np.bool_)):
-        return None if key != key else hash(key)  # NaN
+def _can_be_key(key: object) -> bool:
+    """Whether a key is found by all that equal it: their hashes are the same in every process."""
     if isinstance(key, tuple):
-        parts = tuple(map(_hash, key))
-        return None if None in parts else hash(parts)
-    hash(key)  # raises TypeError as a dictionary does
-    return -1 if key is None else None
+        return all(map(_can_be_key, key))
+    if isinstance(key, (numbers.Number, np.bool_)):
+        return bool(key == key)  # not NaN
+    return key is None or isinstance(key, (str, bytes))
 
 
 class _ItemPickler(pickle.Pickler):
@@ -492,15 +487,14 @@ class _Writer:
     def table(self, items: dict[Any, Any], path: str) -> tuple[Layout, Layout, int]:
         """Write a dictionary: its keys, its values, and the sorted hashes of the keys with their places."""
         keys = list(items)
-        hashes = np.empty(len(keys), np.int64)
+        hashes = np.empty(len(keys), np.uint64)
         for i, key in enumerate(keys):
-            value = _hash(key)
-            if value is None:
+            if not _can_be_key(key):
                 raise TypeError(
                     f"{path} cannot be shared: its key {key!r} is a {type(key).__qualname__}; keys can be strings, "
                     "bytes, numbers but NaN, None, and tuples of them"
                 )
-            hashes[i] = value
+            hashes[i] = key_hash(key)
         places = np.argsort(hashes, kind="stable").astype(np.int64, copy=False)
         layout = (
             self.column(keys, lambda i: f"the key {keys[i]!r} of {path}"),

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import minato
-from minato import DataLoader, SharedDict, SharedList
+from minato import DataLoader, SharedDict, SharedList, sharing
 from minato._core.segment import Segment
 from minato.engine import copied_objects
 
@@ -130,9 +130,10 @@ def test_equal_keys_of_other_types_are_found() -> None:
         shared[[1]]  # type: ignore[index]
 
 
-def test_keys_with_equal_hashes() -> None:
-    # crc32 of "plumless" and "buckeroo" is the same.
-    assert dict(SharedDict({"plumless": 1, "buckeroo": 2})) == {"plumless": 1, "buckeroo": 2}
+def test_keys_with_equal_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "key_hash", lambda key: 7)
+    assert dict(SharedDict({"a": 1, "b": 2})) == {"a": 1, "b": 2}
+    assert "c" not in SharedDict({"a": 1, "b": 2})
 
 
 def test_objects_that_compare_by_value() -> None:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from minato._core import Arrivals, sum_of_hashes
-from minato._support.values import integer_of, plain
 from minato.errors import CoverageError
 from minato.observe.stats.lateness import Lateness
 from minato.sampling.completed import NOTHING, BatchPart, Completed, RankProgress, Tally, merged
-from minato.sampling.occurrences import Again, indices_of, marked
+from minato.sampling.occurrences import hash_of, indices_of, marked
 from minato.sampling.outgoing import Outgoing
 from minato.sampling.replay import OrderRecord
 
-__all__ = ["Coverage", "Progress", "index_hash", "remaining_batches"]
+__all__ = ["Coverage", "Progress", "remaining_batches"]
 
 
 class Coverage(NamedTuple):
@@ -74,7 +71,7 @@ class Progress:
         self._requested = 0  # batches
         self._reported = self._before.delivered
         self._arrivals = Arrivals(
-            index_hash, self._before.expected, self._before.delivered, self._before.skipped
+            hash_of, self._before.expected, self._before.delivered, self._before.skipped
         )
 
     def settle(self) -> None:
@@ -179,9 +176,11 @@ class Progress:
             self.record.finish()
         self.finished = True
 
-    def drawn(self) -> Tally:
-        """Return the tally of the indices that were requested in this run."""
-        return Tally(*self._arrivals.asked).minus(self._before.expected)
+    def has_drawn(self, batches: Sequence[Any]) -> bool:
+        """Return whether these batches have the indices that were requested in this run."""
+        total = sum(sum_of_hashes(indices, hash_of) for indices in batches)
+        requested = Tally(*self._arrivals.asked).minus(self._before.expected)
+        return Tally.of(sum(map(len, batches)), total) == requested
 
     def coverage(self) -> Coverage:
         """Return the tallies of the epoch so far."""
@@ -234,7 +233,7 @@ def remaining_batches(
             raise ValueError(_ANOTHER_ORDER)
         finished, left, whole = _split(indices, ordinal, ranges)
         count += len(finished)
-        total += sum_of_hashes(finished, index_hash)
+        total += sum_of_hashes(finished, hash_of)
         keys_left.extend(left)
         largest = max(largest, len(indices))
         if number < done.batches:
@@ -300,22 +299,3 @@ def _rebatched(
         sizes.append(len(drawn))
     if indices and not drop_last:
         yield marked(list(indices))
-
-
-def index_hash(index: Any) -> int:
-    """Return an integer for an index of any type: equal integers for equal indices, in any process."""
-    if type(index) is Again:
-        index = index.index
-    if (number := integer_of(index)) is not None:
-        return number
-    kind = type(index)  # not isinstance(), which asks the index for its __class__
-    if issubclass(kind, str):
-        data = str.encode(index, "utf-8", "surrogatepass")
-    elif issubclass(kind, (tuple, list)):
-        data = b",".join(b"%d" % index_hash(part) for part in index)
-    else:
-        try:
-            data = pickle.dumps(plain(index), 5)
-        except Exception:  # counted, but not told apart from others
-            return 0
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from minato._compat import fetcher_is_replaced
-from minato._core import sum_of_hashes
 from minato._core.epochs import seed_of_epoch
 from minato._support.objects import takes_lists
 from minato.observe.stats.size import length_of
-from minato.sampling.completed import Tally
-from minato.sampling.coverage import Progress, index_hash, remaining_batches
+from minato.sampling.coverage import Progress, remaining_batches
 from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.distributed import InterleavedRanks, epoch_of
 from minato.sampling.index_batches import IndexBatches, Source
@@ -200,8 +198,7 @@ class Epoch:
         before = list(itertools.islice(source.items, count))
         if source.indices is not None:
             before = list(map(source.indices, before))
-        drawn = sum(map(len, before)), sum(sum_of_hashes(one, index_hash) for one in before)
-        if Tally.of(*drawn) != self.progress.drawn():
+        if not self.progress.has_drawn(before):
             raise RuntimeError(
                 "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
                 "are unknown: call iter(loader) to begin another epoch; with seed=, or a generator, it goes on"
@@ -279,7 +276,7 @@ class Epoch:
             divided=spec.divides_batches,
             copies=spec.has_workers,
         )
-        return counted(batches, spec.index_sampler, length_of(spec.dataset), index_hash)
+        return counted(batches, spec.index_sampler, length_of(spec.dataset))
 
     def predict_next(self) -> NextEpoch | None:
         """The next epoch; None if its indices are unknown, or it must not be prefetched."""

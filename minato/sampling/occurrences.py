@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Again", "Recurring", "indices_of", "marked", "unmarked"]
+from minato._support.hashes import index_hash
+
+__all__ = ["Again", "Recurring", "hash_of", "indices_of", "marked", "unmarked"]
 
 
 class Again:
@@ -63,3 +65,8 @@ def unmarked(batch: Any) -> tuple[Any, list[int] | None]:
     if type(batch) is Recurring:
         return batch.indices, batch.occurrences
     return batch, None
+
+
+def hash_of(index: Any) -> int:
+    """Return the hash of an index, which does not depend on whether it came before."""
+    return index_hash(index.index if type(index) is Again else index)

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from minato._compat import EndlessSampler
 from minato._core import Occurrences, mix_seed
+from minato._support.hashes import index_hash
 from minato._support.objects import attribute, is_exactly
 from minato._support.text import message_of
 from minato._support.values import integer_of
@@ -116,13 +117,11 @@ def counted(
     batches: Iterator[Any],
     index_sampler: object,
     length: int | None,
-    index_hash: Callable[[Any], int],
 ) -> Iterator[Any]:
     """Return all batches of an epoch, with each index marked that occurs again in it.
 
     Args:
         length: Length of the dataset; None if it has none.
-        index_hash: Returns an integer for an index that is neither an integer nor a string.
     """
     if not _may_repeat(index_sampler):
         return batches

@@ -13,9 +13,6 @@ numbers in threads, in processes and in the main process.
 
 from __future__ import annotations
 
-import hashlib
-import io
-import pickle
 import random
 import threading
 from collections.abc import Callable
@@ -28,8 +25,7 @@ import torch
 
 from minato._compat import bit_generator_of, numpy_state
 from minato._core import StateSnapshot, StateWriter, mix_seed
-from minato._support.text import text_of
-from minato._support.values import integer_of, plain
+from minato._support.hashes import index_hash
 from minato.transforms import rng_memory
 from minato.transforms.owned import OwnedGenerators
 
@@ -38,7 +34,6 @@ __all__ = [
     "SampleRandomness",
     "current",
     "generators_created",
-    "index_word",
     "numpy_rng",
     "python_rng",
     "sample_word",
@@ -133,7 +128,7 @@ class SampleRandomness:
         Args:
             epoch: Counts modulo 2**64.
             key: The sample's index in the dataset; an integer, or anything that
-                :func:`index_word` can turn into one.
+                :func:`index_hash` can turn into one.
             occurrence: Number of earlier uses of the key in the epoch.
         """
         _this_thread.binding = (self.base_seed, epoch, key, occurrence)
@@ -287,52 +282,10 @@ class _Bound:
             self._restore()
 
 
-def index_word(key: Any) -> int:
-    """Return an integer for the index of a sample; the same in every process.
-
-    It is the index itself for integers, including NumPy's and one-element tensors. For any other
-    object it is a 64-bit hash of its content: strings, bytes, tuples, lists, sets, the pickle of
-    other objects, or their ``repr`` if they cannot be pickled.
-    """
-    number = integer_of(key)
-    return int.from_bytes(_digest(key), "little") if number is None else number
-
-
 def sample_word(key: object, occurrence: int) -> int:
     """Return an integer for an index that was used ``occurrence`` times before in its epoch."""
-    word = key if type(key) is int else index_word(key)
+    word = key if type(key) is int else index_hash(key)
     return mix_seed(word, occurrence, _AGAIN) if occurrence else word
-
-
-def _digest(key: Any) -> bytes:
-    kind = type(key)  # not isinstance(), which asks the key for its __class__
-    if issubclass(kind, str):
-        content = b"str" + str.encode(key, "utf-8", "surrogatepass")
-    elif issubclass(kind, bytes):
-        content = b"bytes" + key
-    elif issubclass(
-        kind, (torch.Tensor, np.ndarray)
-    ):  # a tensor's pickles differ between processes
-        return _digest(key.tolist())
-    elif issubclass(kind, (tuple, list)):
-        content = b"sequence" + b"".join(map(_digest, key))
-    elif issubclass(kind, (set, frozenset)):
-        content = b"set" + b"".join(sorted(map(_digest, key)))
-    else:
-        content = b"object" + _pickled(key)
-    return hashlib.blake2b(content, digest_size=8).digest()
-
-
-def _pickled(key: object) -> bytes:
-    to = io.BytesIO()
-    pickler = pickle.Pickler(to, 4)
-    # Without the memo, equal keys have equal bytes even if some share their parts.
-    pickler.fast = True
-    try:
-        pickler.dump(plain(key))
-    except Exception:  # a key's own ``__reduce__`` may raise anything
-        return text_of(key).encode()
-    return to.getvalue()
 
 
 def generators_created() -> int:

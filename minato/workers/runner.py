@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from minato._core import now_ns, run_samples
 from minato._fork_safety import end_copy
+from minato._support.hashes import index_hash
 from minato.observe.stats.costs import Meters
 from minato.observe.stats.slowest import UNKNOWN
 from minato.observe.trace.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
 from minato.transforms.compose import Transforms
-from minato.transforms.rng import SampleRandomness, index_word
+from minato.transforms.rng import SampleRandomness
 from minato.workers.deferral import DeferredSample
 from minato.workers.reads import Read
 from minato.workers.staged_runner import StageRunner
@@ -296,7 +297,7 @@ class Runner:
         if found is None:
             return randomness.bind
         if batch_size:
-            found = [index_word(tuple(found))]
+            found = [index_hash(tuple(found))]
         following = iter(found)
         return lambda epoch, index: randomness.bind(epoch, index, next(following))
 

@@ -23,7 +23,6 @@ from torch.utils.data import (
 
 import minato
 from minato import DataLoader, ErrorPolicy
-from minato.sampling.coverage import index_hash
 from minato.sampling.samplers import SeededSampler, counted
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers
 
@@ -261,7 +260,7 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
 )
 def test_samplers_that_repeat_nothing_are_not_counted(sampler: Any) -> None:
     batches = iter([[1], [1]])
-    assert counted(batches, sampler, 5, index_hash) is batches
+    assert counted(batches, sampler, 5) is batches
 
 
 @pytest.mark.parametrize(
@@ -276,7 +275,7 @@ def test_samplers_that_repeat_nothing_are_not_counted(sampler: Any) -> None:
     ids=lambda sampler: type(sampler).__name__,
 )
 def test_samplers_that_may_repeat_are_counted(sampler: Any) -> None:
-    first, second = counted(iter([[1], [1, 2]]), sampler, 5, index_hash)
+    first, second = counted(iter([[1], [1, 2]]), sampler, 5)
     assert first == [1]
     again, other = second
     assert (again.index, again.occurrence, other) == (1, 1, 2)

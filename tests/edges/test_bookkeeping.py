@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from minato import DataLoader, ErrorPolicy
+from minato._support.hashes import index_hash
 from minato._support.pickling import check_picklable
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
 from minato.caching.fingerprint import fingerprint
@@ -30,13 +31,11 @@ from minato.observe.stats.epoch_log import EpochLog
 from minato.observe.stats.size import length_of
 from minato.observe.trace.loop import LoopTrack
 from minato.observe.trace.track import EventFile
-from minato.sampling.coverage import index_hash
 from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError
 from minato.sources.ingest import ingest
 from minato.sources.ingest.tables import SQLiteStore
 from minato.transforms.compose import Transforms
-from minato.transforms.rng import index_word
 from tests.datasets import Numbers, forked
 from tests.selection import mostly_slow
 from tests.subprocesses import ROOT, TIMEOUT_S, environment
@@ -282,7 +281,6 @@ def test_hashes_and_texts_of_such_an_index(make: Callable[[int], Any]) -> None:
     key = make(3)
     assert len(text_of(key)) <= 1100
     assert text_of(key).encode()
-    assert isinstance(index_word(key), int)
     assert isinstance(index_hash(key), int)
 
 

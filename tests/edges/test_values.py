@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import minato
 from minato import CostBatchSampler, DataLoader, ErrorPolicy, StragglerPolicy
+from minato._support.hashes import index_hash
 from minato._support.values import integer_of, items_of, number_of, plain
 from minato.checks import check_number, check_whole
 from minato.observe.report.bias import bias_of
@@ -27,10 +28,8 @@ from minato.observe.report.live_progress import ProgressEstimator
 from minato.observe.stats.lateness import DeliveredSample
 from minato.observe.stats.slowest import SlowestSamples
 from minato.observe.stats.snapshot import EpochSnapshot
-from minato.sampling.coverage import index_hash
 from minato.scheduling.cost_model import CostModel, integers_of
 from minato.sources.splits import folds, load_splits, save_splits, split
-from minato.transforms.rng import index_word
 from tests.datasets import Numbers, forked
 
 
@@ -153,7 +152,7 @@ def test_integers(make: Callable[[int], Any]) -> None:
     assert integer_of(value) == number_of(value) == check_whole("n", value, 0) == 7
     assert type(check_whole("n", value, 0)) is int
     assert type(check_number("n", value)) is int
-    assert index_hash(value) == index_word(value) == 7
+    assert index_hash(value) == 7
     with pytest.raises(ValueError, match="n=7 is too small: give at least 8"):
         check_whole("n", value, 8)
 
@@ -194,7 +193,7 @@ def test_what_is_no_number(value: Any) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_indices_that_are_equal_draw_the_same(value: Any, same: Any) -> None:
-    assert index_word(value) == index_word(same)
+    assert index_hash(value) == index_hash(same)
 
 
 # ---- containers ------------------------------------------------------------------------------

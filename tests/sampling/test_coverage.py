@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minato._support.hashes import index_hash, key_hash
 from minato.errors import CoverageError
 from minato.sampling.completed import Completed, Tally
-from minato.sampling.coverage import Progress, index_hash, remaining_batches
+from minato.sampling.coverage import Progress, remaining_batches
 
 
 def ordinals(ranges: Any) -> set[int]:
@@ -172,4 +175,9 @@ def test_numbers_of_keys() -> None:
     assert len({index_hash(key) for key in distinct}) == len(distinct)
     assert index_hash(["a", 1]) == index_hash(("a", 1))
     assert index_hash("a" * 3) == index_hash("".join(["a", "aa"]))
-    assert index_hash(lambda: 0) == 0  # counted, and no more
+    key = lambda: 0  # noqa: E731  # which cannot be pickled
+    assert index_hash(key) == index_hash(key)
+    # Keys of one dictionary that are equal are one, whatever their types.
+    assert len({key_hash(key) for key in (1, 1.0, True, Decimal(1), 1 + 0j)}) == 1
+    assert len({key_hash((key,)) for key in (-1, -1.0, Fraction(-1))}) == 1
+    assert key_hash((-1,)) != key_hash((-2,))

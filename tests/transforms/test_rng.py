@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from minato._core import _seeding_py
+from minato._support.hashes import index_hash
 from minato.transforms import (
     SampleRandomness,
     current,
@@ -426,7 +427,7 @@ def test_threads_that_draw_meanwhile_do_no_harm() -> None:
     [(5, 5), (-1, -1), (True, 1), (np.int64(7), 7), (np.uint8(7), 7), (torch.tensor(9), 9)],
 )
 def test_integers_stand_for_themselves(key: object, word: int) -> None:
-    assert rng.index_word(key) == word
+    assert index_hash(key) == word
     assert bound_draws(SampleRandomness(5), 0, key) == bound_draws(SampleRandomness(5), 0, word)
 
 
@@ -445,16 +446,16 @@ OTHER_KEYS = """[
 
 def test_other_keys_are_told_apart() -> None:
     keys = eval(OTHER_KEYS)
-    words = [rng.index_word(key) for key in keys]
+    words = [index_hash(key) for key in keys]
     assert len(set(words)) == len(keys)
     assert all(0 <= word < 2**64 for word in words)
 
 
 def test_words_of_keys_are_the_same_in_every_process() -> None:
     program = (
-        "import collections, sys; from minato.transforms.rng import index_word\n"
+        "import collections, sys; from minato._support.hashes import index_hash\n"
         "Point = collections.namedtuple('Point', 'x y')\n"
-        f"print([index_word(key) for key in {OTHER_KEYS} if key is not Point])"
+        f"print([index_hash(key) for key in {OTHER_KEYS} if key is not Point])"
     )
     there = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
@@ -463,7 +464,7 @@ def test_words_of_keys_are_the_same_in_every_process() -> None:
         capture_output=True,
         text=True,
     )
-    here = [rng.index_word(key) for key in eval(OTHER_KEYS) if key is not Point]
+    here = [index_hash(key) for key in eval(OTHER_KEYS) if key is not Point]
     assert there.stdout == f"{here}\n"
 
 
@@ -472,7 +473,7 @@ def test_equal_keys_have_equal_words_whatever_they_share() -> None:
     other = "".join(["some", "thing"])
     assert text is not other
     for build in (lambda a, b: (a, b), lambda a, b: {"k": [a, b]}, lambda a, b: Point(a, b)):
-        assert rng.index_word(build(text, text)) == rng.index_word(build(text, other))
+        assert index_hash(build(text, text)) == index_hash(build(text, other))
 
 
 def test_a_key_that_cannot_be_pickled_is_known_by_its_repr() -> None:
@@ -484,8 +485,8 @@ def test_a_key_that_cannot_be_pickled_is_known_by_its_repr() -> None:
         def __repr__(self) -> str:
             return f"Key({self.name!r})"
 
-    assert rng.index_word(Key("a")) == rng.index_word(Key("a"))
-    assert rng.index_word(Key("a")) != rng.index_word(Key("b"))
+    assert index_hash(Key("a")) == index_hash(Key("a"))
+    assert index_hash(Key("a")) != index_hash(Key("b"))
 
 
 # --- threads --------------------------------------------------------------------------------
