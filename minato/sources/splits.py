@@ -1,12 +1,13 @@
-"""Lists of keys for training, validation and test, made from metadata without reading samples."""
+"""Lists of keys for training, validation and test, divided by scikit-learn (extra ``splits``) by metadata alone."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-import random
-from collections import Counter, defaultdict
+import warnings
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -26,52 +27,40 @@ _BEGINS = f'{{"format": {_FORMAT}, "splits": '.encode()
 
 def split(
     keys: Sequence[Any],
-    shares: Mapping[str, float],
+    shares: Mapping[str, int],
     *,
     seed: int,
     labels: Sequence[Hashable] | None = None,
     entities: Sequence[Hashable] | None = None,
-    uniform: bool = False,
-    weights: Mapping[Any, float] | None = None,
 ) -> dict[str, list[Any]]:
-    """Divide keys at random.
+    """Divide keys at random into as many folds as the shares add up to; each split gets its share of the folds.
 
     Args:
         keys: The keys of all samples. These, labels and entities may be lists, arrays, tensors or columns of pandas:
             their values count, by position. Missing values (None, NaN) are one class, or one entity.
-        shares: The size of each split relative to the others: ``{"train": 8, "test": 2}``.
-        seed: The same seed, keys and metadata give the same splits.
+        shares: The size of each split relative to the others, in whole numbers: ``{"train": 8, "test": 2}``.
+        seed: The same seed, keys and metadata give the same splits, with the same scikit-learn.
         labels: The class of each key: each split then gets its share of each class, as far as entities allow.
         entities: The entity of each key, for instance a patient; no entity is in two splits.
-        uniform: Leave out keys at random until all classes of a split have the same size.
-        weights: Leave out keys at random until the classes have the proportions of these weights, by label. A class
-            with weight 0 or without a weight is left out: ``{"tumour": 1, "healthy": 3}``.
 
     Returns:
         The keys of each split, in the order in which they were given.
 
     Raises:
-        ValueError: A share is not positive, lists differ in length, weights are negative or all 0, or ``uniform`` or
-            ``weights`` is given without labels, or both are.
+        ValueError: A share is no whole number, lists differ in length, or there are more folds than keys, entities, or
+            keys of the largest class.
         TypeError: Keys, labels or entities have no order, or one of them cannot be compared.
+        ModuleNotFoundError: scikit-learn is not installed.
     """
-    sizes = {name: number_of(share) for name, share in shares.items()}
-    if not sizes or not all(size is not None and 0 < size < math.inf for size in sizes.values()):
-        raise ValueError(f"shares={dict(shares)} are not possible: give positive numbers")
+    sizes = [number_of(share) or 0 for share in shares.values()]
+    if not sizes or not all(1 <= size < math.inf and size == int(size) for size in sizes):
+        raise ValueError(
+            f"shares={dict(shares)} are not possible: give whole numbers from 1 on, such as 4 and 1 for 80 % and 20 %"
+        )
     keys = items_of("keys", keys)
-    labels = None if labels is None else _alike("labels", labels, len(keys))
-    entities = None if entities is None else _alike("entities", entities, len(keys))
-    if uniform and labels is None:
-        raise ValueError("uniform=True makes classes equally large: give labels")
-    rng = random.Random(_seed(seed))
-    classes: Sequence[Hashable] = [None] * len(keys) if labels is None else labels
-    if weights is not None:
-        weights = _checked_weights(weights, labels, uniform)
-    parts = _divide([float(size or 0) for size in sizes.values()], classes, entities, rng)
-    if uniform:
-        weights = dict.fromkeys(classes, 1.0)
-    if weights is not None:
-        parts = [_balanced(part, classes, weights, rng) for part in parts]
+    counts = [int(size) // math.gcd(*map(int, sizes)) for size in sizes]
+    found = iter(_folds(len(keys), sum(counts), seed, labels, entities))
+    parts = [itertools.chain(*itertools.islice(found, count)) for count in counts]
     return {name: [keys[i] for i in sorted(part)] for name, part in zip(shares, parts, strict=True)}
 
 
@@ -87,25 +76,16 @@ def folds(
 
     Args:
         count: Number of folds.
-        keys, seed, labels, entities: As for :func:`split`.
-
-    Raises:
-        ValueError: There are fewer than two folds, or lists differ in length.
-        TypeError: As for :func:`split`, or ``count`` is no integer.
+        keys, seed, labels, entities: As for :func:`split`, and so are the errors.
     """
     count = check_whole("count", count, 2) or 2
     keys = items_of("keys", keys)
-    shares = {str(number): 1.0 for number in range(count)}
-    parts = split(range(len(keys)), shares, seed=seed, labels=labels, entities=entities)
     found = []
-    for part in parts.values():
-        test = set(part)
-        found.append(
-            {
-                "train": [key for i, key in enumerate(keys) if i not in test],
-                "test": [keys[i] for i in part],
-            }
-        )
+    for test in map(set, _folds(len(keys), count, seed, labels, entities)):
+        sides: dict[str, list[Any]] = {"train": [], "test": []}
+        for i, key in enumerate(keys):
+            sides["test" if i in test else "train"].append(key)
+        found.append(sides)
     return found
 
 
@@ -135,6 +115,62 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
         return {name: [_key(plain) for plain in keys] for name, keys in content["splits"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(f"{os.fspath(path)!r} holds no splits of format {_FORMAT}") from None
+
+
+def _folds(size: int, count: int, seed: int, labels: Any, entities: Any) -> list[list[int]]:
+    """Divide the numbers below ``size`` into folds."""
+    seed = check_whole("seed", seed, 0) or 0
+    classes = [0] * size if labels is None else _codes("labels", labels, size)
+    groups = range(size) if entities is None else _codes("entities", entities, size)
+    available = {
+        "keys": size,
+        "entities": len(set(groups)),
+        "keys in the largest class": max(Counter(classes).values(), default=0),
+    }
+    for of, most in available.items():
+        if most < count:
+            raise ValueError(
+                f"{most} {of} are too few for {count} folds: give more, or ask for fewer folds"
+            )
+    if count == 1:
+        return [list(range(size))]
+    try:
+        from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "splits need the package scikit-learn: pip install 'minatoloader[splits]'",
+            name="sklearn",
+        ) from None
+    kind = StratifiedKFold if entities is None else StratifiedGroupKFold
+    with warnings.catch_warnings():
+        # A class may have fewer keys than there are folds, and any number of classes is meant.
+        warnings.simplefilter("ignore", UserWarning)
+        divided = kind(count, shuffle=True, random_state=seed).split(classes, classes, groups)
+        return [test.tolist() for _, test in divided]
+
+
+def _codes(name: str, values: Any, count: int) -> list[int]:
+    """A number for each value of a sequence; equal values have the same one.
+
+    Raises:
+        ValueError: They are not ``count``.
+        TypeError: A value has no hash.
+    """
+    found = list(map(plain, items_of(name, values)))
+    if len(found) != count:
+        raise ValueError(f"{len(found)} {name} do not fit {count} keys: give one for each")
+    numbers: dict[Hashable, int] = {}
+    codes: list[int] = []
+    try:
+        for value in found:
+            codes.append(numbers.setdefault(value, len(numbers)))
+    except Exception:  # of __hash__ or __eq__, which may be the user's
+        i = len(codes)
+        raise TypeError(
+            f"{name}[{i}] is {text_of(found[i])} of type {type_name(found[i])}, which cannot be compared with others: "
+            "give numbers, strings or tuples of these"
+        ) from None
+    return codes
 
 
 def _plain(key: object) -> Any:
@@ -167,99 +203,3 @@ def _key(plain: object) -> Any:
     if kind == "uuid":
         return UUID(hex=value)
     raise ValueError(f"a key of kind {kind!r}")
-
-
-def _alike(name: str, values: Any, count: int) -> list[Hashable]:
-    """The values of a sequence so that equal ones are one key of a dictionary.
-
-    Raises:
-        ValueError: They are not ``count``.
-        TypeError: A value has no hash.
-    """
-    found = list(map(plain, items_of(name, values)))
-    if len(found) != count:
-        raise ValueError(f"{len(found)} {name} do not fit {count} keys: give one for each")
-    for i, value in enumerate(found):
-        try:
-            hash(value)
-        except Exception:
-            raise TypeError(
-                f"{name}[{i}] is {text_of(value)} of type {type_name(value)}, which cannot be compared with others: "
-                "give numbers, strings or tuples of these"
-            ) from None
-    return found
-
-
-def _seed(seed: object) -> int | str | bytes | float:
-    """A seed that Python's generator takes; NumPy's integers are the integers that they equal."""
-    found = plain(seed)
-    if isinstance(found, (int, str, bytes, float)):
-        return found
-    raise TypeError(f"seed={text_of(seed)} is a {type_name(seed)}: give an integer")
-
-
-def _checked_weights(
-    given: Any, labels: Sequence[Hashable] | None, uniform: bool
-) -> dict[Any, float]:
-    weights = {plain(name): number_of(weight) for name, weight in given.items()}
-    if labels is None or uniform:
-        instead = "leave uniform out" if uniform else "give labels"
-        raise ValueError(f"weights={dict(given)} say how large classes are: {instead}")
-    unknown = weights.keys() - set(labels)
-    if unknown:
-        raise ValueError(f"weights={dict(given)} are for classes that no label names: {unknown}")
-    values = [-1.0 if weight is None else float(weight) for weight in weights.values()]
-    if not all(0 <= value < math.inf for value in values) or not any(values):
-        raise ValueError(f"weights={dict(given)} are not possible: give 0 or more, not all 0")
-    return dict(zip(weights, values, strict=True))
-
-
-def _divide(
-    shares: list[float],
-    classes: Sequence[Hashable],
-    entities: Sequence[Hashable] | None,
-    rng: random.Random,
-) -> list[list[int]]:
-    """Assign each entity, the largest first, to the part that lacks most of its classes."""
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    for i in range(len(classes)):
-        members[i if entities is None else entities[i]].append(i)
-    groups = list(members.values())
-    rng.shuffle(groups)
-    groups.sort(key=len, reverse=True)
-    sizes, total = Counter(classes), sum(shares)
-    wanted = [{name: size * share / total for name, size in sizes.items()} for share in shares]
-    lacking = [dict(part) for part in wanted]
-    parts: list[list[int]] = [[] for _ in shares]
-    for group in groups:
-        has = Counter(classes[i] for i in group)
-        need = [
-            sum(count * lacks[name] / wants[name] for name, count in has.items())
-            for lacks, wants in zip(lacking, wanted, strict=True)
-        ]
-        best = need.index(max(need))
-        parts[best] += group
-        for name, count in has.items():
-            lacking[best][name] -= count
-    return parts
-
-
-def _balanced(
-    part: list[int],
-    classes: Sequence[Hashable],
-    weights: Mapping[Any, float],
-    rng: random.Random,
-) -> list[int]:
-    """The largest random subset of a part whose classes have the proportions of the weights."""
-    by_class: dict[Hashable, list[int]] = defaultdict(list)
-    for i in sorted(part):
-        by_class[classes[i]].append(i)
-    wanted = {name: weights.get(name, 0) for name in by_class}
-    scale = min(
-        (len(by_class[name]) / weight for name, weight in wanted.items() if weight), default=0
-    )
-    return [
-        i
-        for name, indices in by_class.items()
-        for i in rng.sample(indices, min(round(scale * wanted[name]), len(indices)))
-    ]

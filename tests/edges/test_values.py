@@ -273,15 +273,13 @@ def test_splits_depend_on_the_values_alone(hold: Callable[[list[Any]], Any]) -> 
 def test_splits_of_texts(hold: Callable[[list[Any]], Any]) -> None:
     keys = [f"key {i}" for i in range(30)]
     patients, classes = [f"patient {i}" for i in PATIENTS], [f"class {i}" for i in CLASSES]
-    weights = {"class 0": 1, "class 1": 2}
-    expected = split(keys, SHARES, seed=1, labels=classes, entities=patients, weights=weights)
+    expected = split(keys, SHARES, seed=1, labels=classes, entities=patients)
     given = split(
         hold(keys),
-        {"train": np.float32(2), "test": torch.tensor(1)},
+        {"train": np.float32(2), "test": torch.tensor(1)},  # type: ignore[dict-item]
         seed=np.int64(1),  # type: ignore[arg-type]
         labels=hold(classes),
         entities=hold(patients),
-        weights={np.str_("class 0"): Fraction(1), Text("class 1"): np.uint8(2)},  # type: ignore[dict-item]
     )
     assert given == expected
 
@@ -299,13 +297,6 @@ def test_rows_of_tables_are_entities() -> None:
         assert split(range(30), SHARES, seed=1, entities=rows) == expected
 
 
-def test_a_column_as_weights() -> None:
-    pandas = pytest.importorskip("pandas")
-    weights = pandas.Series({0: 1.0, 1: 2.0})
-    expected = split(range(30), SHARES, seed=1, labels=CLASSES, weights={0: 1.0, 1: 2.0})
-    assert split(range(30), SHARES, seed=1, labels=CLASSES, weights=weights) == expected
-
-
 def test_missing_entities_are_one() -> None:
     unknown = [math.nan, np.float32("nan"), float("nan"), 1.0, 2.0, 3.0]
     found = split(range(6), {"a": 1, "b": 1}, seed=0, entities=unknown)
@@ -320,13 +311,12 @@ def test_missing_entities_are_one() -> None:
         ({"labels": 3}, TypeError, "labels is a int"),
         ({"entities": [{}] * 30}, TypeError, r"entities\[0\] is {} of type dict"),
         ({"labels": [1]}, ValueError, "1 labels do not fit 30 keys"),
-        ({"shares": {"a": math.inf, "b": 1}}, ValueError, "give positive numbers"),
-        ({"shares": {"a": math.nan}}, ValueError, "give positive numbers"),
-        ({"shares": {"a": True}}, ValueError, "give positive numbers"),
-        ({"shares": {"a": "8"}}, ValueError, "give positive numbers"),
-        ({"shares": {}}, ValueError, "give positive numbers"),
-        ({"labels": CLASSES, "weights": {0: math.inf}}, ValueError, "give 0 or more"),
-        ({"labels": CLASSES, "weights": {0: "1"}}, ValueError, "give 0 or more"),
+        ({"shares": {"a": math.inf, "b": 1}}, ValueError, "give whole numbers"),
+        ({"shares": {"a": math.nan}}, ValueError, "give whole numbers"),
+        ({"shares": {"a": 1.5, "b": 1}}, ValueError, "give whole numbers"),
+        ({"shares": {"a": True}}, ValueError, "give whole numbers"),
+        ({"shares": {"a": "8"}}, ValueError, "give whole numbers"),
+        ({"shares": {}}, ValueError, "give whole numbers"),
         ({"seed": Ellipsis}, TypeError, "seed=Ellipsis is a ellipsis: give an integer"),
     ],
     ids=str,

@@ -45,6 +45,7 @@ OPTIONAL = {
     "pyarrow",
     "pynvml",
     "rich",
+    "sklearn",
 }
 """Packages of extras, and two that workers do not need: no others may be imported inside a function."""
 

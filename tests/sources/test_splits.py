@@ -18,10 +18,6 @@ LABELS = ["rare" if i % 10 == 0 else "usual" for i in range(1000)]
 SHARES = {"train": 8, "val": 1, "test": 1}
 
 
-def weighted(weights: dict[str, float], **arguments: Any) -> Any:
-    return split(KEYS, SHARES, seed=1, labels=LABELS, weights=weights, **arguments)
-
-
 def class_of(key: str) -> str:
     return LABELS[KEYS.index(key)]
 
@@ -38,6 +34,11 @@ def test_each_key_is_in_one_split_and_the_shares_are_right() -> None:
     assert parts["test"] != KEYS[-100:]
 
 
+def test_shares_are_reduced_to_the_fewest_folds() -> None:
+    assert split(KEYS[:5], {"a": 80, "b": 20}, seed=1) == split(KEYS[:5], {"a": 4, "b": 1}, seed=1)
+    assert split(KEYS[:1], {"all": 7}, seed=1) == {"all": KEYS[:1]}
+
+
 def test_the_seed_decides() -> None:
     assert split(KEYS, SHARES, seed=1) == split(KEYS, SHARES, seed=1)
     assert split(KEYS, SHARES, seed=1) != split(KEYS, SHARES, seed=2)
@@ -49,23 +50,6 @@ def test_each_split_has_its_share_of_each_class() -> None:
     assert Counter(map(class_of, parts["train"])) == {"rare": 80, "usual": 720}
 
 
-def test_classes_can_be_made_equally_large() -> None:
-    parts = split(KEYS, SHARES, seed=1, labels=LABELS, uniform=True)
-    assert Counter(map(class_of, parts["train"])) == {"rare": 80, "usual": 80}
-    assert Counter(map(class_of, parts["test"])) == {"rare": 10, "usual": 10}
-
-
-def test_classes_can_be_weighted() -> None:
-    parts = split(KEYS, SHARES, seed=1, labels=LABELS, weights={"rare": 1, "usual": 3})
-    assert Counter(map(class_of, parts["train"])) == {"rare": 80, "usual": 240}
-    assert Counter(map(class_of, parts["val"])) == {"rare": 10, "usual": 30}
-    assert not set(parts["train"]) & set(parts["test"])
-    more = split(KEYS, SHARES, seed=1, labels=LABELS, weights={"rare": 0.5, "usual": 0.01})
-    assert Counter(map(class_of, more["train"])) == {"rare": 80, "usual": 2}
-    alone = split(KEYS, SHARES, seed=1, labels=LABELS, weights={"rare": 1})
-    assert Counter(map(class_of, alone["train"])) == {"rare": 80}
-
-
 @settings(max_examples=60)
 @given(
     entities=st.lists(st.integers(0, 12), min_size=1, max_size=120),
@@ -75,7 +59,11 @@ def test_classes_can_be_weighted() -> None:
 def test_nobody_is_in_two_splits(entities: list[int], classes: int, seed: int) -> None:
     keys = range(len(entities))
     labels = [(7 * i + entity) % classes for i, entity in enumerate(entities)]
-    parts = split(keys, {"a": 0.6, "b": 0.4}, seed=seed, labels=labels, entities=entities)
+    if min(len(set(entities)), max(Counter(labels).values())) < 5:
+        with pytest.raises(ValueError, match="too few for 5 folds"):
+            split(keys, {"a": 3, "b": 2}, seed=seed, labels=labels, entities=entities)
+        return
+    parts = split(keys, {"a": 3, "b": 2}, seed=seed, labels=labels, entities=entities)
     assert sorted(parts["a"] + parts["b"]) == list(keys)
     assert not {entities[i] for i in parts["a"]} & {entities[i] for i in parts["b"]}
 
@@ -112,12 +100,11 @@ def test_splits_can_be_kept(tmp_path: Path) -> None:
         (lambda: split(KEYS, {"a": 0}, seed=1), "shares={'a': 0} are not possible"),
         (lambda: split(KEYS, {}, seed=1), "shares={} are not possible"),
         (lambda: split(KEYS, SHARES, seed=1, labels=[1]), "1 labels do not fit 1000 keys"),
-        (lambda: split(KEYS, SHARES, seed=1, uniform=True), "give labels"),
-        (lambda: split(KEYS, SHARES, seed=1, weights={"rare": 1}), "give labels"),
-        (lambda: weighted({"rare": 1}, uniform=True), "leave uniform out"),
-        (lambda: weighted({"rare": 1, "odd": 1}), "classes that no label names: {'odd'}"),
-        (lambda: weighted({"rare": -1, "usual": 1}), "give 0 or more"),
-        (lambda: weighted({"rare": 0}), "not all 0"),
+        (lambda: split(KEYS, {"a": 0.8, "b": 0.2}, seed=1), "such as 4 and 1 for 80 % and 20 %"),
+        (lambda: split(KEYS[:9], SHARES, seed=1), "9 keys are too few for 10 folds"),
+        (lambda: folds(KEYS, 3, seed=1, entities=[0, 1] * 500), "2 entities are too few for 3"),
+        (lambda: folds(KEYS, 3, seed=1, labels=range(1000)), "1 keys in the largest class are too"),
+        (lambda: split(KEYS, SHARES, seed=-1), "seed=-1 is too small"),
         (lambda: folds(KEYS, 1, seed=1), "count=1 is too small"),
     ],
 )
