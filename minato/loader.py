@@ -79,7 +79,6 @@ if TYPE_CHECKING:  # imported by the methods that return them
     from minato.engine.factory import EngineFactory, RankSession
     from minato.engine.history import History
     from minato.engine.inspector import Inspector, SlowSamples
-    from minato.observe.report.bias import Labels
     from minato.observe.report.headroom import Headroom
     from minato.observe.report.live import Live
     from minato.observe.report.report import Report
@@ -402,20 +401,15 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self._iterator = None
 
     @made_only
-    def report(self, labels: Labels | None = None) -> Report:
+    def report(self) -> Report:
         """What limits the training, and all figures of the run and of each epoch so far.
 
-        It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour and Jupyter as a table.
-
-        Args:
-            labels: Shows whether late samples, or those that ``errors`` left out, have other labels: a sequence
-                or mapping from the dataset's indices to labels, or a function. Labels of type float are numbers,
-                others are classes.
+        It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour.
 
         Raises:
-            ValueError: The loader was made with ``stats=False``, or a sample has no label.
+            ValueError: The loader was made with ``stats=False``.
         """
-        return self._inspector().report(labels)
+        return self._inspector().report()
 
     @made_only
     def metrics(self) -> dict[str, float]:

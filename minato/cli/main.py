@@ -25,13 +25,12 @@ import torch.utils.data
 
 from minato import _core, _other_distribution, _system  # noqa: F401  # minato/__init__.py may be another project's
 from minato._core import now_ns
-from minato._support.files import open_lines, write_atomically
 from minato._support.loader_class import TorchDataLoader
 from minato._support.text import message_of, printable
 from minato._version import __version__
 from minato.cli import demo, doctor, run
 from minato.loader import DataLoader
-from minato.observe.report import html, text
+from minato.observe.report import text
 from minato.observe.report.report import Report
 from minato.observe.report.text import format_value
 from minato.sources.ingest import ingest, open_store
@@ -131,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
         help="duration of a training step; default: 0",
     )
     profile.add_argument("--json", action="store_true", help="print the report as JSON")
-    profile.add_argument("--html", type=Path, metavar="FILE", help="also write a page with charts")
     profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")
     _add_ingest(commands)
     doctor.add_to(commands)
@@ -165,8 +163,6 @@ def _profile(options: argparse.Namespace) -> None:
         raise _Refused(f"--batches {options.batches} is too few: give at least 1")
     if not 0 <= options.step_ms < float("inf"):
         raise _Refused(f"--step-ms {options.step_ms} is invalid: give 0 or more")
-    if options.html is not None:
-        _check_writable(options.html)
     step_s = options.step_ms / 1e3
     warnings.filterwarnings("ignore", "This DataLoader will create")
     given = _loader(options.factory)
@@ -180,12 +176,6 @@ def _profile(options: argparse.Namespace) -> None:
         seconds["torch"] = _timed(theirs, options.batches, step_s)
     report = mine.report()
     rows = [(name, format_value(taken, "s")) for name, taken in seconds.items()]
-    if options.html is not None:
-        page = html.page(report, html.table(("loader", "time"), rows))
-        try:
-            write_atomically(options.html, page)
-        except OSError as error:
-            raise _Refused(f"--html {options.html} cannot be written: {error.strerror}") from None
     if options.json:
         print(json.dumps({**report.to_dict(), "comparison_s": seconds}))
         return
@@ -214,17 +204,6 @@ def _show(report: Report) -> None:
         print(text.plain(report))
         return
     rich.console.Console(file=sys.stdout).print(report)
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        os.close(open_lines(path, html.PREFIX, "a report page of minato"))
-    except OSError as error:
-        raise _Refused(
-            f"--html {path} cannot be written: {error.strerror}; name a file in a directory that you may write to"
-        ) from None
-    except ValueError as error:
-        raise _Refused(f"--html: {error}") from None
 
 
 def _loader(factory: str) -> TorchDataLoader[Any]:

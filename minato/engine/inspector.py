@@ -23,7 +23,6 @@ from minato.transforms.rng import SampleRandomness
 
 if TYPE_CHECKING:  # each method imports its own view: most loaders need none of them
     from minato.observe.monitor.machine import MachineMonitor
-    from minato.observe.report.bias import Labels
     from minato.observe.report.figures import Setup
     from minato.observe.report.live import Live
     from minato.observe.report.report import Report
@@ -72,12 +71,11 @@ class Inspector:
                 f"{method} is about the workers of all ranks of this node, and local rank 0 has them: ask its loader"
             )
 
-    def report(self, labels: Labels | None) -> Report:
+    def report(self) -> Report:
         """See ``DataLoader.report``."""
         from minato.observe.report.report import report_of
 
-        epoch_log = self._measured()
-        return report_of(self._setup(), self._spec.stages, epoch_log, labels)
+        return report_of(self._setup(), self._spec.stages, self._measured())
 
     def _setup(self) -> Setup:
         """What a report says about the loader itself."""

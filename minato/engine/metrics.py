@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from minato._core import now_ns
 from minato.observe.stats.costs import CostStats, Meters
@@ -112,10 +112,6 @@ class EngineMetrics:
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""
         return [sample for meters in self.meters for sample in meters.slowest.read()]
-
-    def skipped(self) -> Collection[Any]:
-        """Indices of the skipped samples."""
-        return () if self.failures is None else self.failures.skipped
 
     def decision(self) -> ThresholdDecision:
         """The latest decision on which samples are slow."""

@@ -100,7 +100,6 @@ class Progress:
         positions: list[int],
         start: int,
         num_slow: int = 0,
-        samples: Callable[[], Sequence[tuple[int, int, int, int]]] | None = None,
     ) -> Callable[[], None]:
         """Note the batch that ``next()`` is about to return.
 
@@ -108,13 +107,12 @@ class Progress:
             positions: Positions of its samples, in the order in which batches were drawn; negative without a sample.
             start: Position of the first sample of the epoch.
             num_slow: Number of slow samples in the batch.
-            samples: Returns ``(position, index, cost in ns, bytes)`` of each sample; None if that is unknown.
 
         Returns:
             A function that notes it as delivered. A second call changes nothing.
         """
         number = self.batches
-        self.lateness.delivered(positions, start, num_slow, samples, number)
+        self.lateness.delivered(positions, start, num_slow, number)
         if self.record is not None:
             self.record.delivered([position - start for position in positions], number)
         return functools.partial(self.delivered, positions, start, number)

@@ -149,14 +149,13 @@ class RetiringBatches:
         records: list[Callable[[], object]] = []
         if self._keeps_places and self._skips:
             records.append(functools.partial(progress.skipped, ledger.skipped(item.record), start))
-        samples = None if self._keeps_places else functools.partial(ledger.samples, item.record)
         occupants, num_slow = ledger.occupants(item.record), ledger.num_slow(item.record)
         item.num_samples = len(item.indices)
         if self._skips:
             skipped = len(ledger.skipped(item.record)) if self._keeps_places else 0
             placed = sum(position >= 0 for position in occupants)
             item.num_samples = min(item.num_samples, placed - skipped)
-        return [*records, progress.returns(occupants, start, num_slow, samples)]
+        return [*records, progress.returns(occupants, start, num_slow)]
 
     def add_returned(self, item: OpenBatch) -> None:
         """Add a batch that was read."""

@@ -32,7 +32,6 @@ _LEAST = 100
 """An epoch of unknown length counts as at least this many samples where ``max_failures`` is a share."""
 
 
-_MOST_SKIPPED = 1 << 16
 _MOST_ANONYMOUS_BYTES = 16 << 20
 """Largest size of the records in memory; further failures are only counted."""
 _LONGEST_READ_BYTES = 4 << 20
@@ -378,8 +377,6 @@ class FailureCount:
         record in the log: ``unrecorded``."""
         self.retries = 0
         """Number of retries."""
-        self.skipped: set[Any] = set()
-        """Indices of skipped samples, up to a limit."""
         self._begin_of_epoch: Counter[str] = Counter()
         self._state = b""
         self._last: dict[str, Any] | None = None  # failure of this epoch
@@ -454,8 +451,6 @@ class FailureCount:
         with suppress(OSError):  # the counts are exact without the records
             new = self._log.read_new()
         self._last = new[-1] if new else self._last
-        if len(self.skipped) < _MOST_SKIPPED:
-            self.skipped.update(each["index"] for each in new if each["outcome"] == "skipped")
 
     def _of_epoch(self, outcome: str) -> int:
         return self.totals[outcome] - self._begin_of_epoch[outcome]

@@ -197,7 +197,7 @@ def first_error(loader: Any) -> Exception:
 def check_views(loader: DataLoader[Any]) -> None:
     """Everything that shows something of a loader."""
     report = loader.report()
-    for text in (str(report), repr(report), report.to_html(), report.to_json(), repr(loader)):
+    for text in (str(report), repr(report), report.to_json(), repr(loader)):
         text.encode()
     assert json.loads(report.to_json())
     assert str(loader.slow_samples()).encode()

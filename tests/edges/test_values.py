@@ -23,9 +23,7 @@ from minato import CostBatchSampler, DataLoader, ErrorPolicy, StragglerPolicy
 from minato._support.hashes import index_hash
 from minato._support.values import integer_of, items_of, number_of, plain
 from minato.checks import check_number, check_whole
-from minato.observe.report.bias import bias_of
 from minato.observe.report.live_progress import ProgressEstimator
-from minato.observe.stats.lateness import DeliveredSample
 from minato.observe.stats.slowest import SlowestSamples
 from minato.observe.stats.snapshot import EpochSnapshot
 from minato.scheduling.cost_model import CostModel, integers_of
@@ -341,51 +339,6 @@ def test_items_that_are_not_several() -> None:
     assert items_of("labels", (i for i in range(3))) == [0, 1, 2]
 
 
-# ---- labels of a report ----------------------------------------------------------------------
-
-
-def of_rows(count: int, key_of: Callable[[int], Any] = int) -> list[DeliveredSample]:
-    return [DeliveredSample(key_of(i), i % 3, 100 + i, 0) for i in range(count)]
-
-
-@pytest.mark.parametrize("hold", OF_NUMBERS.values(), ids=OF_NUMBERS)
-def test_labels_depend_on_the_values_alone(hold: Callable[[list[Any]], Any]) -> None:
-    labels = [i % 3 == 2 for i in range(60)]
-    expected = bias_of(of_rows(60), minato_histogram(), [int(label) for label in labels], {1, 4})
-    assert expected[0].label == pytest.approx(0.86, abs=0.01)
-    given = hold([int(label) for label in labels])
-    if hasattr(given, "__getitem__"):
-        assert bias_of(of_rows(60), minato_histogram(), given, {1, 4}) == expected
-
-
-@pytest.mark.parametrize(
-    "key_of", [int, lambda i: f"key {i}", lambda i: (i, "x"), lambda i: str(Decimal(i))]
-)
-def test_labels_by_keys_that_equal_the_indices(key_of: Callable[[int], Any]) -> None:
-    class Key:
-        """Not equal to the index, but the log has its text."""
-
-        def __init__(self, i: int) -> None:
-            self.i = i
-
-        def __repr__(self) -> str:
-            return repr(key_of(self.i))
-
-    rows = of_rows(60, key_of)
-    plain_labels = {key_of(i): i % 3 for i in range(60)}
-    expected = bias_of(rows, minato_histogram(), plain_labels, {key_of(1)})
-    labels = {Key(i): np.int8(i % 3) for i in range(60)}
-    assert bias_of(rows, minato_histogram(), labels, {key_of(1)}) == expected
-    with pytest.raises(ValueError, match="labels= has no label for the sample"):
-        bias_of(rows, minato_histogram(), {key_of(3): 1}, ())
-
-
-def minato_histogram() -> Any:
-    from minato._core import Histogram
-
-    return Histogram()
-
-
 # ---- the indices of a sampler ----------------------------------------------------------------
 
 
@@ -430,21 +383,9 @@ def test_integers_of_a_sampler(kind: str, workers: dict[str, Any], tmp_path: Pat
     name = type(AS_INTEGER[kind](0)).__name__
     assert list(itertools.chain(*batches)) == [f"{name} {i}" for i in range(12) if i != 5]
     assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [5]
-    report = loader.report(labels=[i % 2 for i in range(12)])
+    report = loader.report()
     assert report.run.throughput.samples == loader.metrics()["samples_total"] == 11
     assert all(type(each.index) is int for each in report.slowest)
-    assert report.bias.skipped_label is not None
-
-
-@pytest.mark.parametrize("kind", SOME)
-@pytest.mark.parametrize("order", ["arrival", "fast_first"])
-def test_figures_of_bias_do_not_depend_on_the_type(kind: str, order: Any) -> None:
-    loader = DataLoader(
-        Asked(24, bad=-1), 4, sampler=Yields(AS_INTEGER[kind], 24), order=order, num_workers=2
-    )
-    found = sorted(int(text.split()[-1]) for batch in loader for text in batch)
-    assert found == list(range(24))
-    assert 0 < loader.report(labels=range(24)).bias.samples <= 24
 
 
 def test_the_ledger_knows_the_integers() -> None:

@@ -84,9 +84,7 @@ class Account:
         self.skipped_numbers: list[int] = []
         self.finished: list[bool] = []
 
-    def returns(
-        self, positions: list[int], start: int, num_slow: int = 0, samples: Any = None
-    ) -> Callable[[], None]:
+    def returns(self, positions: list[int], start: int, num_slow: int = 0) -> Callable[[], None]:
         numbers = [position - start for position in positions]
         return lambda: self.delivered_numbers.append(numbers)
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 __all__ = [
     "PARTS",
-    "Bias",
     "Errors",
     "Gpu",
     "Machine",
@@ -21,7 +20,6 @@ __all__ = [
     "Stage",
     "Stragglers",
     "Throughput",
-    "TimelinePoint",
     "Verdict",
     "Waiting",
     "WindowFigures",
@@ -96,6 +94,8 @@ class Workers:
     """How the workers spent their time."""
 
     count: int = _figure("workers", "active now; 0: the training process itself")
+    fewest: int = _figure("workers", "active at a time, with num_workers='auto'")
+    most: int = _figure("workers", "active at a time")
     busy_s: float = _figure("s", "of all together; divided by wall_s: workers busy at a time")
     busy_share: float = _figure(
         "share", "near 100 %: they are at their limit; low: the bottleneck is elsewhere"
@@ -184,33 +184,6 @@ class Stragglers:
 
 
 @dataclass(frozen=True)
-class Bias:
-    """Whether late or skipped samples differ from the rest; of a random subset of all epochs."""
-
-    samples: int = _figure("samples", "in the subset; 0: none can be late in this order")
-    late_share: float = _figure("share", "of them that came in a later batch than their own")
-    batch_p50: float = _figure(
-        "share", "of samples that are late in a batch; half of the batches have less"
-    )
-    batch_p99: float = _figure("share", "far above P50: late samples cluster in few batches")
-    cost: float = _figure(
-        "correlation",
-        "of lag and cost, by ranks; near 1: expensive samples come late, as intended",
-    )
-    size: float | None = _figure(
-        "correlation", "of lag and bytes; none: all have the same layout, or a worker collated them"
-    )
-    label: float | None = _figure(
-        "correlation",
-        "of lag and label, with report(labels=...); above 0.2: early samples are biased",
-    )
-    skipped_label: float | None = _figure(
-        "correlation",
-        "of skipping and label, with report(labels=...); above 0.2: some labels are too rare",
-    )
-
-
-@dataclass(frozen=True)
 class Errors:
     """Samples that failed; counted where an ErrorPolicy handles them."""
 
@@ -274,20 +247,6 @@ class SlowSample:
 
 
 @dataclass(frozen=True)
-class TimelinePoint:
-    """The state of the loader at one moment."""
-
-    at_s: float = _figure("s", "since the start of the epoch")
-    batches: int = _figure("batches", "returned so far")
-    waited_s: float = _figure("s", "in next() so far")
-    workers: int = _figure("workers", "active")
-    in_flight: int = _figure("batches", "open or ready")
-    ready: int = _figure("batches", "ready")
-    limit: int = _figure("batches", "in flight at most")
-    memory_bytes: int = _figure("bytes", "of the batches in flight")
-
-
-@dataclass(frozen=True)
 class Setup:
     """The loader's arguments, as far as a verdict needs them."""
 
@@ -341,7 +300,6 @@ class Period:
         finished: Whether it ended regularly.
         gpus: Those that this process may use.
         stages: The dataset, each transform, and collate and copy.
-        timeline: The state of the loader over time.
     """
 
     name: str
@@ -357,7 +315,6 @@ class Period:
     machine: Machine
     gpus: tuple[Gpu, ...]
     stages: tuple[Stage, ...]
-    timeline: tuple[TimelinePoint, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -367,12 +324,9 @@ class ReportFigures:
     Attributes:
         setup: The loader.
         verdict: The bottleneck, and the change to make.
-        run: All epochs together; the timeline is that of the last.
+        run: All epochs together; the prefetch window is that of the last.
         epochs: The latest 64, one by one.
         slowest: The twenty slowest samples of the run.
-        costs: ``(from, to, samples)``: the number of samples that took from ``from`` to ``to`` seconds.
-        bias: Whether late or skipped samples differ from the rest.
-        warnings: Further observations, in a sentence each.
     """
 
     setup: Setup
@@ -380,9 +334,6 @@ class ReportFigures:
     run: Period
     epochs: tuple[Period, ...]
     slowest: tuple[SlowSample, ...]
-    costs: tuple[tuple[float, float, int], ...]
-    bias: Bias
-    warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain data, with ``legend``: unit and reading of each."""
@@ -403,12 +354,10 @@ PARTS = (
     Machine,
     Gpu,
     Stragglers,
-    Bias,
     Errors,
     Reads,
     Stage,
     SlowSample,
-    TimelinePoint,
     Setup,
 )
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minato._core import Histogram
-from minato.observe.report import html, text
-from minato.observe.report.bias import Labels, bias_of
+from minato.observe.report import text
 from minato.observe.report.figures import (
     Errors,
     Gpu,
@@ -22,14 +21,12 @@ from minato.observe.report.figures import (
     Stage,
     Stragglers,
     Throughput,
-    TimelinePoint,
     Waiting,
     WindowFigures,
     Workers,
 )
 from minato.observe.report.verdict import judge
-from minato.observe.stats.epoch_log import EpochLog, EpochRecord
-from minato.observe.stats.histograms import to_words
+from minato.observe.stats.epoch_log import EpochLog, EpochRecord, LoaderUse
 from minato.observe.stats.snapshot import Metrics
 
 if TYPE_CHECKING:
@@ -38,24 +35,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "report_of"]
 
-_FIRST_BUCKET = 8
-_COST_CLASSES = 48
-
 
 @dataclass(frozen=True, repr=False)
 class Report(ReportFigures):
-    """The result of ``loader.report()``: text for ``print``, colour for ``rich.print``, a table in Jupyter."""
-
-    def to_html(self) -> str:
-        """One page with charts; it loads no other file."""
-        return html.page(self)
+    """The result of ``loader.report()``: text for ``print``, colour for ``rich.print``."""
 
     def to_pandas(self) -> DataFrame:
         """The figures of each epoch that is kept, and of the run in the last row, as a table of pandas.
 
         The index is ``epoch 0``, …, ``run``. Columns are ``waiting.share``, ``throughput.samples_per_s`` and so on, as
         in ``to_dict()``, with ``stages.NAME.mean_s`` for stages and ``gpus.NAME.busy_share`` for GPUs. A stage or GPU
-        that is not in an epoch is NaN there. The timeline is left out.
+        that is not in an epoch is NaN there.
 
         Raises:
             ImportError: pandas is not installed.
@@ -81,18 +71,12 @@ class Report(ReportFigures):
     def __rich__(self) -> RenderableType:
         return text.rich_of(self)
 
-    def _repr_html_(self) -> str:
-        return html.fragment(self)
 
-
-def report_of(
-    setup: Setup, steps: Sequence[str], log: EpochLog, labels: Labels | None = None
-) -> Report:
+def report_of(setup: Setup, steps: Sequence[str], log: EpochLog) -> Report:
     """The report of all epochs of a loader so far.
 
     Args:
         steps: Names of the transforms.
-        labels: Returns the label of an index.
     """
     records = log.records()
     whole = EpochRecord(-1)
@@ -101,9 +85,6 @@ def report_of(
         whole = dataclasses.replace(last, epoch=-1)
     whole.metrics = sum((each.metrics for each in records), log.forgotten)
     run = _period(whole, "run", steps)
-    bias, warnings = bias_of(
-        log.reservoir.rows, _histogram(whole.metrics, "late"), labels, log.skipped
-    )
     return Report(
         setup=setup,
         verdict=judge(setup, run),
@@ -119,14 +100,11 @@ def report_of(
             )
             for each in log.slow
         ),
-        costs=_cost_classes(_histogram(whole.metrics, "total")),
-        bias=bias,
-        warnings=warnings,
     )
 
 
 def _flat(period: Period) -> dict[str, object]:
-    """The figures of a period by dotted names, without its timeline."""
+    """The figures of a period by dotted names."""
     row: dict[str, object] = {"epochs": period.epochs, "finished": period.finished}
     parts = {
         each.name: getattr(period, each.name)
@@ -144,14 +122,13 @@ def _flat(period: Period) -> dict[str, object]:
 
 def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
     metrics, counts = record.metrics, record.metrics.counts
-    points = record.timeline.points
     return Period(
         name=name,
         epochs=counts["epochs"],
         finished=record.finished,
         waiting=_waiting(metrics),
         throughput=_throughput(metrics),
-        workers=_workers(metrics, points[-1].loader.workers if points else 0),
+        workers=_workers(metrics, record.use),
         prefetch_window=_prefetch_window(record),
         stragglers=_stragglers(record),
         errors=Errors(**{each.name: counts[each.name] for each in dataclasses.fields(Errors)}),
@@ -164,19 +141,6 @@ def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
         ),
         gpus=_gpus(record),
         stages=_stages(metrics, steps),
-        timeline=tuple(
-            TimelinePoint(
-                at_s=point.at_ns / 1e9,
-                batches=point.batches,
-                waited_s=point.waited_ns / 1e9,
-                workers=point.loader.workers,
-                in_flight=point.loader.in_flight,
-                ready=point.loader.ready,
-                limit=point.loader.limit,
-                memory_bytes=point.loader.memory_bytes,
-            )
-            for point in points
-        ),
     )
 
 
@@ -213,8 +177,9 @@ def _throughput(metrics: Metrics) -> Throughput:
     )
 
 
-def _workers(metrics: Metrics, count: int) -> Workers:
+def _workers(metrics: Metrics, use: LoaderUse) -> Workers:
     counts, busy_ns = metrics.counts, metrics.counts["busy_ns"]
+    count = 0 if use.last is None else use.last.workers
     # Workers that stay are idle between two epochs, too, which is not the loader's doing.
     idle_ns = min(counts["idle_ns"], max(count * counts["wall_ns"] - busy_ns, 0))
     total_ns = busy_ns + idle_ns
@@ -226,6 +191,8 @@ def _workers(metrics: Metrics, count: int) -> Workers:
         on_core = _ratio(max(counts["ran_ns"], 0) * (1 + queued), busy_ns)
     return Workers(
         count=count,
+        fewest=use.workers[0],
+        most=use.workers[1],
         busy_s=busy_ns / 1e9,
         busy_share=_ratio(busy_ns, total_ns),
         no_work_share=_ratio(idle_ns - window_full_ns, total_ns),
@@ -237,13 +204,13 @@ def _workers(metrics: Metrics, count: int) -> Workers:
 
 
 def _prefetch_window(record: EpochRecord) -> WindowFigures:
-    states = [point.loader for point in record.timeline.points]
+    use = record.use
     return WindowFigures(
-        occupancy=_mean(_ratio(each.ready, each.limit) for each in states),
-        in_flight=_mean(each.in_flight for each in states),
-        limit=states[-1].limit if states else 0,
-        memory_bytes=max((each.memory_bytes for each in states), default=0),
-        budget_bytes=states[-1].budget_bytes if states else 0,
+        occupancy=use.occupancy,
+        in_flight=use.in_flight,
+        limit=0 if use.last is None else use.last.limit,
+        memory_bytes=use.memory_bytes,
+        budget_bytes=0 if use.last is None else use.last.budget_bytes,
         held_by_budget=record.held_by_budget,
     )
 
@@ -348,40 +315,9 @@ def _stage_name(stage: int, steps: Sequence[str]) -> str:
     return steps[stage] if 0 <= stage < len(steps) else ""
 
 
-def _cost_classes(costs: Histogram) -> tuple[tuple[float, float, int], ...]:
-    """Number of samples by cost in seconds, in a few classes of equal ratio."""
-    words = {int(i): count for i, count in to_words(costs).items() if int(i) >= _FIRST_BUCKET}
-    if not words:
-        return ()
-    low, high = _edge(min(words) - _FIRST_BUCKET), _edge(max(words) - _FIRST_BUCKET + 1)
-    ratio = max((high / max(low, 1)) ** (1 / _COST_CLASSES), 17 / 16)
-    found: list[list[float]] = []
-    edge = float(max(low, 1))
-    for i, count in sorted(words.items()):
-        at = _edge(i - _FIRST_BUCKET)
-        while not found or at >= found[-1][1]:
-            found.append([edge, edge * ratio, 0])
-            edge *= ratio
-        found[-1][2] += count
-    return tuple((low / 1e9, high / 1e9, int(count)) for low, high, count in found)
-
-
-def _edge(bucket: int) -> int:
-    """The smallest value in a bucket of a histogram."""
-    if bucket < 32:
-        return bucket
-    shift = bucket // 16 - 1
-    return (bucket - shift * 16) << shift
-
-
 def _histogram(metrics: Metrics, name: str) -> Histogram:
     return metrics.histograms.get(name) or Histogram()
 
 
 def _ratio(one: float, other: float) -> float:
     return one / other if other else 0.0
-
-
-def _mean(values: Iterable[float]) -> float:
-    held = list(values)
-    return sum(held) / len(held) if held else 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._support.text import printable
@@ -22,7 +21,6 @@ _KEPT_EPOCHS = 8
 def plain(report: ReportFigures) -> str:
     """The report as text without colour."""
     parts = ["\n".join(map(printable, verdict_lines(report.verdict)))]
-    parts += [f"Note: {printable(words)}" for words in report.warnings]
     parts += [_table(section) for section in sections(report) if section.rows]
     return "\n\n".join(parts)
 
@@ -38,7 +36,6 @@ def rich_of(report: ReportFigures) -> RenderableType:
     escape = rich.markup.escape
     head, *rest = (escape(printable(line)) for line in verdict_lines(report.verdict))
     parts: list[RenderableType] = [rich.panel.Panel("\n".join(rest), title=f"[bold]{head}[/]")]
-    parts += (f"[yellow]Note:[/] {escape(printable(words))}" for words in report.warnings)
     for section in sections(report):
         if not section.rows:
             continue
@@ -100,7 +97,7 @@ def sections(report: ReportFigures) -> list[Section]:
 
 
 def _sections(report: ReportFigures) -> list[Section]:
-    run, bias = report.run, report.bias
+    run = report.run
     figures = [
         Section(title, ("figure", "value", "how to read it"), _figures(part))
         for title, part in (
@@ -110,7 +107,6 @@ def _sections(report: ReportFigures) -> list[Section]:
             ("Prefetch window", run.prefetch_window),
             ("Machine", run.machine),
             ("Stragglers", run.stragglers),
-            *([("Bias", bias)] if bias.samples or bias.skipped_label is not None else []),
             ("Errors", run.errors),
             *([("Reads and cache", run.reads)] if any(vars(run.reads).values()) else []),
         )
@@ -183,7 +179,7 @@ def _sections(report: ReportFigures) -> list[Section]:
                     format_value(each.throughput.samples_per_s, ""),
                     format_value(each.waiting.share, "share"),
                     format_value(each.waiting.first_batch_s, "s"),
-                    _span([point.workers for point in each.timeline]),
+                    _span(each.workers.fewest, each.workers.most),
                 )
                 for each in report.epochs[-_KEPT_EPOCHS:]
             ],
@@ -202,9 +198,8 @@ def _figures(part: Any) -> list[tuple[str, ...]]:
     ]
 
 
-def _span(counts: Sequence[int]) -> str:
+def _span(low: int, high: int) -> str:
     """The smallest and the largest count."""
-    low, high = min(counts, default=0), max(counts, default=0)
     return str(high) if low == high else f"{low}–{high}"
 
 
@@ -227,8 +222,6 @@ def format_value(value: Any, unit: str) -> str:
         return f"{100 * value:.3g} %" if value < 0.9995 or value > 1.0005 else "100 %"
     if unit == "s":
         return _seconds(value)
-    if unit == "correlation":
-        return f"{value:+.2f}"
     if unit == "per s":
         return f"{_scaled(value)}/s"
     if unit.startswith("bytes"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from minato._core import Histogram, now_ns
 from minato._support.text import message_of, type_name
 from minato.errors import warn
-from minato.observe.stats.lateness import Lateness, Reservoir
+from minato.observe.stats.lateness import Lateness
 from minato.observe.stats.slowest import SlowSample, slowest_of
 from minato.observe.stats.snapshot import (
     EpochObserver,
@@ -25,17 +25,15 @@ __all__ = [
     "EpochLog",
     "EpochRecord",
     "EpochState",
+    "LoaderUse",
     "LogTotals",
     "MetricsSource",
-    "Timeline",
-    "TimelineEntry",
 ]
 
 _KEPT_EPOCHS = 64
 """Finished epochs that are kept one by one; the run is the sum of all."""
-_FIRST_INTERVAL_NS = 20_000_000
-_MOST_POINTS = 256
-"""When a timeline has this many points, every second one is dropped and the interval doubles."""
+_LOOK_NS, _LOOKS = 20_000_000, 128
+"""The state of a loader is looked at after this time, and after this part of the time since the start."""
 _QUICK = ("busy_ns", "idle_ns", "deaths", "retries", "skipped")
 """Counts of a source that cost little to read."""
 
@@ -94,9 +92,6 @@ class MetricsSource(Protocol):
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""
 
-    def skipped(self) -> Collection[Any]:
-        """The indices of the skipped samples."""
-
     def decision(self) -> _SlowThreshold:
         """The present threshold of slow samples."""
 
@@ -111,35 +106,47 @@ class MetricsSource(Protocol):
         """Whether the memory budget keeps more batches from being opened."""
 
 
-class TimelineEntry(NamedTuple):
-    """The state at one moment: ns since the start of the epoch, batches and ns of waiting so far, and the loader."""
-
-    at_ns: int
-    batches: int
-    waited_ns: int
-    loader: LoaderSnapshot
-
-
-class Timeline:
-    """The state of a loader over time, in a bounded number of points, the oldest first.
+class LoaderUse:
+    """The state of a loader over an epoch: at most every 20 ms, and rarely in a long one.
 
     Attributes:
-        points: The entries.
-        due_ns: When the next entry is due, in ns since the start of the epoch.
+        last: The latest state; None before the first.
+        memory_bytes: The largest memory of the batches in flight.
+        workers: The smallest and the largest number of active workers.
     """
 
     def __init__(self) -> None:
-        self.points: list[TimelineEntry] = []
-        self.due_ns = 0
-        self._interval_ns = _FIRST_INTERVAL_NS
+        self.last: LoaderSnapshot | None = None
+        self.memory_bytes = 0
+        self.workers = (0, 0)
+        self._at_ns = self._due_ns = self._sum_ns = 0
+        self._occupancy_ns = self._in_flight_ns = 0.0
 
-    def add(self, at_ns: int, batches: int, waited_ns: int, loader: LoaderSnapshot) -> None:
-        """Append an entry."""
-        self.points.append(TimelineEntry(at_ns, batches, waited_ns, loader))
-        if len(self.points) >= _MOST_POINTS:
-            del self.points[::2]
-            self._interval_ns *= 2
-        self.due_ns = at_ns + self._interval_ns
+    def is_due(self, at_ns: int) -> bool:
+        """Whether to look at the loader, at a time in ns since the start of the epoch."""
+        return at_ns >= self._due_ns
+
+    def add(self, at_ns: int, state: LoaderSnapshot) -> None:
+        """Add a state, which counts for the time since the one before it."""
+        duration_ns = max(at_ns - self._at_ns, 1)
+        self._occupancy_ns += duration_ns * state.ready / max(state.limit, 1)
+        self._in_flight_ns += duration_ns * state.in_flight
+        self._sum_ns += duration_ns
+        self._at_ns, self._due_ns = at_ns, at_ns + max(_LOOK_NS, at_ns // _LOOKS)
+        self.memory_bytes = max(self.memory_bytes, state.memory_bytes)
+        low, high = self.workers if self.last is not None else (state.workers, state.workers)
+        self.workers = min(low, state.workers), max(high, state.workers)
+        self.last = state
+
+    @property
+    def occupancy(self) -> float:
+        """The share of the prefetch window that holds ready batches, on average."""
+        return self._occupancy_ns / max(self._sum_ns, 1)
+
+    @property
+    def in_flight(self) -> float:
+        """The number of batches in flight, on average."""
+        return self._in_flight_ns / max(self._sum_ns, 1)
 
 
 @dataclass
@@ -154,7 +161,7 @@ class EpochRecord:
         waits: Time inside each ``next()``, in ns.
         steps: Time between two of them, in ns.
         metrics: Of the workers, and of all of the above.
-        timeline: The state over time.
+        use: The state of the loader over time.
         machine: The machine, as of the last update.
         decision: The last threshold of slow samples.
         held_by_budget: Whether the memory budget kept more batches from being opened.
@@ -168,7 +175,7 @@ class EpochRecord:
     waits: Histogram = field(default_factory=Histogram)
     steps: Histogram = field(default_factory=Histogram)
     metrics: Metrics = field(default_factory=Metrics)
-    timeline: Timeline = field(default_factory=Timeline)
+    use: LoaderUse = field(default_factory=LoaderUse)
     machine: MachineSnapshot = field(default_factory=MachineSnapshot)
     decision: _SlowThreshold | None = None
     held_by_budget: bool = False
@@ -206,8 +213,6 @@ class EpochLog:
         past: Epochs that have ended or were abandoned, the latest last.
         forgotten: Metrics of epochs that are no longer kept.
         slow: The slowest samples of all epochs.
-        skipped: Indices of the samples of all epochs that were skipped.
-        reservoir: A random subset of the samples of all epochs in which they could be late.
         machine: Returns the state of the machine, in any thread.
         storage: Returns the counters of sources, reads and the cache.
         observers: Notified of the start and the end of each epoch.
@@ -217,8 +222,6 @@ class EpochLog:
         self.past: deque[EpochRecord] = deque(maxlen=_KEPT_EPOCHS)
         self.forgotten = Metrics()
         self.slow: list[SlowSample] = []
-        self.skipped: set[Any] = set()
-        self.reservoir = Reservoir()
         self.machine: Callable[[], MachineSnapshot] = MachineSnapshot
         self.storage: Callable[[], Counter[str]] = Counter
         self.observers: list[EpochObserver] = []
@@ -240,7 +243,6 @@ class EpochLog:
         """An epoch begins; an unfinished one is abandoned."""
         self.settle()
         self._source, self._progress = source, progress
-        progress.lateness.reservoir = self.reservoir
         self._before, _ = self._metrics(source)
         self._samples = self._bytes = self._pinned_ns = 0
         self._snapshot_wanted = bool(self.observers)
@@ -279,11 +281,10 @@ class EpochLog:
         record.wall_ns = now - self._began_ns
         self._samples += samples
         self._bytes += nbytes
-        if record.wall_ns >= record.timeline.due_ns:
-            if not record.timeline.points:
-                record.first_ns = now - self._entered_ns
-            waits = record.waits
-            record.timeline.add(record.wall_ns, waits.count, waits.total, loader())
+        if record.waits.count == 1:
+            record.first_ns = now - self._entered_ns
+        if record.use.is_due(record.wall_ns):
+            record.use.add(record.wall_ns, loader())
         if self._snapshot_wanted:
             self._snapshot_wanted, self._loader = False, loader()
 
@@ -386,8 +387,7 @@ class EpochLog:
         total["bytes"] += self._bytes
         total["wall_ns"] += wall_ns
         total["waited_ns"] += waited_ns
-        points = record.timeline.points
-        loader = self._loader or (points[-1].loader if points else _NO_LOADER)
+        loader = self._loader or record.use.last or _NO_LOADER
         return LogTotals(total, record.epoch, wall_ns, waited_ns, self._samples, loader)
 
     def records(self) -> list[EpochRecord]:
@@ -417,11 +417,8 @@ class EpochLog:
             pinned_ns=self._pinned_ns,
         )
         lateness = progress.lateness
-        record.metrics.histograms.update(
-            wait=record.waits, step=record.steps, lag=lateness.latest, late=lateness.late
-        )
+        record.metrics.histograms.update(wait=record.waits, step=record.steps, lag=lateness.latest)
         self.slow = slowest_of([*self.slow, *source.slowest()])
-        self.skipped.update(source.skipped())
         return record
 
     def _metrics(self, source: MetricsSource) -> tuple[Metrics, MachineSnapshot]:

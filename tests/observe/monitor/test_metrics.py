@@ -176,9 +176,6 @@ class Source:
     def slowest(self) -> list[Any]:
         return []
 
-    def skipped(self) -> list[Any]:
-        return []
-
     def decision(self) -> Any:
         return ThresholdDecision(0, 0.0, 0.0, "uniform")
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ from minato.caching import MemoryCache
 from minato.observe.report import report as report_module
 from minato.observe.report.figures import PARTS, legend
 from minato.observe.report.report import Report
-from minato.observe.stats.snapshot import Metrics
+from minato.observe.stats.epoch_log import LoaderUse
+from minato.observe.stats.snapshot import LoaderSnapshot, Metrics
 from minato.sources.base import KeyedSource
 from minato.sources.retry import Retry
 from tests.datasets import Filled, Journal, Numbers, Sleepy, wait_until
@@ -95,45 +95,16 @@ def test_the_slowest_samples_are_named_with_their_dearest_stage(report: Report) 
     assert slowest[9].cost_s >= slowest[9].stage_s >= 0.05
     costs = [each.cost_s for each in report.slowest]
     assert costs == sorted(costs, reverse=True)
-    assert sum(count for *_, count in report.costs) == 128
 
 
-def test_workers_and_time_line(report: Report) -> None:
-    workers = report.run.workers
-    assert workers.count == 2
+def test_workers_and_window(report: Report) -> None:
+    workers, window = report.run.workers, report.run.prefetch_window
+    assert (workers.count, workers.fewest, workers.most) == (2, 2, 2)
     shares = workers.busy_share, workers.no_work_share, workers.window_full_share
     assert sum(shares) == pytest.approx(1)
     assert workers.busy_s > 0.2
-    assert report.run.timeline
-    assert all(point.in_flight <= point.limit for point in report.run.timeline)
-
-
-class Tags(HTMLParser):
-    """Checks that tags are closed in the order in which they were opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.seen.append(tag)
-        if tag not in ("meta", "link", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_html(report: Report) -> None:
-    for text in (report._repr_html_(), report.to_html()):
-        tags = Tags()
-        tags.feed(text)
-        assert tags.open == []
-        assert "src=" not in text
-        assert "http" not in text
-    assert tags.seen.count("svg") == 5
-    assert "Slowest samples" in text
+    assert 0 <= window.occupancy <= 1
+    assert 0 < window.in_flight <= window.limit
 
 
 def test_text(report: Report) -> None:
@@ -221,7 +192,9 @@ def test_before_between_and_in_the_middle() -> None:
 def test_time_between_epochs_is_no_idle_time() -> None:
     """Workers that stay are idle while the program validates its model."""
     metrics = Metrics(Counter(busy_ns=8, idle_ns=100, wall_ns=5))
-    workers = report_module._workers(metrics, 2)
+    use = LoaderUse()
+    use.add(0, LoaderSnapshot(2, 0, 0, 4, 0, 0))
+    workers = report_module._workers(metrics, use)
     assert (workers.busy_share, workers.no_work_share) == pytest.approx((0.8, 0.2))
 
 

@@ -63,7 +63,7 @@ def run(
         True,
         Waiting(waited_s, waited_s / wall_s, 0, 0, 0, 0.0, first_s, starved_s, pin_memory_s),
         Throughput(wall_s, batches, 8 * batches, 1000, 0, 0, 0, 0, 0, 1.0),
-        Workers(workers, busy_s, busy_share, 0, 0, on_core, cores, 0),
+        Workers(workers, workers, workers, busy_s, busy_share, 0, 0, on_core, cores, 0),
         WindowFigures(0.1, 2.0, 4, 1000, 4000, held),
         Stragglers("uniform", 0, 0.75, 0, 0, 0, 0, 0),
         Errors(0, 0, 0, 0, 0, 0),
@@ -71,7 +71,6 @@ def run(
         Machine(0, 0, 0, 0),
         (),
         parts,
-        (),
     )
 
 

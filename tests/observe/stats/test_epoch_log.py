@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from minato._core import Histogram
-from minato.observe.stats.epoch_log import EpochLog, Timeline
+from minato.observe.stats.epoch_log import EpochLog, LoaderUse
 from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import LoaderSnapshot, MachineSnapshot, Metrics, WorkerActivity
 from minato.sampling.coverage import Progress
@@ -40,9 +42,6 @@ class MetricsSource:
     def quick_counts(self) -> dict[str, int]:
         return {"busy_ns": self.busy_ns}
 
-    def skipped(self) -> list[int]:
-        return [5]
-
     def decision(self) -> Any:
         return ThresholdDecision(0, 0.0, 0.0, "uniform")
 
@@ -73,7 +72,7 @@ def test_an_epoch_holds_what_was_added_during_it() -> None:
         assert notes.metrics.histograms["step"].count == 3  # the last one ends with the epoch
         assert counts["wall_ns"] >= counts["start_ns"] + notes.waits.total + notes.steps.total
         assert notes.finished
-        assert notes.timeline.points[0].loader == STANDING
+        assert notes.use.last == STANDING
         assert notes.machine == MACHINE
     assert journal.slow == [SlowSample(3, 100, 0, -1, 0)]
     whole = sum((notes.metrics for notes in journal.records()), journal.forgotten)
@@ -111,16 +110,19 @@ def test_old_epochs_become_part_of_the_run_alone() -> None:
     assert whole.counts["batches"] == 70
 
 
-def test_a_time_line_is_bounded_and_spans_all_of_the_time() -> None:
-    line = Timeline()
+def test_the_state_of_a_loader_is_averaged_over_time() -> None:
+    use, looks = LoaderUse(), 0
     for at_ns in range(0, 10_000_000_000, 1_000_000):
-        if at_ns >= line.due_ns:
-            line.add(at_ns, 0, 0, STANDING)
-    assert 100 < len(line.points) <= 256
-    times = [point[0] for point in line.points]
-    assert times == sorted(times)
-    assert times[0] < 200_000_000
-    assert times[-1] > 9_800_000_000
+        if use.is_due(at_ns):
+            looks += 1
+            late = at_ns > 8_000_000_000
+            use.add(at_ns, LoaderSnapshot(4 if late else 2, 6, 3, 6, 100 * looks, 0))
+    assert 200 < looks < 800
+    assert (use.workers, use.in_flight, use.memory_bytes) == ((2, 4), 6, 100 * looks)
+    assert use.occupancy == pytest.approx(0.5)
+    use.add(20_000_000_000, LoaderSnapshot(1, 6, 6, 6, 0, 0))
+    assert use.occupancy == pytest.approx(0.75, abs=0.01)
+    assert use.workers == (1, 4)
 
 
 class Watched:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minato.observe.stats.lateness import Lateness, Reservoir
+from minato.observe.stats.lateness import Lateness
 
 
 def record(asked: list[int], delivered: list[list[int]], start: int = 100) -> Lateness:
@@ -58,20 +58,3 @@ def test_the_lags_are_those_of_a_plain_count(sizes: list[int], draw) -> None:
     ]
     latest = lateness.latest
     assert (latest.count, latest.total, latest.max) == (len(worst), sum(worst), max(worst))
-
-
-def test_the_share_of_late_samples_and_some_of_them_are_kept():
-    lateness = Lateness()
-    lateness.reservoir = Reservoir()
-    for _ in range(3):
-        lateness.asked(4)
-    for numbers in ([0, 1, 2, 4], [3, 5, 6, 8], [7, 9, 10, 11]):
-        samples = [(100 + number, number, 50 + number, 0) for number in numbers]
-        lateness.delivered(
-            [100 + number for number in numbers], 100, 0, lambda samples=samples: samples
-        )
-    assert (lateness.late.count, lateness.late.max, lateness.late.total) == (3, 250, 500)
-    lags = {3: 1, 4: -1, 7: 1, 8: -1}
-    rows = lateness.reservoir.rows
-    assert sorted(row.key for row in rows) == list(range(12))
-    assert all(row == (row.key, lags.get(row.key, 0), 50 + row.key, 0) for row in rows)
