@@ -1,12 +1,13 @@
 """Messages between the ranks of a node, over connections that both ends have authenticated.
 
-Clients connect (:func:`connected`); a thread of the server accepts them (:class:`RankListener`).
+Clients connect (:func:`connected`); threads of the server accept and read them (:class:`RankListener`).
+``multiprocessing.connection`` frames the messages and authenticates both ends by a key. Its ``Listener`` and ``Client``
+would wait without a time limit for a process that says nothing.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import threading
@@ -14,36 +15,89 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from pathlib import Path
+from select import POLLOUT, poll
 from typing import Any
 
-from minato._support.socket_server import Server
-from minato.shared_pool.handshake import PendingConnection, WrongKeyError, peer_of, prove
-from minato.shared_pool.messages import encoded, from_rank
+from minato._support.threads import start_thread
+from minato.shared_pool.messages import WITH_DESCRIPTOR, encoded, from_rank
 from minato.shared_pool.rendezvous import Rendezvous
 
-__all__ = ["Channel", "RankListener", "connected"]
+__all__ = ["Channel", "RankListener", "WrongKeyError", "connected", "credentials", "peer_of"]
 
-_HEAD = struct.Struct("<IB")
-"""Header of a message: its bytes, and whether a file descriptor comes with it."""
 _MOST_BYTES = 1 << 28
 """Size limit of a message; the state of a resumed epoch can be large."""
-_PIECE_BYTES = 1 << 18
-_MOST_DESCRIPTORS = 4
-"""Limit of received descriptors whose messages are incomplete; each piece of the stream brings at most one."""
 _BUFFER_BYTES = 1 << 20
 """Send buffer for messages that the other process has not read; the kernel may allow less (net.core.wmem_max)."""
-_SEND_S = 30.0
-"""A process whose buffer stays full for this long counts as ended."""
+_STALL_S = 30
+"""A process that takes or sends no byte of a message for this long counts as ended."""
+_HANDSHAKE_S = 30.0
+"""Time limit of the handshake in the server."""
+_MAX_PENDING = 64
+"""Number of connections in their handshake; others wait in the socket's queue."""
 _AGAIN_S = 0.02
 """Pause between attempts to connect."""
-_HANDSHAKE_S = 30.0
-"""Time limit of the handshake."""
-_MAX_PENDING = 64
+_PAUSE_S = 0.1
+"""Pause after a connection could not be accepted: for lack of descriptors, the next attempt would fail as well."""
+_LIVENESS_S = 1.0
+_JOIN_S = 5.0
+"""Upper bound for the wait for a thread that is to end; only a starved one takes so long."""
+
+_PEER = struct.Struct("3i")
+_TIMEVAL = struct.Struct("ll")
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+_UID_MAP = Path("/proc/self/uid_map")
+_ALL_UIDS = ["0", "0", "4294967295"]
+
+
+class WrongKeyError(PermissionError):
+    """The other process does not know the key."""
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """Return process and user id at the other end of a connection, as the kernel reports them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, user, _ = _PEER.unpack(raw)
+    return pid, user
+
+
+def peer_of(connection: socket.socket) -> int:
+    """Return the id of the process at the other end.
+
+    Raises:
+        PermissionError: It belongs to another user, or this cannot be excluded.
+    """
+    pid, theirs = credentials(connection)
+    user = os.geteuid()
+    if theirs != user:
+        raise PermissionError(
+            f"process {pid} of user {theirs} wants to share a pool of workers with this one of user {user}: only "
+            "processes of the same user may"
+        )
+    if user in _unknown_users():
+        raise PermissionError(
+            f"this process runs as user {user}, which in its user namespace represents all users without a mapping "
+            "there: with shared_pool=True run the ranks as a user that the namespace maps (/proc/self/uid_map)"
+        )
+    return pid
+
+
+@cache
+def _unknown_users() -> tuple[int, ...]:
+    """Return the number that the kernel shows for users without a mapping in this process's user namespace, if any."""
+    try:
+        if _UID_MAP.read_text().split() == _ALL_UIDS:
+            return ()
+        return (int(_OVERFLOW_UID.read_text()),)
+    except OSError:  # without /proc
+        return ()
 
 
 def connected(rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], Any]) -> Channel:
-    """Return a channel to the server that listens there, or starts to within ``timeout_s`` seconds.
+    """Return an authenticated channel to the server that listens there, or starts to within ``timeout_s`` seconds.
 
     Args:
         decode: Decodes messages of the channel.
@@ -54,36 +108,36 @@ def connected(rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes]
         PermissionError: A process of another user listens, or one that does not know the key.
     """
     deadline = time.monotonic() + timeout_s
+    why: Exception = TimeoutError(
+        f"local rank 0 has not begun to iterate over this loader within {timeout_s:.0f} s: with "
+        "shared_pool=True it runs the workers of all ranks of its node, and must take part; and all ranks "
+        f"must use the same directory for temporary files, as they meet in {rendezvous.directory}"
+    )
     while True:
         found = rendezvous.call()
         if found is not None:
-            connection, key = found
+            channel = Channel(found.connection, decode)
             try:
-                pid = peer_of(connection)
-                prove(connection, key, deadline)
-                return Channel(connection, decode, takes_descriptors=True)
-            except TimeoutError:
-                connection.close()
-                raise TimeoutError(
-                    f"local rank 0 (process {pid}) has not given this rank its place in the pool of this loader within "
-                    f"{timeout_s:.0f} s"
-                ) from None
+                channel.authenticate(found.key, deadline - time.monotonic(), is_server=False)
+                return channel
             except WrongKeyError:  # the key of a server that has ended, while the next one starts
-                connection.close()
-                if time.monotonic() > deadline:
-                    raise WrongKeyError(
-                        f"process {pid} listens in the place of local rank 0, and does not know the key in "
-                        f"{rendezvous.directory}"
-                    ) from None
+                channel.close()
+                why = WrongKeyError(
+                    f"process {channel.pid} listens in the place of local rank 0, and does not know the key in "
+                    f"{rendezvous.directory}"
+                )
+            except TimeoutError:
+                channel.close()
+                if not isinstance(why, WrongKeyError):
+                    why = TimeoutError(
+                        f"local rank 0 (process {channel.pid}) has not given this rank its place in the pool of this "
+                        f"loader within {timeout_s:.0f} s"
+                    )
             except BaseException:
-                connection.close()
+                channel.close()
                 raise
-        elif time.monotonic() > deadline:
-            raise TimeoutError(
-                f"local rank 0 has not begun to iterate over this loader within {timeout_s:.0f} s: with "
-                "shared_pool=True it runs the workers of all ranks of its node, and must take part; and all ranks "
-                f"must use the same directory for temporary files, as they meet in {rendezvous.directory}"
-            )
+        if time.monotonic() > deadline:
+            raise why
         time.sleep(_AGAIN_S)
 
 
@@ -95,10 +149,10 @@ class Channel:
     Args:
         connection: Closed with the channel, or if the constructor raises.
         decode: Decodes the bytes of a message; raises ValueError for invalid ones.
-        takes_descriptors: Whether the other process may send descriptors. If not, the kernel drops them.
 
     Raises:
         PermissionError: The other process belongs to another user.
+        OSError: There is no file descriptor left.
 
     Attributes:
         pid: Process id of the other process.
@@ -107,47 +161,59 @@ class Channel:
         received: Received ``(message, descriptor or None)``, oldest first.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        decode: Callable[[bytes], Any],
-        takes_descriptors: bool = False,
-    ) -> None:
+    def __init__(self, connection: socket.socket, decode: Callable[[bytes], Any]) -> None:
+        self._socket = connection
         try:
             self.pid = peer_of(connection)
-        except PermissionError:
+            connection.setblocking(True)  # whatever socket.setdefaulttimeout() says
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            self._limit_waits(_STALL_S)
+            # The connection has a descriptor of its own, as only a socket can be shut down.
+            self._connection = Connection(os.dup(connection.fileno()))
+        except BaseException:
             connection.close()
             raise
-        connection.settimeout(_SEND_S)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        self._connection = connection
         self._decode = decode
-        self._takes_descriptors = takes_descriptors
-        self._watch = self._watched()
+        self._process: int | None = None
+        # A connection stays open while a child of the other process holds a copy; a pidfd reports the process itself.
+        if hasattr(os, "pidfd_open"):
+            with suppress(OSError):  # it has ended already, or is in another namespace
+                self._process = os.pidfd_open(self.pid)
         self._sending = threading.Lock()
-        self._data = bytearray()
-        self._descriptors: deque[int] = deque()
-        self._poll = select.poll()
-        for descriptor in self.descriptors:
-            self._poll.register(descriptor, select.POLLIN)
-        self._room = select.poll()
-        self._room.register(connection, select.POLLOUT)
+        self._room = poll()
+        self._room.register(connection, POLLOUT)
         self.over = False
         self.fault: str | None = None
         self.received: deque[tuple[Any, int | None]] = deque()
 
-    def _watched(self) -> int | None:
-        # A connection stays open while a child of the other process holds a copy; a pidfd reports the process itself.
-        if hasattr(os, "pidfd_open"):
-            with suppress(OSError):  # it has ended already, or is in another namespace
-                return os.pidfd_open(self.pid)
-        return None
+    def authenticate(self, key: bytes, timeout_s: float, *, is_server: bool) -> None:
+        """Have both processes prove that they know the key, before either reads a message of the other.
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """Descriptors that become readable when there is data to receive, or the other process has ended."""
-        connection = self._connection.fileno()
-        return (connection,) if self._watch is None else (connection, self._watch)
+        Raises:
+            TimeoutError: The other process does not respond in time.
+            ConnectionError: It has closed the connection.
+            WrongKeyError: It does not know the key.
+        """
+        self._limit_waits(max(timeout_s, 0.01))
+        steps = [deliver_challenge, answer_challenge]
+        try:
+            for step in steps if is_server else reversed(steps):
+                step(self._connection, key)
+        except BlockingIOError:
+            raise TimeoutError from None
+        except (EOFError, ConnectionError):
+            raise ConnectionResetError from None
+        except (AuthenticationError, AssertionError, ValueError, OSError):
+            raise WrongKeyError from None
+        finally:
+            self._limit_waits(_STALL_S)
+
+    def _limit_waits(self, timeout_s: float) -> None:
+        """Set the time limit of each read and write."""
+        seconds, rest = divmod(timeout_s, 1)
+        limit = _TIMEVAL.pack(int(seconds), int(rest * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
     @property
     def has_room(self) -> bool:
@@ -166,94 +232,81 @@ class Channel:
             raise ValueError(
                 f"a message of {len(data)} bytes to another rank: {_MOST_BYTES} are allowed"
             )
-        data = _HEAD.pack(len(data), descriptor is not None) + data
         with self._sending:
-            sent = 0
+            self._connection.send_bytes(data)
             if descriptor is not None:
-                sent = socket.send_fds(self._connection, [data], [descriptor])
-            self._connection.sendall(data[sent:])
+                socket.send_fds(self._socket, [b"\1"], [descriptor])
 
     def wait(self, timeout_s: float) -> None:
-        """Receive available messages; wait for one up to ``timeout_s`` seconds."""
-        ready = {descriptor for descriptor, _ in self._poll.poll(timeout_s * 1000)}
-        if self._connection.fileno() in ready:
+        """Receive an available message; wait for one up to ``timeout_s`` seconds."""
+        watched: list[Any] = [self._connection]
+        if self._process is not None:
+            watched.append(self._process)
+        ready = wait(watched, timeout_s)
+        if self._connection in ready:
             self._receive()
         elif ready:  # the process has ended, and all its messages have been received
             self.over = True
 
     def _receive(self) -> None:
-        data, truncated = b"", 0
-        with suppress(ConnectionError):
-            if self._takes_descriptors:
-                data, descriptors, flags, _ = socket.recv_fds(
-                    self._connection, _PIECE_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
-                self._descriptors.extend(descriptors)
-                truncated = flags & socket.MSG_CTRUNC
-            else:
-                data = self._connection.recv(_PIECE_BYTES)
-        self._data += data
-        if not data:
-            self.over = True
-        if truncated or len(self._descriptors) > _MOST_DESCRIPTORS:
-            self.give_up("there is no file descriptor left for it: raise the limit (ulimit -n)")
-            return
         try:
-            self._take_messages()
-        except ValueError as error:
+            message = self._decode(self._connection.recv_bytes(_MOST_BYTES))
+            descriptor = self._receive_descriptor() if message[0] == WITH_DESCRIPTOR else None
+            self.received.append((message, descriptor))
+        except (EOFError, ConnectionError):
+            self.over = True
+        except BlockingIOError:
+            self.give_up(f"it sent a part of a message, and nothing more for {_STALL_S} s")
+        except (OSError, ValueError) as error:
             self.give_up(f"it sent what is no message: {error}")
 
-    def _take_messages(self) -> None:
-        while len(self._data) >= _HEAD.size:
-            nbytes, num_descriptors = _HEAD.unpack_from(self._data)
-            if nbytes > _MOST_BYTES or num_descriptors > self._takes_descriptors:
-                raise ValueError("it begins with no head of a message")
-            end = _HEAD.size + nbytes
-            if len(self._data) < end:
-                return
-            message = self._decode(bytes(self._data[_HEAD.size : end]))
-            if num_descriptors and not self._descriptors:
-                raise ValueError("a descriptor is missing")
-            del self._data[:end]
-            descriptor = self._descriptors.popleft() if num_descriptors else None
-            self.received.append((message, descriptor))
+    def _receive_descriptor(self) -> int | None:
+        """Return the descriptor that follows a message; None if there is none left for it in this process."""
+        data, descriptors, flags, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if descriptors:
+            return descriptors[0]
+        if flags & socket.MSG_CTRUNC:
+            self.give_up("there is no file descriptor left for it: raise the limit (ulimit -n)")
+            return None
+        if not data:
+            raise EOFError
+        raise ValueError("a descriptor is missing")
 
     def give_up(self, why: str) -> None:
         """Stop receiving: the other process is not trusted, or its messages cannot be read."""
         self.fault, self.over = why, True
-        self._data.clear()
         self.hang_up()
 
     def hang_up(self) -> None:
         """Shut the connection down, also for children that hold a copy; the receiving thread notices."""
         with suppress(OSError):  # the other end is closed
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Shut the connection down, and close all descriptors."""
         self.over = True
         self.hang_up()
         self._connection.close()
-        self._descriptors.extend(each for _, each in self.received if each is not None)
-        self.received.clear()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
-        if self._watch is not None:
-            os.close(self._watch)
-            self._watch = None
+        self._socket.close()
+        while self.received:
+            _, descriptor = self.received.popleft()
+            if descriptor is not None:
+                os.close(descriptor)
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
 
 
 class RankListener:
-    """Accepts connections in a thread, and passes on their messages.
+    """Accepts connections, and passes on their messages; each connection has a thread.
 
     It closes connections of processes that do not prove that they are a rank of this job. An invalid message ends the
     channel that it came over, and no other.
 
     Args:
         rendezvous: Where clients find the socket.
-        on_message: Called in the thread with a channel and a message.
-        on_disconnect: Called in the thread with a channel whose other process is gone.
+        on_message: Called with a channel and a message, in the thread of the channel.
+        on_disconnect: Called with a channel whose other process is gone, in the same thread.
 
     Raises:
         OSError: Another process listens there, or the files cannot be written.
@@ -269,53 +322,93 @@ class RankListener:
         self._rendezvous = rendezvous
         self._on_message = on_message
         self._on_disconnect = on_disconnect
-        self._channels: set[Channel] = set()
-        listener, self._key = rendezvous.listen()
-        self._server = Server(listener, self._accept, "minato-ranks", _HANDSHAKE_S, _MAX_PENDING)
+        self._threads: dict[Channel, threading.Thread] = {}
+        self._pending: dict[Channel, float] = {}  # end of the time for their handshake
+        self._ended = threading.Event()
+        self._socket, self._key = rendezvous.listen()
+        self._socket.setblocking(False)
+        self._woken, self._wake = socket.socketpair()
+        self._accepting = threading.Thread(target=self._run, name="minato-ranks", daemon=True)
         try:
-            self._server.start()
-        except RuntimeError:
+            start_thread(self._accepting)
+        except BaseException:
             rendezvous.end()
+            self._close_sockets()
             raise
 
     @property
     def works(self) -> bool:
-        """Whether the thread runs."""
-        return self._server.works
+        """Whether it accepts connections."""
+        return self._accepting.is_alive()
 
     def close(self) -> None:
-        """End the thread and all channels."""
+        """End all threads and channels."""
         self._rendezvous.end()
-        self._server.close()
-        for channel in self._channels:
-            channel.close()
-        self._channels.clear()
+        self._ended.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # for forked children that hold it too
+        self._wake.send(b"!")
+        self._accepting.join(_JOIN_S)
+        self._close_sockets()
+        for channel, thread in list(self._threads.items()):
+            channel.hang_up()
+            thread.join(_JOIN_S)
 
-    def _accept(self, connection: socket.socket) -> PendingConnection | None:
+    def _close_sockets(self) -> None:
+        for each in (self._socket, self._woken, self._wake):
+            each.close()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            for channel, deadline in list(self._pending.items()):
+                if deadline < time.monotonic():
+                    channel.hang_up()  # its thread forgets it
+            if len(self._pending) >= _MAX_PENDING:
+                self._ended.wait(_PAUSE_S)
+                continue
+            try:
+                if self._socket in wait([self._socket, self._woken], _LIVENESS_S):
+                    self._accept()
+            except (BlockingIOError, ConnectionAbortedError):  # the client has gone already
+                pass
+            except (OSError, RuntimeError):  # no descriptors, memory or threads; or a stranger
+                self._ended.wait(_PAUSE_S)
+
+    def _accept(self) -> None:
+        """Accept a connection, and start its thread."""
+        channel = Channel(self._socket.accept()[0], from_rank)
+        thread = threading.Thread(
+            target=self._serve, args=(channel,), name="minato-rank", daemon=True
+        )
+        self._pending[channel] = time.monotonic() + _HANDSHAKE_S
+        self._threads[channel] = thread
         try:
-            peer_of(connection)
-        except PermissionError:
-            connection.close()
-            return None
-        return PendingConnection(connection, self._key, self._admit)
+            thread.start()
+        except RuntimeError:
+            self._forget(channel)
+            raise
 
-    def _admit(self, connection: socket.socket) -> None:
-        channel = Channel(connection, from_rank)
-        self._channels.add(channel)
-        for descriptor in channel.descriptors:
-            self._server.watch(descriptor, partial(self._receive, channel))
+    def _forget(self, channel: Channel) -> None:
+        self._pending.pop(channel, None)
+        channel.close()
+        self._threads.pop(channel, None)
 
-    def _receive(self, channel: Channel) -> None:
+    def _serve(self, channel: Channel) -> None:
+        """Authenticate a process, and pass on its messages until it is gone."""
         try:
-            channel.wait(0)
-            while channel.received:
-                message, _ = channel.received.popleft()
-                self._on_message(channel, message)
+            channel.authenticate(self._key, _HANDSHAKE_S, is_server=True)
+        except OSError:  # it is no rank of this job
+            self._forget(channel)
+            return
+        del self._pending[channel]
+        try:
+            while not channel.over:
+                channel.wait(_LIVENESS_S)
+                while channel.received:
+                    message, _ = channel.received.popleft()
+                    self._on_message(channel, message)
         except Exception as error:  # the other ranks continue
             channel.give_up(f"{type(error).__name__}: {error}")
-        if channel.over:
-            self._channels.remove(channel)
-            for descriptor in channel.descriptors:
-                self._server.unwatch(descriptor)
-            channel.close()
-            self._on_disconnect(channel)
+        if not self._ended.is_set():
+            self._on_disconnect(channel)  # first, so that no other thread sends any more
+        self._forget(channel)

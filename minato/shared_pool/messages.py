@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from minato.batching.arena import Slot
 from minato.shared_pool.descriptors import BatchDescriptor
 
-__all__ = ["Hello", "RankCompleted", "encoded", "from_host", "from_rank"]
+__all__ = ["WITH_DESCRIPTOR", "Hello", "RankCompleted", "encoded", "from_host", "from_rank"]
+
+WITH_DESCRIPTOR = "arena"
+"""The kind of message that a file descriptor follows; only the server sends it."""
 
 _LARGEST = 1 << 63
 _MODULUS = 1 << 64

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["KEY_BYTES", "Rendezvous"]
+__all__ = ["KEY_BYTES", "Found", "Rendezvous"]
 
 KEY_BYTES = 32
 _JOB = (
@@ -30,6 +30,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _BACKLOG = 64
 _LEFT_S = 60.0
 """Files older than this whose socket has no listener were left by killed processes."""
+
+
+class Found(NamedTuple):
+    """A socket of a server, listening or connected to, and the key of its connections."""
+
+    connection: socket.socket
+    key: bytes
 
 
 class Rendezvous:
@@ -56,7 +63,7 @@ class Rendezvous:
         """Directory of the files."""
         return os.path.join(_temporary(), f"minato-{os.geteuid()}")
 
-    def listen(self) -> tuple[socket.socket, bytes]:
+    def listen(self) -> Found:
         """Return the server's listening socket and its key.
 
         Raises:
@@ -84,18 +91,22 @@ class Rendezvous:
                 raise
         # Unlike atexit, this also runs at the end of a multiprocessing process, and not in forked children.
         self._finalizer = util.Finalize(None, self._remove, exitpriority=0)
-        return listener, key
+        return Found(listener, key)
 
-    def call(self) -> tuple[socket.socket, bytes] | None:
-        """Return a client's connection and the key; None if no server listens.
+    def call(self) -> Found | None:
+        """Return a client's connection and the key; None if no server listens, or too many processes connect.
 
         Raises:
             RuntimeError: The directory belongs to another user, or cannot be created.
         """
         with self._opened() as folder:
             key = _read(folder, f"{self._stem}.key")
-            caller = _connected(folder, self._stem) if key is not None else None
-        return None if key is None or caller is None else (caller, key)
+            if key is None:
+                return None
+            with suppress(BlockingIOError):
+                connection = _connected(folder, self._stem)
+                return None if connection is None else Found(connection, key)
+        return None
 
     def end(self) -> None:
         """Remove the files, in the process that created them."""
@@ -170,30 +181,33 @@ def _address(folder: int, stem: str) -> str:
 
 
 def _connected(folder: int, stem: str) -> socket.socket | None:
-    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """Connect to a socket; None if no process listens.
+
+    Raises:
+        BlockingIOError: Its queue is full.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        caller.setblocking(False)
-        caller.connect(_address(folder, stem))
-        return caller
-    except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-        caller.close()
+        connection.setblocking(False)
+        connection.connect(_address(folder, stem))
+        return connection
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
         return None
     except BaseException:
-        caller.close()
+        connection.close()
         raise
 
 
 def _is_heard(folder: int, stem: str) -> bool:
     """Whether a process listens to a socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
-        caller.setblocking(False)
-        try:
-            caller.connect(_address(folder, stem))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:  # its queue is full
-            return True
+    try:
+        connection = _connected(folder, stem)
+    except BlockingIOError:
         return True
+    if connection is not None:
+        connection.close()
+    return connection is not None
 
 
 def _write(folder: int, name: str, data: bytes) -> None:

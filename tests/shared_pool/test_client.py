@@ -126,7 +126,7 @@ def test_nobody_reaches_a_host_that_is_through_by_what_its_children_keep(
     rendezvous: Rendezvous,
 ) -> None:
     listener = RankListener(rendezvous, lambda *_: None, lambda _: None)
-    with listener._server._listener.dup():  # as a forked child has it
+    with listener._socket.dup():  # as a forked child has it
         for left in (
             tmp := Path(rendezvous.directory)
         ).iterdir():  # as if they had not been removed

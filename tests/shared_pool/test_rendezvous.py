@@ -17,16 +17,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, deliver_challenge
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minato.shared_pool import channel, handshake
-from minato.shared_pool.channel import Channel, RankListener, connected
-from minato.shared_pool.handshake import WrongKeyError, peer_of, prove
+from minato.shared_pool import channel
+from minato.shared_pool.channel import Channel, RankListener, WrongKeyError, connected, peer_of
 from minato.shared_pool.messages import from_host
-from minato.shared_pool.rendezvous import KEY_BYTES, Rendezvous, _address
+from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous, _address
 from tests.shared_pool.jobs import until
 
 NEXT = ("next", 0, (), None)
@@ -57,30 +58,30 @@ def host(rendezvous: Rendezvous) -> Iterator[Host]:
     assert not one.works
 
 
-def called(rendezvous: Rendezvous) -> tuple[socket.socket, bytes]:
+def called(rendezvous: Rendezvous) -> Found:
     found = rendezvous.call()
     assert found is not None
-    found[0].settimeout(20)
+    found.connection.settimeout(20)
     return found
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other end hangs up, without another byte."""
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
+    """Whether the other end hangs up, after its challenge."""
+    with suppress(ConnectionResetError):
+        while connection.recv(1000):
+            pass
+    return True
 
 
 def check_served(host: Host, rendezvous: Rendezvous) -> None:
     """A rank that knows the key is heard."""
     before = len(host.heard)
-    channel = connected(rendezvous, 20, from_host)
-    channel.send(NEXT)
+    rank = connected(rendezvous, 20, from_host)
+    rank.send(NEXT)
     until(lambda: len(host.heard) > before)
     assert host.heard[-1] == NEXT
     assert host.works
-    channel.close()
+    rank.close()
 
 
 # ---- the directory --------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def test_whoever_does_not_know_the_key_is_not_heard(
     host: Host, rendezvous: Rendezvous, tmp_path: Path
 ) -> None:
     data = pickle.dumps(Executed(tmp_path / "executed"))
-    for sent in (struct.pack("<IB", len(data), 0) + data, b"\0" * 64, os.urandom(1000), b"x" * 63):
+    for sent in (struct.pack("!i", len(data)) + data, b"\0" * 64, os.urandom(1000), b"x" * 63):
         connection, _ = called(rendezvous)
         with connection:
             connection.sendall(sent)
@@ -235,7 +236,7 @@ def test_whoever_does_not_know_the_key_is_not_heard(
             with suppress(ConnectionResetError):
                 while part := connection.recv(1000):
                     answer += part
-            assert len(answer) in (0, 64)  # a challenge and a proof, whatever was sent
+            assert len(answer) < 200  # a challenge, and that the answer is wrong
     assert host.heard == []
     check_served(host, rendezvous)
     assert not (tmp_path / "executed").exists()
@@ -243,39 +244,63 @@ def test_whoever_does_not_know_the_key_is_not_heard(
 
 def test_a_wrong_key_is_refused(host: Host, rendezvous: Rendezvous) -> None:
     connection, key = called(rendezvous)
-    with connection, pytest.raises(WrongKeyError):
-        prove(connection, bytes([key[0] ^ 1]) + key[1:], time.monotonic() + 20)
+    caller = Channel(connection, from_host)
+    with pytest.raises(WrongKeyError):
+        caller.authenticate(bytes([key[0] ^ 1]) + key[1:], 20, is_server=False)
+    caller.close()
 
 
-def test_a_proof_of_the_host_is_none_of_a_rank(host: Host, rendezvous: Rendezvous) -> None:
+def test_an_answer_of_the_host_is_none_of_a_rank(host: Host, rendezvous: Rendezvous) -> None:
+    """A rank that does not know the key sends the host's own challenge back, and is not answered."""
     connection, _ = called(rendezvous)
-    with connection:
-        connection.sendall(b"c" * 32)
-        answer = connection.recv(64, socket.MSG_WAITALL)
-        connection.sendall(answer[32:])
-        assert is_closed(connection)
+    connection.setblocking(True)
+    with Connection(connection.detach()) as caller:
+        caller.send_bytes(caller.recv_bytes())
+        with pytest.raises((EOFError, ConnectionResetError)):
+            while caller.poll(20):
+                assert b"WELCOME" not in caller.recv_bytes()
+    assert host.heard == []
     check_served(host, rendezvous)
 
 
-def test_a_host_that_does_not_know_the_key_hears_nothing(rendezvous: Rendezvous) -> None:
-    """Somebody listens in the place of a host."""
+@pytest.mark.parametrize("welcomes", [False, True])
+def test_a_host_that_does_not_know_the_key_hears_nothing(
+    rendezvous: Rendezvous, welcomes: bool
+) -> None:
+    """Somebody listens in the place of a host, and finds any answer right, or none."""
     listener, _ = rendezvous.listen()
-    heard = []
+    listener.settimeout(5)
+    heard: list[bytes] = []
 
     def pretend() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            heard.append(connection.recv(1000))
-            connection.sendall(heard[0] * 2)
-            heard.append(connection.recv(1000))
+        with suppress(OSError):
+            while True:
+                serve(Connection(listener.accept()[0].detach()))
+
+    def serve(other: Connection[Any, Any]) -> None:
+        with other, suppress(EOFError):
+            if welcomes:
+                other.send_bytes(b"#CHALLENGE#{sha256}" + b"x" * 40)
+                heard.append(other.recv_bytes())
+                for answer in (b"#WELCOME#", b"x" * 16):
+                    other.send_bytes(answer)
+                    heard.append(other.recv_bytes())
+            else:
+                with suppress(AuthenticationError):
+                    deliver_challenge(other, b"another key")
+            heard.append(other.recv_bytes())
 
     thread = threading.Thread(target=pretend)
     thread.start()
     with pytest.raises(WrongKeyError, match="does not know the key"):
-        connected(rendezvous, 0.0, from_host)
-    thread.join()
+        connected(rendezvous, 0.5, from_host)
+    listener.shutdown(socket.SHUT_RDWR)
     listener.close()
-    assert [len(data) for data in heard] == [32, 0]
+    thread.join(20)
+    assert not thread.is_alive()
+    assert welcomes == bool(heard)
+    assert {message[:11] for message in heard[1::3]} <= {b"#CHALLENGE#"}
+    assert {*heard[2::3]} <= {b"#FAILURE#"}
 
 
 def test_a_host_that_takes_the_place_of_another_is_found(rendezvous: Rendezvous) -> None:
@@ -286,7 +311,7 @@ def test_a_host_that_takes_the_place_of_another_is_found(rendezvous: Rendezvous)
     def late() -> Any:
         found = call()
         if found and wrong.pop():
-            return found[0], b"k" * KEY_BYTES
+            return found._replace(key=b"k" * KEY_BYTES)
         return found
 
     wrong.insert(0, False)
@@ -304,7 +329,7 @@ def test_strangers_that_say_nothing_are_dropped_and_delay_no_rank(
     begun = time.monotonic()
     check_served(host, rendezvous)
     for number in range(200):
-        if not host._server._clients:
+        if not host._pending:
             break
         with suppress(OSError):
             idle[0].sendall(b"x" * (number < 30))
@@ -329,31 +354,40 @@ def test_without_descriptors_the_host_pauses_and_goes_on(
             caller.connect(_address(folder, rendezvous._stem))
             time.sleep(0.3)
             assert host.works
-            assert not host._server._clients
+            assert not host._pending
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        until(lambda: bool(host._server._clients))
+        until(lambda: bool(host._pending))
     check_served(host, rendezvous)
 
 
 def test_descriptors_of_strangers_and_ranks_do_not_arrive(
-    host: Host, rendezvous: Rendezvous
+    rendezvous: Rendezvous, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel = connected(rendezvous, 20, from_host)
-    channel.send(NEXT)
-    until(lambda: bool(host.heard))
-    before = len(os.listdir("/proc/self/fd"))
-    with called(rendezvous)[0] as stranger:
-        socket.send_fds(stranger, [b"x"], [0, 1])
-        until(lambda: bool(host._server._clients))
-        assert len(os.listdir("/proc/self/fd")) == before + 2  # both ends of the connection
-    with suppress(BrokenPipeError):
-        channel.send(NEXT, 0)  # its head says so: that is no message of a rank
-    until(lambda: bool(host.gone))
-    assert "no head of a message" in str(host.gone[0].fault)
+    monkeypatch.setattr(channel, "_STALL_S", 1)
+    host = Host(rendezvous)
+    (tmp_path / "sent").touch()
+
+    def num_received() -> int:
+        """The descriptors of the file in this process, which is the host's too, but for the first one."""
+        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sum(str(link.readlink()) == file.name for link in links if link.is_symlink()) - 1
+
+    with open(tmp_path / "sent") as file:
+        sender = connected(rendezvous, 20, from_host)
+        with called(rendezvous).connection as stranger:
+            socket.send_fds(stranger, [b"x"], [file.fileno()] * 2)
+            until(lambda: bool(host._pending))
+            check_served(host, rendezvous)
+            assert num_received() == 0
+        sender.send(NEXT, file.fileno())
+        with suppress(OSError):  # the byte with the descriptor is no message of a rank
+            sender.send(NEXT)
+        until(lambda: any(each.fault for each in host.gone))
+        assert num_received() == 0
     check_served(host, rendezvous)
-    channel.close()
-    until(lambda: len(os.listdir("/proc/self/fd")) < before)
+    sender.close()
+    host.close()
 
 
 def test_what_a_rank_sends_can_end_its_own_channel_alone(
@@ -361,10 +395,12 @@ def test_what_a_rank_sends_can_end_its_own_channel_alone(
 ) -> None:
     good = connected(rendezvous, 20, from_host)
     for number, sent in enumerate(
-        [b"\xff" * 64, struct.pack("<IB", 2, 0) + b"{}", struct.pack("<IB", 1 << 31, 0)]
+        [b"\xff" * 64, struct.pack("!i", 2) + b"{}", struct.pack("!i", 1 << 30), b"\xff"]
     ):
         bad = connected(rendezvous, 20, from_host)
-        bad._connection.sendall(sent)
+        bad._socket.sendall(sent)
+        if len(sent) == 1:
+            bad.hang_up()  # in the middle of a message
         until(lambda number=number: len(host.gone) > number)
         assert "no message" in str(host.gone[-1].fault)
         bad.close()
@@ -402,10 +438,10 @@ def test_a_user_that_stands_for_others_is_refused(
 ) -> None:
     for name, text in (("_UID_MAP", uid_map), ("_OVERFLOW_UID", overflow or str(os.geteuid()))):
         (tmp_path / name).write_text(text)
-        monkeypatch.setattr(handshake, name, tmp_path / name)
+        monkeypatch.setattr(channel, name, tmp_path / name)
     if overflow and os.geteuid() == int(overflow):
         pytest.skip("this user has that number")
-    handshake._unknown_users.cache_clear()
+    channel._unknown_users.cache_clear()
     one, other = socket.socketpair()
     with one, other:
         if refused:
@@ -413,7 +449,7 @@ def test_a_user_that_stands_for_others_is_refused(
                 peer_of(one)
         else:
             assert peer_of(one) == os.getpid()
-    handshake._unknown_users.cache_clear()
+    channel._unknown_users.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -425,7 +461,7 @@ def test_in_a_namespace_without_users_it_is_refused() -> None:
         if ctypes.CDLL(None).unshare(new_user) != 0:
             sent.send("no user namespaces here")
             return
-        handshake._unknown_users.cache_clear()
+        channel._unknown_users.cache_clear()
         try:
             sent.send(f"process {peer_of(socket.socketpair()[0])}")
         except PermissionError as error:

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 import minato
 from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
-from minato.shared_pool import handshake, server
+from minato.shared_pool import channel, server
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -487,7 +487,7 @@ def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stranger", [0, 1])
 def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "credentials", lambda connection: (1, os.geteuid() + 1))
+    monkeypatch.setattr(channel, "credentials", lambda connection: (1, os.geteuid() + 1))
 
     def program(rank: int, together: Any) -> Any:
         if rank != stranger:
