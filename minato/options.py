@@ -856,7 +856,7 @@ class Options:
     metrics_address: tuple[str, int] | None = option(
         None,
         "Port of 127.0.0.1, or host and port, that serves [metrics for Prometheus](metrics.md#prometheus) from the "
-        "first iteration on; 0: any free port, shown by `metrics_url`.",
+        "first iteration on; 0: any free port, shown by `metrics_url`. Needs `prometheus_client`.",
         values='0 to 65535, `"host:port"`',
         check=_metrics_address,
     )

@@ -17,6 +17,7 @@ from minato.workers.current_sample import CurrentSample
 from minato.workers.runner import CostEstimate
 
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
+    from minato.observe.monitor.endpoint import ServedMetrics
     from minato.workers.autoscale import AutoscaleState
 
 __all__ = ["History", "RunningEngine"]
@@ -44,6 +45,7 @@ class History:
         cost_estimate: The cost estimate of the worker in the main process.
         autoscale: The number of active workers and its controller; None: all workers are active.
         epoch_log: The log of epochs that reports read; None: nothing is measured.
+        served_metrics: The metrics at an HTTP address; None for none.
         may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
         engine: A weak reference to the newest engine.
         warned_of_generators: Whether a warning has named generators that are not bound to samples.
@@ -55,6 +57,7 @@ class History:
     cost_estimate: CostEstimate = field(default_factory=CostEstimate)
     autoscale: AutoscaleState | None = None
     epoch_log: EpochLog | None = None
+    served_metrics: ServedMetrics | None = None
     may_travel: bool | None = None
     engine: Callable[[], RunningEngine | None] = _no_engine
     warned_of_generators: bool = False

@@ -130,11 +130,8 @@ class Inspector:
     @property
     def metrics_url(self) -> str | None:
         """See ``DataLoader.metrics_url``."""
-        from minato.observe.monitor.prometheus import LoaderMetrics
-
-        epoch_log = self._history.epoch_log
-        observers = () if epoch_log is None else epoch_log.observers
-        return next((each.url for each in observers if isinstance(each, LoaderMetrics)), None)
+        served = self._history.served_metrics
+        return None if served is None else served.url
 
     def open_views(self) -> None:
         """Open what options or environment request in the main process: live view, metrics endpoint, last report."""
@@ -160,13 +157,7 @@ class Inspector:
 
     def close_views(self) -> None:
         """Close the metrics endpoint, unless other loaders use it; the next ``open_views`` opens it again."""
-        epoch_log = self._history.epoch_log
-        if epoch_log is None or not epoch_log.observers:
-            return
-        from minato.observe.monitor.prometheus import LoaderMetrics
-
-        for each in [each for each in epoch_log.observers if isinstance(each, LoaderMetrics)]:
-            epoch_log.observers.remove(each)  # the endpoint ends with the last of them
+        self._history.served_metrics = None
 
     def _keep_for_exit(self, epoch_log: EpochLog) -> None:
         """Have a report printed or written when the process ends, if ``minato run`` or the environment asks for it."""
@@ -201,24 +192,30 @@ class Inspector:
             machine.gpus = gpu_monitor()
 
     def _serve_metrics(self, address: tuple[str, int], rank: int) -> None:
-        from minato.observe.monitor.endpoint import serve
-        from minato.observe.monitor.prometheus import LoaderMetrics
+        from minato.observe.monitor.endpoint import ServedMetrics
 
         host, port = address
         port += rank if port else 0
-        epoch_log = self._measured()
-        exported = LoaderMetrics(epoch_log, self._spec.options.name, self._stages)
+        refused: Exception
         try:
-            exported.url = serve(exported, host, port)
-        except OSError as error:
-            epoch_log.observers.remove(exported)
-            text = (
-                f"the metrics of a loader cannot be served at {host}:{port}: {error.strerror}; use another port, or "
-                "metrics_address=0 for any that is free"
+            self._history.served_metrics = ServedMetrics(
+                self._measured(), self._spec.options.name, self._stages, (host, port)
             )
-            if self._spec.options.metrics_address is not None:
-                raise OSError(error.errno, text) from None
-            warn(text, stacklevel=4)
+            return
+        except OSError as error:
+            refused = OSError(
+                error.errno,
+                f"the metrics of a loader cannot be served at {host}:{port}: {error.strerror}; use another port, or "
+                "metrics_address=0 for any that is free",
+            )
+        except ImportError:
+            refused = ImportError(
+                "the metrics of a loader are served by prometheus_client, which is not installed: pip install "
+                '"minatoloader[metrics]"'
+            )
+        if self._spec.options.metrics_address is not None:
+            raise refused from None
+        warn(message_of(refused), stacklevel=4)
 
     def slow_samples(self) -> SlowSamples:
         """See ``DataLoader.slow_samples``."""

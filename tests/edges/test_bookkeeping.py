@@ -563,6 +563,7 @@ STEPS = (OddStep, LongStep, SurrogateStep, AnyAttribute, NoAttribute, NamedThree
 )
 @pytest.mark.parametrize("kind", STEPS, ids=range(len(STEPS)))
 def test_transforms_of_any_name(kind: Any, workers: str, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
     transforms = [kind(), kind(), refuse_five]
     log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
     loader = DataLoader(
@@ -600,6 +601,7 @@ def refuse_five(value: int) -> int:
 
 @pytest.mark.parametrize("name", ["\udcff", "x" * 1_000_000, 'a"\\\n{}', "\0", "dataset"])
 def test_loaders_of_any_name(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
     trace = tmp_path / "trace.json"
     loader = DataLoader(Numbers(SIZE), BATCH, name=name, trace=trace, metrics_address=0)
     for _ in loader:

@@ -162,6 +162,7 @@ def test_all_views_have_the_same_stages(
 ) -> None:
     if cache == "memory" and workers == "processes":
         pytest.skip("it belongs to one process")
+    pytest.importorskip("prometheus_client")
     transforms = [Resize(), Crop(), Resize(0.002, bad=7)]
     names = ["Resize", "Crop", "Resize 2"][after:]
     log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
@@ -202,6 +203,7 @@ def test_all_views_have_the_same_stages(
 @pytest.mark.parametrize("kind", LISTS)
 def test_each_transform_has_its_own_figures(kind: str) -> None:
     pytest.importorskip("pandas")
+    pytest.importorskip("prometheus_client")
     make, names = LISTS[kind]
     loader = DataLoader(Numbers(SIZE), 4, transforms=make(), metrics_address=0)
     assert [served(loader) for _ in loader] == [["dataset", *names]] * 6

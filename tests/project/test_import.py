@@ -80,7 +80,7 @@ ON_DEMAND = [
     *(
         "minato.observe.report",
         "minato.observe.monitor.endpoint",
-        "minato.observe.monitor.prometheus",
+        "minato.observe.monitor.endpoint",
         "minato.observe.monitor.gpus",
     ),
     *(

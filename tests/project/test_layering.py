@@ -41,6 +41,7 @@ OPTIONAL = {
     "obstore",
     "opentelemetry",
     "pandas",
+    "prometheus_client",
     "psutil",
     "pyarrow",
     "pynvml",

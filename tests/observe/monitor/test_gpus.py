@@ -248,6 +248,8 @@ def test_one_process_of_the_node_watches_where_somebody_reads_it(
     driver: Path, monkeypatch: pytest.MonkeyPatch, asked: str, local_rank: int
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    if asked == "metrics_address":
+        pytest.importorskip("prometheus_client")
     options: dict[str, Any] = {"stats": {"stats": "gpu"}, "metrics_address": {"metrics_address": 0}}
     loaders = [minato.DataLoader(Numbers(4), 2, **options.get(asked, {})) for _ in range(2)]
     if asked == "MINATO_LIVE":

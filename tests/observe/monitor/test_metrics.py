@@ -1,4 +1,4 @@
-"""The flat metrics of a loader, and those of Prometheus made of them."""
+"""The flat metrics of a loader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import minato
-from minato.observe.monitor.prometheus import LoaderMetrics, text_of
 from minato.observe.stats.catalog import CATALOG, values_of
 from minato.observe.stats.epoch_log import EpochLog
 from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity
@@ -132,37 +131,6 @@ def test_the_reference_lists_every_metric() -> None:
         r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]+) \|$", page.read_text("utf-8"), re.MULTILINE
     )
     assert rows == [(each.name, each.kind, each.unit, each.meaning) for each in CATALOG]
-
-
-def test_names_follow_prometheus() -> None:
-    """Counters end with _total, times are in seconds, sizes in bytes, and the unit is in the name."""
-    log = EpochLog()
-    exporter = LoaderMetrics(log, "names", ["dataset"])
-    log.begin(0, Progress(0), Source())
-    log.started()
-    text = text_of([exporter])
-    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
-    assert {"minato_batches_total", "minato_wait_ratio", "minato_stage_seconds_total"} <= set(kinds)
-    assert "minato_samples_per_second" not in kinds  # rate(minato_samples_total) is better
-    for name, kind in kinds.items():
-        assert re.fullmatch(r"minato_[a-z_]+", name)
-        assert name.endswith("_total") == (kind == "counter")
-        assert not re.search(r"_(ms|ns|us|s|kb|mb|percent|milliseconds)(_|$)", name)
-    for each in CATALOG:
-        words = each.name.removesuffix("_total").split("_")
-        unit = {"s": "seconds", "bytes": "bytes", "share": "ratio"}.get(each.unit)
-        assert unit is None or words[-1] == unit, each
-
-
-def test_the_parser_of_prometheus_reads_it() -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
-    log = EpochLog()
-    exporter = LoaderMetrics(log, 'a "name"', ["dataset"])
-    log.begin(0, Progress(0), Source())
-    log.started()
-    families = list(parser.text_string_to_metric_families(text_of([exporter])))
-    assert {each.type for each in families} == {"counter", "gauge"}
-    assert families[0].samples[0].labels == {"loader": 'a "name"'}
 
 
 class Source:

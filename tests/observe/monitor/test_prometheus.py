@@ -1,21 +1,28 @@
-"""Figures for those who collect them, at an address of this machine."""
+"""Metrics for Prometheus, at an address of this machine, with clients of every kind."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
+import resource
 import socket
+import struct
+import sys
 import threading
-import urllib.error
+import time
 import urllib.request
 from typing import Any
 
 import pytest
 
 import minato
-from tests.datasets import Numbers, double
+from minato.observe.monitor import endpoint
+from minato.observe.stats.catalog import CATALOG
+from tests.datasets import Numbers, double, wait_until
 
+parser = pytest.importorskip("prometheus_client.parser")
 NAMES = {"minato_batches_total", "minato_samples_total", "minato_wait_seconds_total"}
 
 
@@ -27,8 +34,12 @@ def fetched(url: str | None) -> dict[str, float]:
     """Value of each figure by its name and labels."""
     assert url is not None
     with urllib.request.urlopen(url, timeout=20) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert answer.headers["Content-Type"].startswith("text/plain; version=")
         text = answer.read().decode()
+    assert {each.type for each in parser.text_string_to_metric_families(text)} <= {
+        "counter",
+        "gauge",
+    }
     found = {}
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -182,13 +193,133 @@ def test_without_measuring_there_are_no_figures(monkeypatch: pytest.MonkeyPatch)
     assert len(list(loader_of(stats=False))) == 6
 
 
-def test_other_requests_are_refused() -> None:
+def test_names_follow_prometheus() -> None:
+    """Counters end with _total, times are in seconds, sizes in bytes, and the unit is in the name."""
+    loader = loader_of(metrics_address=0)
+    batches = iter(loader)
+    next(batches)
+    assert loader.metrics_url is not None
+    with urllib.request.urlopen(loader.metrics_url, timeout=20) as answer:
+        text = answer.read().decode()
+    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
+    assert {"minato_wait_ratio", "minato_stage_seconds_total"} | NAMES <= set(kinds)
+    assert "minato_samples_per_second" not in kinds  # rate(minato_samples_total) is better
+    for name, kind in kinds.items():
+        assert re.fullmatch(r"minato_[a-z_]+", name)
+        assert name.endswith("_total") == (kind == "counter")
+        assert not re.search(r"_(ms|ns|us|s|kb|mb|percent|milliseconds)(_|$)", name)
+    for each in CATALOG:
+        words = each.name.removesuffix("_total").split("_")
+        unit = {"s": "seconds", "bytes": "bytes", "share": "ratio"}.get(each.unit)
+        assert unit is None or words[-1] == unit, each
+
+
+def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ImportError, match=r'pip install "minatoloader\[metrics\]"'):
+        list(loader_of(metrics_address=0))
+    monkeypatch.setenv("MINATO_METRICS_PORT", "9")
+    loader = loader_of()
+    with pytest.warns(minato.MinatoWarning, match=r"minatoloader\[metrics\]"):
+        assert len(list(loader)) == 6
+
+
+def address_of(url: str | None) -> tuple[str, int]:
+    assert url is not None
+    host, port = url.removeprefix("http://").partition("/")[0].split(":")
+    return host, int(port)
+
+
+def test_a_slow_client_does_not_delay_the_end_of_a_loader() -> None:
+    loader = loader_of(metrics_address=0)
+    next(iter(loader))
+    url = loader.metrics_url
+    with socket.create_connection(address_of(url), 20) as client:
+        client.sendall(b"GET /metr")
+        begun = time.monotonic()
+        del loader
+        gc.collect()
+        assert time.monotonic() - begun < 2
+        assert_nothing_listens(str(url))
+
+
+def test_clients_that_go_or_are_silent_leave_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     loader = loader_of(metrics_address=0)
     list(loader)
-    assert loader.metrics_url is not None
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(loader.metrics_url.replace("metrics", "secrets"), timeout=20)
+    place = address_of(loader.metrics_url)
+    for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n\r\n", b"\xff" * 100 + b"\r\n\r\n"):
+        client = socket.create_connection(place, 20)
+        client.sendall(sent)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    with socket.create_connection(place, 20) as client:
+        begun = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+        assert time.monotonic() - begun < 4 * endpoint._TIME_LIMIT_S
     assert {key.partition("{")[0] for key in fetched(loader.metrics_url)} >= NAMES
+    loader.close()
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+
+
+def test_many_clients_are_refused_and_the_next_is_served() -> None:
+    loader = loader_of(metrics_address=0)
+    list(loader)
+    place = address_of(loader.metrics_url)
+    idle = [socket.create_connection(place, 20) for _ in range(endpoint._MOST_CLIENTS + 4)]
+    for client in idle[endpoint._MOST_CLIENTS :]:
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""  # at once, in the order of their connections
+    for client in idle:
+        client.close()
+    wait_until(lambda: threads_of_clients() == 0)
+    assert {key.partition("{")[0] for key in fetched(loader.metrics_url)} >= NAMES
+    loader.close()
+
+
+def test_without_descriptors_it_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[float] = []
+    accept = endpoint._Server.get_request
+    monkeypatch.setattr(
+        endpoint._Server,
+        "get_request",
+        lambda self: (attempts.append(time.monotonic()), accept(self))[1],
+    )
+    loader = loader_of(metrics_address=0)
+    list(loader)
+    client = socket.socket()
+    client.settimeout(20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        client.connect(address_of(loader.metrics_url))
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        wait_until(lambda: len(attempts) > 3)
+        pauses_s = [after - before for before, after in zip(attempts, attempts[1:], strict=False)]
+        assert min(pauses_s) >= endpoint._PAUSE_S - 0.001
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert client.recv(100).startswith(b"HTTP/1.0 200 OK\r\n")
+    client.close()
+    loader.close()
+
+
+def threads_of_clients() -> int:
+    return sum("process_request" in each.name for each in threading.enumerate())
+
+
+def test_it_starts_without_looking_a_name_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a name was looked up")
+
+    for name in ("getfqdn", "gethostbyaddr", "gethostbyname", "getnameinfo"):
+        monkeypatch.setattr(socket, name, fail)
+    loader = loader_of(metrics_address=0)
+    list(loader)
+    loader.close()
 
 
 def test_a_forked_child_does_not_listen() -> None:
