@@ -13,7 +13,7 @@ import torch
 from minato._fork_safety import renew_in_children
 from minato.checks import check_device, check_whole
 from minato.delivery.accelerator import Accelerator, accelerator_of, memory_pinner
-from minato.delivery.device import move_leaves
+from minato.delivery.device import copy_batch
 from minato.delivery.iterator import BatchIterator
 
 __all__ = ["Consumer", "Group", "make_consumers"]
@@ -243,13 +243,9 @@ class _Part:
             raise
 
     def _sent(self, accelerator: Accelerator) -> Any:
-        # The batch in host memory is dropped inside: then its slot waits for the stream that copies it.
-        batch = [self._group.next(self._member)]
-        with accelerator.copying():
-            sent = move_leaves(batch.pop(), accelerator.copy)
-            mark = accelerator.record_event()
-        accelerator.wait_event(mark)
-        return sent
+        batch, event = copy_batch(accelerator, [self._group.next(self._member)].pop)
+        accelerator.wait_event(event)
+        return batch
 
 
 def make_consumers(

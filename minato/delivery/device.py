@@ -39,19 +39,20 @@ class DeviceCopier:
 
     Args:
         accelerator: The device.
-        slots: Pinned slots of the arena; None if the device gains nothing from them.
+        keep: Called for each batch with its slot, the batch in host memory, and the event until which the device may
+            read it; None: nothing depends on it.
         tracer: Records the time to queue copies, and the time until they have run.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        slots: PinnedSlots | None,
+        keep: Callable[[Slot, Any, DeviceEvent], object] | None = None,
         *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._accelerator = accelerator
-        self._slots = slots
+        self._keep = keep
         self._tracer = tracer
         self._traced: deque[tuple[int, DeviceEvent]] = deque()  # copies that may still run
 
@@ -64,7 +65,8 @@ class DeviceCopier:
         start_ns = self._tracer.now()
         try:
             host = read()
-            batch, event = copy_batch(self._accelerator, host, functools.partial(self._keep, slot))
+            keep = None if self._keep is None else functools.partial(self._keep, slot)
+            batch, event = copy_batch(self._accelerator, lambda: host, keep)
         finally:
             self._tracer.slice("send to device", start_ns)
         if self._tracer.enabled:
@@ -82,10 +84,6 @@ class DeviceCopier:
         """Copy a batch, and return it as :meth:`finish` does."""
         return self.finish(self.start(slot, read))
 
-    def _keep(self, slot: Slot, event: DeviceEvent) -> None:
-        if self._slots is not None:
-            self._slots.in_use_until(slot, event)
-
     def _trace_copies(self) -> None:
         """Record the copies that have ended. Called for each batch: their recorded end is late by one batch at most."""
         while self._traced and self._traced[0][1].query():
@@ -100,25 +98,38 @@ def device_copier(
     accelerator = accelerator_of(device)
     if accelerator.pins_memory:
         arena.pin_slots(accelerator)
-    return DeviceCopier(accelerator, arena.pinned_slots, tracer=tracer)
+    slots, keep = arena.pinned_slots, None
+    if slots is not None:
+        keep = functools.partial(_keep_slot, slots)
+    return DeviceCopier(accelerator, keep, tracer=tracer)
+
+
+def _keep_slot(slots: PinnedSlots, slot: Slot, host: object, event: DeviceEvent) -> None:
+    slots.in_use_until(slot, event)
 
 
 def copy_batch(
-    accelerator: Accelerator, host: object, keep: Callable[[DeviceEvent], None]
+    accelerator: Accelerator,
+    take: Callable[[], Any],
+    keep: Callable[[Any, DeviceEvent], object] | None = None,
 ) -> tuple[Any, DeviceEvent]:
     """Queue the copies of a batch; returns the batch on the device, and the event after its copies.
 
     Args:
-        host: The batch in host memory.
-        keep: Called with the event, which says how long the device may read the host memory. It is called too when a
-            copy raises, as copies queued before still run.
+        take: Returns the batch in host memory. If nobody else refers to it, it is dropped while copies are queued: a
+            pinned slot then waits for the copies alone, and not for the training.
+        keep: Called with the batch and the event, which says how long the device may read the host memory. It is called
+            too when a copy raises, as copies queued before still run.
     """
     with accelerator.copying():
+        host = take()
         try:
             batch = move_leaves(host, accelerator.copy)
         finally:
             event = accelerator.record_event()
-            keep(event)
+            if keep is not None:
+                keep(host, event)
+            del host
     return batch, event
 
 

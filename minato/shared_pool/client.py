@@ -6,21 +6,31 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from minato._core.segment import Segment
+from minato._fork_safety import Loans
 from minato.batching.arena import Slot
+from minato.batching.serialization import SharedStore
 from minato.shared_pool.channel import Channel, connected
-from minato.shared_pool.descriptors import BatchDescriptor, BatchHandle, RemoteArena
-from minato.shared_pool.messages import Hello, RankCompleted, from_host
-from minato.shared_pool.rank_slot import PREFETCH_BATCHES
+from minato.shared_pool.messages import (
+    BatchDescriptor,
+    BatchMessage,
+    Hello,
+    RankCompleted,
+    RankMessage,
+    from_host,
+)
+from minato.shared_pool.ranks import PREFETCH_BATCHES
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import RANK_TIMEOUT_S
+from minato.shared_pool.source import BatchHandle, open_batch
 
-__all__ = ["PoolClient"]
+__all__ = ["PoolClient", "RemoteArena"]
 
 _LIVENESS_S = 1.0
 _LOADS = "which loads for all ranks of this node"
@@ -49,7 +59,7 @@ class PoolClient:
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._dropped: deque[tuple[int, int]] = deque()
-        self._outbox: deque[tuple[str, int, Any]] = deque()
+        self._outbox: deque[RankMessage] = deque()
         self._sending = False
         self._remote_arenas: dict[int, RemoteArena] = {}
         self._given_back: set[tuple[int, Slot]] = set()
@@ -103,9 +113,10 @@ class PoolClient:
             if number != self._epoch:
                 raise StopIteration
             match self._receive("batch", "end", "failed"):
-                case ("batch", _, arena, batch_descriptor, portion):
+                case BatchMessage() as batch:
                     self._send("next", number)
-                    return self._remote_arenas[arena].received(batch_descriptor, portion)
+                    remote = self._remote_arenas[batch.arena]
+                    return remote.received(batch.descriptor, batch.portion)
                 case ("failed", _, why):
                     self._epoch = -1
                     raise RuntimeError(f"local rank 0, {_LOADS}: {why}")
@@ -159,15 +170,15 @@ class PoolClient:
     def _send(self, kind: str, number: int, more: object = None) -> None:
         if os.getpid() != self._owner:
             return
-        self._outbox.append((kind, number, more))
+        self._outbox.append(RankMessage(kind, number, (), more))
         if self._sending or self._channel.over:
             return  # the call that is sending a message sends this one next
         self._sending = True
         try:
             while self._outbox:
-                kind, number, more = self._outbox.popleft()
-                dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-                self._channel.send((kind, number, dropped, more))
+                message = self._outbox.popleft()
+                dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
+                self._channel.send(message._replace(dropped=dropped))
         except OSError:
             self._channel.hang_up()  # the receiving call reports the reason
         finally:
@@ -216,14 +227,10 @@ class PoolClient:
                     for arena, slot in places:
                         if self._holds(arena, slot):
                             self._given_back.add((arena, slot))
-                case ("batch", _, arena, BatchDescriptor() as batch_descriptor, _) if (
-                    not self._holds(arena, batch_descriptor)
-                ):
+                case BatchMessage(arena=arena, descriptor=batch) if not self._holds(arena, batch):
                     pass
-                case ("batch", number, arena, BatchDescriptor(slot=slot), _) if (
-                    number != self._epoch
-                ):
-                    self._dropped.append((arena, slot.start))
+                case BatchMessage() as batch if batch.number != self._epoch:
+                    self._dropped.append((batch.arena, batch.descriptor.slot.start))
                 case ("end" | "failed", number, *_) if number != self._epoch:
                     pass
                 case ("open", number) if number != self._next_epoch:
@@ -253,3 +260,52 @@ class PoolClient:
             return True
         self._channel.give_up("it named memory that it has not sent")
         return False
+
+
+class RemoteArena:
+    """The mapped memory of another process's arena.
+
+    Args:
+        segment: The memory; an attribute too.
+        returned: Called with the start of a slot when the last tensor of its batch is gone, by any thread at any time.
+    """
+
+    def __init__(self, segment: Segment, returned: Callable[[int], None]) -> None:
+        self.segment = segment
+        self._store = SharedStore(segment)
+        self._returned = returned
+        self._leases: dict[int, weakref.ref[Any]] = {}
+        self._loans = Loans(self._leases)
+
+    @property
+    def num_leased(self) -> int:
+        """Number of slots whose batches are in use."""
+        self._loans.settle()
+        return len(self._leases)
+
+    def holds(self, place: BatchDescriptor | Slot) -> bool:
+        """Whether a slot, or a descriptor's slot with all its parts, lies in the memory."""
+        slot = place.slot if isinstance(place, BatchDescriptor) else place
+        if not 0 <= slot.start <= slot.end <= self.segment.nbytes:
+            return False
+        if not isinstance(place, BatchDescriptor):
+            return True
+        places = [(place.layout, 0), place.result, *place.texts, (slot.start, place.nbytes)]
+        return all(
+            slot.start <= start and start + nbytes <= slot.end for start, nbytes in places if start
+        )
+
+    def received(self, descriptor: BatchDescriptor, portion: object) -> BatchHandle:
+        """Return a handle of the batch, which this process opens."""
+        return BatchHandle(self.segment, descriptor, portion, partial(self._open, descriptor))
+
+    def _open(self, descriptor: BatchDescriptor) -> Any:
+        self._loans.settle()
+        start, end = descriptor.slot
+        lease = self.segment.array[start:end]
+        self._leases[start] = weakref.ref(lease, partial(self._end, start))
+        return open_batch(descriptor, self.segment, self._store, lease)
+
+    def _end(self, start: int, reference: weakref.ref[Any]) -> None:
+        self._leases.pop(start, None)
+        self._returned(start)

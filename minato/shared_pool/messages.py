@@ -9,9 +9,19 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from minato.batching.arena import Slot
-from minato.shared_pool.descriptors import BatchDescriptor
+from minato.sampling.completed import Completed
 
-__all__ = ["WITH_DESCRIPTOR", "Hello", "RankCompleted", "encoded", "from_host", "from_rank"]
+__all__ = [
+    "WITH_DESCRIPTOR",
+    "BatchDescriptor",
+    "BatchMessage",
+    "Hello",
+    "RankCompleted",
+    "RankMessage",
+    "encoded",
+    "from_host",
+    "from_rank",
+]
 
 WITH_DESCRIPTOR = "arena"
 """The kind of message that a file descriptor follows; only the server sends it."""
@@ -19,6 +29,26 @@ WITH_DESCRIPTOR = "arena"
 _LARGEST = 1 << 63
 _MODULUS = 1 << 64
 Pairs = tuple[tuple[int, int], ...]
+
+
+class BatchDescriptor(NamedTuple):
+    """The data from which a process builds the batch of a slot.
+
+    Attributes:
+        slot: The slot that holds the batch.
+        layout: Arena offset of the batch's layout; 0: it has none.
+        result: Arena offset and bytes of the pickled batch, or of the pickled error; ``(0, 0)``: none.
+        failed: Whether a sample or the collation raised.
+        texts: Arena offset and bytes of each sample's strings; ``(0, 0)``: it has none.
+        nbytes: Number of bytes written to the slot.
+    """
+
+    slot: Slot
+    layout: int
+    result: tuple[int, int]
+    failed: bool
+    texts: tuple[tuple[int, int], ...]
+    nbytes: int
 
 
 class Hello(NamedTuple):
@@ -49,6 +79,37 @@ class RankCompleted(NamedTuple):
     delivered: tuple[int, int]
     skipped: tuple[int, int]
 
+    @classmethod
+    def of(cls, done: Completed) -> RankCompleted:
+        """Return the part of an epoch as a message's field."""
+        return cls(done.ranges, done.batches, done.delivered, done.skipped)
+
+
+class RankMessage(NamedTuple):
+    """A message of a client.
+
+    Attributes:
+        kind: ``hello``, ``enter``, ``next``, ``leave`` or ``bye``.
+        number: Number of the epoch in the pool.
+        dropped: Arena and start of each slot that the rank has dropped since its last message.
+        more: ``hello``: :class:`Hello`. ``enter``: epoch number, and the part done before a resume. Otherwise None.
+    """
+
+    kind: str
+    number: int
+    dropped: Pairs
+    more: Any
+
+
+class BatchMessage(NamedTuple):
+    """A batch for a client: ``kind`` is ``batch``, ``portion`` the part of the epoch that the batch covers."""
+
+    kind: str
+    number: int
+    arena: int
+    descriptor: BatchDescriptor
+    portion: Any
+
 
 def encoded(message: tuple[Any, ...]) -> bytes:
     """Return a message as bytes.
@@ -57,16 +118,11 @@ def encoded(message: tuple[Any, ...]) -> bytes:
         TypeError: It holds other types than tuples, strings, integers, bools and None.
     """
     match message:
-        case (
-            "batch",
-            number,
-            arena,
-            BatchDescriptor() as descriptor,
-            (ranges, samples, hashes),
-        ):
+        case BatchMessage(descriptor=BatchDescriptor() as descriptor, portion=portion):
             # Flat lists: there may be a pair for each sample.
+            ranges, samples, hashes = portion
             parts = descriptor._replace(texts=_flat(descriptor.texts))  # type: ignore[arg-type]  # only to be sent
-            message = "batch", number, arena, parts, (_flat(ranges), samples, hashes)
+            message = message._replace(descriptor=parts, portion=(_flat(ranges), samples, hashes))
     # numpy's integers become Python's.
     return json.dumps(message, separators=(",", ":"), default=operator.index).encode()
 
@@ -75,8 +131,8 @@ def _flat(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     return tuple(itertools.chain.from_iterable(pairs))
 
 
-def from_rank(data: bytes) -> tuple[str, int, Pairs, Any]:
-    """Decode a client's message: ``(kind, number of the epoch, slots it has dropped, more)``.
+def from_rank(data: bytes) -> RankMessage:
+    """Decode a client's message.
 
     Raises:
         ValueError: The bytes are no such message.
@@ -84,12 +140,12 @@ def from_rank(data: bytes) -> tuple[str, int, Pairs, Any]:
     match _parsed(data):
         case ["hello", 0, [], [local_rank, rank, dict(loader)]]:
             facts = {_text(name): _text(value) for name, value in loader.items()}
-            return "hello", 0, (), Hello(_count(local_rank), _count(rank), facts)
+            return RankMessage("hello", 0, (), Hello(_count(local_rank), _count(rank), facts))
         case ["enter", number, dropped, [int(epoch), before]]:
             had = None if before is None else _rank_completed(before)
-            return "enter", _count(number), _pairs(dropped), (epoch, had)
+            return RankMessage("enter", _count(number), _pairs(dropped), (epoch, had))
         case [("next" | "leave" | "bye") as kind, number, dropped, None]:
-            return kind, _count(number), _pairs(dropped), None
+            return RankMessage(kind, _count(number), _pairs(dropped), None)
     raise ValueError("not a message of a client")
 
 
@@ -112,12 +168,8 @@ def from_host(data: bytes) -> tuple[Any, ...]:
             return "given back", tuple(map(_place, places))
         case ["batch", number, arena, descriptor, [ranges, samples, hashes]]:
             portion = list(_unflat(ranges)), _count(samples), _count(hashes, _MODULUS)
-            return (
-                "batch",
-                _count(number),
-                _count(arena),
-                _descriptor(descriptor),
-                portion,
+            return BatchMessage(
+                "batch", _count(number), _count(arena), _descriptor(descriptor), portion
             )
     raise ValueError("not a message of a server")
 

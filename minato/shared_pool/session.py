@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import sys
@@ -14,7 +15,6 @@ from typing import Any
 from minato._support.objects import attribute
 from minato._system import available_cores
 from minato._version import __version__
-from minato.delivery.accelerator import accelerator_of
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import History
@@ -23,14 +23,13 @@ from minato.options import Options, StartingWorkers
 from minato.sampling.completed import Completed, Tally, merged_ranks
 from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
 from minato.sampling.epoch import Epoch
+from minato.sampling.index_batches import IndexBatches
 from minato.sampling.state import is_stateful
 from minato.shared_pool.client import PoolClient
-from minato.shared_pool.descriptors import DescriptorReader
-from minato.shared_pool.device_prefetch import DevicePrefetcher, DeviceSource
-from minato.shared_pool.messages import Hello
+from minato.shared_pool.messages import Hello, RankCompleted
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
-from minato.shared_pool.source import ClientSource, ServerSource, rank_completed
+from minato.shared_pool.source import DescriptorReader, RankDevice, RankPool, RankSource
 
 __all__ = ["PoolSession", "RankInfo"]
 
@@ -96,7 +95,7 @@ class PoolSession:
         self._owner = os.getpid()
         self._server: PoolServer | None = None
         self._client: PoolClient | None = None
-        self._prefetcher: DevicePrefetcher | None = None
+        self._device: RankDevice | None = None
 
     def __reduce__(self) -> tuple[type[PoolSession], tuple[RankInfo, str]]:
         return PoolSession, (self._place, self._on_rank_death)
@@ -219,31 +218,27 @@ class PoolSession:
         if self.alone:
             engine: BatchSource = make_engine(spec, epoch)
             return engine
-        source, device = self._rank_source(spec, epoch, make_engine), spec.options.target
-        source.keeps = (
-            self  # an iterator outlives its loader, and with this object the channel ends
-        )
-        if device is None:
-            return source
-        if self._prefetcher is None:
-            self._prefetcher = DevicePrefetcher(
-                accelerator_of(device), spec.options.prefetch_to_device
-            )
-        return DeviceSource(source, self._prefetcher)
+        pool, join = self._joining(spec, epoch, make_engine)
+        target = spec.options.target
+        if target is not None and self._device is None:
+            self._device = RankDevice(target, spec.options.prefetch_to_device)
+        return RankSource(pool, join, self._device, self)
 
-    def _rank_source(
+    def _joining(
         self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
-    ) -> ServerSource | ClientSource:
+    ) -> tuple[RankPool, Callable[[Epoch, IndexBatches], tuple[int, bool]]]:
+        """The pool of the node, and the function that joins its epochs."""
         self._check_owner()
         if not self.hosts:
             if self._client is None:
                 self._client = PoolClient(Rendezvous(self._number), self._greeting(spec))
                 weakref.finalize(self, self._client.close)
-            return ClientSource(self._client)
+            return self._client, functools.partial(_join, self._client)
         server = self._pool_server(spec)
         server.finish_epoch()
         engine = make_engine(self.pooled(spec), epoch, make_reader=DescriptorReader)
-        return ServerSource(server, engine, spec.sampling.index_sampler)
+        quota = len(spec.sampling.index_sampler)
+        return server, functools.partial(_begin, server, engine, quota)
 
     def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
@@ -258,7 +253,7 @@ class PoolSession:
             return Completed()  # the host leaves out what is done
         self._check_owner()
         server = self._pool_server(spec)
-        parts = server.gather_progress(epoch, rank_completed(own))
+        parts = server.gather_progress(epoch, RankCompleted.of(own))
         try:
             return merged_ranks(
                 Completed(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
@@ -320,6 +315,19 @@ class PoolSession:
                 self, self._server.close
             ).atexit = False  # at exit it waits for the others
         return self._server
+
+
+def _begin(
+    server: PoolServer, engine: Engine, quota: int, epoch: Epoch, batches: IndexBatches
+) -> tuple[int, bool]:
+    return server.begin_epoch(engine, epoch, batches, quota)
+
+
+def _join(client: PoolClient, epoch: Epoch, batches: IndexBatches) -> tuple[int, bool]:
+    """Join the server's next epoch; the server has a copy of this rank's sampler."""
+    part = epoch.progress.part
+    before = None if part is None or part.before is None else RankCompleted.of(part.before)
+    return client.enter(epoch.number, before), True
 
 
 def _name_of(function: object) -> str:

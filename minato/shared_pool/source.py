@@ -3,207 +3,283 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sized
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import torch
+
+from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.batching.pinned_slots import MemoryPinner
-from minato.batching.serialization import SharedStore
-from minato.delivery.iterator import BatchSource
+from minato.batching.layout import read_layout
+from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
+from minato.batching.reader import BatchReader, check_texts
+from minato.batching.sample_error import raise_sample_error, slot_overflow_error
+from minato.batching.serialization import Store
+from minato.delivery.accelerator import accelerator_of
+from minato.delivery.device import DeviceCopier
 from minato.sampling.epoch import Epoch
 from minato.sampling.index_batches import IndexBatches
 from minato.sampling.outgoing import Outgoing
-from minato.shared_pool.client import PoolClient
-from minato.shared_pool.descriptors import BatchHandle, open_batch
-from minato.shared_pool.messages import RankCompleted
-from minato.shared_pool.rank_slot import Source
-from minato.shared_pool.server import PoolServer
+from minato.shared_pool.messages import BatchDescriptor
 
-__all__ = ["ClientSource", "RankSource", "ServerSource", "rank_completed"]
-
-
-class Part(Protocol):
-    """Records which part of an epoch a rank has had."""
-
-    before: Any
-
-    def handed(self, portion: Any) -> None:
-        """Record a batch that the program receives."""
-
-    def ended(self) -> None:
-        """Record the end of the epoch."""
+__all__ = [
+    "BatchHandle",
+    "DescriptorReader",
+    "LeasedBatch",
+    "RankDevice",
+    "RankPool",
+    "RankSource",
+    "open_batch",
+]
 
 
-class RankSource(ABC):
-    """Batches of one rank, which may be taken before they are opened.
+class LeasedBatch(NamedTuple):
+    """A descriptor, the lease of its slot, and the part of the epoch that the batch covers."""
+
+    descriptor: BatchDescriptor
+    lease: np.ndarray[Any, np.dtype[np.uint8]]
+    portion: Any = None
+
+
+class BatchHandle(NamedTuple):
+    """A received batch that is not built yet.
 
     Attributes:
-        part: Records the batches that the program receives; a caller of ``take`` must record them itself.
-        keeps: An object that must live as long as this source.
+        segment: This process's mapping of the arena.
+        descriptor: The batch's descriptor.
+        portion: The part of the epoch that the batch covers.
+        open: Returns the batch (see :func:`open_batch`). Must be called once, so that the slot becomes free again.
     """
 
-    part: Part
+    segment: Segment
+    descriptor: BatchDescriptor
+    portion: Any
+    open: Callable[[], Any]
 
-    def __init__(self) -> None:
-        self.keeps: object = None
+
+class DescriptorReader(BatchReader):
+    """Reads batches as descriptors, which another process may open."""
+
+    def failure(self, batch: int, slot: Slot) -> None:
+        """None: the error of a batch travels in its descriptor."""
+
+    def read(self, batch: int, slot: Slot) -> LeasedBatch:
+        """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
+        flags, layout, result, nbytes, _, used = self._ledger.contents(batch)
+        kind, offset = result & KIND_MASK, result & ~KIND_MASK
+        failed = bool(flags & FAILED) or kind == ERROR_BLOB
+        if flags & FAILED:
+            offset, nbytes = self._first_error(batch)
+        texts: tuple[tuple[int, int], ...] = ()
+        if flags & TEXTS and not (failed or offset):
+            texts = tuple(
+                (start, size) if kind == TEXT_BLOB else (0, 0)
+                for kind, start, size in self._ledger.blobs(batch)
+            )
+        return LeasedBatch(
+            BatchDescriptor(slot, layout, (offset, nbytes), failed, texts, used),
+            self._leased(slot, used),
+        )
+
+
+def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, lease: Any) -> Any:
+    """Return the batch of a descriptor; its arrays view the lease.
+
+    Raises:
+        DamagedError: The memory does not hold what the workers wrote.
+        Exception: The exception of a sample of the batch, or of its collation.
+    """
+    if descriptor.failed:
+        if not descriptor.result[0]:
+            raise_sample_error(slot_overflow_error(descriptor.slot))
+        raise_sample_error(store.get(*descriptor.result, None, ERROR_BLOB))
+    if descriptor.result[0]:
+        return store.get(*descriptor.result, lease, SAMPLE_BLOB)
+    fields, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
+    texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in descriptor.texts]
+    check_texts(layout, count, texts)
+    return layout.batch(lease, fields - descriptor.slot.start, count, texts)
+
+
+class RankDevice:
+    """Copies batches from the shared memory of the node to one rank's device.
+
+    Each rank pins the pages of its own mapping. A batch stays held, so that no process reuses its slot, until the
+    device has passed the event recorded after its copy.
+
+    Args:
+        device: The device.
+        ahead: Number of batches to copy ahead of use; an attribute too.
+    """
+
+    def __init__(self, device: torch.device, ahead: int) -> None:
+        self.ahead = ahead
+        accelerator = accelerator_of(device)
+        self._pinner: MemoryPinner | None = accelerator if accelerator.pins_memory else None
+        self._pinned: weakref.WeakKeyDictionary[Segment, PinnedSlots] = weakref.WeakKeyDictionary()
+        self._held: deque[tuple[Any, DeviceEvent]] = deque()
+        self._copier = DeviceCopier(accelerator, functools.partial(_hold, self._held))
+        # When the process exits, the driver ends all copies.
+        weakref.finalize(self, _finish_copies, self._held, os.getpid()).atexit = False
+
+    def unpin(self, slots: Iterable[tuple[Segment, Slot]]) -> None:
+        """Unpin pages that were returned to the system: other pages have replaced them."""
+        for segment, slot in slots:
+            if segment in self._pinned:
+                self._pinned[segment].unlock(slot)
+
+    def start(self, handle: BatchHandle) -> Any:
+        """Start to copy a batch; returns the argument of ``finish``.
+
+        Raises:
+            Exception: The exception of a sample of the batch, or of the copy.
+        """
+        while self._held and self._held[0][1].query():
+            self._held.popleft()
+        read = functools.partial(self._opened, handle)
+        return self._copier.start(handle.descriptor.slot, read)
+
+    def finish(self, started: Any) -> Any:
+        """Return the batch on the device; work that the program queues from now on waits for its copy."""
+        return self._copier.finish(started)
+
+    def _opened(self, handle: BatchHandle) -> Any:
+        batch = handle.open()
+        if self._pinner is not None:
+            pinned = self._pinned.get(handle.segment)
+            if pinned is None:
+                pinned = self._pinned[handle.segment] = PinnedSlots(self._pinner, handle.segment)
+            pinned.lock(handle.descriptor.slot, handle.descriptor.nbytes)
+        return batch
+
+
+def _hold(
+    held: deque[tuple[Any, DeviceEvent]], slot: Slot, host: object, event: DeviceEvent
+) -> None:
+    held.append((host, event))
+
+
+def _finish_copies(held: deque[tuple[Any, DeviceEvent]], owner: int) -> None:
+    """Wait for copies that are still running when the device's object is dropped."""
+    while held and owner == os.getpid():
+        _, event = held.popleft()
+        event.synchronize()
+
+
+class RankPool(Protocol):
+    """The pool of the node, as one of its ranks uses it; ``number`` is the number of an epoch in the pool."""
+
+    def next(self, number: int) -> BatchHandle:
+        """Return a handle of the next batch for this rank; raise StopIteration at the end."""
+
+    def has_next(self, number: int) -> bool:
+        """Whether ``next`` would not wait."""
+
+    def given_back(self) -> list[tuple[Segment, Slot]]:
+        """Return slots whose pages were returned to the system; to be unpinned before their next batch."""
+
+    def leave(self, number: int) -> None:
+        """Leave an epoch."""
+
+
+class _Upcoming(NamedTuple):
+    """A batch that ``next`` returns later, or its error, and the part of the epoch that it covers."""
+
+    portion: Any
+    batch: Any = None
+    error: Exception | None = None
+
+
+class RankSource:
+    """The batches of one rank (see :class:`minato.delivery.iterator.BatchSource`).
+
+    Args:
+        pool: Gives this rank its batches.
+        join: Called with an epoch and its batches; joins the next epoch of all ranks. Returns its number in the pool,
+            and whether batches that were prefetched for it were its own.
+        device: Copies the batches to this rank's device; None: they stay in shared memory.
+        session: Lives as long as this source, as the channel ends with it.
+    """
+
+    def __init__(
+        self,
+        pool: RankPool,
+        join: Callable[[Epoch, IndexBatches], tuple[int, bool]],
+        device: RankDevice | None,
+        session: object,
+    ) -> None:
+        self._pool = pool
+        self._join = join
+        self._device = device
+        self._session = session
         self._number = -1
+        self._part: Any = None
+        self._upcoming: deque[_Upcoming] = deque()
         self._last: Outgoing | None = None
         self._leave: Callable[[], Any] = lambda: None
 
-    @property
-    @abstractmethod
-    def has_next(self) -> bool:
-        """Whether ``take`` would not wait."""
-
-    @abstractmethod
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch of all ranks."""
+        """Join the next epoch of all ranks, and drop the prefetched batches of the last one."""
+        self._leave()
+        self._last = None
+        self._upcoming.clear()
+        self._part = epoch.progress.part
+        assert self._part is not None, "the epoch was begun without a session"
+        self._number, begun = self._join(epoch, batches)
+        # On request, or when this source is dropped; the server handles the exit itself.
+        self._leave = leave = weakref.finalize(self, self._pool.leave, self._number)
+        leave.atexit = False
+        return begun
 
     def next(self) -> Outgoing:
         """Return the next batch for this rank: the same one until it is given."""
         last = self._last
         if last is None or last.is_given:
-            handle = self.take()
-            self.part.handed(handle.portion)
-            self._last = last = Outgoing(handle.open())
+            self._last = last = self._next()
         return last
-
-    def take(self) -> BatchHandle:
-        """Return a handle of the next batch."""
-        try:
-            return self._take()
-        except StopIteration:
-            self.part.ended()
-            raise
-
-    @abstractmethod
-    def _take(self) -> BatchHandle:
-        """Return a handle of the next batch; raise StopIteration at the end."""
-
-    @abstractmethod
-    def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Return slots whose pages were returned to the system; the caller unpins them before their next batch."""
-
-    def shut_down(self) -> None:
-        """Leave the epoch; the workers end when all ranks have left it, unless they persist."""
-        self._leave()
-
-    def _leave_at_the_end(self, leave: Callable[[int], None]) -> None:
-        """Leave the epoch once: on request, or when this source is dropped."""
-        finalizer = weakref.finalize(self, leave, self._number)
-        finalizer.atexit = False  # the server handles the exit itself
-        self._leave = finalizer
-
-
-class _Engine(BatchSource, Source, Protocol):
-    """The engine of the server."""
-
-
-class ServerSource(RankSource):
-    """Batches of the server's own rank (see :class:`minato.delivery.iterator.BatchSource`).
-
-    Args:
-        server: Distributes the engine's batches.
-        sampler: This rank's sampler, for its length.
-    """
-
-    def __init__(self, server: PoolServer, engine: _Engine, sampler: Sized) -> None:
-        super().__init__()
-        self._server = server
-        self._engine = engine
-        self._sampler = sampler
-        self._store = SharedStore(engine.arena.segment)
 
     @property
     def has_next(self) -> bool:
-        """Whether a batch is available."""
-        return self._server.has_next(self._number)
+        """Whether the next batch has arrived."""
+        return self._pool.has_next(self._number)
 
-    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch of all ranks as soon as they have finished the last one."""
-        self._leave()
-        self._last = None
-        self.part = _part_of(epoch)
-        self._number, begun = self._server.open(
-            self._engine,
-            epoch.number,
-            len(self._sampler),
-            functools.partial(self._engine.begin, epoch, batches),
-            epoch.progress.latest,
-            self.part.before is not None,
-        )
-        self._leave_at_the_end(self._server.leave)
-        return begun
+    def _next(self) -> Outgoing:
+        upcoming = self._upcoming.popleft() if self._upcoming else self._start()
+        batch, error = upcoming.batch, upcoming.error
+        if self._device is not None:
+            if error is None:
+                batch = self._device.finish(batch)
+            while len(self._upcoming) < self._device.ahead and self.has_next:
+                self._upcoming.append(self._start())
+        self._part.handed(upcoming.portion)
+        return Outgoing(batch, error)
 
-    def _take(self) -> BatchHandle:
-        descriptor, lease, portion = self._server.next(self._number)
-        segment = self._engine.arena.segment
-        give = functools.partial(open_batch, descriptor, segment, self._store, lease)
-        return BatchHandle(segment, descriptor, portion, give)
-
-    def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Return slots whose pages the engine has returned to the system."""
-        return self._server.given_back()
+    def _start(self) -> _Upcoming:
+        """Take the next batch, and build it or start to copy it."""
+        try:
+            handle = self._pool.next(self._number)
+        except StopIteration:
+            self._part.ended()
+            raise
+        try:
+            if self._device is None:
+                return _Upcoming(handle.portion, handle.open())
+            self._device.unpin(self._pool.given_back())
+            return _Upcoming(handle.portion, self._device.start(handle))
+        except Exception as error:
+            return _Upcoming(handle.portion, error=error)
 
     def pinned(self, duration_ns: int) -> None:
         """Do nothing: times are measured for all ranks together."""
 
     def pin_slots(self, locker: MemoryPinner) -> None:
-        """Do nothing: torch pins the copies that a rank's consumers make."""
+        """Do nothing: torch pins the copies that a rank's consumers make; a device pins its own."""
 
-
-class ClientSource(RankSource):
-    """Batches of a rank that is a client of the server."""
-
-    def __init__(self, client: PoolClient) -> None:
-        super().__init__()
-        self._client = client
-
-    @property
-    def has_next(self) -> bool:
-        """Whether a batch is available."""
-        return self._client.has_next(self._number)
-
-    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Join the server's next epoch; the server has a copy of this rank's sampler."""
+    def shut_down(self) -> None:
+        """Leave the epoch; the workers end when all ranks have left it, unless they persist."""
         self._leave()
-        self._last = None
-        self.part = _part_of(epoch)
-        before = self.part.before
-        self._number = self._client.enter(
-            epoch.number, None if before is None else rank_completed(before)
-        )
-        self._leave_at_the_end(self._client.leave)
-        return True
-
-    def _take(self) -> BatchHandle:
-        return self._client.next(self._number)
-
-    def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Return slots whose pages the server has returned to the system."""
-        return self._client.given_back()
-
-    def pinned(self, duration_ns: int) -> None:
-        """Do nothing, as in the server."""
-
-    def pin_slots(self, locker: MemoryPinner) -> None:
-        """Do nothing, as in the server."""
-
-
-def _part_of(epoch: Epoch) -> Part:
-    """This rank's account of an epoch."""
-    part = epoch.progress.part
-    assert part is not None, "the epoch was begun without a session"
-    return part
-
-
-def rank_completed(done: Any) -> RankCompleted:
-    """Return the part of an epoch that a rank has done, as a message's field.
-
-    Args:
-        done: See :class:`minato.sampling.completed.Completed`.
-    """
-    return RankCompleted(done.ranges, done.batches, tuple(done.delivered), tuple(done.skipped))

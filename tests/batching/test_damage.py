@@ -25,7 +25,7 @@ from minato._core.codes import (
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
 from minato.batching.serialization import DamagedError, SharedStore
-from minato.shared_pool.descriptors import DescriptorReader, open_batch
+from minato.shared_pool.source import DescriptorReader, open_batch
 from tests.batching.test_writer import SAMPLES, Desk
 from tests.datasets import Numbers, assert_same
 

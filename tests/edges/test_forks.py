@@ -31,7 +31,7 @@ from minato._core.segment import Segment
 from minato._fork_safety import Borrower, Loans, at_work, held_off_forks, starting_worker
 from minato._support.counters import Counters
 from minato.caching.memory import MemoryCache
-from minato.shared_pool.descriptors import RemoteArena
+from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sqlite import SQLite
 from minato.workers import fork_server, process_pool, supervision
@@ -658,7 +658,7 @@ UNUSED = {
     "ray.pool": "a child does not have the threads",
     "shared_pool.channel": "a child is no rank: refused, or nothing is sent",
     "shared_pool.client": "a child is no rank: refused",
-    "shared_pool.server": "a child is no rank: refused",
+    "shared_pool.ranks": "a child is no rank: refused",
     "sources.cassandra": "lives for one call",
     "workers.reads": "a child does not have the threads: refused",
     "workers.signals": "never waited for",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 import minato
-from minato.shared_pool import session
+from minato.shared_pool import source
 from tests.delivery.recorder import Recorder
 from tests.integrations.models import Indexed, Model, Stream, noisy
 from tests.integrations.ranks import engines, rank_and_count
@@ -56,7 +56,7 @@ def shared() -> dict[str, Any]:
 def resumed() -> dict[str, Any]:
     """The same, each rank with a device that is played, broken off and gone on with in the middle of an epoch."""
     recorder = Recorder()
-    session.accelerator_of = lambda device: recorder  # type: ignore[assignment]
+    source.accelerator_of = lambda device: recorder  # type: ignore[assignment]
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
 

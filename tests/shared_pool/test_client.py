@@ -57,7 +57,7 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
             del batches  # its workers were forked while batches were held, and end now
             gc.collect()
             server = loader._session._server
-            until(lambda: server._arenas[0].num_leased == 0)
+            until(lambda: server._ranks.arenas[0].num_leased == 0)
         together.wait(20)
         return last
 
@@ -80,14 +80,14 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
             (tmp_path / "ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         server = loader._session._server
-        until(lambda: server._rank_slots[1].gone is not None)
-        server._arenas[0].given_back.append(place)
+        until(lambda: server._ranks.slots[1].gone is not None)
+        server._ranks.arenas[0].given_back.append(place)
         for _ in range(5):  # so many that one is fetched now
             next(batches)
-        assert (server._arenas[0].segment, place) in server.given_back()
+        assert (server._ranks.arenas[0].segment, place) in server.given_back()
         found = indices(loader)
         assert batches is not None  # it has the first arena
-        return len(found), len(server._arenas)
+        return len(found), len(server._ranks.arenas)
 
     with Job(program) as job:
         job.processes[1].join(20)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,18 @@ from minato.batching.arena import Arena, Slot
 from minato.sampling.outgoing import Outgoing
 from minato.shared_pool.channel import Channel, RankListener, connected
 from minato.shared_pool.client import PoolClient
-from minato.shared_pool.descriptors import BatchDescriptor, LeasedBatch
-from minato.shared_pool.messages import Hello, RankCompleted, encoded, from_host, from_rank
+from minato.shared_pool.messages import (
+    BatchDescriptor,
+    BatchMessage,
+    Hello,
+    RankCompleted,
+    encoded,
+    from_host,
+    from_rank,
+)
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
+from minato.shared_pool.source import LeasedBatch
 
 NBYTES = 1 << 16
 
@@ -58,7 +67,8 @@ from_hosts = st.one_of(
     st.tuples(st.just("failed"), small, texts),
     st.tuples(st.just("arena"), small, st.one_of(st.just(NBYTES), counts)),
     st.tuples(st.just("given back"), places),
-    st.tuples(
+    st.builds(
+        BatchMessage,
         st.just("batch"),
         small,
         small,
@@ -226,7 +236,7 @@ PORTION = ([], 0, 0)
 
 
 def batch(arena: int, *parts: Any) -> Any:
-    return "batch", 0, arena, BatchDescriptor(*parts), PORTION
+    return BatchMessage("batch", 0, arena, BatchDescriptor(*parts), PORTION)
 
 
 HOSTILE: list[list[Any]] = [
@@ -301,8 +311,19 @@ class Engine:
         descriptor = BatchDescriptor(slot, 0, (0, 0), False, self.texts, 64)
         return Outgoing(LeasedBatch(descriptor, self.arena.lease(slot, 64)))
 
+    def begin(self, epoch: Any, batches: Any) -> bool:
+        return True
+
     def cancel(self) -> None:
         self.left = 0
+
+
+def begun(server: PoolServer, engine: Engine, quota: int) -> int:
+    """The number of an epoch of the server."""
+    progress = SimpleNamespace(latest=lambda: PORTION, part=None)
+    epoch: Any = SimpleNamespace(number=0, progress=progress)
+    number, _ = server.begin_epoch(engine, epoch, [], quota)  # type: ignore[arg-type]
+    return number
 
 
 def check_hub(sent: list[tuple[int, Any]], in_turn: bool) -> None:
@@ -310,8 +331,7 @@ def check_hub(sent: list[tuple[int, Any]], in_turn: bool) -> None:
     with at_a_meeting() as rendezvous:
         facts = {"batch_size": "4"}
         server = PoolServer(rendezvous, Hello(0, 0, facts), 3, in_turn, "continue")
-        source = Engine(9)
-        number, _ = server.open(source, 0, 3, lambda: True, lambda: PORTION, False)
+        number = begun(server, Engine(9), 3)
         channels = []
         for rank in (1, 2):
             channel = connected(rendezvous, 20, from_host)
@@ -375,19 +395,18 @@ def test_a_host_that_takes_leave_does_not_wait_for_a_rank_that_is_slow() -> None
     count, texts = 40, tuple((4096 + 640 * i, 600) for i in range(4000))
     with at_a_meeting() as rendezvous:
         server = PoolServer(rendezvous, Hello(0, 0, {}), 2, True, "continue")
-        source = Engine(2 * count, texts)
-        number, _ = server.open(source, 0, count, lambda: True, lambda: PORTION, False)
+        number = begun(server, Engine(2 * count, texts), count)
         rank = connected(rendezvous, 20, from_host)
         rank.send(("hello", 0, (), Hello(1, 1, {})))
         rank.send(("enter", number, (), (0, None)))
         for _ in range(count):
             server.next(number)
-        begun = time.monotonic()
+        closed_s = time.monotonic()
         server.close()
         time.sleep(0.2)
-        with server._news:  # whoever sends has it
-            assert time.monotonic() - begun < 10
-            assert server._rank_slots[1].inbox
+        with server._ranks.changed:  # whoever sends has it
+            assert time.monotonic() - closed_s < 10
+            assert server._ranks.slots[1].inbox
         kinds = []
         while "end" not in kinds:
             rank.wait(20)

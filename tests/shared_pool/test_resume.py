@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from minato import CostBatchSampler, DataLoader
 from minato.sampling.completed import Completed, RankProgress, merged_ranks
 from minato.sampling.coverage import Progress, remaining_batches
-from minato.shared_pool import session
+from minato.shared_pool import source
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Filled, Numbers, flat, indices
 from tests.delivery.recorder import Recorder
 from tests.selection import mostly_slow
@@ -136,7 +136,7 @@ def test_random_numbers_and_samplers_of_ranks_own() -> None:
 def test_what_was_only_sent_to_a_device_is_left() -> None:
     def program(rank: int, together: Any) -> Any:
         recorder = Recorder()
-        session.accelerator_of = lambda device: recorder  # type: ignore[assignment]
+        source.accelerator_of = lambda device: recorder  # type: ignore[assignment]
         loader = loader_of(Filled(48, 3), device="meta", order="arrival")
         batches = iter(loader)
         taken = [next(batches) for _ in range(2 + rank)]

@@ -228,7 +228,7 @@ def test_slots_are_used_again_and_not_before() -> None:
             kept.clear()
             del batch
             together.wait(20)
-        return None if rank else loader._iterator._source._engine.arena.num_slots
+        return None if rank else loader._session._server._ranks.arenas[0].num_slots
 
     in_flight, for_both = 4, 24
     assert run(program)[0] <= in_flight + for_both + 12
@@ -351,7 +351,7 @@ def test_a_host_that_ends_waits_for_the_others() -> None:
         second = indices(loader)
         if rank == 0:
             together.wait(20)
-            loader._session._server._at_exit()
+            loader._session._server._wait_at_exit()
             assert not loader._session._server._thread.is_alive()
         return first, second
 
@@ -373,7 +373,7 @@ def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
         if rank == 0:
             loader.close()
             together.wait(20)
-            loader._session._server._at_exit()
+            loader._session._server._wait_at_exit()
             assert not loader._session._server._thread.is_alive()
         loader.close()
         return first
@@ -424,7 +424,7 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         epochs = [[batch[:, 0].tolist() for batch in [*held, *batches]]]
         held.clear()
         epochs += [[batch[:, 0].tolist() for batch in loader] for _ in range(2)]
-        arena = None if rank else loader._iterator._source._engine.arena
+        arena = None if rank else loader._session._server._ranks.arenas[0]
         until(lambda: arena is None or arena.num_leased == 0)
         return epochs
 

@@ -17,9 +17,9 @@ from torch.utils.data import DistributedSampler
 from minato import DataLoader
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
-from minato.shared_pool import session
-from minato.shared_pool.descriptors import BatchDescriptor, BatchHandle
-from minato.shared_pool.device_prefetch import DevicePrefetcher
+from minato.shared_pool import source
+from minato.shared_pool.messages import BatchDescriptor
+from minato.shared_pool.source import BatchHandle, RankDevice
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Pair, flat
 from tests.delivery.recorder import DeviceEvent, Recorder
 from tests.shared_pool.jobs import run, until
@@ -33,7 +33,7 @@ pytestmark = [
 
 def loader_of(recorder: Recorder, dataset: Any, batch_size: int = 3, **arguments: Any) -> Any:
     """A loader of a rank whose device is the recorder; to be called in that rank's process."""
-    session.accelerator_of = lambda device: recorder  # type: ignore[assignment]
+    source.accelerator_of = lambda device: recorder  # type: ignore[assignment]
     fixed = {"num_workers": 1, "prefetch_factor": 2, "shared_pool": True, "device": "meta"}
     return DataLoader(dataset, batch_size, **{**fixed, **arguments})
 
@@ -124,15 +124,16 @@ def test_what_a_rank_holds_is_read_before_it_lets_go_at_the_end() -> None:
     assert flat(second) == list(range(1, 18, 2))
 
 
-def test_a_dock_ends_when_the_device_has_read() -> None:
+def test_a_device_ends_when_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, segment, slot = Recorder(), Segment(1 << 20), Slot(mmap.PAGESIZE, 3 * mmap.PAGESIZE)
     values = torch.from_numpy(segment.array[slot.start : slot.start + 100])
     descriptor = BatchDescriptor(slot, 0, (0, 0), False, (), 100)
-    prefetcher = DevicePrefetcher(recorder, 2)
-    sent, _ = prefetcher.send(BatchHandle(segment, descriptor, None, lambda: values))
+    monkeypatch.setattr(source, "accelerator_of", lambda device: recorder)
+    device = RankDevice(torch.device("meta"), 2)
+    sent = device.finish(device.start(BatchHandle(segment, descriptor, None, lambda: values)))
     values[:] = 5
     assert recorder.ran == 0
-    del prefetcher
+    del device
     assert sent.tolist() == [5] * 100
 
 
@@ -176,12 +177,12 @@ def test_batches_that_have_come_are_sent_before_their_turn(ahead: int) -> None:
     def program(rank: int, together: Any) -> Any:
         recorder = Recorder()
         iterator: Any = iter(loader_of(recorder, Filled(60, 2, 2), prefetch_to_device=ahead))
-        source = iterator._source._source
+        batches = iterator._source
         most = 0
         for given in range(1, 8):
             next(iterator)
             most = max(most, len(recorder.copies) - given)
-            until(lambda: source.has_next)
+            until(lambda: batches.has_next)
         together.wait(20)
         return most
 

@@ -6,7 +6,7 @@ import pytest
 
 from minato.batching.arena import Slot
 from minato.shared_pool.messages import Hello
-from minato.shared_pool.rank_slot import PoolEpoch, RankSlot, next_rank, rejection_reason
+from minato.shared_pool.ranks import PoolEpoch, RankSlot, next_rank, rejection_reason
 
 
 class Nothing:
@@ -17,7 +17,7 @@ def seats_of(*states: str) -> tuple[list[RankSlot], PoolEpoch]:
     rank_slots = [RankSlot(rank) for rank in range(len(states))]
     for slot, state in zip(rank_slots, states, strict=True):
         slot.state = state
-    return rank_slots, PoolEpoch(Nothing(), 0, 0, 3, len(rank_slots), 0, tuple)  # type: ignore[arg-type]
+    return rank_slots, PoolEpoch(Nothing(), 0, 0, 3, 3 * len(rank_slots), 0, tuple)  # type: ignore[arg-type]
 
 
 def deal(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> int:
