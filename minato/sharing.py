@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import numbers
 import pickle
 from bisect import bisect_left
@@ -27,16 +28,24 @@ from enum import Enum
 from io import BytesIO
 from operator import is_not
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from minato._core import Column
 from minato._core.read_only import ReadOnlyMemory, shared_base, view_of
 from minato._support.hashes import key_hash
-from minato._support.objects import Kind, Node, derives, items_of, name_of, path_of
+from minato._support.objects import (
+    Kind,
+    Node,
+    Search,
+    derives,
+    failing_part,
+    items_of,
+    name_of,
+    path_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,17 +55,24 @@ __all__ = ["SharedDict", "SharedList", "is_looked_through", "share"]
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-Layout: TypeAlias = tuple[str, int, int, int, tuple[Any, ...], tuple[Any, ...]]
-"""See the pure form of :class:`~minato._core.Column`."""
 
 _log = logging.getLogger("minato")
 
 LEAST_ITEMS = 1000
 """Shorter lists and dictionaries in a dataset stay; what they hold is looked at."""
 LEAST_ARRAY_NBYTES = 1 << 16
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_SHAREABLE = (list, tuple, dict)
+_CONTAINERS = (*_SHAREABLE, set, frozenset, deque)
 _CHUNK = 1 << 16
 """Items that are converted at a time: what the conversion takes on top of its result is small."""
+_NUMBERS: dict[Any, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
+"""Types of items that lie in an array, with its dtype."""
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "str": bytes.decode,
+    "bytes": bytes,
+    "pickle": pickle.loads,
+}
+"""How an item is made of its bytes."""
 
 
 def share(dataset: T) -> T:
@@ -80,21 +96,24 @@ def share(dataset: T) -> T:
         TypeError: A large container cannot be shared; names it, the element and its type. Nothing is changed.
         OSError: There is no memory left, or no file descriptor.
     """
-    walk = _Walk(dataset)
-    found = list(walk.found.values())
+    found, holders = _large_parts(dataset)
     if not found:
         return dataset
-
-    def write(file: BinaryIO) -> None:
-        writer = _Writer(file)
-        for each in found:
-            each.write(writer)
-
-    memory = ReadOnlyMemory.written_by(write)
-    forms = {id(each.value): each.attach(memory) for each in found}
-    for each in found:
-        _log.info("shared %s: %d items", each.path, len(each.value))
-    return cast(T, walk.replace(forms))
+    layouts: list[Any] = []
+    memory = ReadOnlyMemory.written_by(
+        lambda file: layouts.extend(map(_Writer(file).container, found))
+    )
+    forms: dict[int, Any] = {}
+    for node, layout in zip(found, layouts, strict=True):
+        value = node.thing
+        if type(value) is np.ndarray:
+            form: Any = view_of(memory, value.dtype, layout, value.shape)
+        else:
+            form = _attached(SharedDict if type(value) is dict else SharedList, memory, layout)
+        forms[id(value)] = form
+        _log.info("shared %s: %d items", path_of(node), len(value))
+    _replace(holders, forms)
+    return cast(T, forms.get(id(dataset), dataset))
 
 
 def is_looked_through(kind: Kind) -> bool:
@@ -102,162 +121,115 @@ def is_looked_through(kind: Kind) -> bool:
     return issubclass(kind.kind, Dataset) or kind.defines("__dataclass_fields__")
 
 
-class _Walk:
-    """Finds the large containers of a dataset, and replaces them.
-
-    Args:
-        root: A dataset or a container.
-
-    Attributes:
-        found: What is to be replaced, by id.
+def _large_parts(root: Any) -> tuple[list[Node], list[Node]]:
+    """The containers that are to be shared, and all objects that may hold one; holders come before what they hold.
 
     Raises:
-        TypeError: A large container cannot be shared.
+        TypeError: There is nothing to share, or a large container that cannot be shared.
+    """
+    kind = Kind(type(root))
+    if derives(kind.kind, *_CONTAINERS, np.ndarray, SharedList, SharedDict):
+        node = Node(root, None, name_of(kind.kind))
+        found = [node] if _is_large(root, 0) else []
+        holders = []
+    elif kind.has_attributes and not issubclass(kind.kind, type):
+        search = Search(
+            lambda kind: derives(kind.kind, *_CONTAINERS, np.ndarray),
+            wants=_is_large,
+            opens=is_looked_through,
+            samples=False,
+        )
+        found, holders = search.run({"dataset": root}), search.opened
+    else:
+        raise TypeError(
+            f"a {name_of(kind.kind)} has nothing to share: pass a dataset, or a list, tuple, dictionary or array"
+        )
+    for node in found:
+        _check(node)
+    return found, holders
+
+
+def _is_large(value: Any, least: int = LEAST_ITEMS) -> bool:
+    """Whether a container or array is worth being shared, and is not yet."""
+    kind = type(value)
+    if issubclass(kind, np.ndarray):
+        nbytes = np.ndarray.nbytes.__get__(value)
+        return nbytes >= min(LEAST_ARRAY_NBYTES, least) and shared_base(value) is None
+    return any(issubclass(kind, base) and base.__len__(value) >= least for base in _CONTAINERS)
+
+
+def _check(node: Node) -> None:
+    """Refuse a large container that cannot be shared."""
+    value, kind = node.thing, type(node.thing)
+    if issubclass(kind, np.ndarray):
+        if kind is not np.ndarray or value.dtype.hasobject:
+            raise TypeError(
+                f"{path_of(node)} is a {name_of(kind)} of {value.dtype}, which cannot be shared: make it a list, or an "
+                "array of another dtype"
+            )
+    elif not any(kind is each for each in _SHAREABLE):
+        length = next(base.__len__(value) for base in _CONTAINERS if issubclass(kind, base))
+        raise TypeError(
+            f"{path_of(node)} is a {name_of(kind)} of {length} items, which cannot be shared: make it a list or a "
+            "dictionary, or share the other attributes, as in dataset.paths = minato.share(dataset.paths)"
+        )
+
+
+def _replace(holders: Sequence[Node], forms: dict[int, Any]) -> None:
+    """Put the shared forms, by id, in the place of the containers that some objects hold."""
+    kept: list[Any] = []  # keeps the ids in ``forms`` unique
+    # Tuples first, from the innermost out: a tuple with another item is another tuple.
+    tuples = [node.thing for node in reversed(holders) if issubclass(type(node.thing), tuple)]
+    changes = True
+    while changes:
+        changes = False
+        for given in tuples:
+            items = [forms.get(id(value), value) for value in tuple.__iter__(given)]
+            before = forms.get(id(given), given)
+            if any(map(is_not, items, tuple.__iter__(before))):
+                forms[id(given)] = _tuple_like(given, items)
+                kept.append(before)
+                changes = True
+    for node in holders:
+        kind = Kind(type(node.thing))
+        if kind.container is not None and kind.container is not tuple:
+            for key, value in items_of(node.thing, kind.container):
+                if id(value) in forms:
+                    kind.container.__setitem__(node.thing, key, forms[id(value)])
+        if node.parent is None or is_looked_through(kind):
+            for name, value in kind.attributes_of(node.thing):
+                if id(value) in forms:
+                    kind.set_attribute(node.thing, name, forms[id(value)])
+
+
+def _tuple_like(given: Any, items: list[Any]) -> Any:
+    made = tuple.__new__(type(given), items)
+    kind = Kind(type(given))
+    for name, value in kind.attributes_of(given):
+        dict.__setitem__(cast(Any, kind.dict_of(made)), name, value)
+    return made
+
+
+class _Layout(NamedTuple):
+    """Where a list lies in its memory.
+
+    Attributes:
+        kind: The name of a type of ``_NUMBERS``, or one of ``_DECODERS``.
+        length: Number of items.
+        start: Where an array begins, at a multiple of 8: the numbers; or ``length + 1`` int64, of which the ``i``-th
+            says where the bytes of item ``i`` begin, and the next one where they end.
     """
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self.found: dict[int, _Found] = {}
-        self._kinds: dict[int, Kind] = {}
-        self._seen: set[int] = set()
-        self._holders: list[Node] = []
-        self._held: list[list[tuple[Any, Any]]] = []
-        """What each holder holds, with keys, positions or names."""
-        kind = self._kind(root)
-        name = name_of(kind.kind)
-        if derives(kind.kind, *_CONTAINERS, np.ndarray, SharedList, SharedDict):
-            self._look(Node(root, None, name), least=0)
-            return
-        if not kind.has_attributes or issubclass(kind.kind, type):
-            raise TypeError(
-                f"a {name} has nothing to share: pass a dataset, or a list, tuple, dictionary or array"
-            )
-        self._hold(Node(root, None, "dataset"))
-        for node in self._holders:  # which grows
-            kind = self._kind(node.thing)
-            if kind.container is None:
-                held = kind.attributes_of(node.thing)
-                nodes = [Node(value, node, f".{key}") for key, value in held]
-            else:
-                held = items_of(node.thing, kind.container)
-                nodes = [Node(value, node, (key,)) for key, value in held]
-            self._held.append(held)
-            for each in nodes:
-                self._look(each)
-
-    def _kind(self, value: Any) -> Kind:
-        kind = self._kinds.get(id(type(value)))
-        if kind is None:
-            kind = self._kinds[id(type(value))] = Kind(type(value))
-        return kind
-
-    def _hold(self, node: Node) -> None:
-        if id(node.thing) not in self._seen:
-            self._seen.add(id(node.thing))
-            self._holders.append(node)
-
-    def _look(self, node: Node, least: int = LEAST_ITEMS) -> None:
-        """Note a container that is large, and look into other ones later."""
-        value = node.thing
-        kind = self._kind(value)
-        if issubclass(kind.kind, np.ndarray):
-            if _nbytes(value) >= min(LEAST_ARRAY_NBYTES, least) and shared_base(value) is None:
-                self._check_array(node)
-                self.found.setdefault(id(value), _Found(value, node))
-            return
-        base = next((base for base in _CONTAINERS if issubclass(kind.kind, base)), None)
-        if base is None:
-            if is_looked_through(kind):
-                self._hold(node)
-        elif base.__len__(value) >= least:
-            if not (kind.kind is list or kind.kind is tuple or kind.kind is dict):
-                raise TypeError(
-                    f"{path_of(node)} is a {name_of(kind.kind)} of {base.__len__(value)} items, which cannot be "
-                    "shared: make it a list or a dictionary, or share the other attributes, as in dataset.paths = "
-                    "minato.share(dataset.paths)"
-                )
-            self.found.setdefault(id(value), _Found(value, node))
-        elif base in (list, tuple, dict):
-            self._hold(node)
-
-    def _check_array(self, node: Node) -> None:
-        array = node.thing
-        if type(array) is not np.ndarray or array.dtype.hasobject:
-            raise TypeError(
-                f"{path_of(node)} is a {name_of(type(array))} of {array.dtype}, which cannot be shared: make it a "
-                "list, or an array of another dtype"
-            )
-
-    def replace(self, forms: dict[int, Any]) -> Any:
-        """Replace what was found by its form, by id; returns the root, or its form."""
-        new = dict(forms)
-        kept: list[Any] = []  # keeps the ids in ``new`` unique
-        holders = list(zip(self._holders, self._held, strict=False))
-        # Tuples first, from the innermost out: a tuple with another item is another tuple.
-        tuples = [
-            pair for pair in reversed(holders) if self._kind(pair[0].thing).container is tuple
-        ]
-        changes = True
-        while changes:
-            changes = False
-            for node, held in tuples:
-                items = [new.get(id(value), value) for _, value in held]
-                before = new.get(id(node.thing), node.thing)
-                if any(map(is_not, items, tuple.__iter__(before))):
-                    new[id(node.thing)] = self._tuple_like(node.thing, items)
-                    kept.append(before)
-                    changes = True
-        for node, held in holders:
-            kind = self._kind(node.thing)
-            for key, value in held:
-                if id(value) not in new or kind.container is tuple:
-                    continue
-                if kind.container is None:
-                    kind.set_attribute(node.thing, key, new[id(value)])
-                else:
-                    kind.container.__setitem__(node.thing, key, new[id(value)])
-        return new.get(id(self._root), self._root)
-
-    def _tuple_like(self, given: Any, items: list[Any]) -> Any:
-        made = tuple.__new__(type(given), items)
-        kind = self._kind(given)
-        for name, value in kind.attributes_of(given):
-            dict.__setitem__(cast(Any, kind.dict_of(made)), name, value)
-        return made
+    kind: str
+    length: int
+    start: int
 
 
-_nbytes: Callable[[Any], int] = vars(np.ndarray)["nbytes"].__get__
-
-
-class _Found:
-    """A container that is to be shared."""
-
-    def __init__(self, value: Any, node: Node) -> None:
-        self.value = value
-        self.path = path_of(node)
-        self._layout: Any = None
-
-    def write(self, writer: _Writer) -> None:
-        value = self.value
-        if isinstance(value, np.ndarray):
-            self._layout = writer.append(np.ascontiguousarray(value))
-        elif isinstance(value, dict):
-            self._layout = writer.table(value, self.path)
-        else:
-            self._layout = writer.column(value, lambda i: f"{self.path}[{i}]")
-
-    def attach(self, memory: ReadOnlyMemory) -> Any:
-        value = self.value
-        if isinstance(value, np.ndarray):
-            return view_of(memory, value.dtype, self._layout, value.shape)
-        return _attach(SharedDict if isinstance(value, dict) else SharedList, memory, self._layout)
-
-
-class SharedList(Column, Sequence[T]):
+class SharedList(Sequence[T]):
     """A list that cannot be changed, in memory that all workers share.
 
     Each access makes new objects, equal to those that were stored: changing one that was returned changes nothing here.
-    Tuples, lists and dictionaries of plain values come sooner if all items have the same length or keys.
+    Numbers, strings and bytes come soonest, if all items are of one type; others are unpickled.
 
     Args:
         items: Strings, bytes, numbers, tuples, lists, dictionaries, arrays, or other objects that pickle can copy and
@@ -268,28 +240,55 @@ class SharedList(Column, Sequence[T]):
     """
 
     _memory: ReadOnlyMemory
-    _layout: Layout
+    _layout: _Layout
 
     def __init__(self, items: Iterable[T]) -> None:
         kept = items if isinstance(items, (list, tuple)) else list(items)
-        layouts: list[Layout] = []
+        layouts: list[_Layout] = []
         memory = ReadOnlyMemory.written_by(
             lambda file: layouts.append(_Writer(file).column(kept, lambda i: f"SharedList[{i}]"))
         )
         self._attach(memory, layouts[0])
 
-    def _attach(self, memory: ReadOnlyMemory, layout: Layout) -> None:
-        super().__init__(layout, memory.array)
+    def _attach(self, memory: ReadOnlyMemory, layout: _Layout) -> None:
         self._memory, self._layout = memory, layout
+        kind, length, start = layout
+        dtype = next((each for of, each in _NUMBERS.items() if of.__name__ == kind), None)
+        self._numbers: Any = None if dtype is None else memory.words(dtype, start, length)
+        if dtype is None:
+            # A view of a mapping would be a memoryview, of which ``bytes.decode`` knows nothing.
+            whole = memory.buffer
+            self._bytes: Any = whole if type(whole) in (bytes, mmap.mmap) else _Copied(whole)
+            places = memory.words(np.int64, start, length + 1)
+            self._begins, self._ends = places[:-1], places[1:]
+            self._decode = _DECODERS[kind]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (type(self), self._memory, self._layout)
+        return _attached, (type(self), self._memory, self._layout)
 
     def __copy__(self) -> Self:
         return self
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+    def __len__(self) -> int:
+        return self._layout.length
+
+    def __getitem__(self, index: Any) -> Any:
+        """One item, or a list of those of a slice."""
+        if type(index) is slice:
+            return [self[i] for i in range(*index.indices(len(self)))]
+        try:
+            if self._numbers is not None:
+                return self._numbers[index]
+            content = self._bytes[self._begins[index] : self._ends[index]]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {len(self)} items") from None
+        return self._decode(content)
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self.__getitem__, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (list, tuple, SharedList)):
@@ -329,26 +328,24 @@ class SharedDict(Mapping[K, V]):
     """
 
     _memory: ReadOnlyMemory
-    _layout: tuple[Layout, Layout, int]
+    _layout: _TableLayout
 
     def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]]) -> None:
-        layouts: list[Any] = []
+        layouts: list[_TableLayout] = []
         memory = ReadOnlyMemory.written_by(
             lambda file: layouts.append(_Writer(file).table(dict(items), type(self).__qualname__))
         )
         self._attach(memory, layouts[0])
 
-    def _attach(self, memory: ReadOnlyMemory, layout: tuple[Layout, Layout, int]) -> None:
+    def _attach(self, memory: ReadOnlyMemory, layout: _TableLayout) -> None:
         self._memory, self._layout = memory, layout
-        keys, values, start = layout
-        self._keys: Any = Column(keys, memory.array)
-        self._values: Any = Column(values, memory.array)
-        middle, end = start + 8 * len(self._keys), start + 16 * len(self._keys)
-        self._hashes = memoryview(memory.array[start:middle].view(np.uint64))
-        self._places = memoryview(memory.array[middle:end].view(np.int64))
+        self._keys = _attached(SharedList, memory, layout.keys)
+        self._values = _attached(SharedList, memory, layout.values)
+        self._hashes = memory.words(np.uint64, layout.hashes, len(self._keys))
+        self._places = memory.words(np.int64, layout.places, len(self._keys))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (type(self), self._memory, self._layout)
+        return _attached, (type(self), self._memory, self._layout)
 
     def __copy__(self) -> Self:
         return self
@@ -383,8 +380,8 @@ class SharedDict(Mapping[K, V]):
         """All pairs of key and value, in order."""
         return _Items(self)
 
-    def pairs(self) -> tuple[Any, Any]:
-        """The columns of keys and values."""
+    def pairs(self) -> tuple[SharedList[K], SharedList[V]]:
+        """The lists of keys and values."""
         return self._keys, self._values
 
     def __eq__(self, other: object) -> bool:
@@ -420,8 +417,18 @@ class _Items(ItemsView[K, V]):
         return zip(*self._mapping.pairs(), strict=True)
 
 
-def _attach(kind: type[Any], memory: ReadOnlyMemory, layout: Any) -> Any:
-    container = cast(Any, kind).__new__(kind)
+class _Copied:
+    """Gives parts of a memory as bytes, which have methods that views of it lack."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memoryview(memory)
+
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self._memory[part])
+
+
+def _attached(kind: Any, memory: ReadOnlyMemory, layout: object) -> Any:
+    container = kind.__new__(kind)
     container._attach(memory, layout)
     return container
 
@@ -430,10 +437,6 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, (np.ndarray, torch.Tensor)):
         return type(one) is type(other) and bool(np.all(np.asarray(one == other)))
     return bool(one == other)
-
-
-def _within(where: Callable[[int], str], key: object) -> Callable[[int], str]:
-    return lambda i: f"{where(i)}[{key!r}]"
 
 
 def _summary(items: Any) -> str:
@@ -467,6 +470,24 @@ class _ItemPickler(pickle.Pickler):
         return NotImplemented
 
 
+def _failure(item: object) -> Exception | None:
+    """Why an item cannot be shared; None if it can."""
+    try:
+        _ItemPickler(BytesIO(), 5).dump(item)
+    except Exception as error:
+        return error
+    return None
+
+
+class _TableLayout(NamedTuple):
+    """Where a dictionary lies: its keys, its values, the sorted hashes of the keys, and the position of each."""
+
+    keys: _Layout
+    values: _Layout
+    hashes: int
+    places: int
+
+
 class _Writer:
     """Writes containers into a file, each part at a multiple of 8."""
 
@@ -474,89 +495,61 @@ class _Writer:
         self._file = file
         file.write(bytes(8))  # memory cannot be empty
 
-    def append(self, content: Any) -> int:
-        """Write bytes or an array; returns where they begin."""
-        start = self._align()
-        self._file.write(content.data if isinstance(content, np.ndarray) else content)
-        return start
+    def container(self, node: Node) -> Any:
+        """Write a list, tuple, dictionary or array; returns its layout."""
+        value, path = node.thing, path_of(node)
+        if type(value) is np.ndarray:
+            return self._append(np.ascontiguousarray(value))
+        if type(value) is dict:
+            return self.table(value, path)
+        return self.column(value, lambda i: f"{path}[{i}]")
 
-    def _align(self) -> int:
-        self._file.write(bytes(-self._file.tell() % 8))
-        return self._file.tell()
-
-    def table(self, items: dict[Any, Any], path: str) -> tuple[Layout, Layout, int]:
-        """Write a dictionary: its keys, its values, and the sorted hashes of the keys with their places."""
+    def table(self, items: dict[Any, Any], path: str) -> _TableLayout:
+        """Write a dictionary; ``path`` names it in errors."""
         keys = list(items)
-        hashes = np.empty(len(keys), np.uint64)
-        for i, key in enumerate(keys):
+        for key in keys:
             if not _can_be_key(key):
                 raise TypeError(
                     f"{path} cannot be shared: its key {key!r} is a {type(key).__qualname__}; keys can be strings, "
                     "bytes, numbers but NaN, None, and tuples of them"
                 )
-            hashes[i] = key_hash(key)
+        hashes = np.fromiter(map(key_hash, keys), np.uint64, len(keys))
         places = np.argsort(hashes, kind="stable").astype(np.int64, copy=False)
-        layout = (
+        return _TableLayout(
             self.column(keys, lambda i: f"the key {keys[i]!r} of {path}"),
             self.column(list(items.values()), lambda i: f"{path}[{keys[i]!r}]"),
+            self._append(hashes[places]),
+            self._append(places),
         )
-        start = self.append(hashes[places])
-        self.append(places)
-        return *layout, start
 
-    def column(self, items: Sequence[Any], where: Callable[[int], str]) -> Layout:
+    def column(self, items: Sequence[Any], where: Callable[[int], str]) -> _Layout:
         """Write a list in the form that is read soonest; ``where`` names an item in errors."""
         kinds = set(map(type, items))
         kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is int:
-            try:
-                return "int", len(items), self.append(np.array(items, np.int64)), 0, (), ()
-            except OverflowError:
-                kind = None
-        if kind is bool or kind is float:
-            array = np.array(items, np.bool_ if kind is bool else np.float64)
-            return kind.__name__, len(items), self.append(array), 0, (), ()
-        if kind is str or kind is bytes:
-            return self._strings(items, kind.__name__)
-        if kind is tuple and len(set(map(len, items))) == 1 and len(items[0]):
-            children = tuple(
-                self.column(part, _within(where, k))
-                for k, part in enumerate(zip(*items, strict=True))
-            )
-            return "tuple", len(items), 0, 0, (), children
-        if kind is list:
-            lengths = np.fromiter(map(len, items), np.int64, len(items))
-            ends = np.cumsum(lengths)
-
-            def place(j: int) -> str:
-                i = int(np.searchsorted(ends, j, "right"))
-                return f"{where(i)}[{j - int(ends[i] - lengths[i])}]"
-
-            child = self.column(list(itertools.chain.from_iterable(items)), place)
-            return "list", len(items), 0, self._offsets([lengths]), (), (child,)
-        if kind is dict and all(list(item) == list(items[0]) for item in items) and items[0]:
-            keys = tuple(items[0])
-            if set(map(type, keys)) == {str}:
-                children = tuple(
-                    self.column([item[key] for item in items], _within(where, key)) for key in keys
-                )
-                return "dict", len(items), 0, 0, keys, children
+        try:
+            if kind is not None and kind in _NUMBERS:
+                array = np.array(items, _NUMBERS[kind])
+                return _Layout(kind.__name__, len(items), self._append(array))
+            if kind is str or kind is bytes:
+                return self._strings(items, kind)
+        except (OverflowError, UnicodeEncodeError):  # beyond 64 bits, or lone surrogates
+            pass
         return self._pickles(items, where)
 
-    def _strings(self, items: Sequence[Any], kind: str) -> Layout:
+    def _strings(self, items: Sequence[Any], kind: type) -> _Layout:
         start = self._align()
         lengths = []
         for begin in range(0, len(items), _CHUNK):
             chunk = items[begin : begin + _CHUNK]
-            joined = chunk[0][:0].join(chunk)
-            if kind == "str" and not joined.isascii():
-                chunk = [item.encode("utf-8", "surrogatepass") for item in chunk]
+            joined = kind().join(chunk)
+            if kind is str and not joined.isascii():
+                chunk = [item.encode() for item in chunk]
                 joined = b"".join(chunk)
             self._file.write(joined.encode() if isinstance(joined, str) else joined)
             lengths.append(np.fromiter(map(len, chunk), np.int64, len(chunk)))
-        return kind, len(items), start, self._offsets(lengths), (), ()
+        return _Layout(kind.__name__, len(items), self._offsets(start, lengths))
 
-    def _pickles(self, items: Sequence[Any], where: Callable[[int], str]) -> Layout:
+    def _pickles(self, items: Sequence[Any], where: Callable[[int], str]) -> _Layout:
         start = self._align()
         lengths = np.empty(len(items), np.int64)
         buffer = BytesIO()
@@ -565,17 +558,28 @@ class _Writer:
             try:
                 pickler.dump(item)
             except Exception as error:
+                path, part, reason = failing_part(item, error, _failure)
                 raise TypeError(
-                    f"{where(i)}, a {type(item).__qualname__}, cannot be shared: {error}. Keep such objects in a list "
-                    "of their own, or store what they are made of"
+                    f"{where(i)}{path}, a {type(part).__qualname__}, cannot be shared: {reason}. Keep such objects in "
+                    "a list of their own, or store what they are made of"
                 ) from error
             pickler.clear_memo()
             lengths[i] = buffer.tell()
             self._file.write(buffer.getbuffer())
             buffer.seek(0)
             buffer.truncate()
-        return "pickle", len(items), start, self._offsets([lengths]), (), ()
+        return _Layout("pickle", len(items), self._offsets(start, [lengths]))
 
-    def _offsets(self, lengths: Sequence[np.ndarray[Any, Any]]) -> int:
-        counts = np.concatenate([np.zeros(1, np.int64), *lengths])
-        return self.append(np.cumsum(counts))
+    def _offsets(self, start: int, lengths: Sequence[np.ndarray[Any, Any]]) -> int:
+        counts = np.concatenate([np.array([start], np.int64), *lengths])
+        return self._append(np.cumsum(counts))
+
+    def _append(self, content: np.ndarray[Any, Any]) -> int:
+        """Write an array; returns where it begins."""
+        start = self._align()
+        self._file.write(content.data)
+        return start
+
+    def _align(self) -> int:
+        self._file.write(bytes(-self._file.tell() % 8))
+        return self._file.tell()

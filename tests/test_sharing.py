@@ -514,3 +514,42 @@ def test_a_key_of_any_type_that_equals_one_is_found() -> None:
         assert shared[one] == "one"
     assert shared[Fraction(1, 2)] == "half"
     assert shared[Pair(2, "b")] == "two"  # type: ignore[index, arg-type]
+
+
+@pytest.mark.parametrize("items", [[3, 1, 2], ["a", "bb", ""], [b"a", b""], [(1, "a"), (2, "b")]])
+def test_indices_are_those_of_lists(items: list[Any]) -> None:
+    shared: SharedList[Any] = SharedList(items)
+    size = len(items)
+    assert [shared[i] for i in range(-size, size)] == items * 2
+    assert shared[np.int64(1)] == shared[True] == items[1]
+    for part in (slice(None), slice(1, 3), slice(None, None, -2), slice(-2, 99), slice(4, 1)):
+        assert shared[part] == items[part]
+    for index in (size, -size - 1, 2**62, 2**70):
+        with pytest.raises(IndexError, match=f"index {index} is out of range for {size} items"):
+            shared[index]
+    for odd in ("0", 1.0, None):
+        with pytest.raises(TypeError):
+            shared[odd]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["", "plain", "ümläut", "漢字🙂", "a\0b"],
+        ["\udc80", "a"],
+        [b"", b"\x00\xff"],
+        [0, -1, 2**63 - 1, -(2**63)],
+        [2**63, 1],
+        [0.0, -1.5, float("inf"), 1e-300],
+        [True, False],
+        [],
+    ],
+)
+def test_items_of_one_type_come_back(items: list[Any]) -> None:
+    shared: SharedList[Any] = SharedList(items)
+    buffers: list[Any] = []
+    content = pickle.dumps(shared, 5, buffer_callback=buffers.append)
+    copies = pickle.loads(pickle.dumps(shared)), pickle.loads(content, buffers=buffers)
+    for each in (shared, *copies):
+        assert [*each] == items == each[:]
+        assert [*map(type, each)] == [*map(type, items)]

@@ -18,7 +18,6 @@ __all__ = [
     "HISTOGRAM_NBYTES",
     "USE_EXTENSIONS",
     "Arrivals",
-    "Column",
     "EventCount",
     "Histogram",
     "Ledger",
@@ -38,7 +37,6 @@ __all__ = [
 DUAL_MODULES = (
     "arrivals",
     "claims",
-    "column",
     "copy",
     "histogram",
     "ledger",
@@ -74,7 +72,6 @@ USE_EXTENSIONS, _REASON = _choose()
 
 if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._arrivals_py import Arrivals, Occurrences, sum_of_hashes
-    from minato._core._column_py import Column
     from minato._core._copy_py import Packer
     from minato._core._histogram_py import HISTOGRAM_NBYTES, Histogram
     from minato._core._ledger_py import Ledger
@@ -84,7 +81,6 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._wait_py import EVENT_COUNT_NBYTES, EventCount, SharedWords
 else:
     from minato._core._arrivals_c import Arrivals, Occurrences, sum_of_hashes
-    from minato._core._column_c import Column
     from minato._core._copy_c import Packer
     from minato._core._histogram_c import HISTOGRAM_NBYTES, Histogram
     from minato._core._ledger_c import Ledger

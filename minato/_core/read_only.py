@@ -39,6 +39,11 @@ class ReadOnlyMemory:
         """
         return cls(Segment.filled(write))
 
+    def words(self, dtype: Any, start: int, count: int) -> memoryview:
+        """A view of ``count`` numbers of a dtype from byte ``start`` on."""
+        nbytes = count * np.dtype(dtype).itemsize
+        return memoryview(self.array[start : start + nbytes].view(dtype))
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self._segment is not None and get_spawning_popen() is not None:
             return ReadOnlyMemory, (self._segment,)

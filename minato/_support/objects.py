@@ -8,6 +8,7 @@ another thread meanwhile. So what is here reads the memory of objects by the fun
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ __all__ = [
     "Search",
     "attribute",
     "derives",
+    "failing_part",
     "in_any_process",
     "is_exactly",
     "is_own_class",
@@ -43,7 +45,7 @@ name_of: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
 """Types whose items are looked at. The order of a set differs between processes."""
-_DESCRIPTORS = types.GetSetDescriptorType, types.MemberDescriptorType
+_MEMBERS = types.GetSetDescriptorType, types.MemberDescriptorType
 _TRIES = 3
 """How often a container that another thread changes is read."""
 _MOST_ITEMS = 1024
@@ -101,7 +103,7 @@ class Kind:
         for one in mro_of(kind):
             held = vars_of(one)
             found: Any = held.get("__dict__")
-            if self._dict_of is None and is_exactly(found, _DESCRIPTORS):
+            if self._dict_of is None and is_exactly(found, _MEMBERS):
                 self._dict_of = found.__get__
             if "__slots__" in held:  # a class in C has members that show how it works
                 self._slots += [
@@ -259,38 +261,48 @@ class _Group:
 class Search:
     """Finds objects below some roots, the nearest first, each once.
 
-    It looks at attributes of objects; at items of dictionaries, lists, tuples and deques; at arguments of partial
-    functions, at objects of methods, at closures and defaults of functions, and at the factories of dictionaries.
-    Containers of more than 1,024 items are data. Of the objects of one class, and of the containers, under one
-    attribute of a class, in however many objects, it looks into the first 32 (and at 2,048 items of these containers);
-    into the others only if it found something in one of these. It ends after 20,000 values. Only counts decide, so that
-    it finds the same in each process.
+    It looks at attributes of objects, at items of dictionaries, lists, tuples and deques, and at what :func:`parts_of`
+    names. With ``samples`` its cost is bounded: containers of more than 1,024 items are data. Of the objects of one
+    class, and of the containers, under one attribute of a class, in however many objects, it looks into the first 32
+    (and at 2,048 items of these containers); into the others only if it found something in one of these. It ends after
+    20,000 values. Only counts decide, so that it finds the same in each process.
 
     Args:
-        finds: Whether values of this kind are looked for; these are not looked into.
-        least: Only those with this number of items or more.
-        opens: Whether to look into the attributes of objects of this kind below the roots; None: into all.
+        finds: Whether values of this kind are looked for.
+        wants: Whether such a value is what is looked for; then it is not looked into.
+        opens: Whether to look into the attributes of objects of this kind below the roots; None: into all, and into
+            functions and the like.
         of_class: Further nodes of a class that is seen for the first time.
         of_function: Further nodes of a function.
         opaque: Classes with nothing inside.
+        samples: Look at a sample of objects that are alike; otherwise at all objects.
+
+    Attributes:
+        opened: The nodes that were looked into, in this order.
+        looks: Values that were looked at.
     """
 
     def __init__(
         self,
         finds: Callable[[Kind], bool],
         *,
-        least: int = 0,
+        wants: Callable[[Any], bool] = lambda value: True,
         opens: Callable[[Kind], bool] | None = None,
         of_class: Callable[[type], Iterable[Node]] = lambda kind: (),
         of_function: Callable[[types.FunctionType], Iterable[Node]] = lambda function: (),
         opaque: tuple[type, ...] = (),
+        samples: bool = True,
     ) -> None:
         self._finds = finds
-        self._least = least
+        self._wants = wants
         self._opens = opens
         self._of_class = of_class
         self._of_function = of_function
         self._opaque = opaque
+        self._most_items, self._most_looks = (
+            (_MOST_ITEMS, _MOST_LOOKS) if samples else (sys.maxsize, sys.maxsize)
+        )
+        self._samples = samples
         self._plain = {id(each) for each in (*opaque, bool, type(None))}
         self._kinds: dict[int, Kind] = {}
         self._wanted: set[int] = set()  # ids of kinds
@@ -299,23 +311,23 @@ class Search:
         self._groups: dict[Any, _Group] = {}
         self._waiting: deque[tuple[Node, bool]] = deque()
         self._found: list[Node] = []
+        self.opened: list[Node] = []
         self.looks = 0
-        """Values that it has looked at."""
 
     def run(self, roots: Mapping[str, Any], seen: Iterable[object] = ()) -> list[Node]:
-        """Search. A search that fails finds nothing.
+        """Search.
 
         Args:
             seen: Objects to leave out.
+
+        Raises:
+            Exception: An object is odd in a way that nobody has thought of.
         """
         self._seen = {id(each): each for each in seen}
-        try:
-            for name, root in roots.items():
-                self._take(Node(root, None, name, group=name, place=name))
-            while self._waiting and self.looks < _MOST_LOOKS:
-                self._open(*self._waiting.popleft())
-        except Exception:  # an object may be odd in a way that nobody has thought of
-            return []
+        for name, root in roots.items():
+            self._take(Node(root, None, name, group=name, place=name))
+        while self._waiting and self.looks < self._most_looks:
+            self._open(*self._waiting.popleft())
         return self._found
 
     def _kind(self, thing: Any) -> Kind | None:
@@ -349,9 +361,8 @@ class Search:
         kind = self._kind(node.thing)
         if kind is None:
             return
-        size = 0 if kind.container is None else kind.length_of(node.thing)
-        if id(kind.kind) not in self._wanted or size < self._least:
-            if size <= _MOST_ITEMS:
+        if id(kind.kind) not in self._wanted or not self._wants(node.thing):
+            if kind.container is None or kind.length_of(node.thing) <= self._most_items:
                 self._waiting.append((node, False))
         elif id(node.thing) not in self._seen:
             self._seen[id(node.thing)] = node.thing
@@ -373,6 +384,7 @@ class Search:
         if id(thing) in self._seen and not again:
             return
         self._seen[id(thing)] = thing
+        self.opened.append(node)
         kind = self._kinds[id(type(thing))]
         if issubclass(kind.kind, type):
             self._look_at_class(thing)
@@ -442,14 +454,14 @@ class Search:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group()
-        if kind_id in self._wanted and size >= self._least:
+        if kind_id in self._wanted and self._wants(value):
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._found.append(Node(value, holder, step, get, name))
                 self._release(holder)
-        elif size > _MOST_ITEMS or (not size and kind.container and not kind.has_attributes):
+        elif size > self._most_items or (not size and kind.container and not kind.has_attributes):
             pass  # data, or nothing
-        elif group.takes(size):
+        elif not self._samples or group.takes(size):
             self._waiting.append((Node(value, holder, step, get, name, key, place), False))
         else:
             group.skip(holder)
@@ -466,7 +478,7 @@ _FUNCTIONS: dict[int, Callable[[Any], int]] = {
 
 
 def parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of what functions, methods, partial functions and default dictionaries hold."""
+    """Names and values of what functions, methods, their descriptors, and default dictionaries hold."""
     if type(thing) is types.MethodType:
         yield ".__self__", thing.__self__
         yield ".__func__", thing.__func__
@@ -482,7 +494,54 @@ def parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
         yield ".keywords", _PARTIAL["keywords"](thing)
     elif issubclass(type(thing), defaultdict):
         yield ".default_factory", _DEFAULT(thing)
+    else:
+        for name in _DESCRIPTORS.get(id(type(thing)), ()):
+            yield f".{name}", getattr(thing, name)
+
+
+def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+    """All that an object holds: its items, what :func:`parts_of` names, and its attributes, each with its step."""
+    kind = Kind(type(thing))
+    if issubclass(kind.kind, (type, types.FunctionType)):
+        return
+    if kind.container is not None:
+        for key, item in items_of(thing, kind.container):
+            # Only of types whose ``repr`` is not the program's.
+            is_plain = is_exactly(key, (str, int, bytes))
+            yield _item(key) if is_plain else f"[a {name_of(type(key))}]", item
+    yield from parts_of(thing)
+    yield from ((f".{name}", each) for name, each in kind.attributes_of(thing))
+
+
+def failing_part(
+    thing: Any, error: Exception, failure: Callable[[Any], Exception | None]
+) -> tuple[str, Any, Exception]:
+    """The innermost part of an object for which something fails that fails for the object.
+
+    Args:
+        error: The exception for the object.
+        failure: Returns the exception for a part, or None.
+
+    Returns:
+        Its path in the object, the part, and its exception.
+    """
+    path, seen = "", {id(thing)}
+    while True:
+        for step, part in held_by(thing):
+            if id(part) not in seen and (inner := failure(part)) is not None:
+                path, thing, error = path + step, part, inner
+                seen.add(id(part))
+                break
+        else:
+            return path, thing, error
 
 
 _PARTIAL = {name: vars(functools.partial)[name].__get__ for name in ("func", "args", "keywords")}
 _DEFAULT = vars(defaultdict)["default_factory"].__get__
+_DESCRIPTORS = {
+    id(staticmethod): ("__func__",),
+    id(classmethod): ("__func__",),
+    id(property): ("fget", "fset", "fdel"),
+    id(functools.cached_property): ("func",),
+}
+"""The functions behind attributes of classes, by the id of the type of the attribute."""

@@ -33,8 +33,8 @@ from minato._compat import (
 from minato._core.read_only import ReadOnlyMemory, shared_base
 from minato._core.segment import Segment
 from minato._support.main_module import defined_under_guard
-from minato._support.objects import Kind, items_of, parts_of
-from minato._support.text import message_of, text_of, type_name
+from minato._support.objects import failing_part
+from minato._support.text import message_of
 from minato.errors import NotPicklableError
 
 __all__ = [
@@ -668,19 +668,11 @@ def check_picklable(name: str, value: object) -> None:
     error = _failure(value)
     if error is None:
         return
-    path, seen = name, {id(value)}
-    while True:
-        for step, part in _parts(value):
-            if id(part) not in seen and (inner := _failure(part)) is not None:
-                path, value, error = path + step, part, inner
-                seen.add(id(part))
-                break
-        else:
-            break
+    path, part, reason = failing_part(value, error, _failure)
     raise NotPicklableError(
-        f"{path} cannot be pickled, as it must be for workers that are not forked ({message_of(error)}). "
-        f"It is a {type(value).__qualname__}: {_remedy(value)}."
-    ) from error
+        f"{name}{path} cannot be pickled, as it must be for workers that are not forked ({message_of(reason)}). "
+        f"It is a {type(part).__qualname__}: {_remedy(part)}."
+    ) from reason
 
 
 def _remedy(value: object) -> str:
@@ -704,19 +696,3 @@ def _failure(value: object) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """How an object holds others, and these."""
-    kind = Kind(type(value))
-    if issubclass(kind.kind, (type, FunctionType)):
-        return
-    if kind.container is not None:
-        yield from ((f"[{_shown(key)}]", item) for key, item in items_of(value, kind.container))
-    yield from parts_of(value)
-    yield from ((f".{name}", each) for name, each in kind.attributes_of(value))
-
-
-def _shown(key: object) -> str:
-    """A key as text; only of types whose ``repr`` is not the program's."""
-    return text_of(key) if type(key) in (str, int, bytes) else f"a {type_name(key, full=True)}"

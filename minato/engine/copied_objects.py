@@ -91,10 +91,13 @@ def large_containers(dataset: object) -> list[tuple[int, int, str]]:
     """Bytes, length and path of each large list, tuple and dictionary that ``minato.share`` finds in a dataset."""
     search = Search(
         lambda kind: any(kind.kind is each for each in (list, tuple, dict)),
-        least=_LEAST_ITEMS,
+        wants=lambda value: len(value) >= _LEAST_ITEMS,
         opens=is_looked_through,
     )
-    found = search.run({"dataset": dataset})
+    try:
+        found = search.run({"dataset": dataset})
+    except Exception:  # an object may be odd in a way that nobody has thought of
+        return []
     return [(_nbytes_of(node.thing), len(node.thing), path_of(node)) for node in found]
 
 

@@ -27,6 +27,7 @@ from minato._support.objects import (
     in_any_process,
     module_of,
     name_of,
+    parts_of,
     path_of,
     vars_of,
 )
@@ -124,7 +125,10 @@ def _search(roots: Mapping[str, Any]) -> list[Node]:
         of_function=lambda function: _global_variables(function.__code__, function.__globals__),
         opaque=_OPAQUE,
     )
-    found = search.run(roots, seen=(python_state(), numpy_state(), torch.default_generator))
+    try:
+        found = search.run(roots, seen=(python_state(), numpy_state(), torch.default_generator))
+    except Exception:  # an object may be odd in a way that nobody has thought of
+        return []
     # No seed repeats a SystemRandom.
     return [node for node in found if not issubclass(type(node.thing), random.SystemRandom)]
 
@@ -146,25 +150,12 @@ def _parts_of_class(kind: type) -> Iterator[Node]:
     for name, value in list(held.items()):
         if issubclass(type(value), _GENERATORS):
             yield Node(value, None, f"{path}.{name}", held.get, name)
-        for function in _functions_of(value):
+        for function in (value, *(part for _, part in parts_of(value))):
+            if type(function) is not types.FunctionType:
+                continue
             yield from _global_variables(function.__code__, function.__globals__)
             if function.__closure__ is not None:  # of a decorator, which holds the function itself
                 yield Node(function, None, f"{path}.{name}")
-
-
-def _functions_of(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the functions behind an attribute of a class."""
-    kind = type(value)
-    found = (value,)
-    if kind is staticmethod or kind is classmethod:
-        found = (value.__func__,)
-    elif kind is property:
-        found = (value.fget,)
-    elif kind is functools.cached_property:
-        found = (value.func,)
-    for function in found:
-        if type(function) is types.FunctionType:
-            yield function
 
 
 def _global_variables(code: types.CodeType, held: dict[str, Any]) -> Iterator[Node]:
