@@ -59,13 +59,11 @@ from minato.options import (
     Unbound,
     with_options,
 )
-from minato.sampling.coverage import Coverage
 from minato.sampling.distributed import set_sampler_epoch
-from minato.sampling.epoch import Epoch
-from minato.sampling.position import Position
+from minato.sampling.epoch import Epoch, Position
+from minato.sampling.progress import Coverage
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.samplers import SeededSampler, independent, next_sampler
-from minato.sampling.spec import SamplingSpec
+from minato.sampling.samplers import SamplingSpec, SeededSampler, independent, next_sampler
 from minato.transforms.collate import TransformingCollate
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure

@@ -26,8 +26,8 @@ from minato.delivery.pinning import Pin
 from minato.observe.trace.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
-from minato.sampling.index_batches import IndexBatches
-from minato.sampling.outgoing import Outgoing
+from minato.sampling.progress import Outgoing
+from minato.sampling.samplers import IndexBatches
 
 __all__ = ["BatchIterator", "BatchSource", "Epochs"]
 
@@ -96,7 +96,7 @@ class BatchIterator(TorchIterator):
                 raise AssertionError(
                     "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
                 )
-            self._epoch.before_iter()
+            self._epoch.draw.before_iter()
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
         elif self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")

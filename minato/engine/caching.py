@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset, MapDataPipe
 from minato.caching.base import Cache
 from minato.caching.dataset import CachedDataset
 from minato.options import Options
-from minato.sampling.state import is_stateful
+from minato.sampling.resume import is_stateful
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import generators_created

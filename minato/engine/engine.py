@@ -32,11 +32,10 @@ from minato.observe.stats.costs import CostStats
 from minato.observe.stats.histograms import merged
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.sampling.coverage import Progress
-from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
-from minato.sampling.index_batches import IndexBatches
-from minato.sampling.outgoing import Outgoing
+from minato.sampling.progress import Outgoing, Progress
+from minato.sampling.resume import DatasetStates
+from minato.sampling.samplers import IndexBatches
 from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from minato.engine.spec import LoaderSpec
-from minato.sampling.completed import Completed, RankProgress
-from minato.sampling.dataset_state import DatasetStates
-from minato.sampling.epoch import Epoch
-from minato.sampling.position import Position
+from minato.sampling.epoch import Epoch, Position
+from minato.sampling.progress import Completed, RankProgress
+from minato.sampling.resume import DatasetStates
 from minato.transforms.owned import OwnedGenerators
 
 if TYPE_CHECKING:  # all stages: the first iterator loads them

@@ -31,13 +31,10 @@ from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.lateness import InOrderLateness
 from minato.observe.stats.snapshot import LoaderSnapshot
 from minato.observe.trace.tracer import NULL_TRACER, Tracer, in_profile
-from minato.sampling.coverage import Progress
-from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
-from minato.sampling.index_batches import Drawn, IndexBatches
-from minato.sampling.occurrences import Recurring
-from minato.sampling.outgoing import Outgoing
-from minato.sampling.samplers import LISTS
+from minato.sampling.progress import Outgoing, Progress
+from minato.sampling.resume import DatasetStates
+from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
 from minato.scheduling.slow_threshold import SlowThreshold
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators

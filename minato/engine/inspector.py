@@ -16,8 +16,8 @@ from minato.engine.spec import LoaderSpec
 from minato.errors import warn
 from minato.observe.stats.lateness import Lateness
 from minato.options import parse_address
-from minato.sampling.coverage import Coverage
-from minato.sampling.position import Position
+from minato.sampling.epoch import Position
+from minato.sampling.progress import Coverage
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 

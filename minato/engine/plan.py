@@ -18,8 +18,8 @@ from minato.engine.spec import LoaderSpec
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.observe.trace.track import Tracks
 from minato.options import FetchOptions, Options
-from minato.sampling.dataset_state import DatasetStates
 from minato.sampling.epoch import Epoch
+from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import largest_batch
 from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import SlowThresholdSettings

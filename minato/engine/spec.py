@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minato.options import Options
-from minato.sampling.spec import SamplingSpec
-from minato.sampling.state import is_stateful
+from minato.sampling.resume import is_stateful
+from minato.sampling.samplers import SamplingSpec
 from minato.transforms.compose import Transforms
 
 if TYPE_CHECKING:

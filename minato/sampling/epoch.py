@@ -1,12 +1,13 @@
-"""One epoch of a loader: its batches of indices, its seeds, and its progress."""
+"""The epochs of a loader: which one comes next, its batches of indices, its seeds, and the state that it resumes."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -15,30 +16,47 @@ import torch
 from minato._compat import fetcher_is_replaced
 from minato._core.epochs import seed_of_epoch
 from minato._support.objects import takes_lists
+from minato.observe.stats.lateness import Lateness
 from minato.observe.stats.size import length_of
-from minato.sampling.coverage import Progress, remaining_batches
-from minato.sampling.dataset_state import DatasetStates
-from minato.sampling.distributed import InterleavedRanks, epoch_of
-from minato.sampling.index_batches import IndexBatches, Source
+from minato.sampling.distributed import InterleavedRanks, epoch_of, nested, set_sampler_epoch
+from minato.sampling.progress import Completed, Coverage, Progress, Tally, remaining_batches
 from minato.sampling.replay import OrderRecord, Origin
-from minato.sampling.rng_state import IsolatedIterator, SamplerState
+from minato.sampling.resume import DatasetStates, LoaderState, SamplerState, is_stateful, signature
 from minato.sampling.samplers import (
-    counted,
+    SEEDED,
+    IndexBatches,
+    Recurring,
+    SamplingSpec,
+    Source,
+    batch_maker,
     drawn_ahead,
     endless_size,
     in_epoch,
-    index_batches,
     next_sampler,
-    sizes_of,
+    occurrence_counter,
 )
-from minato.sampling.spec import SamplingSpec
-from minato.sampling.state import completed_from_plain
 
-__all__ = ["Epoch", "NextEpoch"]
+__all__ = ["Epoch", "NextEpoch", "Position"]
 
-
-_ITERATORS = (GeneratorType, type(iter(range(0))))
+_PLAIN_ITERATORS = (GeneratorType, type(iter(range(0))))
 """Of samplers that yield what they know in advance."""
+
+
+class Seeds(NamedTuple):
+    """From which the randomness of samples is drawn, in each epoch of an iterator.
+
+    Attributes:
+        seed: The loader's, or torch's draw for the workers.
+        offset: The number in which the randomness of an epoch is drawn, less its number for the user: each iterator
+            counts again from torch's draw, so that ``torch.manual_seed`` repeats an epoch.
+    """
+
+    seed: int
+    offset: int = 0
+
+    def of(self, epoch: int) -> int:
+        """Return the seed of an epoch."""
+        return seed_of_epoch(self.seed, epoch + self.offset, epoch)
 
 
 class NextEpoch(NamedTuple):
@@ -62,8 +80,8 @@ class Epoch:
         spec: Which indices the loader asks for.
         number: Of the epoch.
         drawn_epoch: The epoch of the seed that torch draws: that of the sampler or of ``set_epoch``. By default it is
-            counted from the creation of the iterator, so that ``torch.manual_seed`` repeats an epoch.
-        state: The state to resume, a result of ``Position.state``; None: the epoch starts at its beginning.
+            counted from the creation of the iterator.
+        state: The state to resume; None: the epoch starts at its beginning.
         restored: A loaded state has set its samplers.
         prefetches_next: Whether batches of the next epoch may be opened during this one.
 
@@ -74,6 +92,7 @@ class Epoch:
         progress: Records its samples.
         draw: The states of generators and samplers that decide its order.
         base_seed: torch's draw for the workers.
+        seeds: From which the randomness of samples is drawn, in this epoch and others of the same iterator.
         seed: From which the randomness of its samples starts.
         dataset_states: The states of the workers' datasets; None if they have none.
         has_started: Whether its iterator has begun it; until then, an interrupted ``iter()`` begins it once more.
@@ -88,7 +107,7 @@ class Epoch:
         number: int,
         *,
         drawn_epoch: int = 0,
-        state: dict[str, Any] | None = None,
+        state: LoaderState | None = None,
         restored: bool = False,
         prefetches_next: bool = True,
     ) -> None:
@@ -96,6 +115,7 @@ class Epoch:
         self.drawn_epoch = drawn_epoch
         self.prefetches_next = prefetches_next
         self.base_seed = self.seed = 0
+        self.seeds = Seeds(0)
         self.dataset_states: DatasetStates | None = None
         self.has_started = False
         self.replaces: Epoch | None = None
@@ -105,17 +125,14 @@ class Epoch:
         self._state = state
         self._restored = restored
         self._default = None if state is None else torch.default_generator.get_state()
-        done = None if state is None else completed_from_plain(state["done"])
+        done = Completed() if state is None else state.done
         self.progress = Progress(number, done)
-        self.progress.length = functools.partial(
-            _batches_left, weakref.ref(spec), 0 if done is None else done.batches
-        )
-        self.draw = SamplerState(spec.generator, spec.index_sampler)
+        self.progress.length = functools.partial(_batches_left, weakref.ref(spec), done.batches)
+        self.draw = SamplerState(spec)
         self.draw.before_iter()
-
-    def before_iter(self) -> None:
-        """Save the states of the generators again, for another call of ``iter(sampler)``; the last one counts."""
-        self.draw.before_iter()
+        self._restores = (True, False) if self.draw.num_stateful else (True,)
+        """Whether samplers get their states again to repeat an epoch: one that has the position of its last iterator
+        repeats it in the iterator after the one that goes on from there. Two values: not yet known."""
 
     def has_begun(self) -> None:
         """Note that its iterator has begun it, and the epoch that the sampler has now.
@@ -127,26 +144,35 @@ class Epoch:
 
     def set_base_seed(self, drawn: int) -> int:
         """Set torch's draw for the workers; returns the one that is used, which a resumed epoch already has."""
-        self.base_seed = drawn if self._state is None else self._state["base_seed"]
-        replay = self._spec.replay
-        if replay is None:
-            self.seed = self.seed_in(self.number)
-        else:
-            replay.check(self.number, self._origin())
-            self.seed = replay.seed(self.number)
+        spec = self._spec
+        self.base_seed = drawn if self._state is None else self._state.base_seed
+        drawn_seeds = Seeds(self.base_seed, self.drawn_epoch - self.number)
+        self.seeds = drawn_seeds if spec.seed is None else Seeds(spec.seed)
+        self.seed = self.seeds.of(self.number)
+        if spec.replay is not None:
+            spec.replay.check(self.number, self._origin())
+            self.seed = spec.replay.seed(self.number)
         return self.base_seed
 
     def _origin(self) -> Origin:
         """What a record of this epoch belongs to."""
         return Origin(self._spec.batched, length_of(self._spec.dataset))
 
-    def drawn_seed_in(self, epoch: int) -> int:
-        """The seed of another epoch of the same iterator, by torch's draw."""
-        return seed_of_epoch(self.base_seed, self.drawn_epoch + epoch - self.number, epoch)
+    def size(self) -> int | None:
+        """Number of samples, None if it is unknown."""
+        return self._spec.size()
 
-    def seed_in(self, epoch: int) -> int:
-        """The seed of another epoch of the same iterator, by the loader's ``seed`` if it has one."""
-        return self.drawn_seed_in(epoch) if self._spec.seed is None else self._spec.seed
+    def predict_next(self) -> NextEpoch | None:
+        """The next epoch; None if its indices are unknown, or it must not be prefetched."""
+        spec = self._spec
+        if not (spec.predictable and self.prefetches_next):
+            return None
+        later = next_sampler(spec.index_sampler)
+        if later is None:
+            return None
+        # Persistent workers keep their base seed, as with torch, so the next epoch has the same.
+        number = self.number + 1
+        return NextEpoch(map(batch_maker(spec.batched), later), number, self.seeds.of(number))
 
     def batches(self, indices: Any) -> IndexBatches:
         """The indices of each remaining batch, from ``iter(sampler)``.
@@ -155,11 +181,11 @@ class Epoch:
             ValueError: The sampler does not repeat the indices that it yielded before the state was taken.
         """
         spec, state = self._spec, self._state
-        begin = functools.partial(self._from_start, indices)
+        begin: Callable[[], Source] = functools.partial(self._from_start, indices)
         try:
             if spec.streams or spec.replay is not None or state is not None:
                 source = self._source(state, indices)
-                begin = functools.partial(_same, source)
+                begin = lambda: source  # noqa: E731
         finally:
             if self._default is not None:
                 torch.default_generator.set_state(self._default)
@@ -172,7 +198,19 @@ class Epoch:
         self._state = self._default = None
         return batches
 
-    def _source(self, state: dict[str, Any] | None, indices: Any = None) -> Source:
+    def _again(self, state: LoaderState | None, count: int) -> Source:
+        """The batches after the first ``count`` remaining ones, drawn again."""
+        source = self._source(state)
+        before = itertools.islice(source.items, count)
+        made = before if source.make is None else map(source.make, before)
+        if functools.reduce(Tally.plus, map(Tally.of, made), Tally(0, 0)) != self.progress.drawn():
+            raise RuntimeError(
+                "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
+                "are unknown: call iter(loader) to begin another epoch; with seed=, or a generator, it goes on"
+            )
+        return source
+
+    def _source(self, state: LoaderState | None, indices: Any = None) -> Source:
         """The remaining batches, of the epoch or of the one in which a state was taken.
 
         Args:
@@ -181,57 +219,23 @@ class Epoch:
         spec = self._spec
         if spec.streams:
             if (size := endless_size(spec.index_sampler, spec.batched)) is not None:
-                return Source(itertools.repeat([size]), is_plain=True, is_generator=False)
-            return Source(
-                sizes_of(iter(spec.index_sampler) if indices is None else indices, spec.batched)
-            )
+                return Source(itertools.repeat([size]), may_die=False)
+            indices = iter(spec.index_sampler) if indices is None else indices
+            return Source([len(one) if spec.batched else 1] for one in indices)
         if spec.replay is not None:
-            recorded = spec.replay.batches(self.number)
-            return Source(recorded if state is None else self._without_done(recorded, state))
+            recorded = (
+                Recurring(*pair) if any(pair[1]) else pair[0]
+                for pair in spec.replay.batches(self.number)
+            )
+            if state is None:
+                return Source(recorded)
+            left = self._left(recorded, state.done)
+            if left is None:
+                raise ValueError(_ANOTHER_ORDER)
+            return Source(_alive(left))
         if state is not None:
             return Source(self._resumed(state))
-        return self._plain(self.draw.redraw(self.draw.to_plain()))
-
-    def _again(self, state: dict[str, Any] | None, count: int) -> Source:
-        """The batches after the first ``count`` remaining ones, drawn again."""
-        source = self._source(state)
-        before = list(itertools.islice(source.items, count))
-        if source.indices is not None:
-            before = list(map(source.indices, before))
-        if not self.progress.has_drawn(before):
-            raise RuntimeError(
-                "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
-                "are unknown: call iter(loader) to begin another epoch; with seed=, or a generator, it goes on"
-            )
-        return source
-
-    def _without_done(self, batches: Iterator[Any], state: dict[str, Any]) -> Iterator[Any]:
-        done = completed_from_plain(state["done"])
-        return remaining_batches(batches, done, self._spec.mixes_batches, self._spec.drop_last)
-
-    def _resumed(self, state: dict[str, Any]) -> Iterator[Any]:
-        """The remaining batches of the epoch in which a state was taken.
-
-        The state of a sampler may hold the position of its last iterator, that of an earlier epoch. The next iterator
-        continues from there, with other indices or none, and the one after starts at the beginning.
-        """
-
-        def redrawn(samplers: bool) -> Iterator[Any]:
-            indices = self.draw.redraw(state["draw"], samplers)
-            return self._without_done(self._indices(indices), state)
-
-        _, stateful = self.draw.sources
-        if not stateful:
-            return redrawn(samplers=True)
-        try:
-            batches = redrawn(samplers=True)
-        except ValueError:
-            return redrawn(samplers=False)
-        if state["done"]["batches"]:
-            return batches
-        for first in batches:
-            return itertools.chain([first], batches)
-        return redrawn(samplers=False)
+        return self._drawn(self.draw.redraw(self.draw.to_plain()))
 
     def _from_start(self, indices: Any) -> Source:
         """All batches."""
@@ -243,56 +247,61 @@ class Epoch:
         self.draw.before_first(indices)
         if self._restored:
             for first in indices:
-                return self._plain(itertools.chain([first], indices))
+                return self._drawn(itertools.chain([first], indices))
             # The state says that the sampler's last iterator had ended: only the next one starts at the beginning.
             indices = iter(sampler)
-        return self._plain(indices)
+        return self._drawn(indices)
 
-    def _plain(self, indices: Any) -> Source:
+    def _resumed(self, state: LoaderState) -> Iterator[Any]:
+        """The remaining batches of the epoch in which a state was taken."""
+        for restores in self._restores:
+            indices = self.draw.redraw(state.draw, restores)
+            left = self._left(map(self._maker(), indices), state.done)
+            if left is None:
+                continue
+            if len(self._restores) > 1 and restores and not state.done.batches:
+                first = [*itertools.islice(left, 1)]
+                if not first:
+                    continue
+                left = itertools.chain(first, left)
+            self._restores = (restores,)
+            return _alive(left)
+        raise ValueError(_ANOTHER_ORDER)
+
+    def _left(self, batches: Iterator[Any], done: Completed) -> Iterator[Any] | None:
+        return remaining_batches(batches, done, self._spec.mixes_batches, self._spec.drop_last)
+
+    def _drawn(self, indices: Any) -> Source:
         """All batches, from ``iter(sampler)``."""
-        spec = self._spec
-        ahead = 0 if spec.has_workers else drawn_ahead(spec.index_sampler, spec.batched)
-        if ahead and type(indices) in _ITERATORS:
-            return Source(indices, None if spec.batched else _alone, is_plain=True, ahead=ahead)
-        fed: deque[Any] = deque()
-        batches = self._indices(itertools.starmap(fed.popleft, itertools.repeat(())))
-
-        def convert(yielded: Any) -> Any:
-            fed.clear()
-            fed.append(yielded)
-            return next(batches)
-
+        spec, may_die = self._spec, isinstance(indices, GeneratorType)
+        ahead = 1 if spec.has_workers else drawn_ahead(spec.index_sampler, spec.batched)
+        if ahead > 1 and type(indices) in _PLAIN_ITERATORS:
+            return Source(indices, None if spec.batched else batch_maker(False), may_die, ahead)
         # The chain asks ``indices`` for its iterator once: some samplers begin again when they are asked.
-        is_plain = not isinstance(indices, IsolatedIterator)
-        is_generator = not is_plain or isinstance(indices, GeneratorType)
-        return Source(itertools.chain(indices), convert, is_plain, is_generator)
+        return Source(itertools.chain(indices), self._maker(), may_die)
 
-    def _indices(self, indices: object) -> Iterator[Any]:
+    def _maker(self) -> Callable[[Any], Any]:
+        """A function that makes the indices of the next batch of what the sampler yields."""
         spec = self._spec
-        batches = index_batches(
-            indices,
+        make = batch_maker(
             spec.batched,
             whole=takes_lists(spec.dataset) or fetcher_is_replaced(),
             divided=spec.divides_batches,
             copies=spec.has_workers,
         )
-        return counted(batches, spec.index_sampler, length_of(spec.dataset))
+        mark = occurrence_counter(spec.index_sampler, length_of(spec.dataset))
+        return make if mark is None else lambda indices: mark(make(indices))
 
-    def predict_next(self) -> NextEpoch | None:
-        """The next epoch; None if its indices are unknown, or it must not be prefetched."""
-        spec = self._spec
-        if not (spec.predictable and self.prefetches_next):
-            return None
-        later = next_sampler(spec.index_sampler)
-        if later is None:
-            return None
-        # Persistent workers keep their base seed, as with torch, so the next epoch has the same.
-        number = self.number + 1
-        return NextEpoch(index_batches(later, spec.batched), number, self.seed_in(number))
 
-    def size(self) -> int | None:
-        """Number of samples, None if it is unknown."""
-        return self._spec.size()
+_ANOTHER_ORDER = (
+    "the sampler yields other indices than when the state was taken, so the remaining ones are unknown: "
+    "use seed=, give the sampler a generator, or give it state_dict() and load_state_dict()"
+)
+
+
+def _alive(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches until an interruption, which ends a generator: then none is missing unnoticed."""
+    yield from batches
 
 
 def _batches_left(reference: weakref.ref[SamplingSpec], done: int) -> int | None:
@@ -301,9 +310,208 @@ def _batches_left(reference: weakref.ref[SamplingSpec], done: int) -> int | None
     return None if spec is None else spec.batches_left(done)
 
 
-def _alone(index: Any) -> list[Any]:
-    return [index]
+class Position:
+    """The epoch of a loader, and the state that its next iterator resumes.
+
+    Attributes:
+        last: The last epoch; None before the first, and after ``load``.
+    """
+
+    def __init__(self) -> None:
+        self.last: Epoch | None = None
+        self._number = -1  # of the last epoch
+        self._chosen: int | None = None  # number of the next epoch, if set_epoch was called
+        self._predicts = True
+        self._sampler_epoch: int | None = 0  # what it was when the last epoch began
+        self._seeds: Seeds | None = None  # of the last epoch, in a copy
+        self._loaded: LoaderState | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The last epoch belongs to its iterator, which no copy shares.
+        last = self.last
+        kept = {**self.__dict__, "_predicts": self._may_predict(), "_loaded": self._pending()}
+        if last is not None:
+            kept["_seeds"] = last.seeds
+            kept["_number"] = last.number if last.has_started else last.number - 1
+        return {**kept, "last": None}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the number of the next epoch."""
+        self._chosen = epoch
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present or last epoch, that of a loaded state if there is one; -1 before the first."""
+        loaded = self._pending()
+        return self._number if loaded is None else loaded.epoch
+
+    def seed_of(self, epoch: int) -> int | None:
+        """The seed of another epoch of the last epoch's iterator, where torch drew it; None if it is unknown."""
+        seeds, loaded = self._seeds if self.last is None else self.last.seeds, self._pending()
+        if loaded is not None:
+            seeds = Seeds(loaded.base_seed, loaded.drawn_epoch - loaded.epoch)
+            seeds = None if loaded.finished else seeds
+        return None if seeds is None else seeds.of(epoch)
+
+    def without_state(self) -> Position:
+        """A copy at the same epoch, without a state to resume."""
+        other = copy.copy(self)
+        other._loaded = None
+        return other
+
+    def _pending(self) -> LoaderState | None:
+        """The loaded state, until an epoch has started with it."""
+        if self.last is not None and self.last.has_started:
+            self._loaded = None
+        return self._loaded
+
+    def _may_predict(self) -> bool:
+        if self.last is not None and not self.last.prefetches_next:
+            self._predicts = False
+        return self._predicts
+
+    @property
+    def resumes(self) -> tuple[int, Completed] | None:
+        """The epoch that the next iterator resumes, and its complete part; None: it starts at the beginning."""
+        loaded = self._pending()
+        return None if loaded is None or loaded.finished else (loaded.epoch, loaded.done)
+
+    def open(
+        self, spec: SamplingSpec, *, done: Completed | None = None, persists: bool = False
+    ) -> tuple[Epoch, dict[str, Any] | None]:
+        """Begin the next epoch.
+
+        Args:
+            done: The complete part of the resumed epoch, if the loaded state does not know it.
+            persists: The iterator of the last epoch continues.
+
+        Returns:
+            The epoch, and the states that the datasets of new workers start with, or None.
+        """
+        sampler, loaded, last = spec.index_sampler, self._pending(), self.last
+        begin = functools.partial(Epoch, spec, prefetches_next=self._may_predict())
+        if loaded is not None and not loaded.finished:
+            state = loaded if done is None else replace(loaded, done=done)
+            if (of_sampler := state.draw.get("epoch")) is not None:
+                set_sampler_epoch(sampler, of_sampler)
+            epoch = begin(state.epoch, drawn_epoch=state.drawn_epoch, state=state)
+        else:
+            number, drawn_epoch = self._next(sampler, persists)
+            restored = False
+            if loaded is not None:
+                self._loaded = replace(loaded, epoch=number - 1)
+                draw = SamplerState(spec)
+                draw.load(loaded.draw)
+                restored = draw.num_stateful > 0
+            _set_seeded(sampler, number)
+            epoch = begin(number, drawn_epoch=drawn_epoch, restored=restored)
+        if persists and last is not None:
+            epoch.dataset_states = last.dataset_states  # its workers keep theirs
+        self._begin(epoch, sampler)
+        return epoch, None if loaded is None else loaded.dataset_states
+
+    def _next(self, sampler: object, persists: bool) -> tuple[int, int]:
+        """Number and ``drawn_epoch`` of the next epoch, which starts at its beginning."""
+        chosen, last = self._choice(sampler), self.last
+        if chosen is not None:
+            return chosen, chosen
+        if last is not None and not last.has_started:  # its iter() was interrupted, or failed
+            return last.number, last.drawn_epoch
+        return self.epoch + 1, last.drawn_epoch + 1 if persists and last is not None else 0
+
+    def _choice(self, sampler: object) -> int | None:
+        """The epoch that ``set_epoch`` of sampler or loader has chosen since the last one began; None if none has."""
+        of_sampler = epoch_of(sampler)
+        return self._chosen if of_sampler in (None, self._sampler_epoch) else of_sampler
+
+    def _begin(self, epoch: Epoch, sampler: object) -> None:
+        """Go on to an epoch: all at once, as the handler of a signal may raise at any line."""
+        of_sampler = epoch_of(sampler)
+        vars(self).update(last=epoch, _number=epoch.number, _sampler_epoch=of_sampler, _chosen=None)
+
+    def begin_again(self, spec: SamplingSpec, epoch: Epoch) -> Epoch | None:
+        """Begin an epoch again, if ``set_epoch`` has chosen another one since; None if it has not.
+
+        A resumed epoch stays what the state says. The order is drawn again as it was the first time.
+
+        Args:
+            epoch: The iterator's. If it is not the last one, another iterator has begun since.
+        """
+        again, sampler = self.last, spec.index_sampler
+        last = again and (again.replaces or again)
+        if again is None or last is None or last.is_resumed or epoch not in (last, again):
+            return None
+        of_sampler = epoch_of(sampler)
+        is_moved = of_sampler != last.sampler_epoch
+        chosen = of_sampler if is_moved and of_sampler is not None else self._chosen
+        if again is not last:  # which was interrupted
+            chosen = again.number if chosen is None else chosen
+        elif chosen is None or (chosen == self._number and not is_moved):
+            self._chosen = None
+            return None
+        assert chosen is not None
+        drawn = last.draw.to_plain()
+        state = LoaderState({}, chosen, False, drawn, None, last.base_seed, chosen)
+        _set_seeded(sampler, chosen)
+        other = Epoch(
+            spec, chosen, drawn_epoch=chosen, state=state, prefetches_next=last.prefetches_next
+        )
+        other.dataset_states, other.replaces = last.dataset_states, last
+        self._begin(other, sampler)
+        return other
+
+    def state(self, spec: SamplingSpec) -> dict[str, Any]:
+        """The present state as plain data, apart from the ``state_dict()`` of samplers and datasets."""
+        loaded, chosen = self._pending(), self._choice(spec.index_sampler)
+        if loaded is not None:
+            epoch = loaded.epoch if chosen is None or not loaded.finished else chosen - 1
+            return replace(loaded, epoch=epoch).to_plain()
+        last, draw = self.last, SamplerState(spec)
+        facts = signature(spec, draw)
+        progress = None if last is None else last.progress.part or last.progress
+        states = None if last is None else last.dataset_states
+        if last is None or progress is None or progress.finished:
+            epoch = self._number if chosen is None else chosen - 1
+            plain = None if states is None else states.between_epochs()
+            if not spec.has_workers and is_stateful(spec.dataset):
+                plain = DatasetStates.alone(spec.dataset.state_dict())
+            return LoaderState(facts, epoch, True, draw.idle_state(), plain).to_plain()
+        done = progress.done()  # first: it records the last batch
+        plain, drawn = None if states is None else states.to_plain(), last.draw.to_plain()
+        seeds = last.base_seed, last.drawn_epoch
+        return LoaderState(facts, last.number, False, drawn, plain, *seeds, done).to_plain()
+
+    def load(self, spec: SamplingSpec, state: object, copies: int) -> None:
+        """Set the state that the next iterator resumes.
+
+        Args:
+            copies: Number of copies of the dataset that the loader's workers have.
+
+        Raises:
+            TypeError, ValueError: It is no state, or belongs to another loader.
+        """
+        loaded = LoaderState.opened(state, spec, SamplerState(spec), copies)
+        self._may_predict()
+        self._loaded = loaded
+        self._chosen = self.last = self._seeds = None
+        # So that a later set_epoch() of the sampler is noticed whatever its number.
+        if _set_seeded(spec.index_sampler, loaded.epoch):
+            self._sampler_epoch = epoch_of(spec.index_sampler)
+
+    def lateness(self) -> Lateness:
+        """By how many batches the samples of the last epoch differ from the sampler's order."""
+        return self.last.progress.lateness if self.last else Lateness()
+
+    def coverage(self) -> Coverage:
+        """The coverage of the last epoch's indices."""
+        if self.last is not None:
+            return self.last.progress.coverage()
+        return Progress(*(self.resumes or (self.epoch,))).coverage()
 
 
-def _same(source: Source) -> Source:
-    return source
+def _set_seeded(sampler: object, epoch: int) -> bool:
+    """Set the epoch of the samplers whose order is a function of it; False if there is none."""
+    seeded = [one for one in nested(sampler) if issubclass(type(one), SEEDED)]
+    for one in seeded:
+        one.set_epoch(epoch)
+    return bool(seeded)

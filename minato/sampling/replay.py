@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
 from minato._support.text import text_of
-from minato.sampling.occurrences import Again, marked
 
 __all__ = ["OrderRecord", "Origin", "RecordedOrder"]
 
@@ -67,10 +66,11 @@ class OrderRecord:
         head = {"minato_order": _VERSION, "epoch": epoch, "seed": seed, "first_batch": first_batch}
         self._size += self._write({**head, "batched": origin.batched, "length": origin.length})
 
-    def requested(self, indices: Any, batch: int) -> None:
+    def requested(self, indices: Any, occurrences: list[int] | None, batch: int) -> None:
         """Number the indices of a batch that the sampler yields.
 
         Args:
+            occurrences: How often each of them came before in the epoch; None: none did.
             batch: Its number; a batch that was numbered before stays as it is.
 
         Raises:
@@ -78,7 +78,11 @@ class OrderRecord:
         """
         if batch < self._requested_batches:
             return
-        self._waiting.update(enumerate(map(_to_json, indices), self._requested))
+        items: Iterator[Any] = map(_to_json, indices)
+        if occurrences is not None:
+            pairs = zip(items, occurrences, strict=True)
+            items = ([index, before] if before else index for index, before in pairs)
+        self._waiting.update(enumerate(items, self._requested))
         end = self._requested + (len(indices) or 1)
         self._requested, self._requested_batches = end, batch + 1
 
@@ -104,19 +108,15 @@ class OrderRecord:
 
     def _write(self, line: object) -> int:
         """Append a line, without the part that an interrupted call has written; returns its size in bytes."""
-        if os.getpid() != self._owner:
-            return (
-                0  # a forked child that goes on without workers: the file holds its parent's order
-            )
+        if os.getpid() != self._owner:  # a forked child that goes on without workers
+            return 0
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         written = os.fstat(self._descriptor).st_size - self._size
         write_all(self._descriptor, data[written:], self._path)
         return len(data)
 
 
-def _to_json(index: Any) -> int | str | list[Any]:
-    if type(index) is Again:
-        return [_to_json(index.index), index.occurrence]
+def _to_json(index: Any) -> int | str:
     if isinstance(index, str):
         return index
     try:
@@ -278,8 +278,8 @@ class RecordedOrder:
                 f"{origin.length}: give the dataset that was recorded, or record the order again",
             )
 
-    def batches(self, epoch: int) -> Iterator[Any]:
-        """Yield the indices of each batch of a complete epoch."""
+    def batches(self, epoch: int) -> Iterator[tuple[list[Any], list[int]]]:
+        """Yield the indices of each batch of a complete epoch, and how often each came before."""
         with self._opened() as file:
             for number, offset in enumerate(self._epochs[epoch].offsets):
                 file.seek(offset)
@@ -288,4 +288,5 @@ class RecordedOrder:
                     raise ValueError(
                         f"{self._path} has changed since it was opened: batch {number} of epoch {epoch} is gone"
                     )
-                yield marked([Again(*index) if type(index) is list else index for index in indices])
+                pairs = [index if type(index) is list else (index, 0) for index in indices]
+                yield [index for index, _ in pairs], [before for _, before in pairs]

@@ -1,4 +1,4 @@
-"""Samplers whose order is a function of (seed, epoch), batches of indices, and the sampler of the next epoch."""
+"""Samplers whose order follows from (seed, epoch), and the batches of indices that any sampler yields."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sized
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,27 +31,114 @@ from minato._support.values import integer_of
 from minato.observe.stats.size import length_of
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.sampling.distributed import InterleavedRanks, RankSampler
-from minato.sampling.occurrences import Recurring
+from minato.sampling.replay import RecordedOrder
 
 __all__ = [
+    "DRAWS_AT_FIRST",
+    "DRAWS_NOTHING",
     "LISTS",
     "SEEDED",
+    "Again",
+    "Drawn",
+    "IndexBatches",
+    "Recurring",
+    "SamplingSpec",
     "SeededSampler",
-    "counted",
+    "Source",
+    "batch_maker",
     "drawn_ahead",
     "endless_size",
+    "hash_of",
     "in_epoch",
     "independent",
-    "index_batches",
     "largest_batch",
+    "marked",
     "next_sampler",
-    "sizes_of",
+    "occurrence_counter",
+    "unmarked",
 ]
 
 _MOST_RESERVED = 1 << 20
 """Samples of a batch for which memory is reserved in advance, where their number is unknown."""
 _MOST_COUNTED = 1 << 28
 """Largest number of a dataset's indices that an array counts."""
+_MOST_AHEAD, _INDICES_AHEAD = 32, 1024
+"""Batches that are drawn together without workers, and their indices, which costs less than one by one."""
+_MOST_TRIES = 100
+"""A sampler that is interrupted again and again at one batch may do it itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingSpec:
+    """Decides which indices a loader asks for, in which order.
+
+    It holds no loader: an epoch outlives the iterator that the loader may keep, and a cycle would keep the workers
+    until the garbage collector runs.
+
+    Attributes:
+        dataset: Map-style or iterable.
+        streams: The dataset is iterable, so that its workers decide which samples come.
+        index_sampler: Yields lists of indices, or single indices where the loader does not batch.
+        batched: ``index_sampler`` yields lists.
+        batch_size: As given to the loader; None without batches, or with a ``batch_sampler``.
+        drop_last: An incomplete last batch is dropped.
+        generator: The loader's, None for torch's default generator.
+        order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
+        mixes_batches: Samples may take places in other batches than their own.
+        seed: Of shuffling and samples; None: torch's generator draws it.
+        has_workers: Samples are loaded outside the main process or in other threads.
+        predictable: The next epoch may be prefetched if its indices are known: the workers stay, and the randomness
+            of a sample does not depend on earlier samples.
+        record_order: Path of the file to which the order is appended, or None.
+        replay: The order of the epochs in a file, in place of the sampler's, or None.
+        rank: Text that names this rank, if several share a pool, or None.
+    """
+
+    dataset: Any
+    streams: bool
+    index_sampler: Any
+    batched: bool
+    batch_size: int | None
+    drop_last: bool
+    generator: torch.Generator | None
+    order: str
+    mixes_batches: bool
+    seed: int | None
+    has_workers: bool
+    predictable: bool
+    record_order: str | None
+    replay: RecordedOrder | None
+    rank: str | None
+
+    @property
+    def divides_batches(self) -> str | None:
+        """Why single indices are all that is kept of a batch; None: what the sampler yields is kept."""
+        if self.mixes_batches:
+            return (
+                "this order puts samples of several batches together: use order='strict' or 'batch'"
+            )
+        if self.record_order is not None:
+            return "record_order= writes indices only: leave it out"
+        return None
+
+    def size(self) -> int | None:
+        """Number of samples in an epoch; None if another class than torch's BatchSampler makes the batches."""
+        sampler = self.index_sampler
+        if self.batched:
+            if type(sampler) is not BatchSampler:
+                return None
+            sampler = sampler.sampler
+        return length_of(sampler)
+
+    def batches_left(self, done: int) -> int | None:
+        """Number of batches of an epoch after the first ``done``; None if the length is unknown."""
+        counted, size = self.index_sampler, 1
+        if self.streams:
+            counted, size = self.dataset, self.batch_size or 1
+        count = length_of(counted)
+        if count is None:
+            return None
+        return max((count if self.drop_last else count + size - 1) // size - done, 0)
 
 
 class SeededSampler(RandomSampler):
@@ -80,80 +169,19 @@ class SeededSampler(RandomSampler):
         yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
 
 
-_MOST_AHEAD, _INDICES_AHEAD = 32, 1024
-"""Batches that are drawn together without workers, and their indices, which costs less than one by one."""
-
-LISTS = (list, tuple, range, np.ndarray, torch.Tensor)
-"""Containers of indices that mean no more than their elements; a dataset gets any other one whole or not at all."""
+# ---- what is known of a sampler by its class ------------------------------------------------------
 
 SEEDED = (SeededSampler, CostBatchSampler, RankSampler)
 """Samplers whose epoch the loader sets at the beginning of each epoch."""
-
-
-def index_batches(
-    index_sampler: Any,
-    batched: bool,
-    *,
-    whole: bool = False,
-    divided: str | None = None,
-    copies: bool = False,
-) -> Iterator[Any]:
-    """Return the indices of each batch, in a list; without batching each index is a batch of one.
-
-    Args:
-        whole: The dataset gets all indices of a batch in one call (``__getitems__``). Then their container matters, and
-            reaches it as it is, with the attributes of a class of the program's own.
-        divided: Why single indices are all that is kept of a batch; None: its container is kept.
-        copies: Indices are used after the next ones are drawn: those that a sampler may change are copied.
-    """
-    if not batched:
-        return map(_copied_alone if copies else _alone, index_sampler)
-    if whole:
-        return map(functools.partial(_as_given, divided, copies), index_sampler)
-    return map(_copied_list if copies else list, index_sampler)
-
-
-def counted(
-    batches: Iterator[Any],
-    index_sampler: object,
-    length: int | None,
-) -> Iterator[Any]:
-    """Return all batches of an epoch, with each index marked that occurs again in it.
-
-    Args:
-        length: Length of the dataset; None if it has none.
-    """
-    if not _may_repeat(index_sampler):
-        return batches
-    # Each rank counts its own indices, as without a shared pool.
-    ranks = len(index_sampler.ranks) if type(index_sampler) is InterleavedRanks else 1
-    size = min(length or 0, _MOST_COUNTED)
-    counts = itertools.cycle([Occurrences(size, index_hash) for _ in range(ranks)])
-
-    def count(indices: Any) -> Any:
-        found = next(counts).count(indices)
-        return indices if found is None else Recurring(indices, found)
-
-    return map(count, batches)
-
-
-def drawn_ahead(index_sampler: Any, batched: bool) -> int:
-    """Return how many batches may be drawn together, because nobody can tell when; 0: unknown, or one by one.
-
-    These samplers know all indices of an epoch when the first is drawn, and use no generator of the program's then.
-    """
-    size, sampler = 1, index_sampler
-    if batched:
-        if type(index_sampler) is not BatchSampler:
-            return 0
-        size, sampler = index_sampler.batch_size, index_sampler.sampler
-    if type(sampler) is RandomSampler:
-        source = sampler.data_source
-        known = sampler.generator is None and not _may_repeat(sampler)
-        known = known and sampler.num_samples == length_of(source)
-    else:
-        known = is_exactly(sampler, (SequentialSampler, SeededSampler))
-    return min(_MOST_AHEAD, _INDICES_AHEAD // size) if known else 0
+DRAWS_NOTHING = (
+    *(BatchSampler, DistributedSampler, SequentialSampler, EndlessSampler, InterleavedRanks),
+    *SEEDED,
+)
+"""Samplers without a generator that outlives an epoch."""
+DRAWS_AT_FIRST = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that use torch's default generator before their first index, and not afterwards."""
+LISTS = (list, tuple, range, np.ndarray, torch.Tensor)
+"""Containers of indices that mean no more than their elements; a dataset gets any other one whole or not at all."""
 
 
 def _may_repeat(sampler: Any) -> bool:
@@ -163,6 +191,145 @@ def _may_repeat(sampler: Any) -> bool:
     if type(sampler) is RandomSampler:
         return sampler.replacement or sampler.num_samples > len(sampler.data_source)
     return not is_exactly(sampler, (SequentialSampler, DistributedSampler, *SEEDED))
+
+
+def drawn_ahead(index_sampler: Any, batched: bool) -> int:
+    """Return how many batches may be drawn together, because nobody can tell when; 1: one by one.
+
+    These samplers know all indices of an epoch when the first is drawn, and use no generator of the program's then.
+    """
+    size, sampler = 1, index_sampler
+    if batched:
+        if type(index_sampler) is not BatchSampler:
+            return 1
+        size, sampler = index_sampler.batch_size, index_sampler.sampler
+    if type(sampler) is RandomSampler:
+        known = sampler.generator is None and not _may_repeat(sampler)
+        known = known and sampler.num_samples == length_of(sampler.data_source)
+    else:
+        known = is_exactly(sampler, (SequentialSampler, SeededSampler))
+    return max(min(_MOST_AHEAD, _INDICES_AHEAD // size), 1) if known else 1
+
+
+def largest_batch(index_sampler: object, batched: bool) -> int:
+    """Return the largest number of samples in a batch, if ``batch_size`` or a list of batches shows it; else 1.
+
+    A ``batch_size`` beyond the number of samples ("all in one batch") counts as that number.
+    """
+    if not batched:
+        return 1
+    size = attribute(index_sampler, "batch_size")
+    if issubclass(type(index_sampler), (list, tuple)):
+        size = max(filter(None, map(length_of, cast("list[Any]", index_sampler))), default=1)
+    size = integer_of(size)
+    if size is None:
+        return 1
+    samples = length_of(attribute(index_sampler, "sampler"))
+    return max(min(size, _MOST_RESERVED if samples is None else samples), 1)
+
+
+def endless_size(index_sampler: Any, batched: bool) -> int | None:
+    """Return the size of all batches of an iterable dataset; None if its sampler is not torch's own."""
+    if not batched:
+        return 1 if type(index_sampler) is EndlessSampler else None
+    if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is EndlessSampler:
+        return int(index_sampler.batch_size)
+    return None
+
+
+# ---- copies of samplers ---------------------------------------------------------------------------
+
+
+def independent(sampler: Any, dataset: object) -> Any:
+    """Return a copy of a sampler, and of its generators; an epoch of the copy leaves the sampler as it is.
+
+    Args:
+        dataset: Is not copied, where the sampler refers to it.
+
+    Raises:
+        ValueError: A sampler of another class than torch's and ours cannot be copied.
+    """
+    if issubclass(type(sampler), (list, tuple, range)):
+        return sampler
+    if not is_exactly(sampler, (*DRAWS_NOTHING, *DRAWS_AT_FIRST)):
+        try:
+            return copy.deepcopy(sampler, {id(dataset): dataset})
+        except Exception as error:
+            raise ValueError(
+                f"an epoch of its own needs a copy of the sampler, and a {type(sampler).__name__} cannot be copied "
+                f"({type(error).__name__}: {message_of(error)}): give the class a __deepcopy__"
+            ) from error
+    found = copy.copy(sampler)
+    for name, value in vars(found).items():
+        if isinstance(value, torch.Generator) and value is not torch.default_generator:
+            setattr(found, name, copy.deepcopy(value))
+        elif name in ("sampler", "batch_sampler"):
+            setattr(found, name, independent(value, dataset))
+    return found
+
+
+def in_epoch(index_sampler: Any, epoch: int) -> Any:
+    """Return a copy of a seeded sampler, alone or in a plain ``BatchSampler``, in an epoch; others as they are.
+
+    A ``BatchSampler`` asks its sampler when its first batch is drawn: the loader may have begun another epoch by then.
+    """
+    inner = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
+    if type(inner) is not SeededSampler:
+        return index_sampler
+    return _around(index_sampler, _copy_in_epoch(inner, epoch))
+
+
+def next_sampler(index_sampler: Any) -> Any | None:
+    """Return the index sampler of the next epoch; None if it cannot be predicted.
+
+    Predictable are ``SequentialSampler``, ``SeededSampler``, ``CostBatchSampler`` and ``DistributedSampler`` (with the
+    next epoch's number), alone or in a plain ``BatchSampler``, and several ranks of these.
+    """
+    if is_exactly(index_sampler, (InterleavedRanks, BatchSampler)):
+        inner = next_sampler(index_sampler.sampler)
+        return None if inner is None else _around(index_sampler, inner)
+    if type(index_sampler) is SequentialSampler:
+        return index_sampler
+    if is_exactly(index_sampler, (*SEEDED, DistributedSampler)):
+        return _copy_in_epoch(index_sampler, index_sampler.epoch + 1)
+    return None
+
+
+def _copy_in_epoch(sampler: Any, epoch: int) -> Any:
+    other = copy.copy(sampler)
+    other.set_epoch(epoch)
+    return other
+
+
+def _around(outer: Any, inner: Any) -> Any:
+    """Return a copy of a sampler that draws from another one, drawing from ``inner``; ``inner`` if it does not."""
+    if not is_exactly(outer, (BatchSampler, InterleavedRanks)):
+        return inner
+    other = copy.copy(outer)
+    other.sampler = inner
+    return other
+
+
+# ---- the indices of a batch -----------------------------------------------------------------------
+
+
+def batch_maker(
+    batched: bool, *, whole: bool = False, divided: str | None = None, copies: bool = False
+) -> Callable[[Any], Any]:
+    """Return a function that makes the indices of a batch, in a list, of what a sampler yields.
+
+    Args:
+        batched: It yields batches; otherwise each index is a batch of one.
+        whole: The dataset gets all indices of a batch in one call (``__getitems__``). Then their container matters, and
+            reaches it as it is, with the attributes of a class of the program's own.
+        divided: Why single indices are all that is kept of a batch; None: its container is kept.
+        copies: Indices are used after the next ones are drawn: those that a sampler may change are copied.
+    """
+    if not batched:
+        return _copied_alone if copies else _alone
+    if whole:
+        return functools.partial(_as_given, divided, copies)
+    return _copied_list if copies else list
 
 
 def _alone(index: object) -> list[Any]:
@@ -198,106 +365,224 @@ def _as_given(divided: str | None, copies: bool, indices: Any) -> Any:
     return _copied(indices) if copies else indices
 
 
-def largest_batch(index_sampler: object, batched: bool) -> int:
-    """Return the largest number of samples in a batch, if ``batch_size`` or a list of batches shows it; else 1.
+# ---- indices that come more than once in an epoch -------------------------------------------------
 
-    A ``batch_size`` beyond the number of samples ("all in one batch") counts as that number.
+
+class Again(NamedTuple):
+    """An index that came before in its epoch.
+
+    Attributes:
+        index: The index as the sampler gave it.
+        occurrence: How often it came before, at least once.
     """
-    if not batched:
-        return 1
-    size = attribute(index_sampler, "batch_size")
-    if issubclass(type(index_sampler), (list, tuple)):
-        size = max(filter(None, map(length_of, cast("list[Any]", index_sampler))), default=1)
-    size = integer_of(size)
-    if size is None:
-        return 1
-    samples = length_of(attribute(index_sampler, "sampler"))
-    return max(min(size, _MOST_RESERVED if samples is None else samples), 1)
+
+    index: Any
+    occurrence: int
 
 
-def sizes_of(index_sampler: Any, batched: bool) -> Iterator[list[int]]:
-    """Yield the size of each batch of an iterable dataset, in place of its indices."""
-    for index in index_sampler:
-        yield [len(index) if batched else 1]
-
-
-def endless_size(index_sampler: Any, batched: bool) -> int | None:
-    """Return the size of all batches of an iterable dataset; None if its sampler is not torch's own."""
-    if not batched:
-        return 1 if type(index_sampler) is EndlessSampler else None
-    if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is EndlessSampler:
-        return int(index_sampler.batch_size)
-    return None
-
-
-_COPIED = (
-    *(BatchSampler, SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
-    *(DistributedSampler, EndlessSampler, InterleavedRanks, *SEEDED),
-)
-"""Samplers whose iterators change nothing but their generator."""
-
-
-def independent(sampler: Any, dataset: object) -> Any:
-    """Return a copy of a sampler, and of its generators; an epoch of the copy leaves the sampler as it is.
+class Recurring:
+    """A batch some of whose indices came before; as a sequence, it has an ``Again`` in the place of each of those.
 
     Args:
-        dataset: Is not copied, where the sampler refers to it.
-
-    Raises:
-        ValueError: A sampler of another class than torch's and ours cannot be copied.
+        indices: The batch as the sampler gave it.
+        occurrences: How often each of its indices came before.
     """
-    if issubclass(type(sampler), (list, tuple, range)):
-        return sampler
-    if not is_exactly(sampler, _COPIED):
-        try:
-            return copy.deepcopy(sampler, {id(dataset): dataset})
-        except Exception as error:
-            raise ValueError(
-                f"an epoch of its own needs a copy of the sampler, and a {type(sampler).__name__} cannot be copied "
-                f"({type(error).__name__}: {message_of(error)}): give the class a __deepcopy__"
-            ) from error
-    found = copy.copy(sampler)
-    for name, value in vars(found).items():
-        if isinstance(value, torch.Generator) and value is not torch.default_generator:
-            setattr(found, name, copy.deepcopy(value))
-        elif name in ("sampler", "batch_sampler"):
-            setattr(found, name, independent(value, dataset))
-    return found
+
+    __slots__ = ("indices", "occurrences")
+
+    def __init__(self, indices: Any, occurrences: list[int]) -> None:
+        self.indices = indices
+        self.occurrences = occurrences
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, occurrence in zip(self.indices, self.occurrences, strict=True):
+            yield Again(index, occurrence) if occurrence else index
 
 
-def in_epoch(index_sampler: Any, epoch: int) -> Any:
-    """Return a seeded sampler, alone or in a plain ``BatchSampler``, as it is in an epoch; others as they are.
+def marked(indices: list[Any]) -> Any:
+    """Return a batch that was cut again of such sequences: a ``Recurring`` if some of its indices came before."""
+    found = [index.occurrence if type(index) is Again else 0 for index in indices]
+    if not any(found):
+        return indices
+    return Recurring([index.index if type(index) is Again else index for index in indices], found)
 
-    A ``BatchSampler`` asks its sampler when its first batch is drawn: the loader may have begun another epoch by then.
+
+def unmarked(batch: Any) -> tuple[Any, list[int] | None]:
+    """Return the indices of a batch, and how often each came before; None: none did."""
+    if type(batch) is Recurring:
+        return batch.indices, batch.occurrences
+    return batch, None
+
+
+def hash_of(index: Any) -> int:
+    """Return the hash of an index, which does not depend on whether it came before."""
+    return index_hash(index.index if type(index) is Again else index)
+
+
+def occurrence_counter(index_sampler: object, length: int | None) -> Callable[[Any], Any] | None:
+    """Return a function that marks each index of an epoch's batches that came before; None: none comes again.
+
+    Args:
+        length: Length of the dataset; None if it has none.
     """
-    sampler = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
-    if type(sampler) is not SeededSampler:
-        return index_sampler
-    sampler = copy.copy(sampler)
-    sampler.set_epoch(epoch)
-    if type(index_sampler) is not BatchSampler:
-        return sampler
-    return BatchSampler(sampler, index_sampler.batch_size, index_sampler.drop_last)
+    if not _may_repeat(index_sampler):
+        return None
+    # Each rank counts its own indices, as without a shared pool.
+    ranks = len(index_sampler.ranks) if type(index_sampler) is InterleavedRanks else 1
+    size = min(length or 0, _MOST_COUNTED)
+    counts = itertools.cycle([Occurrences(size, index_hash) for _ in range(ranks)])
+
+    def mark(indices: Any) -> Any:
+        found = next(counts).count(indices)
+        return indices if found is None else Recurring(indices, found)
+
+    return mark
 
 
-def next_sampler(index_sampler: Any) -> Any | None:
-    """Return the index sampler of the next epoch; None if it cannot be predicted.
+# ---- the batches of an epoch, drawn as they are needed --------------------------------------------
 
-    Predictable are ``SequentialSampler``, ``SeededSampler``, ``CostBatchSampler`` and ``DistributedSampler`` (with the
-    next epoch's number), alone or in a plain ``BatchSampler``, and several ranks of these.
+
+class Source(NamedTuple):
+    """Where batches come from.
+
+    Attributes:
+        items: What the sampler yields for each batch. An interruption loses none of it, unless it ends the items.
+        make: Makes a batch of it; None: it is one.
+        may_die: Whether an interruption ends the items, as it ends a generator.
+        ahead: Number of items that may be drawn together.
     """
-    if type(index_sampler) is InterleavedRanks:
-        inner = next_sampler(index_sampler.sampler)
-        return None if inner is None else InterleavedRanks(inner, index_sampler.ranks)
-    if type(index_sampler) is BatchSampler:
-        inner = next_sampler(index_sampler.sampler)
-        if inner is None:
+
+    items: Iterator[Any]
+    make: Callable[[Any], Any] | None = None
+    may_die: bool = True
+    ahead: int = 1
+
+
+class Drawn(list[Any]):
+    """A batch that was drawn: what the sampler yielded, its number, its indices, and True once it is noted."""
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        return int(self[1])
+
+    @property
+    def indices(self) -> Any:
+        """Its indices."""
+        return self[2]
+
+
+class IndexBatches:
+    """Draws the batches of an epoch; an interruption loses none of them.
+
+    A batch that was drawn stays here until its user has dropped it. A generator that is interrupted has ended: then all
+    batches are drawn again, up to that point.
+
+    Args:
+        begin: Returns the batches.
+        again: Returns the batches from one on, given the number of those before it; None: an interruption ends them.
+        note: Called with the indices of each batch and its number. It may be called again, without effect.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Source],
+        again: Callable[[int], Source] | None = None,
+        note: Callable[[Any, int], object] = lambda indices, number: None,
+    ) -> None:
+        self._begin = begin
+        self._again = again
+        self._note = note
+        self._source: Source | None = None
+        self._numbers = itertools.count()
+        self._ahead: deque[Drawn] = deque()
+        self._num_dropped = 0
+        self._was_interrupted = False
+        self._last_try, self._tries = -1, 0
+
+    @classmethod
+    def of(cls, batches: Iterable[Any]) -> IndexBatches:
+        """Return batches of indices that nobody draws again."""
+        return cls(lambda: Source(iter(batches)))
+
+    def ahead(self, count: int) -> list[Drawn]:
+        """Return the next ``count`` batches, fewer at the end.
+
+        Raises:
+            RuntimeError: The sampler was interrupted, and does not repeat what it has yielded.
+        """
+        self._complete()
+        while len(self._ahead) < count and self._draw():
+            self._complete()
+        return list(itertools.islice(self._ahead, count))
+
+    def first(self) -> Drawn | None:
+        """Return the next batch, drawn with others where nobody can tell; None at the end. Raises as ``ahead``."""
+        if not self._ahead and not self._draw(together=True):
             return None
-        return BatchSampler(inner, index_sampler.batch_size, index_sampler.drop_last)
-    if type(index_sampler) is SequentialSampler:
-        return index_sampler
-    if is_exactly(index_sampler, (*SEEDED, DistributedSampler)):
-        later = copy.copy(index_sampler)
-        later.set_epoch(index_sampler.epoch + 1)
-        return later
-    return None
+        if len(self._ahead[0]) < 4:
+            self._complete()
+        return self._ahead[0]
+
+    def drop(self, drawn: Drawn) -> None:
+        """Drop the next batch, as ``ahead`` returned it, unless that is done."""
+        if self._ahead and self._ahead[0] is drawn:
+            self._num_dropped = drawn.number + 1
+            self._ahead.popleft()
+
+    def _complete(self) -> None:
+        """Make the indices of all batches that were drawn, and note them, unless that is done."""
+        for drawn in [drawn for drawn in self._ahead if len(drawn) < 4]:
+            if len(drawn) == 2:
+                make = None if self._source is None else self._source.make
+                try:
+                    drawn.append(drawn[0] if make is None else make(drawn[0]))
+                except (
+                    Exception
+                ):  # there are no such indices: as with torch, the next batch follows
+                    self._num_dropped = drawn.number + 1
+                    self._ahead.remove(drawn)
+                    raise
+            self._note(drawn[2], drawn[1])
+            drawn.append(True)
+
+    def _draw(self, together: bool = False) -> bool:
+        """Draw one batch, or as many as may be drawn together; False at the end."""
+        known, most = len(self._ahead), 1
+        try:
+            if self._source is None:
+                self._source = self._drawn_again() if self._was_interrupted else self._begin()
+            most = self._source.ahead if together else 1
+            drew = self._draw_from(self._source.items, most)
+            if not drew and self._was_interrupted and self._source.may_die:
+                self._source = self._drawn_again()
+                drew = self._draw_from(self._source.items)
+            self._was_interrupted = False
+        except Exception:
+            raise  # the sampler's, as with torch
+        except BaseException:
+            self._was_interrupted = len(self._ahead) == known or most > 1
+            raise
+        return drew
+
+    def _draw_from(self, items: Iterator[Any], most: int = 1) -> bool:
+        known = len(self._ahead)
+        # In one step: a signal is handled before it or after it.
+        drawn = zip(itertools.islice(items, most), self._numbers, strict=False)
+        self._ahead.extend(map(Drawn, drawn))
+        return len(self._ahead) > known
+
+    def _drawn_again(self) -> Source:
+        """The batches after those that were drawn."""
+        number = self._ahead[-1].number + 1 if self._ahead else self._num_dropped
+        self._tries = self._tries + 1 if number == self._last_try else 1
+        self._last_try = number
+        if self._again is None or self._tries > _MOST_TRIES:
+            raise RuntimeError(
+                f"the sampler was interrupted {self._tries} times where it yields batch {number}: call iter(loader) to "
+                "begin another epoch"
+            )
+        return self._again(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from minato.sampling.dataset_state import DatasetStates
+from minato.sampling.resume import DatasetStates
 
 __all__ = ["AnyWorker", "Assignment", "RoundRobin"]
 

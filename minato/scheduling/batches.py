@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from minato._core import Ledger
-from minato.sampling.coverage import Progress
-from minato.sampling.index_batches import Drawn
+from minato.sampling.progress import Progress
+from minato.sampling.samplers import Drawn
 
 __all__ = [
     "BatchStorage",

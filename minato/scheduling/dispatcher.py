@@ -11,10 +11,9 @@ from minato._core import EventCount, Ledger
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato.errors import warn
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.sampling.coverage import Progress
 from minato.sampling.epoch import NextEpoch
-from minato.sampling.index_batches import Drawn, IndexBatches
-from minato.sampling.occurrences import unmarked
+from minato.sampling.progress import Progress
+from minato.sampling.samplers import Drawn, IndexBatches, unmarked
 from minato.scheduling.assignment import Assignment
 from minato.scheduling.batches import (
     BatchStorage,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from minato.batching.arena import Slot
-from minato.sampling.completed import Completed
+from minato.sampling.progress import Completed
 
 __all__ = [
     "WITH_DESCRIPTOR",
@@ -66,7 +66,7 @@ class Hello(NamedTuple):
 
 
 class RankCompleted(NamedTuple):
-    """The part of a resumed epoch that a rank has done (see :class:`minato.sampling.completed.Completed`).
+    """The part of a resumed epoch that a rank has done (see :class:`minato.sampling.progress.Completed`).
 
     Attributes:
         ranges: Ordinals ``[first, end)`` of the indices.

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from minato.batching.arena import Arena, Slot
 from minato.sampling.epoch import Epoch
-from minato.sampling.index_batches import IndexBatches
-from minato.sampling.outgoing import Outgoing
+from minato.sampling.progress import Outgoing
+from minato.sampling.samplers import IndexBatches
 from minato.shared_pool.channel import Channel
 from minato.shared_pool.messages import BatchMessage, Hello, RankCompleted, RankMessage
 from minato.shared_pool.source import LeasedBatch

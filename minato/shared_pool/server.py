@@ -15,7 +15,7 @@ from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
 from minato.sampling.epoch import Epoch
-from minato.sampling.index_batches import IndexBatches
+from minato.sampling.samplers import IndexBatches
 from minato.shared_pool.channel import RankListener
 from minato.shared_pool.messages import Hello, RankCompleted
 from minato.shared_pool.ranks import PoolEngine, PoolEpoch, Ranks, epoch_mismatch, next_rank

@@ -20,11 +20,11 @@ from minato.engine.engine import Engine
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
 from minato.options import Options, StartingWorkers
-from minato.sampling.completed import Completed, Tally, merged_ranks
 from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
 from minato.sampling.epoch import Epoch
-from minato.sampling.index_batches import IndexBatches
-from minato.sampling.state import is_stateful
+from minato.sampling.progress import Completed, Tally, merged_ranks
+from minato.sampling.resume import is_stateful
+from minato.sampling.samplers import IndexBatches
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.messages import Hello, RankCompleted
 from minato.shared_pool.rendezvous import Rendezvous

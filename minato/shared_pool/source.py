@@ -23,8 +23,8 @@ from minato.batching.serialization import Store
 from minato.delivery.accelerator import accelerator_of
 from minato.delivery.device import DeviceCopier
 from minato.sampling.epoch import Epoch
-from minato.sampling.index_batches import IndexBatches
-from minato.sampling.outgoing import Outgoing
+from minato.sampling.progress import Outgoing
+from minato.sampling.samplers import IndexBatches
 from minato.shared_pool.messages import BatchDescriptor
 
 __all__ = [

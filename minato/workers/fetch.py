@@ -16,8 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 from minato._compat import make_fetcher
 from minato._core import now_ns
 from minato._support.objects import is_exactly, takes_lists
-from minato.sampling.dataset_state import DatasetState
-from minato.sampling.state import is_stateful
+from minato.sampling.resume import DatasetState, is_stateful
 from minato.transforms.compose import Transforms
 
 __all__ = [

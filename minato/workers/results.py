@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from minato._core import Ledger
-from minato.sampling.dataset_state import DatasetState
+from minato.sampling.resume import DatasetState
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, Rows, StreamEnd, StreamFetcher
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from minato import CoverageError, DataLoader
-from minato.sampling.completed import Tally
+from minato.sampling.progress import Tally
 from tests.datasets import ORDERS, Numbers, Sleepy, flat, indices
 
 NOTHING = Tally(0, 0)

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 import minato
 from minato import DataLoader, ErrorPolicy
-from minato.sampling.samplers import SeededSampler, counted
+from minato.sampling.samplers import SeededSampler, occurrence_counter
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -259,8 +259,7 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
     ids=lambda sampler: type(sampler).__name__,
 )
 def test_samplers_that_repeat_nothing_are_not_counted(sampler: Any) -> None:
-    batches = iter([[1], [1]])
-    assert counted(batches, sampler, 5) is batches
+    assert occurrence_counter(sampler, 5) is None
 
 
 @pytest.mark.parametrize(
@@ -275,7 +274,8 @@ def test_samplers_that_repeat_nothing_are_not_counted(sampler: Any) -> None:
     ids=lambda sampler: type(sampler).__name__,
 )
 def test_samplers_that_may_repeat_are_counted(sampler: Any) -> None:
-    first, second = counted(iter([[1], [1, 2]]), sampler, 5)
-    assert first == [1]
-    again, other = second
+    mark = occurrence_counter(sampler, 5)
+    assert mark is not None
+    assert mark([1]) == [1]
+    again, other = mark([1, 2])
     assert (again.index, again.occurrence, other) == (1, 1, 2)

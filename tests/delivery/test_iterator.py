@@ -12,7 +12,7 @@ from torch.autograd.profiler import profile
 
 from minato import DataLoader
 from minato.delivery.iterator import BatchIterator
-from minato.sampling.outgoing import Outgoing
+from minato.sampling.progress import Outgoing
 from tests.datasets import Numbers
 
 
@@ -40,6 +40,13 @@ class Source:
         self.journal.append("shut down")
 
 
+class FakeDraw:
+    """The states from which an epoch's indices are drawn."""
+
+    def before_iter(self) -> None:
+        """Torch asks the sampler twice."""
+
+
 class FakeEpoch:
     """An epoch over the sampler."""
 
@@ -47,9 +54,7 @@ class FakeEpoch:
         self.number = number
         self.seed = -1
         self.prefetches_next = True
-
-    def before_iter(self) -> None:
-        """Torch asks the sampler twice."""
+        self.draw = FakeDraw()
 
     def has_begun(self) -> None:
         """Its first batches were drawn."""

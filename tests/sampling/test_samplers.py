@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from minato.sampling.samplers import SeededSampler, index_batches, next_sampler, sizes_of
+from minato.sampling.samplers import SeededSampler, batch_maker, next_sampler
 
 DATA = range(20)
+
+
+def index_batches(sampler: Any, batched: bool, **given: Any) -> Iterator[Any]:
+    return map(batch_maker(batched, **given), sampler)
 
 
 def permutation(seed: int, epoch: int, size: int = 20) -> list[int]:
@@ -113,11 +118,6 @@ def test_batches_are_drawn_one_by_one() -> None:
     batches = index_batches(sampler(), batched=True)
     assert next(batches) == [0]
     assert drawn == [0]
-
-
-def test_sizes_of_batches_of_a_stream() -> None:
-    assert list(sizes_of([[None] * 3, [None]], batched=True)) == [[3], [1]]
-    assert list(sizes_of([None, None], batched=False)) == [[1], [1]]
 
 
 # ---- the next epoch -------------------------------------------------------------------------

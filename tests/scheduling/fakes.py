@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from minato._core import EventCount, Ledger
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, SKIP_BLOB, STATE_BLOB
 from minato._core.segment import Segment
-from minato.sampling.index_batches import IndexBatches
+from minato.sampling.samplers import IndexBatches
 from minato.scheduling.assignment import AnyWorker
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
-from minato.sampling.outgoing import Outgoing
+from minato.sampling.progress import Outgoing
 from minato.shared_pool.channel import Channel, RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.messages import (

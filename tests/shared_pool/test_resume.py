@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from minato import CostBatchSampler, DataLoader
-from minato.sampling.completed import Completed, RankProgress, merged_ranks
-from minato.sampling.coverage import Progress, remaining_batches
+from minato.sampling.progress import (
+    Completed,
+    Progress,
+    RankProgress,
+    merged_ranks,
+    remaining_batches,
+)
 from minato.shared_pool import source
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Filled, Numbers, flat, indices
 from tests.delivery.recorder import Recorder
@@ -259,7 +264,7 @@ def test_parts_make_up_the_pass_however_often_it_is_resumed(data: Any) -> None:
     got: list[int] = []
     for last in (False, False, True):
         done = merged_ranks(before for before in befores if before is not None)
-        left = list(remaining_batches(iter(keys), done, mixes))
+        left = [*(remaining_batches(iter(keys), done, mixes) or ())]
         assert len(left) == len(keys) - done.batches
         progress, parts = (
             Progress(0, done),

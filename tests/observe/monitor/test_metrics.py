@@ -15,7 +15,7 @@ import minato
 from minato.observe.stats.catalog import CATALOG, values_of
 from minato.observe.stats.epoch_log import EpochLog
 from minato.observe.stats.snapshot import LoaderSnapshot, Metrics, WorkerActivity
-from minato.sampling.coverage import Progress
+from minato.sampling.progress import Progress
 from minato.scheduling.slow_threshold import ThresholdDecision
 from tests.datasets import Numbers, double
 

@@ -11,7 +11,7 @@ from minato._core import Histogram
 from minato.observe.stats.epoch_log import EpochLog, LoaderUse
 from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import LoaderSnapshot, MachineSnapshot, Metrics, WorkerActivity
-from minato.sampling.coverage import Progress
+from minato.sampling.progress import Progress
 from minato.scheduling.slow_threshold import ThresholdDecision
 
 MACHINE = MachineSnapshot({"disk_read_bytes": 9}, 5, 10, (("A", 7),))

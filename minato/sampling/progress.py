@@ -1,0 +1,482 @@
+"""What was requested, delivered and skipped of an epoch, what is left of it, and the proof that nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from minato._core import Arrivals, sum_of_hashes
+from minato.errors import CoverageError
+from minato.observe.stats.lateness import Lateness
+from minato.sampling.replay import OrderRecord
+from minato.sampling.samplers import hash_of, marked, unmarked
+
+__all__ = [
+    "NOTHING",
+    "BatchPart",
+    "Completed",
+    "Coverage",
+    "Outgoing",
+    "Progress",
+    "RankProgress",
+    "Tally",
+    "merged_ranks",
+    "remaining_batches",
+]
+
+_MODULUS = 1 << 64
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges ``[first, end)`` of ordinals. The n-th index that the sampler yields in an epoch has the ordinal n. An empty
+batch takes one ordinal, too."""
+
+
+class Tally(NamedTuple):
+    """Number of indices, and the sum of their 64-bit hashes modulo 2**64.
+
+    Equal sets of indices have equal tallies in any order. Different sets have equal tallies with a probability of
+    2**-64.
+    """
+
+    samples: int
+    hash: int
+
+    def plus(self, other: Tally) -> Tally:
+        """Return the tally with the indices of another one."""
+        return Tally(self.samples + other.samples, (self.hash + other.hash) % _MODULUS)
+
+    def minus(self, other: Tally) -> Tally:
+        """Return the tally without the indices of another one."""
+        return Tally(self.samples - other.samples, (self.hash - other.hash) % _MODULUS)
+
+    @classmethod
+    def of(cls, indices: Any) -> Tally:
+        """Return the tally of some indices."""
+        return cls(len(indices), sum_of_hashes(indices, hash_of))
+
+
+NOTHING = Tally(0, 0)
+
+
+class BatchPart(NamedTuple):
+    """The samples of one batch: ranges of their ordinals, their number, and the sum of their hashes."""
+
+    ranges: list[tuple[int, int]]
+    samples: int
+    hashes: int
+
+
+class Completed(NamedTuple):
+    """The part of an epoch that was complete when a state was taken.
+
+    Attributes:
+        ranges: Ordinals ``[first, end)`` of the complete samples, ascending, with gaps between them.
+        batches: Number of delivered batches.
+        delivered: Tally of the delivered indices.
+        skipped: Tally of the skipped indices.
+    """
+
+    ranges: Ranges = ()
+    batches: int = 0
+    delivered: Tally = NOTHING
+    skipped: Tally = NOTHING
+
+    @property
+    def end(self) -> int:
+        """The ordinal from which on nothing is complete."""
+        return self.ranges[-1][1] if self.ranges else 0
+
+    @property
+    def expected(self) -> Tally:
+        """Tally of all complete indices."""
+        return self.delivered.plus(self.skipped)
+
+    def extended(self, numbers: Iterable[tuple[int, int]]) -> Ranges:
+        """Return the ranges with more of them, given as for :meth:`placed`."""
+        return _merged([*self.ranges, *self.placed(numbers)])
+
+    def placed(self, numbers: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return ranges of ordinals, for ranges of numbers that count from 0 in the remaining samples only."""
+        gaps = list(itertools.pairwise((0, *itertools.chain(*self.ranges))))[::2]
+        gaps.append((self.end, 1 << 63))
+        found = []
+        waiting = deque(numbers)
+        number = 0  # of the gap's first ordinal
+        for start, stop in gaps:
+            while waiting and waiting[0][0] < number + stop - start:
+                first, end = waiting.popleft()
+                inside = min(end, number + stop - start)
+                found.append((start + first - number, start + inside - number))
+                if inside < end:
+                    waiting.appendleft((inside, end))
+            number += stop - start
+        return found
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges ``[first, end)`` in ascending order, those that touch joined."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(item for item in ranges if item[0] < item[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((first, end))
+    return tuple(found)
+
+
+class Outgoing:
+    """A batch on its way from ``next()`` to the training loop, or the error of one.
+
+    The handler of a signal may raise at any moment of ``next()``. Until ``next()`` has returned, the batch stays here,
+    and the next call gives it again. So it is recorded later: by the next call, or when somebody asks.
+
+    Attributes:
+        batch: The batch, until it is given.
+        error: What is raised in its place; None: nothing is.
+        is_pinned: Whether the batch, or its error, is that of the copy to pinned memory.
+        is_given: Whether the training loop has it.
+        records: Functions that record the batch. Each may be called again, without effect.
+    """
+
+    __slots__ = ("batch", "error", "is_given", "is_pinned", "records")
+
+    def __init__(self, batch: Any = None, error: BaseException | None = None) -> None:
+        self.batch = batch
+        self.error = error
+        self.is_given = self.is_pinned = False
+        self.records: Sequence[Callable[[], object]] = ()
+
+    def give(self) -> Any:
+        """Return the batch, or raise its error, where no signal is handled: not in the main thread."""
+        batch, error = self.batch, self.error
+        self.batch, self.error, self.is_given = None, None, True
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        return batch
+
+
+class Coverage(NamedTuple):
+    """Tallies of the indices that the sampler yielded in one epoch; of batches for an iterable dataset.
+
+    Attributes:
+        epoch: Number of the epoch.
+        requested: Indices that were drawn from the sampler so far.
+        delivered: Indices in batches that ``next()`` returned, or for which it raised.
+        skipped: Indices that the error policy skipped.
+        outstanding: All others: still in flight, or dropped with an iterator.
+    """
+
+    epoch: int
+    requested: Tally
+    delivered: Tally
+    skipped: Tally
+    outstanding: Tally
+
+    @property
+    def complete(self) -> bool:
+        """Whether every requested index was delivered or skipped once."""
+        return self.outstanding == NOTHING
+
+
+class Progress:
+    """Follows the indices of one epoch from the sampler to the delivered batches.
+
+    Args:
+        epoch: Number of the epoch.
+        done: The part that an earlier run completed.
+
+    Attributes:
+        epoch: The same.
+        finished: Whether the epoch has ended.
+        batches: Number of batches delivered in this run.
+        last: The last batch, until it is recorded.
+        lateness: Distance of the batches from the sampler's order, and the slow samples in each.
+        record: Records the order of the batches; None without ``record_order``.
+        length: Returns the number of batches that remain when the epoch begins; None if it is unknown.
+        part: Batches of this rank, which a state holds if several ranks share the epoch; None otherwise.
+    """
+
+    def __init__(self, epoch: int, done: Completed | None = None) -> None:
+        self.epoch = epoch
+        self.finished = False
+        self.batches = 0
+        self.last: Outgoing | None = None
+        self.lateness = Lateness()
+        self.record: OrderRecord | None = None
+        self.length: Callable[[], int | None] = lambda: None
+        self.part: RankProgress | None = None
+        self._before = before = done or Completed()
+        self._last_batch: tuple[list[int], int] = [], 0
+        self._requested = 0  # batches
+        self._reported = before.delivered
+        self._arrivals = Arrivals(hash_of, before.expected, before.delivered, before.skipped)
+
+    def settle(self) -> None:
+        """Record the last batch, if the training loop has it."""
+        last = self.last
+        if last is not None and last.is_given:
+            for record in last.records:
+                record()
+            self.last = None
+
+    def requested(self, indices: Any, number: int | None = None) -> None:
+        """Note a batch of indices that the sampler yields.
+
+        Args:
+            number: Of the batch, from 0 on in this run; a second note of it changes nothing. None: the next one.
+        """
+        number = self._requested if number is None else number
+        plain, occurrences = unmarked(indices)
+        if self.record is not None:
+            self.record.requested(plain, occurrences, number)
+        self._arrivals.ask(plain, number)
+        self.lateness.asked(len(indices) or 1, number)
+        self._requested = max(number + 1, self._requested)
+
+    def returns(
+        self,
+        positions: list[int],
+        start: int,
+        num_slow: int = 0,
+    ) -> Callable[[], None]:
+        """Note the batch that ``next()`` is about to return.
+
+        Args:
+            positions: Positions of its samples, in the order in which batches were drawn; negative without a sample.
+            start: Position of the first sample of the epoch.
+            num_slow: Number of slow samples in the batch.
+
+        Returns:
+            A function that notes it as delivered. A second call changes nothing.
+        """
+        number = self.batches
+        self.lateness.delivered(positions, start, num_slow, number)
+        if self.record is not None:
+            self.record.delivered([position - start for position in positions], number)
+        return functools.partial(self.delivered, positions, start, number)
+
+    def delivered(self, positions: list[int], start: int, number: int | None = None) -> None:
+        """Note a delivered batch.
+
+        Args:
+            number: Of the batch, from 0 on in this run; a second note of it changes nothing. None: the next one.
+        """
+        number = self.batches if number is None else number
+        self._arrivals.deliver(positions, start, number)
+        self.batches = max(number + 1, self.batches)
+        if self.part is not None:
+            self._last_batch = positions, start
+
+    def latest(self) -> BatchPart:
+        """Return the samples of the last delivered batch of a shared epoch. Called once after each batch."""
+        self.settle()
+        positions, start = self._last_batch
+        numbers = [position - start for position in positions if position >= 0]
+        first, end = min(numbers, default=0), max(numbers, default=-1) + 1
+        if end - first == len(numbers):  # the usual case
+            ranges: Ranges = ((first, end),)
+        else:
+            ranges = _merged((number, number + 1) for number in numbers)
+        before, self._reported = self._reported, Tally(*self._arrivals.delivered)
+        return BatchPart(self._before.placed(ranges), *self._reported.minus(before))
+
+    def skipped(self, positions: list[int], start: int) -> None:
+        """Note skipped samples. Called before the batch that they belong to is delivered."""
+        self._arrivals.skip(positions, start)
+
+    def finish(self, dropped: bool = False) -> None:
+        """Note the end of the epoch.
+
+        Args:
+            dropped: Batches that are not delivered do not exist: the streams of an iterable dataset have ended.
+
+        Raises:
+            CoverageError: Samples were lost or repeated.
+        """
+        if self.finished:
+            return
+        self.settle()
+        if dropped:
+            self._arrivals.drop()
+        coverage = self.coverage()
+        if not coverage.complete or self._arrivals.unexpected:
+            raise CoverageError(
+                f"epoch {self.epoch} has ended, and the delivered samples are not those that the sampler requested: "
+                f"requested {coverage.requested.samples} samples, delivered {coverage.delivered.samples}, skipped "
+                f"{coverage.skipped.samples}, repeated {self._arrivals.unexpected}, and the hash of what is missing is "
+                f"{coverage.outstanding.hash:#018x}. This is a fault of minato: please report it."
+            )
+        if self.record is not None:
+            self.record.finish()
+        self.finished = True
+
+    def drawn(self) -> Tally:
+        """Return the tally of the indices that were requested in this run."""
+        return Tally(*self._arrivals.asked).minus(self._before.expected)
+
+    def coverage(self) -> Coverage:
+        """Return the tallies of the epoch so far."""
+        self.settle()
+        arrivals = self._arrivals
+        requested = Tally(*arrivals.asked).minus(Tally(*arrivals.dropped))
+        delivered, skipped = Tally(*arrivals.delivered), Tally(*arrivals.skipped)
+        outstanding = requested.minus(delivered).minus(skipped)
+        return Coverage(self.epoch, requested, delivered, skipped, outstanding)
+
+    def done(self) -> Completed:
+        """Return the complete part of the epoch, of this run and earlier ones."""
+        self.settle()
+        arrivals = self._arrivals
+        numbers = [(0, arrivals.prefix), *((number, number + 1) for number in arrivals.beyond)]
+        return Completed(
+            self._before.extended(numbers),
+            self._before.batches + self.batches,
+            Tally(*arrivals.delivered),
+            Tally(*arrivals.skipped),
+        )
+
+
+class RankProgress:
+    """Counts the batches that one rank gets. The rank that runs the workers counts those of the whole epoch.
+
+    Args:
+        length: Number of batches that this rank gets in the whole epoch.
+        before: Batches of earlier runs, where an epoch is resumed; None: the epoch begins.
+
+    Attributes:
+        before: The same.
+        finished: Whether the rank got all its batches, and the end of the epoch.
+    """
+
+    def __init__(self, length: int, before: Completed | None = None) -> None:
+        self.before = before
+        self.finished = False
+        self._length = length
+        done = before or Completed()
+        self._ranges, self._batches, self._tally = list(done.ranges), done.batches, done.delivered
+
+    def handed(self, part: BatchPart) -> None:
+        """Count a batch that the program gets."""
+        ranges, *tally = part  # a plain tuple from another process
+        self._ranges += ranges
+        self._batches += 1
+        self._tally = self._tally.plus(Tally(*tally))
+
+    def ended(self) -> None:
+        """Note that the epoch has no other batch for this rank."""
+        self.finished = self._batches == self._length
+
+    def done(self) -> Completed:
+        """Return what this rank got in the epoch, in this run and earlier ones."""
+        return Completed(_merged(self._ranges), self._batches, self._tally)
+
+
+def merged_ranks(parts: Iterable[Completed]) -> Completed:
+    """Return what several ranks got together.
+
+    Raises:
+        ValueError: Two ranks got the same sample.
+    """
+    parts = list(parts)
+    ranges = [pair for part in parts for pair in part.ranges]
+    together = _merged(ranges)
+    if _count(together) != _count(ranges):
+        raise ValueError(
+            "the states that were loaded hold samples that two ranks have had, so that they are not of one run: load "
+            "in each rank the state that it saved, all at the same step"
+        )
+    tally = functools.reduce(Tally.plus, (part.delivered for part in parts), NOTHING)
+    return Completed(together, sum(part.batches for part in parts), tally)
+
+
+def _count(ranges: Iterable[tuple[int, int]]) -> int:
+    return sum(end - first for first, end in ranges)
+
+
+def remaining_batches(
+    batches: Iterator[Any], done: Completed, mixes: bool, drop_last: bool = False
+) -> Iterator[Any] | None:
+    """Return the remaining batches of an epoch, out of all that its sampler yields.
+
+    Args:
+        batches: All batches of indices.
+        done: The complete part of the epoch.
+        mixes: Samples may take places in other batches than their own. Then the remaining indices are divided into new
+            batches, of the sizes of those not delivered. Otherwise whole batches remain.
+        drop_last: Whether to drop a new batch that is too small because of skipped samples.
+
+    Returns:
+        None: The sampler does not yield the indices of the complete part.
+    """
+    sizes: list[int] = []
+    whole: list[Any] = []
+    left: deque[Any] = deque()
+    ranges, ordinal, tally = deque(done.ranges), 0, NOTHING
+    while ordinal < done.end or (mixes and len(sizes) < done.batches):
+        indices = next(batches, None)
+        if indices is None:
+            return None
+        complete, others = _split(indices, ordinal, ranges)
+        tally = tally.plus(Tally.of(complete))
+        if others is not None:
+            whole.append(indices)
+            left.extend(others)
+        sizes.append(len(indices))
+        ordinal += len(indices) or 1
+    if tally != done.expected:
+        return None
+    if not mixes:
+        return itertools.chain(whole, batches)
+    # Where ranks share an epoch, its short batches may be complete while full ones remain.
+    surplus = sum(sizes[: done.batches]) - tally.samples
+    shapes = deque(sizes[done.batches :])
+    return _rebatched(batches, left, shapes, drop_last, max(sizes, default=0), surplus)
+
+
+def _split(
+    indices: Any, ordinal: int, ranges: deque[tuple[int, int]]
+) -> tuple[Sequence[Any], list[Any] | None]:
+    """Split a batch into complete and remaining indices, None if all are complete; drops ranges before it."""
+    while ranges and ranges[0][1] <= ordinal:
+        ranges.popleft()
+    start, end = ranges[0] if ranges else (ordinal, ordinal)
+    if start <= ordinal and ordinal + (len(indices) or 1) <= end:
+        return indices, None
+    complete: list[Any] = []
+    left: list[Any] = []
+    for at, index in enumerate(indices, ordinal):
+        while ranges and ranges[0][1] <= at:
+            ranges.popleft()
+        (complete if ranges and ranges[0][0] <= at else left).append(index)
+    return complete, left
+
+
+def _rebatched(
+    batches: Iterator[Any],
+    indices: deque[Any],
+    sizes: deque[int],
+    drop_last: bool,
+    largest: int,
+    surplus: int,
+) -> Iterator[Any]:
+    """Yield batches of the given sizes from remaining and further indices; ``surplus`` fills up small ones."""
+    while True:
+        while sizes:
+            more = min(largest - sizes[0], surplus) if surplus > 0 else 0
+            if len(indices) < sizes[0] + more:
+                break
+            surplus -= more
+            yield marked([indices.popleft() for _ in range(sizes.popleft() + more)])
+        drawn = next(batches, None)
+        if drawn is None:
+            break
+        indices.extend(drawn)
+        sizes.append(len(drawn))
+    if indices and not drop_last:
+        yield marked(list(indices))

@@ -1,0 +1,578 @@
+"""The state of a loader: what it holds of generators, samplers and datasets, and how it is made, checked and opened."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import inspect
+import itertools
+import reprlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+import torch
+
+from minato._compat import ExceptionWrapper
+from minato._support.objects import attribute, is_exactly
+from minato.observe.stats.size import length_of
+from minato.sampling.distributed import at_epoch, epoch_of, nested
+from minato.sampling.progress import Completed, Tally
+from minato.sampling.samplers import DRAWS_AT_FIRST, DRAWS_NOTHING, SamplingSpec
+
+__all__ = [
+    "DatasetState",
+    "DatasetStates",
+    "LoaderState",
+    "SamplerState",
+    "is_stateful",
+    "signature",
+]
+
+_VERSION = 2
+_INT64 = 1 << 63
+_FAMILY = "minato.DataLoader"
+_WORDS = {
+    "place": "its place among ranks that share a pool",
+    "dataset_length": "len(dataset)",
+    "sampler": "the sampler's type",
+    "batched": "whether batches are made",
+    "sampler_length": "the number of batches",
+    "generators": "the number of generators given to the loader and its samplers",
+    "stateful_samplers": "the number of samplers with state_dict()",
+}
+
+
+def is_stateful(thing: object) -> bool:
+    """Whether an object has ``state_dict()``, which takes no arguments, and ``load_state_dict``.
+
+    The weights of a module are not the state of its data, and a class has no state.
+    """
+    if issubclass(type(thing), (type, torch.nn.Module)):
+        return False
+    state_dict = attribute(thing, "state_dict")
+    if not callable(state_dict) or not callable(attribute(thing, "load_state_dict")):
+        return False
+    try:
+        inspect.signature(state_dict).bind()
+    except ValueError:  # a compiled function does not say what it takes
+        return True
+    except Exception:
+        return False
+    return True
+
+
+# ---- generators and samplers ----------------------------------------------------------------------
+
+
+class SamplerState:
+    """States of generators and samplers before the first index of an epoch was drawn, to draw its indices again.
+
+    They are taken twice, as some samplers draw in ``iter(sampler)``, and others in the first ``next()`` of its result.
+    If ``iter()`` cannot have drawn, the first states are dropped.
+
+    Attributes:
+        num_generators: Number of generators besides torch's default one.
+        num_stateful: Number of samplers with ``state_dict()``.
+    """
+
+    def __init__(self, spec: SamplingSpec) -> None:
+        self._sampler = spec.index_sampler
+        samplers = self._samplers = list(nested(self._sampler))
+        own = [spec.generator, *(attribute(sampler, "generator") for sampler in samplers)]
+        distinct = {id(one): one for one in own if isinstance(one, torch.Generator)}
+        distinct.pop(id(torch.default_generator), None)
+        self._generators = [torch.default_generator, *distinct.values()]
+        self._needs_default = not all(is_exactly(sampler, DRAWS_NOTHING) for sampler in samplers)
+        self._stateful = [sampler for sampler in samplers if is_stateful(sampler)]
+        self.num_generators, self.num_stateful = len(distinct), len(self._stateful)
+        self._state: dict[str, Any] = {"before_iter": None, "before_first": None, "iterator": None}
+        self._error: ExceptionWrapper | None = None
+
+    def before_iter(self) -> None:
+        """Take the states before ``iter(sampler)``; if it is called several times, the last one counts."""
+        self._state["epoch"] = epoch_of(self._sampler)
+        self._state["before_iter"] = self._generator_states()
+        self._error = None
+        with self._keeping_errors():
+            self._state["samplers"] = self._sampler_states()
+
+    def before_first(self, iterator: Any) -> None:
+        """Take the states before the first ``next()`` of the result of ``iter(sampler)``."""
+        if isinstance(iterator, GeneratorType):  # whose body runs from the first next() on
+            self._state["before_iter"] = None
+        self._state["before_first"] = self._generator_states()
+        if is_stateful(iterator):
+            with self._keeping_errors():
+                self._state["iterator"] = copy.deepcopy(iterator.state_dict())
+
+    def redraw(self, plain: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
+        """Return ``iter(sampler)`` with all states as they were; its next index is the first of the epoch.
+
+        torch's default generator has its earlier state for the draws of the sampler, and its present one otherwise.
+
+        Args:
+            plain: Result of :meth:`to_plain`.
+            samplers: Whether stateful samplers get their states.
+        """
+        self._state = _decoded(plain)
+        outside = torch.default_generator.get_state()
+        try:
+            if samplers:
+                self._load_samplers()
+            self._load_generators("before_iter")
+            iterator: Any = iter(self._sampler)
+            if (saved := self._state["iterator"]) is not None:
+                if not is_stateful(iterator):
+                    raise _damaged("iterator", saved)
+                iterator.load_state_dict(copy.deepcopy(saved))
+            self._load_generators("before_first")
+            if not self._needs_default:
+                return iterator  # type: ignore[no-any-return]
+            known = (*DRAWS_NOTHING, *DRAWS_AT_FIRST)
+            once = all(is_exactly(sampler, known) for sampler in self._samplers)
+            return _isolated(iterator, torch.default_generator.get_state(), once)
+        finally:
+            torch.default_generator.set_state(outside)
+
+    def check(self, plain: dict[str, Any]) -> None:
+        """Check that a state fits these generators and samplers.
+
+        Raises:
+            ValueError: It does not; the message names the part.
+        """
+        epoch, samplers = plain.get("epoch"), plain.get("samplers")
+        if not (epoch is None or isinstance(epoch, int)):
+            raise _damaged("epoch", epoch)
+        if not isinstance(samplers, list) or len(samplers) != len(self._stateful):
+            raise _damaged("samplers", samplers)
+        for name in ("before_iter", "before_first"):
+            states = plain.get(name)
+            if states is None:
+                continue
+            if not isinstance(states, list) or len(states) != len(self._generators):
+                raise _damaged(name, states)
+            for generator, state in zip(self._generators, states, strict=True):
+                try:
+                    if state is not None:
+                        torch.Generator(generator.device).set_state(_bytes_of(state))
+                except (ValueError, TypeError, RuntimeError):
+                    raise _damaged(name, state) from None
+
+    def load(self, plain: dict[str, Any]) -> None:
+        """Load a state of :meth:`idle_state` into generators and samplers."""
+        self._state = _decoded(plain)
+        self._load_samplers()
+        self._load_generators("before_iter")
+
+    def idle_state(self) -> dict[str, Any]:
+        """Return the present states as plain data. Between epochs, they decide the order of the next one."""
+        # torch's default generator belongs to the program.
+        own = [None, *self._generator_states()[1:]]
+        return _encoded({"before_iter": own, "samplers": self._sampler_states()})
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the states as plain data.
+
+        Raises:
+            Exception: ``state_dict()`` of a sampler or its iterator raised it.
+        """
+        if self._error is not None:
+            self._error.reraise()
+        state = dict(self._state)
+        if state["before_first"] is None and state["before_iter"] is not None:
+            state["before_first"] = self._generator_states()
+        return _encoded(state)
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        """Keep an exception of ``state_dict()`` until a program asks for the loader's state."""
+        try:
+            yield
+        except Exception:
+            self._error = ExceptionWrapper(sys.exc_info(), "in state_dict() before the first key")
+
+    def _generator_states(self) -> list[torch.Tensor | None]:
+        default, *own = self._generators
+        first = default.get_state() if self._needs_default else None
+        return [first, *(generator.get_state() for generator in own)]
+
+    def _sampler_states(self) -> list[Any]:
+        return [copy.deepcopy(sampler.state_dict()) for sampler in self._stateful]
+
+    def _load_generators(self, when: str) -> None:
+        for generator, state in zip(self._generators, self._state[when] or (), strict=False):
+            if state is not None:
+                generator.set_state(state)
+
+    def _load_samplers(self) -> None:
+        for sampler, state in zip(self._stateful, self._state["samplers"], strict=True):
+            sampler.load_state_dict(copy.deepcopy(state))
+
+
+def _isolated(iterator: Iterator[Any], state: torch.Tensor, once: bool) -> Iterator[Any]:
+    """Yield an iterator's items; it has a state of torch's default generator of its own.
+
+    Args:
+        state: State of the generator for the first item.
+        once: The iterator uses the generator for its first item only.
+    """
+    while True:
+        outside = torch.default_generator.get_state()
+        torch.default_generator.set_state(state)
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            state = torch.default_generator.get_state()
+            torch.default_generator.set_state(outside)
+        yield item
+        if once:
+            yield from iterator
+            return
+
+
+def _encoded(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state, with the bytes of generators as strings."""
+    plain = {}
+    for name, value in state.items():
+        if name.startswith("before") and value is not None:
+            value = [None if one is None else _text_of(one) for one in value]
+        plain[name] = copy.deepcopy(value)
+    return plain
+
+
+def _decoded(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that ``_encoded`` has made plain."""
+    state = {"before_iter": None, "before_first": None, "iterator": None, **plain}
+    for name in ("before_iter", "before_first"):
+        if state[name] is not None:
+            state[name] = [None if one is None else _bytes_of(one) for one in state[name]]
+    return state
+
+
+def _text_of(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _damaged(name: str, value: Any) -> ValueError:
+    return ValueError(f"the state is damaged: {name!r} of its 'draw' is {reprlib.repr(value)}")
+
+
+# ---- the workers' copies of the dataset -----------------------------------------------------------
+
+
+@dataclass
+class DatasetState:
+    """The state of one worker's copy of the dataset after a returned batch.
+
+    Attributes:
+        dataset: Result of the dataset's ``state_dict()``, None if it has none.
+        iterator: Result of the ``state_dict()`` of ``iter(dataset)``, if that is another object.
+        batches: Batches of the epoch that were returned after this state was taken, or since the epoch began.
+        ended: Whether the stream of this copy has ended in this epoch.
+    """
+
+    dataset: Any = None
+    iterator: Any = None
+    batches: int = 0
+    ended: bool = False
+
+
+class DatasetStates:
+    """The states of all copies, as the training process knows them, and the worker whose batch comes next.
+
+    Args:
+        count: Number of copies.
+        persist: Whether the states at the end of an epoch are those at the start of the next: the workers stay.
+        resumed: Result of ``to_plain``; the first epoch resumes it.
+
+    Attributes:
+        each: The state of each worker's copy.
+        next_worker: Number of the worker whose batch comes next in round-robin order.
+        present: Without workers: returns the state of the only copy now, None before it has resumed.
+    """
+
+    def __init__(self, count: int, persist: bool, resumed: dict[str, Any] | None = None) -> None:
+        self._persist = persist
+        self._resumes = resumed is not None
+        resumed = resumed or {"turn": 0, "each": [{}] * count}
+        self.each = [DatasetState(**copy.deepcopy(state)) for state in resumed["each"]]
+        self.next_worker: int = resumed["turn"]
+        self.present: Callable[[], DatasetState | None] | None = None
+        self._errors: dict[int, ExceptionWrapper] = {}
+
+    @staticmethod
+    def alone(dataset: Any) -> dict[str, Any]:
+        """The states that the next epoch starts with, as plain data, given that of the only copy of a dataset."""
+        return {"turn": 0, "each": [vars(DatasetState(dataset))]}
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        if not self._resumes:
+            self.next_worker = 0
+            kept = [state.dataset if self._persist else None for state in self.each]
+            self.each = [DatasetState(dataset=dataset) for dataset in kept]
+            self._errors.clear()
+        self._resumes = False
+
+    def counts(self, number: int) -> Callable[[], None]:
+        """Return a function that counts a returned batch of worker ``number``. A second call changes nothing."""
+        state = self.each[number]
+        return functools.partial(self._count, number, state, state.batches + 1)
+
+    def _count(self, number: int, state: DatasetState, batches: int) -> None:
+        self.next_worker = (number + 1) % len(self.each)
+        state.batches = batches
+
+    def end_stream(self, number: int) -> None:
+        """Mark the stream of worker ``number`` as ended."""
+        self.next_worker = (number + 1) % len(self.each)
+        self.each[number].ended = True
+
+    def update(self, number: int, state: DatasetState | ExceptionWrapper) -> None:
+        """Store the state that came with a batch of worker ``number``, or the error of its ``state_dict()``."""
+        if isinstance(state, ExceptionWrapper):
+            self._errors[number] = state
+        else:
+            self._errors.pop(number, None)
+            self.each[number] = state
+
+    def keep_present(self) -> None:
+        """Store the state of the copy in this process, whose iterator is about to be dropped."""
+        present, self.present = self.present, None
+        try:
+            state = present and copy.deepcopy(present())
+        except Exception:
+            where = "in state_dict() at the end of an iterator"
+            self.update(0, ExceptionWrapper(sys.exc_info(), where))
+        else:
+            if state is not None:
+                self.update(0, state)
+
+    def between_epochs(self) -> dict[str, Any] | None:
+        """The states that the next epoch starts with, as plain data; None if it starts with fresh copies.
+
+        Raises:
+            Exception: Raised by the ``state_dict()`` of a worker's dataset.
+        """
+        if not self._persist:
+            return None
+        return self._plain(0, [DatasetState(dataset=state.dataset) for state in self.each])
+
+    def to_plain(self) -> dict[str, Any]:
+        """All states as plain data, apart from the results of ``state_dict()``.
+
+        Raises:
+            Exception: Raised by the ``state_dict()`` of a dataset or its iterator.
+        """
+        present = None if self.present is None else self.present()
+        if present is not None:
+            self.update(0, present)
+        return self._plain(self.next_worker, self.each)
+
+    def _plain(self, next_worker: int, states: list[DatasetState]) -> dict[str, Any]:
+        for error in self._errors.values():
+            error.reraise()
+        return copy.deepcopy({"turn": next_worker, "each": [vars(state) for state in states]})
+
+
+# ---- the state of a loader ------------------------------------------------------------------------
+
+
+_NOTHING_DONE = Completed()
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """The state of a loader.
+
+    Attributes:
+        loader: Facts that must be the same in the loader that saves the state and the one that loads it.
+        epoch: Number of the epoch: the present one, or the last.
+        finished: No epoch has begun, or the last one has ended.
+        draw: The states of generators and samplers, a result of ``SamplerState``.
+        dataset_states: Result of ``DatasetStates``; None: the dataset has none, or starts afresh.
+        base_seed: torch's draw for the workers.
+        drawn_epoch: Number of the epoch in which the random numbers of samples are drawn from that seed.
+        done: The complete part of the epoch.
+    """
+
+    loader: dict[str, Any]
+    epoch: int
+    finished: bool
+    draw: dict[str, Any]
+    dataset_states: dict[str, Any] | None = None
+    base_seed: int = 0
+    drawn_epoch: int = 0
+    done: Completed = _NOTHING_DONE
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return a copy as plain data, apart from the ``state_dict()`` of samplers and datasets."""
+        plain = copy.deepcopy(vars(self))
+        done = plain.pop("done")
+        if self.finished:
+            del plain["base_seed"], plain["drawn_epoch"]
+            return plain
+        tallies = {"delivered": list(done.delivered), "skipped": list(done.skipped)}
+        ranges = [list(pair) for pair in done.ranges]
+        return {**plain, "done": {"ranges": ranges, "batches": done.batches, **tallies}}
+
+    @classmethod
+    def opened(
+        cls, plain: object, spec: SamplingSpec, draw: SamplerState, copies: int
+    ) -> LoaderState:
+        """Return a copy of plain data, if it is a state and belongs to a loader.
+
+        Args:
+            spec: The loader's.
+            draw: Its generators and samplers.
+            copies: Number of copies of the dataset that its workers have.
+
+        Raises:
+            TypeError: It is no dictionary.
+            ValueError: It belongs to another loader, or is damaged; the message names what differs or is wrong.
+        """
+        if not isinstance(plain, dict):
+            raise TypeError(f"a loader's state is a dictionary, not a {type(plain).__name__}")
+        _check_family(plain)
+        epoch = plain["loader"].get("sampler_epoch")
+        with at_epoch(spec.index_sampler, epoch if _is_int64(epoch) else None):
+            mine = signature(spec, draw)
+        del mine["sampler_epoch"]
+        for name, value in mine.items():
+            theirs = plain["loader"].get(name)
+            if theirs != value:
+                raise ValueError(
+                    f"the state belongs to another loader: {_WORDS.get(name, name)} was {theirs!r} when it was taken "
+                    f"and is {value!r} here"
+                )
+        parts = {**_ALWAYS, **({} if plain.get("finished") is True else _UNFINISHED)}
+        for name, fits in parts.items():
+            if name not in plain:
+                raise ValueError(f"the state is damaged: it has no {name!r}")
+            if not fits(plain[name]):
+                raise ValueError(f"the state is damaged: {name!r} is {reprlib.repr(plain[name])}")
+        draw.check(plain["draw"])
+        known = plain["dataset_states"]
+        if known is not None and len(known["each"]) != copies:
+            raise ValueError(
+                f"the state holds those of the dataset in {len(known['each'])} workers, and this loader has {copies}: "
+                "which worker gives which samples of such a dataset depends on their number, so use the same"
+            )
+        found = copy.deepcopy({name: plain[name] for name in ("loader", *parts)})
+        if "done" in found:
+            done = found["done"]
+            ranges = tuple((first, end) for first, end in done["ranges"])
+            tallies = Tally(*done["delivered"]), Tally(*done["skipped"])
+            found["done"] = Completed(ranges, done["batches"], *tallies)
+        return cls(**found)
+
+
+def _check_family(plain: dict[str, Any]) -> None:
+    """Raise ValueError if a dictionary is no state that this version reads."""
+    loader = plain.get("loader")
+    if not isinstance(loader, dict) or loader.get("kind") != _FAMILY:
+        raise ValueError(
+            f"this is no state of a {_FAMILY}: it has the keys {sorted(map(str, plain))}. A state of torchdata's "
+            "StatefulDataLoader cannot be resumed here"
+        )
+    if loader.get("version") != _VERSION:
+        raise ValueError(
+            f"the state has version {loader.get('version')!r}, and this minato reads {_VERSION}: resume it with the "
+            "minato that wrote it, to the end of the epoch"
+        )
+
+
+def signature(spec: SamplingSpec, draw: SamplerState) -> dict[str, Any]:
+    """Return the facts by which a state belongs to a loader; ``sampler_epoch`` may differ."""
+    sampler = spec.index_sampler
+    epoch = epoch_of(sampler)
+    sets_epoch = any(callable(getattr(one, "set_epoch", None)) for one in nested(sampler))
+    # It may depend on the epoch, and the sampler does not say which one it has.
+    length = None if sets_epoch and epoch is None else length_of(sampler)
+    return {
+        "kind": _FAMILY,
+        "version": _VERSION,
+        "place": spec.rank,
+        "dataset_length": None if spec.streams else length_of(spec.dataset),
+        "sampler": " of ".join(type(one).__qualname__ for one in nested(sampler)),
+        "sampler_length": length,
+        "batched": spec.batched,
+        "batch_size": spec.batch_size,
+        "drop_last": spec.drop_last,
+        "order": spec.order,
+        "seed": spec.seed,
+        "generators": draw.num_generators,
+        "stateful_samplers": draw.num_stateful,
+        "sampler_epoch": epoch,
+    }
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < _INT64
+
+
+def _is_int64(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
+
+
+def _are_dataset_states(value: object) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("each"), list)
+        and _is_count(value.get("turn"))
+        and value["turn"] < max(len(value["each"]), 1)
+        and all(
+            isinstance(each, dict)
+            and each.keys() == vars(DatasetState()).keys()
+            and _is_count(each["batches"])
+            and isinstance(each["ended"], bool)
+            for each in value["each"]
+        )
+    )
+
+
+def _is_done(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != set(Completed._fields):
+        return False
+    tallies, ranges = (value["delivered"], value["skipped"]), value["ranges"]
+    pairs = (list, tuple)
+    if not isinstance(ranges, pairs) or not all(
+        isinstance(pair, pairs) and len(pair) == 2 for pair in (*tallies, *ranges)
+    ):
+        return False
+    bounds = [bound for pair in ranges for bound in pair]
+    return (
+        _is_count(value["batches"])
+        and all(_is_count(samples) for samples, _ in tallies)
+        and all(isinstance(hashed, int) and 0 <= hashed < 2 * _INT64 for _, hashed in tallies)
+        and all(map(_is_count, bounds))
+        and all(one < next_one for one, next_one in itertools.pairwise(bounds))
+    )
+
+
+_ALWAYS: dict[str, Callable[[Any], bool]] = {
+    "epoch": _is_int64,
+    "finished": lambda value: isinstance(value, bool),
+    "draw": lambda value: isinstance(value, dict),
+    "dataset_states": _are_dataset_states,
+}
+"""Parts of any state, and their checks; the states of samplers and datasets are theirs."""
+_UNFINISHED: dict[str, Callable[[Any], bool]] = {
+    "base_seed": _is_int64,
+    "drawn_epoch": _is_int64,
+    "done": _is_done,
+}
+"""Parts of a state in the middle of an epoch."""
