@@ -155,14 +155,24 @@ def pin_batch(batch: object, device: object) -> Any:
 # --- parts of torch's loader that programs replace ------------------------------------------
 
 
+_TORCHS: dict[type, list[Any]] = {}
+"""Classes of torch with their members, as they were when they were found to be torch's."""
+
+
 def _is_torchs(value: Any, module: ModuleType) -> bool:
     """Whether a function, or a class with all its methods, is what torch's module has defined."""
-    if isinstance(value, type):
-        held = [getattr(each, "__func__", each) for each in vars(value).values()]
-        functions = [each for each in held if isinstance(each, FunctionType)]
-        own = all(each.__globals__ is vars(module) for each in functions)
-        return value.__module__ == module.__name__ and own
-    return getattr(value, "__globals__", None) is vars(module)
+    if not isinstance(value, type):
+        return getattr(value, "__globals__", None) is vars(module)
+    members = [*vars(value).values()]
+    if _TORCHS.get(value) == members:
+        return True
+    held = [getattr(each, "__func__", each) for each in members]
+    functions = [each for each in held if isinstance(each, FunctionType)]
+    own = all(each.__globals__ is vars(module) for each in functions)
+    if not own or value.__module__ != module.__name__:
+        return False
+    _TORCHS[value] = members
+    return True
 
 
 def fetcher_is_replaced() -> bool:
@@ -200,7 +210,7 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
     found = []
 
     def look(module: ModuleType, owner: Any, name: str) -> None:
-        value = inspect.getattr_static(owner, name, None)
+        value = vars(owner).get(name)
         if not _is_torchs(getattr(value, "__func__", value), module):
             found.append(f"{getattr(owner, '__qualname__', None) or owner.__name__}.{name}")
 

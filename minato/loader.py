@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import operator
 import os
 import threading
 import weakref
@@ -611,7 +612,14 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return loader
 
     def _spec(self) -> LoaderSpec:
-        """This loader as it is now; its attributes may change between epochs."""
+        """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
+        parts = *_SPEC_PARTS(self), is_iterable(self), index_sampler(self), is_batched(self)
+        kept, spec = self._engines.spec
+        if spec is None or self._session is not None or not all(map(operator.is_, parts, kept)):
+            self._engines.spec = parts, spec = parts, self._new_spec()
+        return spec
+
+    def _new_spec(self) -> LoaderSpec:
         options, persistent = self._options, self.persistent_workers
         collate_fn: Any = self.collate_fn
         transforms = issubclass(type(collate_fn), TransformingCollate) and bool(
@@ -887,5 +895,19 @@ def _starts_threads(context: object) -> bool:
     process = getattr(context, "Process", None)
     return isinstance(process, type) and issubclass(process, threading.Thread)
 
+
+_SPEC_PARTS = operator.attrgetter(
+    *("dataset", "batch_size", "drop_last", "generator", "num_workers", "multiprocessing_context"),
+    *(
+        "worker_init_fn",
+        "prefetch_factor",
+        "persistent_workers",
+        "timeout",
+        "collate_fn",
+        "pin_memory",
+    ),
+    *("_transforms", "_options", "_replay", "_session"),
+)
+"""The attributes that decide a ``LoaderSpec``, apart from ``cache``, which cannot be set."""
 
 DataLoader.__doc__ = with_options(DataLoader.__doc__)

@@ -178,6 +178,13 @@ cdef class StateSnapshot:
             copy += span.nbytes
         return True
 
+    def restore(self) -> None:
+        """Write all parts back as they were then."""
+        cdef const char *copy = self.copy
+        for span in self.spans[:self.count]:
+            memcpy(span.address, copy, span.nbytes)
+            copy += span.nbytes
+
     def copies(self) -> list:
         """The parts as they were then, each as bytes."""
         cdef const char *copy = self.copy

@@ -135,6 +135,11 @@ class StateSnapshot:
         """Whether each part still is as it was when the copy was taken."""
         return self._copies == self._now()
 
+    def restore(self) -> None:
+        """Write all parts back as they were then."""
+        for (address, nbytes), copy in zip(self._spans, self._copies, strict=True):
+            ctypes.memmove(address, copy, nbytes)
+
     def copies(self) -> list[bytes]:
         """The parts as they were then, each as bytes."""
         return [*self._copies]

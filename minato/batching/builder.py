@@ -63,17 +63,30 @@ class BatchBuilder:
     def pack(self, samples: list[Any]) -> Any:
         """The batch of some samples, with one copy; None if they have no layout."""
         self.nbytes = 0
-        kind, count = type(samples[0]), len(samples)
+        kind, tried = type(samples[0]), self._last
         if kind is str or kind is bytes:
             return default_collate(samples)
-        layout = Layout.infer(samples[0], self._last)
-        if layout is None:
+        if (
+            tried is not None and tried.shows()
+        ):  # nearly always: the packer looks at each sample anyway
+            batch = self._packed(tried, samples)
+            if batch is not None:
+                return batch
+        else:
+            tried = None
+        layout = Layout.infer(samples[0], tried)
+        if layout is None or layout is tried:
             return None
         self._last = layout
-        nbytes, kept_nbytes = layout.fields_nbytes(count), _SHARED_WORK_BYTES // count
+        return self._packed(layout, samples)
+
+    def _packed(self, layout: Layout, samples: list[Any]) -> Any:
+        """The batch of samples of a layout; None if they have another one."""
+        count = len(samples)
+        nbytes = layout.fields_nbytes(count)
         slot = self._slot_for(nbytes)
         memory = None if slot is None else self._arena.view(slot)
-        batch = layout.collate(samples, kept_nbytes, memory)
+        batch = layout.collate(samples, _SHARED_WORK_BYTES // count, memory)
         if batch is not None:
             self.nbytes = nbytes
             if slot is not None and memory is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from minato.engine.spec import LoaderSpec
@@ -72,6 +74,7 @@ class EngineFactory:
 
     Attributes:
         told_parts: Replaced parts of torch's engine that a warning has named.
+        spec: The loader as it was last, after the attributes that it was made of; None before.
     """
 
     def __init__(self, *, session: RankSession | None = None, trace: Trace | None = None) -> None:
@@ -81,7 +84,9 @@ class EngineFactory:
         self._trace = trace
         self._spare_arenas = ArenaCache()
         self._looked_for_generators = False
+        self._idle: list[tuple[LoaderSpec, InlineEngine]] = []
         self.told_parts: list[str] = []
+        self.spec: tuple[tuple[Any, ...], LoaderSpec | None] = (), None
 
     def fresh(self, *, traced: bool = True) -> EngineFactory:
         """A factory for a copy of the loader, which must not write to the same arenas."""
@@ -146,6 +151,11 @@ class EngineFactory:
         pin: Pin | None = None,
     ) -> AnyEngine:
         """The engine of a new iterator that begins with an epoch."""
+        with suppress(IndexError):  # another thread may take it
+            kept, inline = self._idle.pop()
+            if kept is spec:
+                return inline
+            inline.end()
         from minato.engine.plan import Plan
 
         in_processes = spec.workers.count > 0 and not spec.in_threads
@@ -160,12 +170,21 @@ class EngineFactory:
         if plan.worker.in_main_process:
             from minato.engine.inline import InlineEngine
 
-            return self._tracked(InlineEngine(plan, arena, history), arena, tracks)
+            keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._keep)
+            made = InlineEngine(plan, arena, history, functools.partial(_kept, keep, spec))
+            return self._tracked(made, arena, tracks)
         from minato.engine.engine import Engine
 
         self._warn_of_generators(plan.worker, history)
         engine = Engine(plan, arena, history, make_reader=make_reader, pin=pin)
         return self._tracked(engine, arena, tracks)
+
+    def _keep(self, spec: LoaderSpec, engine: InlineEngine) -> bool:
+        """Keep the engine of an iterator that has ended for the next one; False if there is one already."""
+        if self._idle:
+            return False
+        self._idle.append((spec, engine))
+        return True
 
     def _tracked(self, engine: AnyEngine, arena: Arena, tracks: Tracks | None) -> AnyEngine:
         """An engine that gives back its arena and its tracks."""
@@ -195,6 +214,12 @@ class EngineFactory:
             reads = OwnedGenerators({"dataset": pipeline.dataset}).names
             history.warn_of_generators(reads, "reads of several samples share them")
         history.warn_of_generators(owned.others)
+
+
+def _kept(keep: weakref.WeakMethod[Any], spec: LoaderSpec, engine: InlineEngine) -> bool:
+    """Keep an engine; False if the loader is gone."""
+    method = keep()
+    return method is not None and bool(method(spec, engine))
 
 
 def _factory(session: RankSession | None, trace: Trace | None) -> EngineFactory:

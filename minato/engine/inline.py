@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -100,11 +101,6 @@ class _Batch:
         self.began_ns = now_ns()
         self.is_empty = self.is_prepared = False
 
-    @property
-    def positions(self) -> list[int]:
-        """Positions of its samples."""
-        return list(range(self.first, self.first + self.size))
-
 
 class _Current:
     """What the runner asks for; it must not refer to the engine.
@@ -112,11 +108,18 @@ class _Current:
     Attributes:
         kinds: What is taken for the error of a sample.
         batch: The batch whose samples run.
+        states: The state of the dataset, if it has one.
     """
 
     def __init__(self) -> None:
+        self.states: DatasetStates | None = None
         self.kinds: Kinds = _ERRORS
         self.batch: _Batch | None = None
+
+    def keep_state(self) -> None:
+        """Store the state of the dataset, whose iterator is about to be dropped."""
+        if self.states is not None:
+            self.states.keep_present()
 
     def catches(self) -> Kinds:
         """Return what is taken for the error of a sample."""
@@ -154,6 +157,7 @@ class InlineEngine:
     Args:
         arena: Memory of large batches; that of an earlier engine has warm pages.
         history: Measurements of earlier engines, to which this one adds its own.
+        keep: Keeps the engine for the next iterator, when the epoch of this one is over; False: it ends.
 
     Attributes:
         plan: The same.
@@ -168,7 +172,13 @@ class InlineEngine:
     _takes_rows: bool
     _idle_since: int
 
-    def __init__(self, plan: Plan, arena: Arena, history: History) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        arena: Arena,
+        history: History,
+        keep: Callable[[InlineEngine], bool] = lambda engine: False,
+    ) -> None:
         worker, policy = plan.worker, plan.failures.policy
         pipeline = worker.pipeline
         self.plan = plan
@@ -208,16 +218,15 @@ class InlineEngine:
         self._num_begun = 0  # epochs
         self._has_ended = False  # the stream has no more batches in this epoch
         self._tried: Drawn | None = None  # the batch that an interruption has left
-        self._current = _Current()
         self._batch_bytes = 0
         self._is_started = False
+        self._kind: tuple[bool, bool] | None = None
         self._retry: SampleRetry | None = None
         self._flight: InFlight | None = None
-        self._states = worker.dataset_states
-        self._counted = worker.dataset_states if worker.round_robin else None
-        self.afterwards: list[Callable[[], object]] = []
-        if worker.dataset_states is not None:
-            self.afterwards.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
+        self._keep = keep
+        self._current = _Current()
+        self._is_over = False
+        self.afterwards: list[Callable[[], object]] = [self._current.keep_state]
         if history.epoch_log is not None:
             self.afterwards.append(if_alive(settle, history.epoch_log, self._metrics))
         self._end = functools.partial(end_engine, _nothing_to_end, arena, self.afterwards)
@@ -241,24 +250,52 @@ class InlineEngine:
         self._position = 0
         self._num_begun += 1
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
-        self._has_ended = False
+        self._has_ended = self._is_over = False
+        states = self._current.states = epoch.dataset_states
+        self._counted = states if self.plan.worker.round_robin else None
         if self._counted is not None:
             self._counted.begin()
             self._has_ended = self._counted.each[0].ended
         if not self._is_started:
-            self._make_runner()
+            if states is not self.plan.worker.dataset_states:
+                worker = self.plan.worker._replace(dataset_states=states)
+                self.plan = dataclasses.replace(self.plan, worker=worker)
+            self._start()
             self._is_started = True
         self._observers.started()
         return True
 
-    def _make_runner(self) -> None:
-        """Make what runs the samples; the iterator over a stream begins here, as with torch."""
+    def _start(self) -> None:
+        """Make what loads the samples of an iterator; that over a stream begins here, as with torch."""
         plan = self.plan.worker
-        pipeline, policy = plan.pipeline, self.plan.failures.policy
         restore(plan, 0)
         self._fetcher = fetcher = fetcher_of(plan, 0)
-        if self._states is not None:
-            self._states.present = fetcher.present
+        if self._current.states is not None:
+            self._current.states.present = fetcher.present
+        # Another thread binds no generators, and the program may have given the dataset other methods.
+        kind = threading.current_thread() is threading.main_thread(), fetcher.takes_lists
+        if kind != self._kind:
+            self._make_runner(fetcher)
+            self._kind = kind
+        self._takes_rows = fetcher.has_rows and not self._builder.collates
+        if self._takes_rows:
+            self._runner.cost_estimate.draws = False
+        if self._failures is not None and isinstance(fetcher, Fetcher):
+            policy, transforms = self.plan.failures.policy, plan.pipeline.transforms
+            assert policy is not None
+            self._retry = SampleRetry(
+                0,
+                policy=policy,
+                runner=self._runner,
+                fetcher=fetcher,
+                transforms=transforms,
+                lease=self._lease,
+            )
+        self._idle_since = now_ns()
+
+    def _make_runner(self, fetcher: Fetcher | StreamFetcher) -> None:
+        plan = self.plan.worker
+        pipeline = plan.pipeline
         self._sample_tracer = tracer = plan.tracer(0)
         stage_runner: StageRunner | None = None
         if not (pipeline.streams or pipeline.refetches or fetcher.takes_lists):
@@ -273,7 +310,7 @@ class InlineEngine:
         settings = RunnerSettings(
             in_main_process=True, catches=self._current.catches, tracks_slowest=plan.measure
         )
-        runner = Runner(
+        self._runner = Runner(
             settings,
             lease=self._lease,
             meters=self._meters,
@@ -283,24 +320,10 @@ class InlineEngine:
             occurrences=self._current.occurrences,
             tracer=tracer,
         )
-        if policy is not None and isinstance(fetcher, Fetcher):
-            self._retry = SampleRetry(
-                0,
-                policy=policy,
-                runner=runner,
-                fetcher=fetcher,
-                transforms=pipeline.transforms,
-                lease=self._lease,
-            )
         if plan.fetching.at_once and isinstance(fetcher, Fetcher):
             self._flight = flight = _reads_in_flight(plan)
             self.afterwards.append(functools.partial(close_reads, weakref.ref(flight.reads)))
-            runner.cost_estimate.draws = True  # a sample costs far more than binding it does
-        self._takes_rows = fetcher.has_rows and not self._builder.collates
-        if self._takes_rows:
-            runner.cost_estimate.draws = False
-        self._runner = runner
-        self._idle_since = now_ns()
+            self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     def next(self) -> Outgoing:
         """Make the next batch, or the error of a sample, and return it: the same one until it is given.
@@ -360,7 +383,7 @@ class InlineEngine:
         """Leave out a batch all of whose samples were skipped."""
         batch.is_empty = True
         if self._progress is not None:
-            self._progress.skipped(batch.positions, 0)
+            self._progress.skipped(list(range(batch.first, batch.first + batch.size)), 0)
         self._position = batch.first + batch.size
         self._batches.drop(batch.drawn)
 
@@ -368,8 +391,10 @@ class InlineEngine:
         """End the epoch."""
         if self._progress is not None:
             self._progress.finish(self._has_ended)
-        if self._states is not None:
-            self._states.present = None  # the next epoch begins with the dataset as it is then
+        if self._current.states is not None:
+            self._current.states.present = (
+                None  # the next epoch begins with the dataset as it is then
+            )
         try:
             if self._failures is not None:
                 self._failures.end()
@@ -377,6 +402,7 @@ class InlineEngine:
                 self._cost_history.save(self.profile(), self.slow_threshold.recent)
         finally:
             self._observers.finish()
+        self._is_over = True
 
     def _made(self, batch: _Batch) -> Outgoing | None:
         """Make a batch, or its error; None if it has no samples."""
@@ -612,7 +638,8 @@ class InlineEngine:
         """Prepare what to record of a batch before it is given; each part once."""
         progress, nbytes = self._progress, self._builder.nbytes
         if progress is not None:
-            records = [progress.returns(batch.positions, 0, batch.num_slow)]
+            positions = list(range(batch.first, batch.first + batch.size))
+            records = [progress.returns(positions, 0, batch.num_slow)]
             if batch.skipped:
                 records.insert(0, functools.partial(progress.skipped, batch.skipped, 0))
             if self._counted is not None:
@@ -652,6 +679,15 @@ class InlineEngine:
         self.arena.pin_slots(pinner)
 
     def shut_down(self) -> None:
+        """End the engine, unless it is kept for the next iterator."""
+        if self._is_over and self._finalizer.alive:
+            self._current.keep_state()
+            self._is_started = False
+            if self._keep(self):
+                return
+        self.end()
+
+    def end(self) -> None:
         """End the engine; runs by itself when it is dropped or the interpreter exits."""
         if self._finalizer.alive:
             self._end()

@@ -89,11 +89,24 @@ class SampleRandomness:
         self._all: tuple[rng_memory.MemoryGenerator, ...] = ()
         self._own: dict[str, rng_memory.MemoryGenerator] = {}
         self._snapshot = StateSnapshot([])
-        self._save_rests: list[Callable[[], Any]] = []
+        self._rests: Callable[[], Any] = tuple
         self._by_state: list[rng_memory.TorchByState] = []
+        self._written: list[tuple[int, int]] = []
+        self._keepers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
         self._before: Any = None
         if bind_globals:
             self._attach()
+
+    def restart(self, base_seed: int) -> None:
+        """Go on with another seed, as a new object would: it looks for the generators that there are now."""
+        self.base_seed = base_seed
+        if self._bind_globals:
+            if self._owned.look() or bit_generator_of(self._numpy_state) is not self._bits:
+                self._attach()
+            else:
+                self._make_writer()
+                for generator in self._by_state:
+                    generator.adopt_initial_seed()
 
     def _attach(self) -> None:
         """Find the state of each generator."""
@@ -103,12 +116,9 @@ class SampleRandomness:
         self._own = self._owned.generators
         own = self._own.values()
         self._all = (rng_memory.python_generator(), rng_memory.numpy_generator(), self._torch, *own)
-        writer = StateWriter(
-            self.base_seed,
-            [block for generator in self._all for block in generator.blocks],
-            [cell for generator in self._all for cell in generator.cells],
-        )
-        self._write = writer.write
+        self._blocks = [block for generator in self._all for block in generator.blocks]
+        self._cells = [cell for generator in self._all for cell in generator.cells]
+        self._make_writer()
         self._snapshot = StateSnapshot(
             [span for generator in self._all for span in generator.spans]
         )
@@ -116,11 +126,24 @@ class SampleRandomness:
             generator.apply for generator in self._all[:3]
         )
         in_spans = rng_memory.is_all_in_spans
-        self._save_rests = [each.save_rest for each in self._all if not in_spans(each)]
+        saves = [each.save_rest for each in self._all if not in_spans(each)]
+        # The parts of states that the snapshot does not cover: nearly always one, a cached normal of ``random``.
+        self._only_rest = len(saves) == 1
+        self._rests = saves[0] if self._only_rest else lambda: [save() for save in saves]
+        in_memory = [each for each in self._all if isinstance(each, rng_memory.IN_MEMORY)]
+        self._written = [span for each in in_memory for span in each.spans]
+        self._keepers = [
+            (each.keep, each.load_kept)
+            for each in self._all
+            if type(each) not in rng_memory.AT_ONCE
+        ]
         self._by_state = [each for each in self._all if isinstance(each, rng_memory.TorchByState)]
         self._apply_own = [
             generator.apply for generator in own if type(generator) not in rng_memory.AT_ONCE
         ]
+
+    def _make_writer(self) -> None:
+        self._write = StateWriter(self.base_seed, self._blocks, self._cells).write
 
     def bind(self, epoch: int, key: object, occurrence: int = 0) -> None:
         """Start a sample: its draws become a function of (seed, epoch, key, occurrence).
@@ -175,23 +198,23 @@ class SampleRandomness:
     def drawn(self) -> bool:
         """Return whether code drew from the bound generators, or created a generator, since ``mark``."""
         # A generator created outside of samples is seeded from a global one, so the snapshot shows it.
-        asked_and_rests = _this_thread.generators_made, self._rests()
         if self._own and self._owned.moved():
             return True
-        return not self._snapshot.holds() or self._before[1:] != asked_and_rests
+        _, made, rests = self._before
+        return (
+            not self._snapshot.holds()
+            or made != _this_thread.generators_made
+            or rests != self._rests()
+        )
 
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
         _this_thread.binding, _this_thread.generators_made, rests = self._before
         copies = iter(self._snapshot.copies())
-        left = iter(rests)
+        left = iter((rests,) if self._only_rest else rests)
         for generator in self._all:
             rest = None if rng_memory.is_all_in_spans(generator) else next(left)
             generator.load_copies([next(copies) for _ in generator.spans], rest)
-
-    def _rests(self) -> tuple[Any, ...]:
-        """Return the parts of states that the snapshot does not cover."""
-        return tuple([save() for save in self._save_rests])
 
     def capture(self) -> Any:
         """Return the random state of a deferred sample, to continue it later, in any process.
@@ -236,9 +259,12 @@ class SampleRandomness:
             for generator in self._by_state:
                 generator.adopt_initial_seed()
         binding, made = _this_thread.binding, _this_thread.generators_made
-        before = [(generator.load_kept, generator.keep()) for generator in self._all]
+        memory, generators = StateSnapshot(self._written), self._all
+        before = [(load, keep()) for keep, load in self._keepers]
 
         def restore() -> None:
+            if generators:  # which the snapshot does not keep alive, and ``bind`` may find others
+                memory.restore()
             for load, copy in before:
                 load(copy)
             _this_thread.binding, _this_thread.generators_made = binding, made

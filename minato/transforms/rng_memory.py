@@ -67,10 +67,10 @@ class MemoryGenerator(Protocol):
         """Load a state that :meth:`save` returned in a process of the same kind."""
 
     def keep(self) -> Any:
-        """Return a copy of the whole state for :meth:`load_kept` of this object."""
+        """Return a copy of the state, but for spans that may be written (``IN_MEMORY``)."""
 
     def load_kept(self, kept: Any) -> None:
-        """Load a state that :meth:`keep` returned."""
+        """Load what :meth:`keep` of this object returned."""
 
 
 def _may_probe() -> bool:
@@ -138,7 +138,10 @@ class PythonInMemory:
         state, self._generator.gauss_next = saved
         ctypes.memmove(self._address, state, len(state))
 
-    keep, load_kept = save, load
+    keep = save_rest
+
+    def load_kept(self, kept: Any) -> None:
+        self._generator.gauss_next = kept
 
 
 class PythonByCall:
@@ -238,7 +241,10 @@ class NumpyInMemory:
         ctypes.memmove(self._words_address, words, len(words))
         ctypes.memmove(self._gauss_address, gauss, len(gauss))
 
-    keep, load_kept = save, load
+    keep = save_rest
+
+    def load_kept(self, kept: None) -> None:
+        """Do nothing: the spans hold the whole state."""
 
 
 class NumpyByCall:
@@ -370,7 +376,10 @@ class BitsInMemory:
         for (address, nbytes), copy in zip(self.spans, saved, strict=True):
             ctypes.memmove(address, copy, nbytes)
 
-    keep, load_kept = save, load
+    keep = save_rest
+
+    def load_kept(self, kept: None) -> None:
+        """Do nothing: the spans hold the whole state."""
 
 
 class BitsByCall:
@@ -581,6 +590,8 @@ def torch_generator(
     return make(generator, stream)
 
 
+IN_MEMORY = (PythonInMemory, NumpyInMemory, BitsInMemory)
+"""Classes whose spans may be written; torch's are only read."""
 AT_ONCE = (NumpyInMemory, BitsInMemory)
 """Classes whose ``apply`` does nothing."""
 

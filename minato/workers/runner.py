@@ -155,12 +155,14 @@ class Runner:
 
     def enter(self, seed: int) -> None:
         """Bind randomness to this seed."""
-        if self._make_randomness is not None and (
-            self._randomness is None or self._randomness.base_seed != seed
-        ):
-            self._randomness = self._make_randomness(seed)
+        randomness = self._randomness
+        if randomness is not None:
+            if randomness.base_seed != seed:
+                randomness.restart(seed)
+        elif self._make_randomness is not None:
+            self._randomness = randomness = self._make_randomness(seed)
             if self._stage_runner is not None:
-                self._stage_runner.capture = self._randomness.capture
+                self._stage_runner.capture = randomness.capture
 
     def bound_to_batch(
         self, seed: int, epoch: int, index: object, occurrence: int
@@ -204,7 +206,7 @@ class Runner:
         if stage_runner is None:
             return self.run(position, epoch, indices, plain)
         # Samples that may run again are not deferred. The lease names the transform that runs all the same.
-        stage_runner.slow_ns = 0 if self._reruns(len(indices)) else slow_ns
+        stage_runner.slow_ns = 0 if slow_ns and self._reruns(len(indices)) else slow_ns
         self._runs += 1
         mean_ns, worth_ns = self.cost_estimate.mean_ns, self._worth_measuring_ns
         if mean_ns >= worth_ns:
@@ -356,7 +358,8 @@ class Runner:
             samples, error = run_samples(
                 fetch, indices, position, self._lease, durations, bind, epoch, self._catches()
             )
-            end_copy(self._owner, error)
+            if self._owner is not None:
+                end_copy(self._owner, error)
             return samples, error
         samples, error = run_samples(
             fetch, indices[:-1], position, self._lease, durations, bind, epoch, self._catches()

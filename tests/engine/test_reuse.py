@@ -1,4 +1,4 @@
-"""Without workers, each epoch has an engine of its own, and nothing of the last one but its memory."""
+"""Without workers, an epoch that is over leaves its engine to the next one, which begins as with a new engine."""
 
 from __future__ import annotations
 
@@ -145,13 +145,17 @@ def test_a_report_tells_each_epoch_apart() -> None:
         assert notes.metrics.histograms["total"].count == 40
 
 
-def test_an_epoch_that_is_over_leaves_no_engine() -> None:
+def test_an_epoch_that_is_over_leaves_its_engine_to_the_next() -> None:
     loader = DataLoader(Numbers(5), 2)
     iterator = iter(loader)
     engine = weakref.ref(engine_of(iterator))
     gc.disable()
     try:
         assert indices(iterator) == FIRST
+        iterator = iter(loader)
+        assert engine_of(iterator) is engine()
+        assert indices(iterator) == FIRST
+        del loader, iterator
         assert engine() is None
     finally:
         gc.enable()
