@@ -205,7 +205,8 @@ def _ingest(folder: Path, port: int, session: Any, many: int) -> list[float]:
     def start(table: str) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "minato", "ingest", "dataset.py:Rows"]
         line += [f"cassandra://{rows.HOSTS[0]}:{port}", "--table", f"bench.{table}"]
-        line += ["--workers", str(_WORKERS), "--chunk", str(_CHUNK), "--journal", table]
+        line += ["--columns", "label:int,data:bytes", "--journal", table]
+        line += ["--workers", str(_WORKERS), "--chunk", str(_CHUNK)]
         return subprocess.Popen(
             line,
             cwd=folder,

@@ -7,15 +7,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import itertools
 import json
+import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,10 +35,9 @@ from minato.loader import DataLoader
 from minato.observe.report import text
 from minato.observe.report.report import Report
 from minato.observe.report.text import format_value
-from minato.sources.ingest import ingest, open_store
-from minato.sources.ingest.journal import JournalError
-from minato.sources.ingest.urls import UnknownStore
-from minato.sources.settings import Env
+from minato.sources.connections import Env
+from minato.sources.ingest import JournalError, ingest
+from minato.sources.stores import open_store
 
 __all__ = ["main"]
 
@@ -291,6 +292,11 @@ def _add_ingest(commands: Any) -> None:
         "--table", default="samples", help="table, or prefix of the keys; default: samples"
     )
     parser.add_argument(
+        "--columns",
+        metavar="NAME:TYPE,…",
+        help="of a table, with bool, int, float, str or bytes; default: data:bytes. Files have data and label:str",
+    )
+    parser.add_argument(
         "--password-env", metavar="NAME", help="the environment variable that holds a password"
     )
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
@@ -327,24 +333,59 @@ def _ingest(options: argparse.Namespace) -> None:
             raise _Refused(
                 f"{options.data} returned a {type(data).__name__}: let it return a dataset or an iterable"
             )
+    columns = None if options.columns is None else _columns(options.columns)
     try:
-        done = ingest(
-            data,
-            open_store(options.store, options.table, password),
-            workers=options.workers,
-            chunk_samples=options.chunk,
-            verify=options.verify,
-            journal=options.journal,
-            progress=True,
-            name=str(Path(options.data).absolute()) if isinstance(data, str) else options.data,
-        )
-    except (UnknownStore, JournalError) as error:
+        store = open_store(options.store, options.table, columns=columns, password=password)
+    except ValueError as error:
+        raise _Refused(str(error)) from None
+    try:
+        with _shown_progress():
+            done = ingest(
+                data,
+                store,
+                workers=options.workers,
+                chunk_samples=options.chunk,
+                verify=options.verify,
+                journal=options.journal,
+            )
+    except JournalError as error:
         raise _Refused(str(error)) from None
     verified = f", {done.verified} verified" if options.verify else ""
     print(
         f"{done.samples} samples, {done.stored_bytes / 1e6:.1f} MB, {done.written} written by this run{verified}, "
         f"in {done.taken_s:.1f} s"
     )
+
+
+def _columns(text: str) -> dict[str, type]:
+    """The columns that ``name:type,…`` declares."""
+    types: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, bytes)}
+    found: dict[str, type] = {}
+    for part in text.split(","):
+        name, _, kind = part.rpartition(":")
+        if not name or kind not in types:
+            raise _Refused(f"--columns {part!r} is no NAME:TYPE of the types {', '.join(types)}")
+        found[name] = types[kind]
+    return found
+
+
+@contextlib.contextmanager
+def _shown_progress() -> Iterator[None]:
+    """Show the progress of an ingest in one line of the terminal."""
+    log, handler = logging.getLogger("minato.ingest"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("\r%(message)s"))
+    handler.terminator = ""
+    level, propagates = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagates
+        print(file=sys.stderr)
 
 
 # ---- functions that the user names: module:function or file.py:function ---------------------

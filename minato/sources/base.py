@@ -1,13 +1,15 @@
-"""KeyedSource, the base class of all sources that read samples by key."""
+"""The base classes of all sources that read samples by key, their errors, and how reads are repeated."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch.utils.data import Dataset
@@ -15,9 +17,9 @@ from torch.utils.data import Dataset
 from minato._support.counters import Counters
 from minato._support.text import message_of, printable
 from minato.errors import MinatoError
-from minato.sources.retry import Retry
+from minato.sources.connections import Connections, Settings
 
-__all__ = ["KeyedSource", "MissingKey", "SourceError", "TruncatedObject"]
+__all__ = ["BatchedSource", "KeyedSource", "MissingKey", "Retry", "SourceError", "TruncatedObject"]
 
 
 class SourceError(MinatoError):
@@ -34,6 +36,44 @@ class TruncatedObject(SourceError):
     """A value is shorter than the store says."""
 
 
+@dataclass(frozen=True)
+class Retry:
+    """How often, and for how long, a read that failed is repeated.
+
+    The pauses double with each attempt, up to ``longest_s``. The second half of each pause is random, so that the
+    processes do not all return to a restarted server at the same time.
+
+    Attributes:
+        attempts: Largest number of attempts; 1: no read is repeated.
+        first_s: Upper limit of the first pause, in seconds.
+        longest_s: Upper limit of any pause, in seconds.
+        deadline_s: No attempt begins more than this many seconds after the first.
+    """
+
+    attempts: int = 8
+    first_s: float = 0.05
+    longest_s: float = 5.0
+    deadline_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"attempts={self.attempts} is too small: give at least 1")
+
+    def pauses(self) -> Iterator[float]:
+        """The pause after each failure in seconds, as long as there is a further attempt."""
+        started = time.monotonic()
+        for failure in range(self.attempts - 1):
+            bound_s = min(self.first_s * 2.0**failure, self.longest_s)
+            # Not from a global generator: those are bound to the sample, which must not depend on a failure.
+            pause_s = bound_s * (0.5 + 0.5 * _jitter.random())
+            if time.monotonic() - started + pause_s > self.deadline_s:
+                return
+            yield pause_s
+
+
+_jitter = random.Random()
+
+
 class KeyedSource(Dataset[Any], ABC):
     """A map-style dataset over a store with keys: ``source[i]`` is the sample of ``source.keys[i]``.
 
@@ -45,10 +85,17 @@ class KeyedSource(Dataset[Any], ABC):
             first use.
         decode: Returns the sample for a value of the store; each source documents the type of its values.
         retry: How often, and for how long, reads are repeated after transient errors.
+
+    Attributes:
+        settings: Arguments for the library that opens the connections, secrets included.
+        connections: Those of this process.
     """
 
     transient: ClassVar[tuple[type[BaseException], ...]] = (ConnectionError, TimeoutError)
     """Errors of the library after which a read is repeated."""
+    shared: ClassVar[bool] = True
+    """Whether all threads share a connection; otherwise each read in flight has its own."""
+    settings: Settings = Settings({})
 
     def __init__(
         self,
@@ -61,6 +108,7 @@ class KeyedSource(Dataset[Any], ABC):
         self.retry = retry or Retry()
         self.counters = Counters("retries")
         """Shown in the report of a loader."""
+        self.connections: Connections[Any] = Connections(self._open, self._close_one, self.shared)
 
     # ---- what a subclass implements ---------------------------------------------------------
 
@@ -72,6 +120,12 @@ class KeyedSource(Dataset[Any], ABC):
     def _list(self) -> Sequence[Any]:
         """All keys of the store."""
 
+    def _open(self) -> Any:
+        """Open a connection, unless the store has none."""
+
+    def _close_one(self, connection: Any) -> None:
+        """Close a connection, unless it closes when it is collected."""
+
     def _is_transient(self, error: Exception) -> bool:
         """Whether to repeat a read that raised this."""
         return isinstance(error, self.transient)
@@ -80,10 +134,11 @@ class KeyedSource(Dataset[Any], ABC):
         """The text of an error of the library, for messages."""
         return f"{type(error).__name__}: {message_of(error)}"
 
+    # ---- what all sources share -------------------------------------------------------------
+
     def close(self) -> None:
         """Close the connections of this process; the next read opens new ones."""
-
-    # ---- what all sources share -------------------------------------------------------------
+        self.connections.close()
 
     @property
     def keys(self) -> Sequence[Any]:
@@ -186,3 +241,25 @@ class KeyedSource(Dataset[Any], ABC):
         except Exception as error:
             said = f"{type(error).__name__}: {printable(message_of(error), lines=True)}"
             raise SourceError(f"{self!r} cannot decode key {key!r}: {said}") from error
+
+
+class BatchedSource(KeyedSource):
+    """A source that reads the samples of a batch together."""
+
+    @abstractmethod
+    def _fetch_all(self, keys: list[Any]) -> Sequence[Any]:
+        """The value of each key; None where it is missing, or where its read failed alone."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Read the samples of a batch."""
+        keys = [self.keys[index] for index in indices]
+        return self._all_decoded(
+            keys, self.attempt(f"keys {keys[0]!r} …", lambda: self._fetch_all(keys))
+        )
+
+    def _all_decoded(self, keys: list[Any], values: Sequence[Any]) -> list[Any]:
+        # A key without a value is read alone, with retries and with errors that name it.
+        return [
+            self.get(key) if value is None else self._decoded(key, value)
+            for key, value in zip(keys, values, strict=True)
+        ]

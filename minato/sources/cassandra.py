@@ -25,11 +25,9 @@ from cassandra.policies import (
 )
 from cassandra.query import dict_factory
 
-from minato.sources.base import KeyedSource, SourceError
-from minato.sources.connections import Connections
-from minato.sources.retry import Retry
-from minato.sources.settings import Settings
-from minato.sources.sql import quoted, quoted_column
+from minato.sources.base import BatchedSource, Retry
+from minato.sources.connections import Settings
+from minato.sources.sql import TableSource, quoted, quoted_column
 
 __all__ = ["Cassandra"]
 
@@ -53,7 +51,7 @@ class _Session(NamedTuple):
     select: Any
 
 
-class Cassandra(KeyedSource):
+class Cassandra(TableSource, BatchedSource):
     """Rows of a table by their primary key, one column; a sample is a dict of the columns, in one read.
 
     One prepared statement serves all reads. The keys of a batch are requested concurrently, and each worker of a loader
@@ -72,7 +70,7 @@ class Cassandra(KeyedSource):
             yours can add arguments that cannot be pickled: an ``ssl_context``, ``execution_profiles``.
         settings: ``username`` and ``password`` of a role, and further arguments of ``Cluster`` (``port``,
             ``load_balancing_policy``, ``compression`` …), each of them a value or an
-            :class:`~minato.sources.settings.Env`. The driver tries to reach a lost node again at
+            :class:`~minato.sources.connections.Env`. The driver tries to reach a lost node again at
             least every five seconds (``reconnection_policy``), and gives up one that says nothing for 15 seconds
             (``idle_heartbeat_interval`` and ``idle_heartbeat_timeout``).
 
@@ -88,6 +86,7 @@ class Cassandra(KeyedSource):
         Unavailable,
         OSError,
     )
+    shared = True
 
     def __init__(
         self,
@@ -102,17 +101,13 @@ class Cassandra(KeyedSource):
         make_cluster: Callable[..., Cluster] = Cluster,
         **settings: object,
     ) -> None:
-        super().__init__(keys, decode, retry)
+        super().__init__(table, key, columns, None, keys, decode, retry)
         self._hosts = [hosts] if isinstance(hosts, str) else list(hosts)
-        self.table = table
-        self.key = key
-        self._columns = None if columns is None else tuple(columns)
         self._make_cluster = make_cluster
-        self._settings = Settings(settings)
-        self._sessions: Connections[_Session] = Connections(self._open, _close, shared=True)
+        self.settings = Settings(settings)
 
     def __repr__(self) -> str:
-        return f"Cassandra({self._hosts!r}, {self.table!r}, {self._settings!r})"
+        return f"Cassandra({self._hosts!r}, {self.table!r}, {self.settings!r})"
 
     def connect(self) -> tuple[Any, Any]:
         """A new cluster object of the driver, and a session of it."""
@@ -120,7 +115,7 @@ class Cassandra(KeyedSource):
             "reconnection_policy": ExponentialReconnectionPolicy(0.2, 5.0, max_attempts=None),
             "idle_heartbeat_interval": 5,
             "idle_heartbeat_timeout": 10,
-            **self._settings.values(),
+            **self.settings.values(),
         }
         username, password = settings.pop("username", None), settings.pop("password", None)
         if username is not None:
@@ -155,44 +150,46 @@ class Cassandra(KeyedSource):
 
     def _open(self) -> _Session:
         cluster, session = self.connect()
-        names = "*"
-        if self._columns is not None:
-            named = dict.fromkeys((self.key, *self._columns))
-            names = ", ".join(map(quoted_column, named))
         try:
-            select = session.prepare(
-                f"SELECT {names} FROM {quoted(self.table)} WHERE {quoted_column(self.key)} = ?"
-            )
+            select = session.prepare(self.statement(f"{self._select()} = \0"))
         except BaseException:
             cluster.shutdown()
             raise
         select.is_idempotent = True  # so it may be sent to a second node
         return _Session(cluster, session, select)
 
-    def _opened(self) -> _Session:
+    def _close_one(self, connection: _Session) -> None:  # the driver keeps one idle thread
+        connection.cluster.shutdown()
+
+    def session(self) -> _Session:
+        """The session of this process."""
         # The lease does not cover the read: a session whose reads fail is the one that reconnects.
-        with self._sessions.lease() as session:
-            return session
+        with self.connections.lease() as session:
+            return session  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """Close the session of this process; the next read opens a new one. The driver keeps one idle thread."""
-        self._sessions.close()
+    def _column(self, name: str) -> str:
+        return quoted_column(name)
 
-    def _fetch(self, key: object) -> dict[str, Any]:
-        _, session, select = self._opened()
-        return self._sample(key, list(session.execute(select, (key,))))
+    def _query(self, text: str, *arguments: Any) -> list[dict[str, Any]]:
+        """The rows of a query; of the prepared one, with a key."""
+        _, session, select = self.session()
+        return list(session.execute(select, arguments) if arguments else session.execute(text))
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Read the samples of a batch concurrently."""
-        requested = [self.keys[index] for index in indices]
-        results = self.attempt(f"keys {requested[0]!r} …", lambda: self._fetch_all(requested))
-        return self._all_decoded(requested, results)
+    def _listing(self) -> str:
+        return f"SELECT {quoted_column(self.key)} FROM {quoted(self.table)}"
 
-    def _all_decoded(self, requested: list[Any], results: Sequence[list[Any] | None]) -> list[Any]:
-        # A key whose read failed is read alone, with retries and with errors that name it.
+    def _list(self) -> Sequence[Any]:
+        return sorted(super()._list())
+
+    def _fetch_all(self, keys: list[Any]) -> list[dict[str, Any] | None]:
+        """Concurrent requests."""
+        _, session, select = self.session()
+        results = execute_concurrent_with_args(
+            session, select, [(key,) for key in keys], _IN_FLIGHT, raise_on_first_error=False
+        )
         return [
-            self._decoded(key, self._sample(key, rows)) if rows else self.get(key)
-            for key, rows in zip(requested, results, strict=True)
+            self._sample(key, list(found)) if arrived else None
+            for key, (arrived, found) in zip(keys, results, strict=True)
         ]
 
     def __beginitems__(
@@ -204,28 +201,31 @@ class Cassandra(KeyedSource):
             done: Called once, by the driver's thread, with a function that returns the list of samples. It reads those
                 whose read failed.
         """
-        opened = self._sessions.opened()
+        opened = self.connections.opened()
         if opened is None:
             return False
-        requested = [self.keys[index] for index in indices]
-        results: list[list[Any] | None] = [None] * len(requested)
-        missing, lock = len(requested), threading.Lock()
+        keys = [self.keys[index] for index in indices]
+        results: list[list[dict[str, Any]]] = [[] for _ in keys]
+        missing, lock = len(keys), threading.Lock()
 
-        def arrived(rows: list[Any] | None, i: int) -> None:
+        def samples() -> list[Any]:
+            return self._all_decoded(keys, list(map(self._sample, keys, results)))
+
+        def arrived(rows: list[dict[str, Any]], i: int) -> None:
             nonlocal missing
             results[i] = rows
             with lock:
                 missing -= 1
                 complete = not missing
             if complete:
-                done(functools.partial(self._all_decoded, requested, results))
+                done(samples)
 
         def failed(error: BaseException, i: int) -> None:
             if isinstance(error, self.transient):
                 self.counters.add(retries=1)
-            arrived(None, i)
+            arrived([], i)
 
-        for i, key in enumerate(requested):
+        for i, key in enumerate(keys):
             try:
                 request = opened.session.execute_async(opened.select, (key,))
             except Exception as error:  # of which the second read of this key tells
@@ -234,36 +234,9 @@ class Cassandra(KeyedSource):
                 request.add_callbacks(arrived, failed, (i,), errback_args=(i,))
         return True
 
-    def _fetch_all(self, requested: list[Any]) -> list[list[Any] | None]:
-        """The rows of each key, None where the read failed."""
-        _, session, select = self._opened()
-        results = execute_concurrent_with_args(
-            session, select, [(key,) for key in requested], _IN_FLIGHT, raise_on_first_error=False
-        )
-        return [list(found) if arrived else None for arrived, found in results]
-
-    def _sample(self, key: object, rows: list[Any]) -> dict[str, Any]:
-        if not rows:
-            raise LookupError(key)
-        if len(rows) > 1:
-            raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
-        sample: dict[str, Any] = rows[0]
-        if self._columns is None or self.key not in self._columns:
-            sample.pop(self.key, None)
-        return sample
-
-    def _list(self) -> Sequence[Any]:
-        _, session, _ = self._opened()
-        rows = session.execute(f"SELECT {quoted_column(self.key)} FROM {quoted(self.table)}")
-        return sorted(row[self.key] for row in rows)
-
 
 @functools.cache
 def _receives_more(connection: type[Connection]) -> type[Connection]:
     """The driver's class of connections, with a larger buffer."""
     size = max(connection.in_buffer_size, _RECEIVED_BYTES)
     return type(connection.__name__, (connection,), {"in_buffer_size": size})
-
-
-def _close(session: _Session) -> None:
-    session.cluster.shutdown()

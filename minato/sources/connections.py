@@ -1,17 +1,35 @@
-"""Connections that each process opens at first use."""
+"""Connections that each process opens at first use, and their settings, secrets among them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import context
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "Env", "Place", "Settings", "shown_url", "without_password"]
 
 T = TypeVar("T")
+
+_SECRET = re.compile(
+    r"pass|pwd|secret|token|credential|(?<!ssl)key(?!_?(id|name|space|file|path))|auth|sas|signature|proxy_url|headers|"
+    r"bearer|jwt|cookie|conn_?(str|info)|connection_?string|dsn|session(_id)?$",
+    re.IGNORECASE,
+)
+"""Matches the names of settings that must be kept secret."""
+_SHOWN = frozenset(
+    {"version", "versionid", "revision", "sv", "sp", "sr", "region", "db", "protocol"}
+)
+"""Parameters of a URL that grant nothing; all others are kept secret."""
+_WITH_USERS = re.compile(
+    "sftp|ssh|scp|ftp|hdfs|webhdfs|smb|abfss?|az|rediss?|postgres(ql)?|cassandra"
+)
+"""Schemes of URLs where the name before an @ is a user, not a token."""
 
 _inherited: list[Any] = []
 """Connections of the parent process: their collection here would close them for the parent too."""
@@ -117,3 +135,148 @@ class Connections(Generic[T]):
             idle, self._idle = self._idle, []
         for connection in idle:
             self._close_one(connection)
+
+
+# ---- settings -------------------------------------------------------------------------------
+
+
+class Env:
+    """A setting that each process reads from its environment when it connects.
+
+    Args:
+        name: Name of the variable. A pickled source contains this name, not the value.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Env({self.name!r})"
+
+    def value(self) -> str:
+        """The present value of the variable.
+
+        Raises:
+            ValueError: It is not set.
+        """
+        try:
+            return os.environ[self.name]
+        except KeyError:
+            raise ValueError(f"the environment variable {self.name} is not set") from None
+
+
+class _Secret:
+    """A secret value: its ``repr`` hides it, and it is pickled only for a worker that is being started."""
+
+    def __init__(self, name: str, value: object) -> None:
+        self._name = name
+        self._value = value
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def value(self) -> Any:
+        return self._value
+
+    def __fingerprint__(self) -> str:
+        """The name: a new password does not change the identity of a source."""
+        return self._name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is None:  # the rule of multiprocessing's own keys
+            raise TypeError(
+                f"the setting {self._name!r} is a secret and is not pickled: give it as Env('NAME'), the name of "
+                "an environment variable"
+            )
+        return type(self), (self._name, self._value)
+
+
+class Settings:
+    """Arguments for the library that opens the connection.
+
+    Args:
+        values: By name. A value may be an :class:`Env`. Values whose name marks them as secret (a password, a key, a
+            token …), and those named in ``secret``, are hidden in ``repr`` and not pickled.
+    """
+
+    def __init__(self, values: Mapping[str, Any], secret: tuple[str, ...] = ()) -> None:
+        self._values = {
+            name: _Secret(name, value)
+            if (name in secret or _SECRET.search(name))
+            and value is not None
+            and not isinstance(value, (Env, bool))  # a bool is no secret, even if its name matches
+            else value
+            for name, value in values.items()
+        }
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._values.items())
+
+    def values(self) -> dict[str, Any]:
+        """All values, secrets included."""
+        return {
+            name: value.value() if isinstance(value, (Env, _Secret)) else value
+            for name, value in self._values.items()
+        }
+
+
+class Place:
+    """A URL whose ``repr`` hides the secrets in it; a URL with secrets is not pickled.
+
+    Args:
+        url: The URL, or the environment variable that holds it.
+
+    Raises:
+        ValueError: The password in it contains a character that ends this part of a URL.
+    """
+
+    def __init__(self, url: str | Env) -> None:
+        shown = url if isinstance(url, Env) else shown_url(url)
+        self._shown = repr(shown)
+        self._settings = Settings({"url": url}, secret=() if shown == url else ("url",))
+
+    def __repr__(self) -> str:
+        return self._shown
+
+    @property
+    def url(self) -> str:
+        """The whole URL, secrets included."""
+        return str(self._settings.values()["url"])
+
+
+def without_password(url: str) -> tuple[str, str | None]:
+    """The URL without its password, and the password or None; raises like ``shown_url``."""
+    shown_url(url)
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url, None
+    user, _, _ = parts.netloc.rpartition("@")[0].partition(":")
+    place = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{user}@{place}" if user else place)), parts.password
+
+
+def shown_url(url: str) -> str:
+    """The URL without parts that may be secret: passwords, tokens in the place of users, most parameters, the fragment.
+
+    Raises:
+        ValueError: The password in it contains a character that ends this part of a URL, so that libraries misread it.
+    """
+    scheme, separator, rest = url.partition("://")
+    kind = scheme.rpartition("::")[2].lower()  # fsspec chains several schemes
+    if not separator or kind in ("file", "local"):
+        return url
+    place = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    tail = rest[len(place) :]
+    user, at, host = place.rpartition("@")
+    if "@" in tail and (":" in user or (not host.partition(":")[2].isdigit() and ":" in host)):
+        raise ValueError(
+            f"a URL that begins with {scheme}:// has a password with one of the characters / ? # in it: give these as "
+            "%2F, %3F and %23"
+        )
+    user = user.partition(":")[0] if _WITH_USERS.fullmatch(kind) else ""
+    path, _, query = tail.partition("#")[0].partition("?")
+    given = query.split("&") if query else []
+    shown = [each for each in given if each.partition("=")[0].lower() in _SHOWN]
+    return (
+        f"{scheme}://{user}{at if user else ''}{host}{path}{'?' if shown else ''}{'&'.join(shown)}"
+    )

@@ -8,10 +8,8 @@ from urllib.parse import unquote
 
 import fsspec
 
-from minato.sources.base import KeyedSource, SourceError
-from minato.sources.connections import Connections
-from minato.sources.retry import Retry
-from minato.sources.settings import Env, Place, Settings
+from minato.sources.base import KeyedSource, Retry, SourceError
+from minato.sources.connections import Env, Place, Settings
 
 __all__ = ["Files"]
 
@@ -21,13 +19,11 @@ class Files(KeyedSource):
 
     Args:
         url: The directory, with fsspec's protocol: ``sftp://user@host/data``, ``hf://…``, ``/local/directory``. It may
-            be an :class:`~minato.sources.settings.Env`.
+            be an :class:`~minato.sources.connections.Env`.
         keys, retry: See :class:`KeyedSource`. Without ``keys``, all files below the directory, by their relative paths.
         decode: Called with the file's ``bytes``.
-        settings: fsspec's storage options, each of them a value or an :class:`~minato.sources.settings.Env`.
+        settings: fsspec's storage options, each of them a value or an :class:`~minato.sources.connections.Env`.
     """
-
-    transient = (ConnectionError, TimeoutError)
 
     def __init__(
         self,
@@ -40,8 +36,7 @@ class Files(KeyedSource):
     ) -> None:
         super().__init__(keys, decode, retry)
         self.place = Place(url)
-        self._settings = Settings(settings)
-        self._systems: Connections[Any] = Connections(self._open, _forget, shared=True)
+        self.settings = Settings(settings)
 
     def __repr__(self) -> str:
         return f"Files({self.place!r})"
@@ -49,19 +44,15 @@ class Files(KeyedSource):
     def _open(self) -> Any:
         # Otherwise a forked worker would get the instance and the event loop of its parent.
         system, directory = fsspec.core.url_to_fs(
-            self.place.url, skip_instance_cache=True, **self._settings.values()
+            self.place.url, skip_instance_cache=True, **self.settings.values()
         )
         return system, directory.rstrip("/")
-
-    def close(self) -> None:
-        """Forget the file system; the next read makes a new one."""
-        self._systems.close()
 
     def _fetch(self, key: str) -> bytes:
         # Some file systems decode paths like URLs.
         if "\0" in key or ".." in unquote(key).replace("\\", "/").split("/"):
             raise SourceError(f"key {key!r} leads out of the directory {self.place!r}")
-        with self._systems.lease() as (system, directory):
+        with self.connections.lease() as (system, directory):
             try:
                 value: bytes = system.cat_file(f"{directory}/{key}")
             except FileNotFoundError as error:
@@ -69,9 +60,5 @@ class Files(KeyedSource):
         return value
 
     def _list(self) -> Sequence[str]:
-        with self._systems.lease() as (system, directory):
+        with self.connections.lease() as (system, directory):
             return sorted(path[len(directory) + 1 :] for path in system.find(directory))
-
-
-def _forget(system: Any) -> None:
-    """Nothing to do: a file system closes its connections when it is collected."""

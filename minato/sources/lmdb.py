@@ -11,9 +11,8 @@ import lmdb
 
 from minato._fork_safety import held_off_forks, renew_in_children
 from minato._support.lmdb_environments import environment, one_at_a_time
-from minato.sources.base import KeyedSource
+from minato.sources.base import KeyedSource, Retry
 from minato.sources.connections import Connections
-from minato.sources.retry import Retry
 
 __all__ = ["LMDB"]
 
@@ -47,22 +46,21 @@ class LMDB(KeyedSource):
         retry: Retry | None = None,
     ) -> None:
         super().__init__(keys, decode, retry)
-        self._path = Path(path).absolute()
+        self.path = Path(path).absolute()
         self._database = database
-        # Leased in ``one_at_a_time`` alone, so that the locks of both are taken in one order.
-        self._environments: Connections[Any] = Connections(self._open, _forget, shared=True)
         # Each lease has its own transaction, which keeps its view of the file.
         self._transactions = _Transactions(self._begin, _abort)
 
     def __repr__(self) -> str:
-        return f"LMDB({str(self._path)!r})"
+        return f"LMDB({str(self.path)!r})"
 
+    # Leased in ``one_at_a_time`` alone, so that the locks of both are taken in one order.
     def _open(self) -> tuple[Any, Any]:
         name = self._database.encode() if self._database else None
         opened = environment(
-            self._path,
+            self.path,
             create=False,
-            subdir=self._path.is_dir(),
+            subdir=self.path.is_dir(),
             readonly=True,
             readahead=False,
             max_readers=_MOST_READERS,
@@ -71,14 +69,14 @@ class LMDB(KeyedSource):
         return opened, opened.open_db(name, create=False) if name else None
 
     def _begin(self) -> Any:
-        with one_at_a_time(), self._environments.lease() as (opened, database):
+        with one_at_a_time(), self.connections.lease() as (opened, database):
             return opened.begin(db=database, buffers=True)
 
     def close(self) -> None:
         """Unmap the file; the next read maps it again."""
         with one_at_a_time():
             self._transactions.close()
-            self._environments.close()
+            self.connections.close()
 
     def _fetch(self, key: bytes) -> memoryview:
         with held_off_forks(), self._transactions.lease() as transaction:
@@ -103,7 +101,7 @@ class LMDB(KeyedSource):
             return False
         with (
             one_at_a_time(),
-            self._environments.lease() as (opened, _),
+            self.connections.lease() as (opened, _),
             opened.begin() as transaction,
         ):
             try:
@@ -130,7 +128,3 @@ class _Transactions(Connections[Any]):
 
 def _abort(transaction: Any) -> None:
     transaction.abort()
-
-
-def _forget(opened: tuple[Any, Any]) -> None:
-    """Nothing to do: an environment closes when nothing refers to it."""

@@ -21,10 +21,8 @@ import obstore
 from obstore.exceptions import GenericError
 from obstore.store import from_url
 
-from minato.sources.base import KeyedSource, TruncatedObject
-from minato.sources.connections import Connections
-from minato.sources.retry import Retry
-from minato.sources.settings import Env, Place, Settings
+from minato.sources.base import KeyedSource, Retry, TruncatedObject
+from minato.sources.connections import Env, Place, Settings
 
 __all__ = ["Objects", "Part", "tar_members"]
 
@@ -62,14 +60,14 @@ class Objects(KeyedSource):
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``https://`` or ``file:///``; paths are relative to it. It
-            may be an :class:`~minato.sources.settings.Env`.
+            may be an :class:`~minato.sources.connections.Env`.
         keys, retry: See :class:`KeyedSource`. Without ``keys``, all objects below ``url`` in the order of their paths;
             an HTTP server has no such list.
         decode: Called with the object's ``bytes``.
         client_options: Those of obstore (``allow_http``, ``timeout``, ``default_headers`` …), each of them a value or
-            an :class:`~minato.sources.settings.Env`.
+            an :class:`~minato.sources.connections.Env`.
         settings: Further configuration of obstore's store (``access_key_id``, ``secret_access_key``, ``endpoint`` …),
-            each of them a value or an :class:`~minato.sources.settings.Env`; settings that are missing come from
+            each of them a value or an :class:`~minato.sources.connections.Env`; settings that are missing come from
             the environment variables of the service (``AWS_ACCESS_KEY_ID`` …).
     """
 
@@ -87,22 +85,21 @@ class Objects(KeyedSource):
     ) -> None:
         super().__init__(keys, decode, retry)
         self.place = Place(url)
-        self._client_options = Settings(client_options or {})
-        self._settings = Settings(settings)
-        self.stores: Connections[Any] = Connections(self._open, _forget, shared=True)
+        self.client_options = Settings(client_options or {})
+        self.settings = Settings(settings)
 
     def __repr__(self) -> str:
         return f"Objects({self.place!r})"
 
     def _open(self) -> Any:
         _check_runtime()
-        url, options = _with_header(self.place.url, self._client_options.values())
+        url, options = _with_header(self.place.url, self.client_options.values())
         return from_url(
             url,
             client_options=cast(Any, options or None),
             # ``retry`` counts and limits the attempts; obstore must not repeat them.
             retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
-            **self._settings.values(),
+            **self.settings.values(),
         )
 
     def _is_transient(self, error: Exception) -> bool:
@@ -114,12 +111,8 @@ class Objects(KeyedSource):
         # The rest is a dump of Rust structures, dozens of lines.
         return super()._describe(error).partition("\n\nDebug source")[0]
 
-    def close(self) -> None:
-        """Forget the store and its connections; the next read makes a new one."""
-        self.stores.close()
-
     def _fetch(self, key: Any) -> bytes:
-        with _panics(), self.stores.lease() as store:
+        with _panics(), self.connections.lease() as store:
             try:
                 if not isinstance(key, str):
                     key = Part(*key)
@@ -139,7 +132,7 @@ class Objects(KeyedSource):
         return self._decoded(key, value)
 
     async def _fetch_later(self, key: Any) -> bytes:
-        with _panics(), self.stores.lease() as store:
+        with _panics(), self.connections.lease() as store:
             try:
                 if not isinstance(key, str):
                     key = Part(*key)
@@ -158,7 +151,7 @@ class Objects(KeyedSource):
         return sorted(path for paths in _in_a_fork(self._pages) for path in paths)
 
     def _pages(self) -> Iterator[list[str]]:
-        with self.stores.lease() as store:
+        with self.connections.lease() as store:
             for chunk in obstore.list(store):
                 yield [meta["path"] for meta in chunk]
 
@@ -218,7 +211,7 @@ _Member = tuple[str, str, int, int, str]
 
 
 def _members(source: Objects, path: str) -> Iterator[_Member]:
-    with source.stores.lease() as store:
+    with source.connections.lease() as store:
         reader = _Reader(obstore.open_reader(store, path, buffer_size=_HEADERS_BYTES))
         with tarfile.open(fileobj=cast(Any, reader), mode="r:") as archive:
             for member in archive:
@@ -249,10 +242,6 @@ def _whole(key: str | Part, value: bytes, size: int) -> bytes:
     if len(value) != size:
         raise TruncatedObject(f"key {key!r} has {size} bytes, and {len(value)} arrived")
     return value
-
-
-def _forget(store: object) -> None:
-    """Nothing to do: a store closes its connections when it is collected."""
 
 
 # ---- obstore's threads, one runtime for the whole process, do not survive a fork ---------------

@@ -15,9 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._fork_safety import renew_in_children
 from minato._support.counters import shared_integers
-from minato.sources.base import KeyedSource, SourceError
-from minato.sources.retry import Retry
-from minato.sources.settings import Env, Place
+from minato.sources.base import KeyedSource, Retry, SourceError
+from minato.sources.connections import Env, Place
 
 __all__ = ["Parquet", "ParquetStream"]
 
@@ -138,7 +137,12 @@ class Parquet(KeyedSource):
         return {**super().__fingerprint__(), "_lock": None, "_kept": None, "_ends": None}
 
     def __repr__(self) -> str:
-        return f"Parquet({self._groups.files!r})"
+        return f"Parquet({self.files!r})"
+
+    @property
+    def files(self) -> Any:
+        """The files as they were given; a URL or a path as a :class:`Place`."""
+        return self._groups.files
 
     def close(self) -> None:
         """Release the row groups that are kept."""
@@ -175,7 +179,7 @@ class ParquetStream(IterableDataset[Any]):
 
     Args:
         files: A file, a directory or a list of files, or the URL of one (``s3://…``), which may be an
-            :class:`~minato.sources.settings.Env`.
+            :class:`~minato.sources.connections.Env`.
         columns: The columns of a sample; None for all.
         where: A pyarrow expression, as ``pyarrow.dataset.field("label") > 3``. Row groups whose statistics exclude it
             are not read.

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
 from psycopg import conninfo
+from psycopg.rows import dict_row
 
-from minato.sources.base import MissingKey, SourceError
-from minato.sources.retry import Retry
-from minato.sources.settings import Settings
+from minato.sources.base import BatchedSource, Retry
+from minato.sources.connections import Settings
 from minato.sources.sql import TableSource
 
 __all__ = ["Postgres"]
 
 
-class Postgres(TableSource):
+class Postgres(TableSource, BatchedSource):
     """Rows of a table of a PostgreSQL database.
 
     A batch of keys is one query. With ``fetch_concurrency`` samples are queried one by one instead, over that number of
@@ -28,13 +27,12 @@ class Postgres(TableSource):
             environment variables (``PGHOST``, ``PGPASSWORD``, ``PGSSLMODE`` …).
         table, key, columns, where, keys, decode, retry: See :class:`TableSource`.
         settings: Further settings of libpq (``sslmode``, ``sslrootcert``, ``connect_timeout``, ``options`` …), each of
-            them a value or an :class:`~minato.sources.settings.Env`.
+            them a value or an :class:`~minato.sources.connections.Env`.
 
     >>> source = Postgres("host=db dbname=train", "images", password=Env("DB_PASSWORD"))  # doctest: +SKIP
     """
 
     transient = (psycopg.OperationalError, psycopg.InterfaceError)
-    placeholder = "%s"
 
     def __init__(
         self,
@@ -50,36 +48,24 @@ class Postgres(TableSource):
         **settings: object,
     ) -> None:
         super().__init__(table, key, columns, where, keys, decode, retry)
-        self._settings = Settings({**_parsed(conninfo), **settings})
+        self.settings = Settings({**_parsed(conninfo), **settings})
 
     def __repr__(self) -> str:
-        return f"Postgres({self.table!r}, {self._settings!r})"
+        return f"Postgres({self.table!r}, {self.settings!r})"
 
     def _open(self) -> psycopg.Connection[Any]:
-        return psycopg.connect(autocommit=True, **self._settings.values())
+        return psycopg.connect(autocommit=True, row_factory=dict_row, **self.settings.values())
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Read the samples of a batch in one query."""
-        requested = [self.keys[index] for index in indices]
-        found = self.attempt(f"keys {requested[0]!r} …", lambda: self._fetch_all(requested))
-        for key in requested:
-            if key not in found:
-                raise MissingKey(f"{self!r} has no key {key!r}")
-        return [self._decoded(key, dict(found[key])) for key in requested]
+    def statement(self, text: str) -> str:
+        """With each ``%`` doubled, as psycopg looks for its placeholders in the whole text."""
+        return text.replace("%", "%%").replace("\0", "%s")
 
-    def _select(self) -> str:
-        return (
-            super()._select().replace("%", "%%")
-        )  # psycopg looks for its placeholders in the whole text
-
-    def _fetch_all(self, requested: list[Any]) -> dict[Any, dict[str, Any]]:
-        rows, names = self._query(f"{self._select()} = ANY(%s)", (requested,))
-        at = names.index(self.key)
-        found = {row[at]: self._sample(row, names) for row in rows}
-        if len(found) < len(rows):
-            repeated = Counter(row[at] for row in rows).most_common(1)[0]
-            raise SourceError(f"{self!r} has {repeated[1]} rows with key {repeated[0]!r}")
-        return found
+    def _fetch_all(self, keys: list[Any]) -> list[dict[str, Any] | None]:
+        """One query."""
+        rows: dict[Any, list[dict[str, Any]]] = {key: [] for key in keys}
+        for row in self._query(f"{self._select()} = ANY(\0)", keys):
+            rows.setdefault(row[self.key], []).append(row)
+        return [self._sample(key, [dict(row) for row in rows[key]]) for key in keys]
 
     def _list(self) -> Sequence[Any]:
         # By a cursor of the server: a single result with a million keys would be in memory twice.
@@ -90,7 +76,7 @@ class Postgres(TableSource):
         ):
             cursor.itersize = 50_000
             cursor.execute(self._listing())
-            return [row[0] for row in cursor]
+            return [row[self.key] for row in cursor]
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from typing import Any
 
 import redis
 
-from minato.sources.base import KeyedSource, MissingKey
-from minato.sources.connections import Connections
-from minato.sources.retry import Retry
-from minato.sources.settings import Place, Settings, without_password
+from minato.sources.base import BatchedSource, Retry
+from minato.sources.connections import Place, Settings, without_password
 
 __all__ = ["Redis"]
 
@@ -25,7 +23,7 @@ _TERSE: dict[str, Any] = {"protocol": 2, **dict.fromkeys(_CLIENT_INFO)}
 """A new connection neither negotiates the protocol nor sends the client's name: each would cost a round trip."""
 
 
-class Redis(KeyedSource):
+class Redis(BatchedSource):
     """Values of a Redis server, as ``bytes``, by their keys.
 
     A batch of keys is one ``MGET``. With ``fetch_concurrency`` samples are fetched one by one instead.
@@ -36,7 +34,7 @@ class Redis(KeyedSource):
         keys, retry: See :class:`KeyedSource`. Without ``keys`` they are scanned and sorted.
         decode: Called with the value, as ``bytes``.
         settings: Further arguments of ``redis.Redis.from_url`` (``password``, ``ssl_ca_certs``, ``socket_timeout`` …),
-            each of them a value or an :class:`~minato.sources.settings.Env`.
+            each of them a value or an :class:`~minato.sources.connections.Env`.
     """
 
     transient = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.BusyLoadingError)
@@ -57,11 +55,7 @@ class Redis(KeyedSource):
         if password is not None:
             settings.setdefault("password", password)
         self.prefix = prefix
-        self._settings = Settings(settings)
-        # All threads share one client, which has a connection pool.
-        self.connections: Connections[redis.Redis] = Connections(
-            self._open, redis.Redis.close, shared=True
-        )
+        self.settings = Settings(settings)
 
     def __repr__(self) -> str:
         return f"Redis({self.place!r}, prefix={self.prefix!r})"
@@ -70,12 +64,11 @@ class Redis(KeyedSource):
         # redis-py raises a ConnectionError for a wrong password.
         return super()._is_transient(error) and not isinstance(error, redis.AuthenticationError)
 
-    def _open(self) -> redis.Redis:
-        return redis.Redis.from_url(self.place.url, **{**_TERSE, **self._settings.values()})
+    def _open(self) -> redis.Redis:  # of which all threads share one, with its pool of connections
+        return redis.Redis.from_url(self.place.url, **{**_TERSE, **self.settings.values()})
 
-    def close(self) -> None:
-        """Close the connections of this process; the next read opens new ones."""
-        self.connections.close()
+    def _close_one(self, connection: redis.Redis) -> None:
+        connection.close()
 
     def _fetch(self, key: str) -> bytes:
         with self.connections.lease() as client:
@@ -84,18 +77,11 @@ class Redis(KeyedSource):
             raise LookupError(key)
         return bytes(value)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Read the samples of a batch in one request."""
-        requested = [self.keys[index] for index in indices]
-        values = self.attempt(f"keys {requested[0]!r} …", lambda: self._fetch_all(requested))
-        for key, value in zip(requested, values, strict=True):
-            if value is None:
-                raise MissingKey(f"{self!r} has no key {key!r}")
-        return [self._decoded(key, value) for key, value in zip(requested, values, strict=True)]
-
-    def _fetch_all(self, requested: list[str]) -> Any:
+    def _fetch_all(self, keys: list[str]) -> list[bytes | None]:
+        """One request."""
         with self.connections.lease() as client:
-            return client.mget([self.prefix + key for key in requested])
+            values: Any = client.mget([self.prefix + key for key in keys])
+        return list(values)
 
     def _list(self) -> Sequence[str]:
         with self.connections.lease() as client:

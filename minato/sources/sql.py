@@ -1,16 +1,25 @@
-"""TableSource, the base class of sources over a table of a database."""
+"""Rows of a table: the base class of the databases, and SQLite (in Python's standard library)."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any
+from urllib.request import pathname2url
 
-from minato.sources.base import KeyedSource, SourceError
-from minato.sources.connections import Connections
-from minato.sources.retry import Retry
+from minato._fork_safety import held_off_forks
+from minato.sources.base import KeyedSource, Retry, SourceError
 
-__all__ = ["TableSource", "quoted", "quoted_column"]
+__all__ = ["SQLite", "TableSource", "quoted", "quoted_column"]
+
+_BUSY_S = 5.0
+"""How long SQLite itself waits for a writer."""
+_TRANSIENT = frozenset({5, 6, 10, 15})
+"""SQLITE_BUSY, LOCKED, IOERR and PROTOCOL, which another process or the file system may have caused."""
+_UNKNOWN = 5
+"""Of an error that Python's module or a subclass raises by itself."""
 
 
 def quoted(name: str) -> str:
@@ -38,7 +47,7 @@ class TableSource(KeyedSource):
         decode: Called with the dict of a row.
     """
 
-    placeholder = "?"
+    shared = False
 
     def __init__(
         self,
@@ -55,24 +64,21 @@ class TableSource(KeyedSource):
         self.key = key
         self._columns = None if columns is None else tuple(columns)
         self._where = where
-        self.connections: Connections[Any] = Connections(self._open, self._close_one)
-
-    @abstractmethod
-    def _open(self) -> Any:
-        """Open a connection."""
 
     def _close_one(self, connection: Any) -> None:
         connection.close()
 
-    def _query(self, text: str, arguments: tuple[Any, ...]) -> tuple[list[Any], list[str]]:
-        """The rows of a query, and the names of their columns."""
-        with self.connections.lease() as connection:
-            cursor = connection.execute(text, arguments)
-            return cursor.fetchall(), [column[0] for column in cursor.description]
+    def statement(self, text: str) -> str:
+        """A statement of the database: with its placeholder for each NUL in the text, which no name contains."""
+        return text.replace("\0", "?")
 
-    def close(self) -> None:
-        """Close the connections of this process; the next read opens new ones."""
-        self.connections.close()
+    def _query(self, text: str, *arguments: Any) -> list[dict[str, Any]]:
+        """The rows of a query."""
+        with self.connections.lease() as connection:
+            rows: list[dict[str, Any]] = connection.execute(
+                self.statement(text), arguments
+            ).fetchall()
+        return rows
 
     def _listing(self) -> str:
         """The query for all keys."""
@@ -81,30 +87,92 @@ class TableSource(KeyedSource):
         return f"SELECT {key} FROM {quoted(self.table)}{where} ORDER BY {key}"
 
     def _list(self) -> Sequence[Any]:
-        rows, _ = self._query(self._listing(), ())
-        return [row[0] for row in rows]
+        return [row[self.key] for row in self._query(self._listing())]
 
     def _column(self, name: str) -> str:
         # With the table's name: without it, SQLite takes an unknown quoted column for a string.
         return f"{quoted(self.table)}.{quoted_column(name)}"
 
     def _select(self) -> str:
+        """The query for rows, up to the condition on the key."""
         names = "*"
         if self._columns is not None:
             named = dict.fromkeys((self.key, *self._columns))
             names = ", ".join(map(self._column, named))
         return f"SELECT {names} FROM {quoted(self.table)} WHERE {self._column(self.key)}"
 
-    def _sample(self, row: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-        sample = dict(zip(names, row, strict=True))
-        if self._columns is None or self.key not in self._columns:
-            sample.pop(self.key, None)
-        return sample
-
-    def _fetch(self, key: object) -> dict[str, Any]:
-        rows, names = self._query(f"{self._select()} = {self.placeholder}", (key,))
-        if not rows:
-            raise LookupError(key)
+    def _sample(self, key: Any, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """The sample of the rows with a key; None if there are none."""
         if len(rows) > 1:
             raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
-        return self._sample(rows[0], names)
+        if rows and (self._columns is None or self.key not in self._columns):
+            rows[0].pop(self.key, None)
+        return rows[0] if rows else None
+
+    def _fetch(self, key: Any) -> dict[str, Any]:
+        sample = self._sample(key, self._query(f"{self._select()} = \0", key))
+        if sample is None:
+            raise LookupError(key)
+        return sample
+
+
+class SQLite(TableSource):
+    """Rows of a table of an SQLite file, which is opened read-only.
+
+    Args:
+        path: The file.
+        table, key, columns, where, keys, decode, retry: See :class:`TableSource`.
+
+    >>> source = SQLite("train.db", "images", key="id", columns=["pixels", "label"])  # doctest: +SKIP
+    """
+
+    transient = (sqlite3.OperationalError,)
+
+    def __init__(
+        self,
+        path: str | Path,
+        table: str,
+        key: str = "id",
+        columns: Sequence[str] | None = None,
+        *,
+        where: str | None = None,
+        keys: Sequence[Any] | None = None,
+        decode: Callable[[dict[str, Any]], Any] | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        super().__init__(table, key, columns, where, keys, decode, retry)
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"SQLite({str(self.path)!r}, {self.table!r})"
+
+    def _is_transient(self, error: Exception) -> bool:
+        # A missing table or column is an OperationalError too.
+        code: int = getattr(error, "sqlite_errorcode", _UNKNOWN)
+        return super()._is_transient(error) and code % 256 in _TRANSIENT
+
+    def _query(self, text: str, *arguments: Any) -> list[dict[str, Any]]:
+        with held_off_forks():  # a child would inherit the locks of SQLite itself
+            return super()._query(text, *arguments)
+
+    def _close_one(self, connection: sqlite3.Connection) -> None:
+        with held_off_forks():
+            super()._close_one(connection)
+
+    def _open(self) -> sqlite3.Connection:
+        if not self.path.exists():
+            raise FileNotFoundError(self.path)
+        url = f"file:{pathname2url(str(self.path.absolute()))}?mode="
+        if Path(f"{self.path}-journal").exists():
+            # A writer may have been killed; what it left half-done is undone by the first reader that may write.
+            with closing(sqlite3.connect(url + "rw", uri=True, timeout=_BUSY_S)) as recovering:
+                recovering.execute("PRAGMA schema_version")
+        # Only one thread at a time uses a connection, but not always the same one.
+        opened = sqlite3.connect(url + "ro", uri=True, check_same_thread=False, timeout=_BUSY_S)
+        opened.row_factory = _named
+        return opened
+
+
+def _named(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> dict[str, Any]:
+    """A row as a dict of its columns."""
+    return {column[0]: cell for column, cell in zip(cursor.description, row, strict=True)}

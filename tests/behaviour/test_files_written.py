@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from minato import DataLoader, ErrorPolicy
 from minato._support.files import replacement, write_atomically
 from minato.sampling.replay import OrderRecord, Origin, RecordedOrder
-from minato.sources.ingest.job import ingest
-from minato.sources.ingest.journal import Completed, Journal, JournalError
-from minato.sources.ingest.urls import open_store
+from minato.sources.ingest import Completed, Journal, JournalError, ingest
 from minato.sources.splits import load_splits, save_splits
+from minato.sources.stores import open_store
 from tests.datasets import Numbers, indices
 from tests.disks import file_size_limit, small_disk
 

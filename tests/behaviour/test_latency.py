@@ -17,8 +17,8 @@ import torch
 
 import minato
 from minato.caching import DiskCache, MemoryCache
-from minato.sources.retry import Retry
-from minato.sources.sqlite import SQLite
+from minato.sources.base import Retry
+from minato.sources.sql import SQLite
 from tests.pairwise import pairwise
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")

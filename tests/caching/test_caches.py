@@ -19,8 +19,8 @@ import torch
 import minato
 from minato.caching import DiskCache, MemoryCache
 from minato.caching.fingerprint import fingerprint
-from minato.sources.settings import Settings
-from minato.sources.sqlite import SQLite
+from minato.sources.connections import Settings
+from minato.sources.sql import SQLite
 from tests.datasets import Filled, Journal, Numbers, double, plus_one
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")

@@ -34,7 +34,7 @@ from minato.observe.trace.track import EventFile
 from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError
 from minato.sources.ingest import ingest
-from minato.sources.ingest.tables import SQLiteStore
+from minato.sources.stores import open_store
 from minato.transforms.compose import Transforms
 from tests.datasets import Numbers, forked
 from tests.selection import mostly_slow
@@ -465,7 +465,7 @@ def decodes(fails: Fails, folder: Path) -> object:
 
 def encodes(fails: Fails, folder: Path) -> object:
     return ingest(
-        iter([1]), SQLiteStore(folder / "rows.db"), encode=fails, journal=folder / "journal"
+        iter([1]), open_store(f"sqlite:{folder}/rows.db"), encode=fails, journal=folder / "journal"
     )
 
 

@@ -33,7 +33,7 @@ from minato._support.counters import Counters
 from minato.caching.memory import MemoryCache
 from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
-from minato.sources.sqlite import SQLite
+from minato.sources.sql import SQLite
 from minato.workers import fork_server, process_pool, supervision
 from tests.pairwise import pairwise
 from tests.subprocesses import environment, started

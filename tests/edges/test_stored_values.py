@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 import re
+import sqlite3
 import tarfile
 import uuid
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,18 @@ import torch
 
 from minato.errors import MinatoError
 from minato.sources.base import SourceError
-from minato.sources.ingest import decoded, ingest, open_store
-from minato.sources.sqlite import SQLite
+from minato.sources.ingest import ingest
+from minato.sources.sql import SQLite
+from minato.sources.stores import PostgresStore, RedisStore, Store, open_store
 from tests.sources.conftest import kind_named  # noqa: F401  (a fixture)
 from tests.sources.kinds import Kind
 
-Point = namedtuple("Point", "x y")
 
+class Text(str):
+    """Another type than ``str``, which is equal to it."""
+
+
+TYPES = (bool, int, float, str, bytes)
 CELLS: list[Any] = [
     None,
     True,
@@ -33,7 +39,6 @@ CELLS: list[Any] = [
     7,
     -1,
     2**53 + 1,
-    2**60 + 1,
     2**63 - 1,
     -(2**63),
     2**63,
@@ -51,6 +56,7 @@ CELLS: list[Any] = [
     "007",
     "7",
     "text",
+    Text("text"),
     "caf\u00e9",
     "cafe\u0301",
     "\ud800",
@@ -61,87 +67,33 @@ CELLS: list[Any] = [
     b"PK\x05\x06" + bytes(18),
     b"\x93NUMPY\x01\x00",
     bytearray(b"ab"),
-    np.int8(-3),
-    np.uint64(2**64 - 1),
+    memoryview(b"ab"),
     np.int64(3),
-    np.float16(0.1),
-    np.float32(0.1),
     np.float64("nan"),
     np.bool_(True),
-    np.complex64(1j),
     np.str_("n"),
     np.bytes_(b"n\0"),
-    np.datetime64("NaT"),
-    np.arange(6, dtype=">i4").reshape(2, 3),
-    np.arange(12)[::-3],
-    np.asfortranarray(np.ones((2, 3), np.float16)),
-    np.zeros((0, 3), np.float32),
-    np.array(5, np.int16),
-    np.array([True, False]),
-    np.array(["a", "bc\0"]),
-    np.zeros(2, [("a", "<i2"), ("b", "f8", (2,))]),
-    np.array([1, None], object),
-    np.ma.masked_array([1, 2], [True, False]),
+    np.arange(3),
     torch.tensor(3),
-    torch.ones(2, 3, dtype=torch.bfloat16),
-    torch.ones(2).to(torch.float8_e4m3fn),
-    torch.zeros(0, 2, dtype=torch.bool),
-    torch.arange(6).reshape(2, 3).T,
-    torch.ones(2, dtype=torch.complex64).conj(),
-    torch.eye(2).to_sparse(),
-    torch.ones(2, requires_grad=True),
-    torch.nn.Parameter(torch.ones(1), requires_grad=False),
-    {},
     {"a": 1},
-    {0: np.arange(2), "0": np.arange(3)},
-    {None: 1, (1, "x"): 2, b"k": 3, 1.5: 4},
-    {"nested": {"deeper": [np.ones(2), ({"x": None},)]}},
-    {"data": 5},
-    {"data": b"bytes"},
-    {"field_0": 1, "field_1": 2},
-    {"": 1, "b": 2},
-    {"A": 1, "a": 2},
-    {"id": 7},
-    OrderedDict(a=1),
-    [],
-    [1, "2"],
-    (),
-    (1, np.ones(2)),
-    ((1, 2), [3]),
-    Point(1, 2),
-    {1, 2},
+    [1],
+    (1, 2),
     object(),
 ]
-TWINS = [(int, np.int64), (float, np.float64), (bool, np.bool_)]
-"""Types of numbers that are collated alike; a table may exchange them."""
+REFUSED_BY_ALL = ["\ud800", "\ud83d\ude00", "a\0b", 2**63, 2**70]
+REFUSED_BY_SQLITE = [True, False, float("nan")]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal in type and content."""
-    if isinstance(one, bytearray):
-        one = bytes(one)
-    if any(type(one) in twins and type(other) in twins for twins in TWINS):
-        one, other = (
-            each.item() if isinstance(each, np.generic) else each for each in (one, other)
-        )
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return same(list(one), list(other)) and same(list(one.values()), list(other.values()))
-    if isinstance(one, torch.Tensor):
-        kinds = [(each.dtype, each.shape, each.requires_grad) for each in (one, other)]
-        flat = [each.resolve_conj().reshape(-1).view(torch.uint8) for each in (one, other)]
-        return kinds[0] == kinds[1] and torch.equal(*flat)
-    if isinstance(one, (np.ndarray, np.generic)):
-        kinds = [(each.dtype, each.shape) for each in (one, other)]
-        return kinds[0] == kinds[1] and one.tobytes() == other.tobytes()
-    return repr(one) == repr(other)  # nan is nan, and 0.0 is not -0.0
+def is_in(value: Any, values: list[Any]) -> bool:
+    return any(type(each) is type(value) and repr(each) == repr(value) for each in values)
 
 
-def text(value: Any) -> str:
-    return ascii(value)[:40]
+def fits(value: Any, kind: type, store: str) -> bool:
+    """Whether a column of this type holds a value as it is."""
+    if value is None:
+        return True
+    refused = [*REFUSED_BY_ALL, *(REFUSED_BY_SQLITE if store == "sqlite" else [])]
+    return type(value) is kind and not is_in(value, refused)
 
 
 # ---- stores ---------------------------------------------------------------------------------
@@ -150,41 +102,37 @@ Read = Callable[[int], Any]
 
 
 def sqlite(folder: Path) -> tuple[str, Read]:
-    return f"sqlite:{folder}/a.db", lambda number: SQLite(
-        f"{folder}/a.db", "samples", decode=decoded
-    ).get(number)
+    return f"sqlite:{folder}/a.db", lambda number: SQLite(f"{folder}/a.db", "samples").get(number)
 
 
 def lmdb(folder: Path) -> tuple[str, Read]:
     from minato.sources.lmdb import LMDB
 
-    return f"lmdb:{folder}/lmdb", lambda number: LMDB(folder / "lmdb", decode=decoded)[number]
-
-
-def without_key(row: dict[str, Any]) -> Any:
-    return decoded({name: cell for name, cell in row.items() if name != "id"})
+    return f"lmdb:{folder}/lmdb", lambda number: LMDB(folder / "lmdb")[number]
 
 
 def parquet(folder: Path) -> tuple[str, Read]:
-    from minato.sources.parquet import Parquet
+    import pyarrow.parquet as pq
 
-    return f"parquet:{folder}/rows", lambda number: Parquet(f"{folder}/rows", decode=without_key)[
-        number
-    ]
+    def read(number: int) -> Any:
+        (row,) = (row for row in pq.read_table(f"{folder}/rows").to_pylist() if row["id"] == number)
+        return {name: cell for name, cell in row.items() if name != "id"}
+
+    return f"parquet:{folder}/rows", read
 
 
 def files(folder: Path) -> tuple[str, Read]:
     from minato.sources.objects import Objects
 
     url = f"file://{folder}/objects"
-    return url, lambda number: Objects(url, decode=decoded).get(f"{number:08d}")
+    return url, lambda number: Objects(url).get(f"{number:08d}")
 
 
 def tar(folder: Path) -> tuple[str, Read]:
     from minato.sources.objects import Objects, tar_members
 
     def read(number: int) -> Any:
-        shards = Objects(f"file://{folder}/shards", decode=decoded)
+        shards = Objects(f"file://{folder}/shards")
         parts = [tar_members(shards, name) for name in shards.keys]
         (found,) = [part[f"{number:08d}"] for part in parts if f"{number:08d}" in part]
         return shards.get(found)
@@ -192,12 +140,12 @@ def tar(folder: Path) -> tuple[str, Read]:
     return f"tar+file://{folder}/shards", read
 
 
-STORES = {make.__name__: make for make in (sqlite, lmdb, parquet, files, tar)}
-ROWS = ["sqlite", "parquet"]
+STORES = {make.__name__: make for make in (sqlite, parquet, lmdb, files, tar)}
+TABLES = ["sqlite", "parquet"]
 
 
 def check(
-    store: Any, read: Read, samples: list[Any], journal: Path, chunk_samples: int = 8
+    store: Store, read: Read, samples: list[Any], journal: Path, chunk_samples: int = 8
 ) -> bool:
     """Whether a store takes samples; it must then hold them as they are, and else say which it does not take."""
     told = ""
@@ -208,121 +156,130 @@ def check(
     if told:
         numbers = range(len(samples))
         assert re.search(rf"keys? b?'?0*{list(numbers)}".replace(", ", ""), told), told
-        assert (
-            not store.takes_rows or "column" in told or "UNIQUE" in told or "in the table" in told
-        )
+        assert "column" in told or "UNIQUE" in told or "in the table" in told, told
         return False
     for number, sample in enumerate(samples):
         found = read(number)
-        assert same(sample, found), f"{text(sample)} came back as {text(found)}"
+        assert repr(found) == repr(sample)  # nan is nan, and 0.0 is not -0.0
+        assert type(found) is type(sample)
     return True
 
 
-def forms(value: Any) -> list[Any]:
-    return [value, {"a": value, "b": 1}, (value, 2), [value]]
-
-
-def check_cells(kind: str, tmp_path: Path, cells: list[Any]) -> None:
-    taken = []
-    for number, sample in enumerate(itertools.chain.from_iterable(map(forms, cells))):
+def check_cells(store: str, tmp_path: Path, cells: list[Any]) -> None:
+    kinds: tuple[type, ...] = TYPES if store in TABLES else (bytes,)
+    for number, (value, kind) in enumerate(itertools.product(cells, kinds)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        url, read = STORES[kind](folder)
-        if check(open_store(url), read, [sample], folder / "journal"):
-            taken.append(sample)
-    assert len(taken) > 0.6 * 4 * len(cells)
+        url, read = STORES[store](folder)
+        if store in TABLES:
+            opened = open_store(url, columns={"a": kind, "b": int})
+            taken = check(opened, read, [{"a": value, "b": 1}], folder / "journal")
+            assert taken == fits(value, kind, store), (value, kind)
+        else:
+            taken = check(open_store(url), read, [value], folder / "journal")
+            assert taken == (type(value) is bytes), value
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_values_come_back_or_are_refused(kind: str, tmp_path: Path) -> None:
-    check_cells(kind, tmp_path, CELLS[list(STORES).index(kind) :: 8])
+@pytest.mark.parametrize("store", STORES)
+def test_values_come_back_or_are_refused(store: str, tmp_path: Path) -> None:
+    check_cells(store, tmp_path, CELLS[:: 3 if store in TABLES else 1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STORES)
-def test_all_values_come_back_or_are_refused(kind: str, tmp_path: Path) -> None:
-    check_cells(kind, tmp_path, CELLS)
+@pytest.mark.parametrize("store", TABLES)
+def test_all_values_come_back_or_are_refused(store: str, tmp_path: Path) -> None:
+    check_cells(store, tmp_path, CELLS)
 
 
-def pairs(count: int | None) -> list[tuple[Any, Any]]:
-    every = list(itertools.permutations(CELLS, 2))
-    return every if count is None else random.Random(5).sample(every, count)
+def pairs(count: int) -> list[tuple[Any, Any]]:
+    plain = [cell for cell in CELLS if type(cell) in TYPES or cell is None]
+    return random.Random(5).sample(list(itertools.permutations(plain, 2)), count)
 
 
-def check_pairs(kind: str, tmp_path: Path, count: int | None) -> None:
-    taken = 0
+def check_pairs(store: str, tmp_path: Path, count: int, table: str | None = None) -> None:
+    """Check two values of one column, in one chunk and in two; in a table of the user's, if one is given."""
     for number, (one, other) in enumerate(pairs(count)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        url, read = STORES[kind](folder)
+        if table is not None:
+            with sqlite3.connect(folder / "a.db") as connection:
+                connection.execute(table)
+            connection.close()
+        url, read = STORES[store](folder)
+        kind = bytes if one is None else type(one)
         samples = [{"a": one, "b": "x"}, {"a": other, "b": "x"}]
-        taken += check(open_store(url), read, samples, folder / "journal", 1 + number % 2)
-    assert taken > 0
+        opened = open_store(url, columns={"a": kind, "b": str})
+        taken = check(opened, read, samples, folder / "journal", 1 + number % 2)
+        if table is None:
+            assert taken == (fits(one, kind, store) and fits(other, kind, store))
 
 
-@pytest.mark.parametrize("kind", ROWS)
-def test_neighbours_in_a_column_change_nothing(kind: str, tmp_path: Path) -> None:
-    check_pairs(kind, tmp_path, 24)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ROWS)
-def test_many_neighbours_in_a_column_change_nothing(kind: str, tmp_path: Path) -> None:
-    check_pairs(kind, tmp_path, 300)
+@pytest.mark.parametrize("store", TABLES)
+def test_neighbours_in_a_column_change_nothing(store: str, tmp_path: Path) -> None:
+    check_pairs(store, tmp_path, 24)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["redis", "postgres"])
-def test_servers_keep_each_value_or_refuse_it(
-    kind: str,
+@pytest.mark.parametrize("store", TABLES)
+def test_many_neighbours_in_a_column_change_nothing(store: str, tmp_path: Path) -> None:
+    check_pairs(store, tmp_path, 300)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        "id INTEGER PRIMARY KEY, a TEXT, b TEXT",
+        "id INTEGER PRIMARY KEY, a REAL, b TEXT",
+        "id INTEGER PRIMARY KEY, a INTEGER, b TEXT",
+        "id TEXT PRIMARY KEY COLLATE NOCASE, a, b TEXT",
+        "id INTEGER PRIMARY KEY, a NUMERIC UNIQUE, b TEXT",
+    ],
+)
+def test_a_table_of_the_users_changes_nothing(columns: str, tmp_path: Path) -> None:
+    check_pairs("sqlite", tmp_path, 8, f"CREATE TABLE samples ({columns})")
+
+
+def test_columns_of_a_store() -> None:
+    for columns in ({"a": list}, {"id": int}, {"a": None}):
+        with pytest.raises(ValueError, match="is not possible: declare bool, int, float, str or"):
+            open_store("sqlite:a.db", columns=columns)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no columns, but values of bytes"):
+        open_store("lmdb:a", columns={"a": bytes})
+
+
+@pytest.mark.slow
+def test_redis_keeps_each_value_or_refuses_it(
     tmp_path: Path,
     kind_named: Callable[[str], Kind],  # noqa: F811
 ) -> None:
-    given = kind_named(kind).source()
-    settings = given._settings.values()
-    taken = 0
-    samples = [form for value in CELLS for form in forms(value)[:2]]
-    for number, sample in enumerate(samples):
-        name = f"stored{number}"
-        if kind == "redis":
-            from minato.sources.ingest.key_values import RedisStore
-            from minato.sources.redis import Redis
+    from minato.sources.redis import Redis
 
-            store: Any = RedisStore(given.place.url, f"{name}/", **settings)
-            source: Any = Redis(given.place.url, f"{name}/", decode=decoded, **settings)
-        else:
-            from minato.sources.ingest.tables import PostgresStore
-            from minato.sources.postgres import Postgres
-
-            store = PostgresStore("", name, **settings)
-            source = Postgres("", name, decode=decoded, **settings)
-        taken += check(store, source.__getitem__, [sample], tmp_path / f"{number}.journal")
+    given = kind_named("redis").source()
+    for number, value in enumerate(CELLS):
+        source = Redis(given.place.url, f"stored{number}/", **given.settings.values())
+        taken = check(
+            RedisStore(source), source.__getitem__, [value], tmp_path / f"{number}.journal"
+        )
+        assert taken == (type(value) is bytes)
         source.close()
-    assert taken > 0.6 * len(samples)
 
 
-TABLES = [
-    "CREATE TABLE samples (id INTEGER PRIMARY KEY, a TEXT, b TEXT)",
-    "CREATE TABLE samples (id INTEGER PRIMARY KEY, a REAL, b TEXT)",
-    "CREATE TABLE samples (id INTEGER PRIMARY KEY, a INTEGER, b TEXT)",
-    "CREATE TABLE samples (id TEXT PRIMARY KEY COLLATE NOCASE, a, b TEXT)",
-    "CREATE TABLE samples (id INTEGER PRIMARY KEY, a NUMERIC UNIQUE, b TEXT)",
-]
+@pytest.mark.slow
+def test_postgres_keeps_each_value_or_refuses_it(
+    tmp_path: Path,
+    kind_named: Callable[[str], Kind],  # noqa: F811
+) -> None:
+    from minato.sources.postgres import Postgres
 
-
-@pytest.mark.parametrize("table", TABLES)
-def test_a_table_of_the_users_changes_nothing(table: str, tmp_path: Path) -> None:
-    import sqlite3
-
-    for number, (one, other) in enumerate(pairs(6)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with sqlite3.connect(folder / "a.db") as connection:
-            connection.execute(table)
-        connection.close()
-        url, read = STORES["sqlite"](folder)
-        samples = [{"a": one, "b": "x"}, {"a": other, "b": "x"}]
-        check(open_store(url), read, samples, folder / "journal")
+    settings = kind_named("postgres").source().settings.values()
+    for number, value in enumerate(CELLS):
+        kind = type(value) if type(value) in TYPES else bytes
+        source = Postgres("", f"stored{number}", **settings)
+        store = PostgresStore(source, {"a": kind, "b": int})
+        samples = [{"a": value, "b": number}]
+        taken = check(store, source.__getitem__, samples, tmp_path / f"{number}.journal")
+        assert taken == fits(value, kind, "postgres")
+        source.close()
 
 
 # ---- keys -----------------------------------------------------------------------------------
@@ -372,16 +329,14 @@ class Keyed(torch.utils.data.Dataset[bytes]):
 
 def key_source(kind: str, folder: Path) -> Any:
     if kind == "sqlite":
-        return SQLite(folder / "a.db", "samples", decode=decoded)
+        return SQLite(folder / "a.db", "samples", decode=operator.itemgetter("data"))
     if kind == "lmdb":
         from minato.sources.lmdb import LMDB
 
-        return LMDB(folder / "lmdb", decode=decoded)
+        return LMDB(folder / "lmdb")
     from minato.sources.objects import Objects, tar_members
 
-    objects = Objects(
-        f"file://{folder}/{'objects' if kind == 'files' else 'shards'}", decode=decoded
-    )
+    objects = Objects(f"file://{folder}/{'objects' if kind == 'files' else 'shards'}")
     if kind == "files":
         return objects
     members = {
@@ -465,18 +420,20 @@ def test_what_was_written_can_be_copied(tmp_path: Path) -> None:
     pytest.importorskip("lmdb")
     from minato.sources.lmdb import LMDB
 
-    samples = [{"x": np.arange(3), "n": None}, {"x": np.ones(1), "n": "é"}]
-    given: Any = {"workers": 1, "worker_method": "thread"}
-    ingest(iter(samples), open_store(f"lmdb:{tmp_path}/one"), journal=tmp_path / "1", **given)
-    ingest(
-        LMDB(tmp_path / "one"), open_store(f"lmdb:{tmp_path}/two"), journal=tmp_path / "2", **given
-    )
-    assert same([LMDB(tmp_path / "two", decode=decoded)[i] for i in range(2)], samples)
-    ingest(iter(samples), open_store(f"sqlite:{tmp_path}/one.db"), journal=tmp_path / "3", **given)
-    rows = SQLite(tmp_path / "one.db", "samples")
-    ingest(rows, open_store(f"sqlite:{tmp_path}/two.db"), journal=tmp_path / "4", **given)
-    copied = SQLite(tmp_path / "two.db", "samples", decode=decoded)
-    assert same([copied[i] for i in range(2)], samples)
+    def copy(data: Any, url: str, number: int, **how: Any) -> None:
+        journal = tmp_path / f"journal{number}"
+        ingest(data, open_store(url, **how), workers=1, worker_method="thread", journal=journal)
+
+    copy(iter([b"one", b""]), f"lmdb:{tmp_path}/one", 1)
+    copy(LMDB(tmp_path / "one"), f"lmdb:{tmp_path}/two", 2)
+    assert [LMDB(tmp_path / "two")[i] for i in range(2)] == [b"one", b""]
+    rows = [{"x": b"\0", "n": None}, {"x": b"1", "n": "é"}]
+    columns = {"n": str, "x": bytes}
+    copy(iter(rows), f"sqlite:{tmp_path}/one.db", 3, columns=columns)
+    source = SQLite(tmp_path / "one.db", "samples")
+    copy(source, f"sqlite:{tmp_path}/two.db", 4, columns=columns)
+    copied = SQLite(tmp_path / "two.db", "samples")
+    assert [copied[i] for i in range(2)] == rows
 
 
 # ---- directories, tar files, databases ------------------------------------------------------
@@ -754,10 +711,18 @@ def test_a_value_that_python_cannot_hold_fails_alone(tmp_path: Path) -> None:
         source[1]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "tar"])
-def test_files_of_an_earlier_ingest_are_not_read_with_these(kind: str, tmp_path: Path) -> None:
-    url, _ = STORES[kind](tmp_path)
+@pytest.mark.parametrize("store", ["parquet", "tar"])
+def test_files_of_an_earlier_ingest_are_not_read_with_these(store: str, tmp_path: Path) -> None:
+    url, _ = STORES[store](tmp_path)
     given: Any = {"workers": 1, "chunk_samples": 2}
-    ingest(iter([{"a": i} for i in range(7)]), open_store(url), journal=tmp_path / "1", **given)
+    ingest(iter([b"a"] * 7), open_store(url), journal=tmp_path / "1", **given)
     with pytest.raises(MinatoError, match=r"(part|shard)-000002.* of an earlier ingest"):
-        ingest(iter([{"a": i} for i in range(4)]), open_store(url), journal=tmp_path / "2", **given)
+        ingest(iter([b"a"] * 4), open_store(url), journal=tmp_path / "2", **given)
+
+
+def test_another_declaration_is_another_journal(tmp_path: Path) -> None:
+    given: Any = {"workers": 1, "journal": tmp_path / "journal"}
+    url = f"sqlite:{tmp_path}/a.db"
+    ingest(iter([{"a": 1}]), open_store(url, columns={"a": int}), **given)
+    with pytest.raises(ValueError, match="is about something else"):
+        ingest(iter([{"a": "1"}]), open_store(url, columns={"a": str}), **given)

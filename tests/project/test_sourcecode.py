@@ -53,7 +53,6 @@ MOST_PARAMETERS = 8
 LONG = {
     "loader.py": {"__init__"},  # torch's arguments and ours, each by its own name
     "sampling/cost_batches.py": {"__init__"},  # options of a sampler
-    "sources/ingest/job.py": {"ingest"},  # options of a command
     "_core/_ledger_py.py": {"open"},  # fields of a record, without an object per batch
 }
 """Functions that may have more parameters."""
@@ -348,8 +347,8 @@ def test_files_are_written_in_one_place() -> None:
         "caching/disk.py",  # O_EXCL and O_NOFOLLOW, below a directory that was checked
         "cli/main.py",  # /dev/null
         "shared_pool/rendezvous.py",  # O_EXCL, in a directory that it has made for this user alone
-        "sources/ingest/files.py",  # tar files, in memory; Parquet files, to the file of replacement()
         "sources/objects.py",  # a pipe
+        "sources/stores.py",  # tar files, in memory; Parquet files, to the file of replacement()
         "workers/fork_server.py",  # a pipe
     }
     found = {relative(path) for path in SOURCES for each in calls_of(path) if writes(*each)}

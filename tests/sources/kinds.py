@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minato.sources.retry import Retry
+from minato.sources.base import Retry
 from tests.sources import servers
 
 COUNT = 60
@@ -101,7 +101,7 @@ def same(i: int) -> int:
 
 
 def sqlite(folder: Path, _: ExitStack) -> Kind:
-    from minato.sources.sqlite import SQLite
+    from minato.sources.sql import SQLite
 
     path = folder / "samples.db"
     connection = sqlite3.connect(path)
@@ -116,8 +116,8 @@ def sqlite(folder: Path, _: ExitStack) -> Kind:
 def postgres(folder: Path, stack: ExitStack) -> Kind:
     import psycopg
 
+    from minato.sources.connections import Env
     from minato.sources.postgres import Postgres
-    from minato.sources.settings import Env
 
     server, url = servers.postgres_server()
     stack.callback(servers.remove, server.folder)
@@ -146,8 +146,8 @@ def postgres(folder: Path, stack: ExitStack) -> Kind:
 def redis(folder: Path, stack: ExitStack) -> Kind:
     import redis
 
+    from minato.sources.connections import Env
     from minato.sources.redis import Redis
-    from minato.sources.settings import Env
 
     server, url = servers.redis_server(folder)
     stack.callback(server.stop)
@@ -194,7 +194,7 @@ def cassandra_cluster(_folder: Path, _stack: ExitStack) -> Kind:
 
 def _cassandra(settings: dict[str, Any], server: servers.Server | None) -> Kind:
     from minato.sources.cassandra import Cassandra
-    from minato.sources.settings import Env
+    from minato.sources.connections import Env
 
     filling = Cassandra(table="minato.samples", **settings)
     cluster, session = filling.connect()
@@ -259,8 +259,8 @@ def _write_files(folder: Path) -> None:
 def s3(folder: Path, stack: ExitStack) -> Kind:
     import obstore
 
+    from minato.sources.connections import Env
     from minato.sources.objects import Objects
-    from minato.sources.settings import Env
 
     storage, server, settings = servers.s3_servers(folder)
     for one in (storage, server):

@@ -13,12 +13,17 @@ from typing import Any
 
 import pytest
 
-from minato.sources.base import KeyedSource, MissingKey, SourceError
-from minato.sources.connections import Connections
-from minato.sources.ingest.urls import UnknownStore, open_store
-from minato.sources.retry import Retry
-from minato.sources.settings import Env, Place, Settings, shown_url, without_password
-from minato.sources.sqlite import SQLite
+from minato.sources.base import KeyedSource, MissingKey, Retry, SourceError
+from minato.sources.connections import (
+    Connections,
+    Env,
+    Place,
+    Settings,
+    shown_url,
+    without_password,
+)
+from minato.sources.sql import SQLite
+from minato.sources.stores import UnknownStore, open_store
 
 
 class Flaky(KeyedSource):

@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 import minato
-from minato.sources.base import MissingKey, SourceError
-from minato.sources.retry import Retry
+from minato.sources.base import MissingKey, Retry, SourceError
 from tests.sources import servers
 from tests.sources.kinds import RETRY, Kind
 from tests.sources.servers import Settings
@@ -63,7 +62,7 @@ def replicated(times: int) -> str:
 @pytest.fixture
 def settings(kind_named: Callable[[str], Kind]) -> Settings:
     """Of the node that all tests share."""
-    settings: Settings = kind_named("cassandra").source()._settings.values()
+    settings: Settings = kind_named("cassandra").source().settings.values()
     return {"hosts": ["127.0.0.1"], **settings}
 
 
@@ -267,7 +266,7 @@ def test_many_rows_are_ingested_though_the_first_try_is_killed(
     place = f"cassandra://{settings['username']}@127.0.0.1:{settings['port']}"
     arguments = [sys.executable, "-m", "minato", "ingest", "rows.py:Rows", place]
     arguments += ["--table", "minato.many", "--password-env", "THE_SECRET", "--workers", "2"]
-    arguments += ["--chunk", "1000", "--journal", "journal"]
+    arguments += ["--chunk", "1000", "--journal", "journal", "--columns", "label:int,data:bytes"]
     given: Any = {
         "cwd": tmp_path,
         "env": {**os.environ, "PYTHONPATH": str(ROOT), "THE_SECRET": servers.PASSWORD},

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minato.sources.base import SourceError
-from minato.sources.retry import Retry
-from minato.sources.sqlite import SQLite
+from minato.sources.base import Retry, SourceError
+from minato.sources.sql import SQLite
 from tests.sources.kinds import Kind
 
 
@@ -67,7 +66,7 @@ def test_a_column_that_is_gone_from_postgres(kind_named: Callable[[str], Kind]) 
     psycopg = pytest.importorskip("psycopg")
     from minato.sources.postgres import Postgres
 
-    settings = kind_named("postgres").source()._settings.values()
+    settings = kind_named("postgres").source().settings.values()
     with psycopg.connect(**settings) as connection:
         connection.execute("CREATE TABLE goods (id BIGINT PRIMARY KEY, price FLOAT, size FLOAT)")
         connection.execute("INSERT INTO goods VALUES (1, 1.5, 2), (2, 1.5, 2)")

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import minato
-from minato.sources.base import MissingKey, SourceError
-from minato.sources.retry import Retry
+from minato.sources.base import MissingKey, Retry, SourceError
 from tests.sources import servers
 from tests.sources.kinds import COUNT, KINDS, Kind, features
 

@@ -18,8 +18,7 @@ from urllib.parse import unquote
 import pytest
 
 import minato
-from minato.sources.base import MissingKey, SourceError, TruncatedObject
-from minato.sources.retry import Retry
+from minato.sources.base import MissingKey, Retry, SourceError, TruncatedObject
 from tests.sources.kinds import COUNT, Kind, name_of, of_bytes, record, tar_of
 
 pytest.importorskip("obstore", reason="obstore is not installed: install the extra 'test'")
@@ -194,7 +193,7 @@ def test_what_the_file_system_refuses_is_asked_for_once(tmp_path: Path) -> None:
 LISTED = """
 import os, signal, sys
 from minato.sources import objects
-from minato.sources.retry import Retry
+from minato.sources.base import Retry
 
 class PanicException(BaseException):
     pass  # Rust's: no Exception
@@ -262,7 +261,7 @@ def test_a_listing_that_panics_dies_or_hangs_is_an_error(tmp_path: Path) -> None
 FORKS = """
 import sys, minato
 from minato.sources.objects import Objects
-from minato.sources.retry import Retry
+from minato.sources.base import Retry
 from tests.sources.kinds import of_bytes
 
 def labels(source):

@@ -17,8 +17,8 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: install th
 import pyarrow.dataset as ds  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
+from minato.sources.connections import Env  # noqa: E402
 from minato.sources.parquet import Parquet, ParquetStream  # noqa: E402
-from minato.sources.settings import Env  # noqa: E402
 
 ROWS, GROUP = 100, 10
 

@@ -23,8 +23,7 @@ from minato.observe.report.figures import PARTS, legend
 from minato.observe.report.report import Report
 from minato.observe.stats.epoch_log import LoaderUse
 from minato.observe.stats.snapshot import LoaderSnapshot, Metrics
-from minato.sources.base import KeyedSource
-from minato.sources.retry import Retry
+from minato.sources.base import KeyedSource, Retry
 from tests.datasets import Filled, Journal, Numbers, Sleepy, wait_until
 
 
