@@ -44,6 +44,9 @@ class ReadOnlyMemory:
         nbytes = count * np.dtype(dtype).itemsize
         return memoryview(self.array[start : start + nbytes].view(dtype))
 
+    def __fingerprint__(self) -> np.ndarray[Any, Any]:
+        return self.array
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self._segment is not None and get_spawning_popen() is not None:
             return ReadOnlyMemory, (self._segment,)

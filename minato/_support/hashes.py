@@ -1,17 +1,82 @@
-"""Hashes that are the same in every process."""
+"""Hashes that are the same in every process: of an index, and of objects with the code that defines them."""
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import hashlib
+import importlib.metadata
 import io
+import linecache
+import marshal
+import os
 import pickle
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from itertools import chain
 from numbers import Number
-from typing import Any
+from pathlib import Path
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, NamedTuple
 
-from minato._support.text import text_of
+import numpy as np
+import torch
+
+from minato._support.objects import (
+    attribute,
+    is_exactly,
+    module_of,
+    mro_of,
+    name_of,
+    parts_of,
+    vars_of,
+)
+from minato._support.text import message_of, printable, text_of, type_name
 from minato._support.values import integer_of, plain
 
-__all__ = ["index_hash", "key_hash"]
+__all__ = ["fingerprint", "index_hash", "key_hash"]
+
+_MOST_OBJECTS = 5_000_000
+_MOST_BYTES = 4 << 30
+"""Limits of one fingerprint, which is made when an epoch begins; a minute at most."""
+_PLAIN = frozenset(map(id, (type(None), bool, int, float, complex, str, bytes)))
+"""Ids of the types of plain values."""
+_NESTED: dict[int, Callable[[Any], Any]] = {
+    id(list): iter,
+    id(tuple): iter,
+    id(dict): lambda held: chain(held, held.values()),
+}
+"""What containers of plain values hold, by the id of their type."""
+_GENERATORS = (
+    random.Random,
+    np.random.RandomState,
+    np.random.Generator,
+    np.random.BitGenerator,
+    torch.Generator,
+)
+_OF_CLASSES = frozenset(
+    [
+        *("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__"),
+        *("__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__"),
+        *("__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__"),
+        *("__orig_bases__", "__dataclass_fields__", "__dataclass_params__", "__slotnames__"),
+    ]
+)
+"""Attributes of classes that Python and the standard library set; the text of the class says the same."""
+_OF_PYTHON = 1 << 9
+"""A flag of types that a ``class`` statement may have made; the classes of C have no attribute of their own."""
+_STANDARD = b"the standard library"
+_END: Any = object()
 
 
 def index_hash(index: Any) -> int:
@@ -63,3 +128,352 @@ def _digest(value: Any) -> bytes:
 
 def _hashed(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=8).digest()
+
+
+# ---- fingerprints ---------------------------------------------------------------------------
+
+
+def fingerprint(*parts: object) -> bytes:
+    """Sixteen bytes that change when the code or the state of a part may have; the same in every run.
+
+    Classes and functions count by the content of the files that define them, and those of installed packages by name
+    and version; also their base classes, closures, defaults and decorators. Objects count by the state that pickle
+    would store, arrays and tensors by content. An object with a method ``__fingerprint__`` counts by its result
+    instead. Code and data in other files that a function uses are not seen.
+
+    Raises:
+        TypeError: A part cannot be pickled, is too large, or was defined where its source cannot be read.
+    """
+    return _Walk().digest((sys.version_info[:2], parts))
+
+
+class _Optional(NamedTuple):
+    """A part that counts by its type alone if it has no fingerprint."""
+
+    value: object
+
+
+class _Frame:
+    """A value some of whose parts have their digests already."""
+
+    __slots__ = ("digests", "optional", "parts", "value")
+
+    def __init__(self, value: object, parts: Generator[Any, None, None], optional: bool) -> None:
+        self.value = value
+        self.parts = parts
+        self.optional = optional
+        self.digests: list[bytes] = []
+
+
+class _Walk:
+    """Digests of values. One that is met again costs nothing, and one that holds itself ends there."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[bytes, object]] = {}  # the object too, so that no id is reused
+        self._frames: list[_Frame] = []
+        self._open: dict[int, int] = {}
+        self._classes_of_files = 0
+        """How many open classes have a file, which tells of functions that a program has made for them."""
+        self._objects = self._nbytes = 0
+
+    def digest(self, root: object) -> bytes:
+        """The digest of a value and of all that it consists of."""
+        self._enter(root, False)
+        while True:
+            frame = self._frames[-1]
+            try:
+                part: Any = next(frame.parts, _END)
+                if part is _END:
+                    found = self._leave(frame)
+                    if not self._frames:
+                        return found
+                    self._frames[-1].digests.append(found)
+                    continue
+                optional = type(part) is _Optional
+                value = part.value if optional else part
+                known = self._known(value)
+                if known is None:
+                    self._enter(value, optional)
+                else:
+                    frame.digests.append(known)
+            except TypeError:
+                if not self._took_type():
+                    raise
+
+    def _known(self, value: Any) -> bytes | None:
+        """The digest of a plain value, or of one that was met before."""
+        if id(type(value)) in _PLAIN:
+            return self._hash(_atom(value))
+        if id(value) in self._done:
+            return self._done[id(value)][0]
+        if id(value) in self._open:
+            return self._hash(b"circle %d" % (len(self._frames) - self._open[id(value)]))
+        return None
+
+    def _enter(self, value: object, optional: bool) -> None:
+        self._open[id(value)] = len(self._frames)
+        self._frames.append(_Frame(value, self._parts(value), optional))
+
+    def _leave(self, frame: _Frame) -> bytes:
+        self._frames.pop()
+        del self._open[id(frame.value)]
+        digests = sorted(frame.digests) if type(frame.value) in (set, frozenset) else frame.digests
+        found = self._hash(b"".join(digests))
+        self._done[id(frame.value)] = found, frame.value
+        return found
+
+    def _took_type(self) -> bool:
+        """Take the type of the innermost open value that is optional for it; False if there is none."""
+        while self._frames:
+            frame = self._frames.pop()
+            del self._open[id(frame.value)]
+            frame.parts.close()
+            if frame.optional:
+                self._frames[-1].digests.append(self._hash(_name(type(frame.value)).encode()))
+                return True
+        return False
+
+    def _hash(self, data: Any) -> bytes:
+        self._count(len(data))
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    def _count(self, nbytes: int) -> None:
+        self._objects += 1
+        self._nbytes += nbytes
+        if self._objects > _MOST_OBJECTS or self._nbytes > _MOST_BYTES:
+            self._frames = []
+            raise TypeError(
+                f"the dataset and the transforms hold more than {_MOST_OBJECTS} objects or {_MOST_BYTES >> 30} GiB, "
+                "too much for a fingerprint in each epoch"
+            )
+
+    def _parts(self, value: Any) -> Generator[Any, None, None]:
+        """All that a value consists of."""
+        kind = type(value)
+        yield _name(kind)
+        if is_exactly(value, (list, tuple, dict)):
+            content = _plain_content(value)
+            if content is not None:  # a source may have a million keys
+                yield content
+            else:
+                yield from chain.from_iterable(list(value.items())) if kind is dict else list(value)
+        elif is_exactly(value, (set, frozenset)):
+            yield from value
+        elif is_exactly(value, (np.ndarray, np.memmap)) and not value.dtype.hasobject:
+            yield repr(value.dtype)
+            yield value.shape
+            yield self._content(value)
+        elif issubclass(kind, torch.Tensor):
+            yield from self._tensor(value)
+        elif issubclass(kind, _GENERATORS):
+            pass  # they change with each sample; a sample that draws is not cached
+        elif kind is FunctionType:
+            yield from self._function(value)
+        elif issubclass(kind, type):
+            yield from self._class(value)
+        elif kind is MethodType:
+            yield from (part for _, part in parts_of(value))
+        elif kind is ModuleType:
+            yield value.__name__
+            yield _source(getattr(value, "__file__", None) or "", value.__name__)
+        elif kind is BuiltinFunctionType:
+            yield value.__self__
+            yield value.__qualname__
+        else:
+            yield from _state(value)
+
+    def _content(self, array: Any) -> bytes:
+        self._count(array.nbytes)  # before it reads a file
+        flat = np.ascontiguousarray(array).reshape(-1)
+        return hashlib.blake2b(flat.view(np.uint8) if flat.size else b"").digest()
+
+    def _tensor(self, value: torch.Tensor) -> Iterator[Any]:
+        odd = value.layout is not torch.strided or value.is_quantized or value.is_nested
+        if odd or value.is_meta:
+            raise TypeError(f"a tensor of {value.dtype} and {value.layout} has no fingerprint")
+        plain_one = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield str(value.dtype)
+        yield tuple(value.shape)
+        flat = plain_one.view(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0)
+        yield self._content(flat)
+        yield type(value)
+        yield vars(value)
+
+    def _function(self, function: FunctionType) -> Iterator[Any]:
+        code, name = function.__code__, f"{function.__module__}.{function.__qualname__}"
+        text = _source(code.co_filename, function.__module__, function.__globals__, code)
+        if text is None and not self._classes_of_files:
+            raise TypeError(
+                f"the source of {name} cannot be read (it was defined in {code.co_filename!r}), so that it has no "
+                "fingerprint: define it in a file"
+            )
+        yield name
+        yield text
+        if text == _STANDARD:  # whose closures hold locks and registers
+            yield vars(function).get("__wrapped__")
+            return
+        places = list(code.co_positions())
+        if function.__name__ == "<lambda>" and not any(column for *_, column in places):
+            raise TypeError(
+                f"{name} has no fingerprint, as Python keeps no columns, which tell it from others in its line: make "
+                "it a function with a name"
+            )
+        yield repr(places)
+        for part, value in parts_of(function):
+            is_cell = part not in (".__defaults__", ".__kwdefaults__")
+            yield _Optional(value) if is_cell and _is_installed(code.co_filename) else value
+        yield from map(_Optional, chain.from_iterable(vars(function).items()))
+
+    def _class(self, cls: type) -> Iterator[Any]:
+        module = module_of(cls)
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
+        text = _source(file, module, None, cls)
+        yield _name(cls)
+        yield text
+        yield from (base for base in mro_of(cls)[1:] if base is not object)
+        yield type(cls)
+        if text == _STANDARD or _is_installed(file) or not cls.__flags__ & _OF_PYTHON:
+            return
+        self._classes_of_files += text is not None
+        try:
+            for name, attribute in vars_of(cls).items():
+                if name in _OF_CLASSES or is_exactly(
+                    attribute, (MemberDescriptorType, GetSetDescriptorType)
+                ):
+                    continue
+                functions = list(_functions_of(attribute))
+                yield name
+                yield from functions or ((_Optional(attribute) if text else attribute),)
+        finally:
+            self._classes_of_files -= text is not None
+
+
+def _plain_content(value: Any) -> bytes | None:
+    """The content of a list, tuple or dictionary that holds plain values, or such containers of them, four deep."""
+    level = [value]
+    for _ in range(5):
+        kinds = {id(type(each)) for each in level}
+        if kinds <= _PLAIN:
+            return marshal.dumps(value, 0)  # this version does not ask which values are one object
+        if not kinds <= _PLAIN | _NESTED.keys():
+            return None
+        level = [
+            part for each in level if (parts := _NESTED.get(id(type(each)))) for part in parts(each)
+        ]
+    return None
+
+
+def _atom(value: Any) -> bytes:
+    if type(value) is bytes:
+        return b"b" + value
+    text = f"{value:x}" if type(value) is int else value if type(value) is str else repr(value)
+    return f"{type(value).__name__} {text}".encode("utf-8", "surrogatepass")
+
+
+def _state(value: Any) -> Iterator[Any]:
+    """The class of an object, and what pickle would store."""
+    kind = type(value)
+    yield kind
+    said = getattr(kind, "__fingerprint__", None)
+    if said is not None:
+        yield said(value)
+        return
+    reduce = copyreg.dispatch_table.get(kind)
+    try:
+        reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    except Exception as error:
+        raise TypeError(
+            f"an object of type {type_name(value, module=True)} has no fingerprint, as it cannot be pickled "
+            f"({type(error).__name__}: {printable(message_of(error))[:200]})"
+        ) from error
+    if isinstance(reduced, str):
+        yield reduced
+        yield sys.modules.get(getattr(value, "__module__", None) or "")
+        yield getattr(value, "__wrapped__", None)
+        return
+    for number, part in enumerate(reduced):  # the fourth and fifth are iterators over items
+        yield list(part) if number in (3, 4) and part is not None else part
+    if isinstance(value, np.ndarray):  # whose own way leaves them out
+        yield getattr(value, "__dict__", None)
+
+
+def _functions_of(value: Any) -> Iterator[FunctionType]:
+    """The functions behind an attribute of a class: those of methods, properties and decorators."""
+    if type(value) is FunctionType:
+        yield value
+    elif not isinstance(value, type) and (callable(value) or hasattr(type(value), "__get__")):
+        inner = [part for _, part in parts_of(value)]
+        inner += (attribute(value, name) for name in ("func", "__wrapped__"))
+        for part in inner:
+            if part is not value and part is not None:
+                yield from _functions_of(part)
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+def _source(
+    file: str, module: str, variables: dict[str, Any] | None = None, defined: object = None
+) -> bytes | None:
+    """What stands for the text that defines something: a digest of its file, or the version of an installed package.
+
+    Args:
+        variables: The global variables of a function, which may know how to load the text.
+        defined: A class or the code of a function, for which the file is read once: an editor may change the file
+            while this program runs the former code.
+
+    Returns:
+        None if the text cannot be found.
+    """
+    if defined is None or id(defined) not in _sources:
+        found = _read(file, module, variables)
+        if defined is None:
+            return found
+        _sources[id(defined)] = found, defined
+    return _sources[id(defined)][0]
+
+
+_sources: dict[int, tuple[bytes | None, object]] = {}
+
+
+def _read(file: str, module: str, variables: dict[str, Any] | None) -> bytes | None:
+    top = module.partition(".")[0]
+    if _is_installed(file):
+        versions = _versions(top)
+        if versions:
+            return versions
+    elif file.startswith(_standard_paths()) or (not file and top in sys.stdlib_module_names):
+        return _STANDARD
+    content = b""
+    with suppress(OSError):
+        content = Path(file).read_bytes() if file else b""
+    if not content and file != "<string>":  # a name of many texts
+        content = "".join(linecache.getlines(file, variables)).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(content).digest() if content else None
+
+
+@functools.cache
+def _standard_paths() -> tuple[str, ...]:
+    paths = (f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+    return (*paths, "<frozen ")
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _versions(top: str) -> bytes:
+    """The names and versions of the distributions that a package of this name belongs to."""
+    try:
+        found = [(top, importlib.metadata.version(top))]
+    except importlib.metadata.PackageNotFoundError:
+        names = sorted(set(_distributions().get(top, ())))
+        found = [(name, importlib.metadata.version(name)) for name in names]
+    return repr(found).encode() if found else b""
+
+
+_distributions: Callable[[], Any] = functools.cache(importlib.metadata.packages_distributions)
+
+
+def _name(kind: type) -> str:
+    return f"{module_of(kind)}.{name_of(kind)}"

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from minato._support.hashes import fingerprint
 from minato._support.objects import attribute
 from minato._support.text import type_name
 from minato.caching.base import Cache
-from minato.caching.fingerprint import fingerprint
 
 __all__ = ["CachedDataset"]
 
@@ -48,11 +48,7 @@ class CachedDataset(Dataset[Any]):
         self._asked = asked
         self._owned = owned
         # Computed once, before the workers start: they may change their copies of the dataset.
-        self._prefix = (
-            fingerprint(dataset, self._steps)
-            if cache.version is None
-            else fingerprint(cache.version, *_described(dataset, self._steps))
-        )
+        self._prefix = _prefix(cache.version, dataset, self._steps)
         if attribute(dataset, "__aget__") is not None:
             self.__aget__ = self._aget
 
@@ -112,6 +108,15 @@ class CachedDataset(Dataset[Any]):
                 f"would get the same ones: of {len(self._steps)} transforms, give the cache's after= as the number "
                 "of those before the first random one"
             )
+
+
+def _prefix(version: str | None, dataset: object, steps: Sequence[_Step]) -> bytes:
+    if version is not None:
+        return fingerprint(version, *_described(dataset, steps))
+    try:
+        return fingerprint(dataset, steps)
+    except TypeError as error:
+        raise TypeError(f"{error}, or give the cache a version= of your own") from error
 
 
 def _described(dataset: Any, steps: Sequence[_Step]) -> Iterator[Any]:

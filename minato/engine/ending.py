@@ -48,11 +48,12 @@ def cost_history(plan: Plan, history: History) -> CostHistoryStore | None:
     """The directory of the costs of earlier programs, if there is one; a new history begins with them."""
     if plan.cost_history is None:
         return None
-    pipeline = plan.worker.pipeline
-    stored = CostHistoryStore(plan.cost_history, pipeline.dataset, pipeline.transforms.steps)
+    if history.cost_history is None:  # once: the dataset may change itself
+        dataset, steps = plan.worker.pipeline.dataset, plan.worker.pipeline.transforms.steps
+        history.cost_history = CostHistoryStore(plan.cost_history, dataset, steps)
     if history.costs is None:
-        history.costs = stored.costs()
-    return stored
+        history.costs = history.cost_history.costs()
+    return history.cost_history
 
 
 def observers_of(history: History, track: Track | None) -> list[Observer]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from minato._core import Histogram
 from minato.engine.spec import LoaderSpec
 from minato.errors import warn
+from minato.observe.stats.costs import CostHistoryStore
 from minato.observe.stats.epoch_log import EpochLog
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.handover import Handover
@@ -41,6 +42,7 @@ class History:
     Attributes:
         cost_model: Cost of each sample in earlier epochs.
         costs: Costs of recent samples, in ns.
+        cost_history: The directory of the costs of earlier programs.
         decision: The latest decision on which samples are slow.
         cost_estimate: The cost estimate of the worker in the main process.
         autoscale: The number of active workers and its controller; None: all workers are active.
@@ -53,6 +55,7 @@ class History:
 
     cost_model: CostModel = field(default_factory=CostModel)
     costs: Histogram | None = None
+    cost_history: CostHistoryStore | None = None
     decision: ThresholdDecision = SlowThreshold().decision
     cost_estimate: CostEstimate = field(default_factory=CostEstimate)
     autoscale: AutoscaleState | None = None

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import urllib.request
 import warnings
 from collections.abc import Callable
@@ -20,13 +21,11 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from minato import DataLoader, ErrorPolicy
-from minato._support.hashes import index_hash
+from minato._support.hashes import fingerprint, index_hash
 from minato._support.pickling import check_picklable
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
-from minato.caching.fingerprint import fingerprint
 from minato.errors import MinatoError, MinatoWarning, NotPicklableError
 from minato.observe.observers import Observers
-from minato.observe.stats.costs import CostHistoryStore
 from minato.observe.stats.epoch_log import EpochLog
 from minato.observe.stats.size import length_of
 from minato.observe.trace.loop import LoopTrack
@@ -769,13 +768,23 @@ def test_a_log_that_cannot_be_written(
         assert (errors.skipped, errors.unrecorded) == (1, 1)
 
 
-def test_a_dataset_that_cannot_be_described_has_no_history(tmp_path: Path) -> None:
+def test_costs_of_a_dataset_are_kept_whatever_its_class_answers(tmp_path: Path) -> None:
     class Broken(Numbers, metaclass=Meta):
         pass
 
-    store = CostHistoryStore(str(tmp_path), Broken(3), [])
-    assert store.costs() is None
-    assert all_of(DataLoader(Broken(SIZE), BATCH, cost_history=tmp_path))[0] == list(range(SIZE))
+    for _ in range(2):
+        loader = DataLoader(Broken(SIZE), BATCH, cost_history=tmp_path)
+        assert all_of(loader)[0] == list(range(SIZE))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_costs_of_a_dataset_without_a_fingerprint_are_not_kept(tmp_path: Path) -> None:
+    dataset = Numbers(SIZE)
+    dataset.lock = threading.Lock()  # type: ignore[attr-defined]
+    loader = DataLoader(dataset, BATCH, cost_history=tmp_path)
+    with pytest.warns(MinatoWarning, match="is not used, as the costs have no name: .* lock "):
+        assert all_of(loader)[0] == list(range(SIZE))
+    assert all_of(loader)[0] == list(range(SIZE))
     assert list(tmp_path.iterdir()) == []
 
 

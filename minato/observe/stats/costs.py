@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import os
 import platform
-import types
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
-from minato._support.objects import Kind, attribute, items_of
+from minato._support.hashes import fingerprint
 from minato._support.text import message_of
 from minato.errors import warn
 from minato.observe.stats.histograms import EMPTY, Summary, from_words, merged, to_words
@@ -24,16 +20,13 @@ from minato.observe.stats.size import length_of
 from minato.observe.stats.slowest import NBYTES as SLOWEST_NBYTES
 from minato.observe.stats.slowest import SlowestSamples
 
-__all__ = ["CostHistoryStore", "CostStats", "Meters", "fingerprint"]
+__all__ = ["CostHistoryStore", "CostStats", "Meters"]
 
 _FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "window_full")
 _FORMAT = 1
 _COUNT = attrgetter("count")
-_PLAIN = (str, int, float, bool, type(None))
 _LONGEST_FILE_BYTES = 64 << 20
 """Larger files are corrupt and not read."""
-_LONGEST_TEXT = 1000
-"""A longer text is content, not settings."""
 
 
 class Meters:
@@ -118,7 +111,7 @@ class CostStats:
         """Write the run to ``folder/key.json``, atomically, with mode 0600 in a directory of mode 0700.
 
         Args:
-            key: The result of :func:`fingerprint`.
+            key: Names the file.
             recent: Total times to start the next run with (``SlowThreshold.recent``); by default those of the run.
         """
         content = {
@@ -152,46 +145,13 @@ class CostStats:
             return None
 
 
-def fingerprint(dataset: object, steps: Sequence[Callable[[Any], Any]] = ()) -> str:
-    """Identify stored costs by type and size of the dataset, the transforms, and the type of machine.
-
-    Returns:
-        24 hexadecimal digits. Equal in another process for equal code and settings: functions are identified by their
-        code, objects by their ``repr`` or, where that holds an address, by their plain attributes.
-    """
-    host = (platform.node(), platform.machine(), platform.processor(), os.cpu_count())
-    parts = [_describe(dataset), length_of(dataset), *map(_describe, steps), host]
-    return hashlib.sha256(repr(parts).encode("utf-8", "backslashreplace")).hexdigest()[:24]
-
-
-def _describe(thing: object) -> str:
-    if isinstance(thing, types.FunctionType):
-        code = thing.__code__
-        constants = [const for const in code.co_consts if not isinstance(const, types.CodeType)]
-        return f"{thing.__module__}.{thing.__qualname__} {code.co_code.hex()} {constants!r}"
-    if isinstance(thing, functools.partial):
-        arguments = [*map(_describe, thing.args), *map(_describe, thing.keywords.items())]
-        return f"partial {_describe(thing.func)} {arguments}"
-    kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
-    try:
-        text = repr(thing)
-    except Exception:  # the object's own
-        text = " at 0x"
-    if " at 0x" not in text and len(text) <= _LONGEST_TEXT:
-        return f"{kind} {text}"
-    name = attribute(thing, "__qualname__", "")
-    attributes = items_of(Kind(type(thing)).dict_of(thing) or {}, dict)
-    plain = sorted((key, value) for key, value in attributes if issubclass(type(value), _PLAIN))
-    return f"{kind} {name} {plain}"
-
-
 class CostHistoryStore:
     """A directory with a file of costs for each dataset, list of transforms and machine.
 
+    The fingerprint of the three names the file. Without a fingerprint, no costs are kept, and a warning says so.
+
     Args:
         directory: Created when the first costs are saved.
-        dataset: It names the file, together with the transforms.
-        transforms: As for :func:`fingerprint`.
     """
 
     def __init__(
@@ -200,10 +160,14 @@ class CostHistoryStore:
         self._directory = directory
         self._warned = False
         self._key: str | None = None
-        with suppress(
-            Exception
-        ):  # of a method of the dataset's or of a transform: it has no name then
-            self._key = fingerprint(dataset, transforms)
+        host = platform.node(), platform.machine(), platform.processor(), os.cpu_count()
+        try:
+            self._key = fingerprint(dataset, length_of(dataset), *transforms, host).hex()[:24]
+        except Exception as error:  # also of a method of the dataset's or of a transform
+            warn(
+                f"cost_history={directory!r} is not used, as the costs have no name: {message_of(error)}",
+                stacklevel=2,
+            )
 
     def costs(self) -> Histogram | None:
         """Costs of samples in the last run; None if none are saved."""

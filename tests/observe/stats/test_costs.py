@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
-from minato.observe.stats.costs import CostStats, Meters, fingerprint
-from minato.observe.stats.histograms import Summary, from_words, merged, share_above, to_words
+from minato.errors import MinatoWarning
+from minato.observe.stats.costs import CostHistoryStore, CostStats, Meters
+from minato.observe.stats.histograms import (
+    EMPTY,
+    Summary,
+    from_words,
+    merged,
+    share_above,
+    to_words,
+)
 from minato.scheduling.slow_threshold import SlowThreshold
 from tests.datasets import Numbers, double, plus_one
 
@@ -113,35 +119,31 @@ def test_a_file_that_is_none_is_no_profile(tmp_path, content):
     assert CostStats.load(tmp_path, "absent") is None
 
 
-def test_the_fingerprint_tells_dataset_chain_and_size_apart():
-    same = fingerprint(Numbers(10), [double, plus_one])
-    assert same == fingerprint(Numbers(10), [double, plus_one])
+def test_costs_of_other_samples_are_other_files(tmp_path):
+    def files(dataset, *steps):
+        CostHistoryStore(str(tmp_path), dataset, steps).save(CostStats(), EMPTY)
+        return {file.name for file in tmp_path.iterdir()}
+
+    first = files(Numbers(10), double, plus_one)
+    assert files(Numbers(10), double, plus_one) == first
     others = [
-        fingerprint(Numbers(11), [double, plus_one]),
-        fingerprint(Numbers(10), [plus_one, double]),
-        fingerprint([0] * 10, [double, plus_one]),
-        fingerprint(Numbers(10), [double, functools.partial(np.clip, a_min=0, a_max=1)]),
-        fingerprint(Numbers(10), [double, functools.partial(np.clip, a_min=0, a_max=2)]),
-        fingerprint(Numbers(10), [double, lambda sample: sample + 1]),
-        fingerprint(Numbers(10), [double, lambda sample: sample + 2]),
+        files(Numbers(11), double, plus_one),
+        files(Numbers(10), plus_one, double),
+        files([0] * 10, double, plus_one),
+        files(Numbers(10), double, functools.partial(np.clip, a_min=0, a_max=1)),
+        files(Numbers(10), double, functools.partial(np.clip, a_min=0, a_max=2)),
+        files(Numbers(10), double, lambda sample: sample + 1),
+        files(Numbers(10), double, lambda sample: sample + 2),
     ]
-    assert len({same, *others}) == len(others) + 1
+    assert [len(found) for found in others] == list(range(2, 9))
 
 
-def test_the_fingerprint_is_the_same_in_another_process():
-    program = (
-        "from minato.observe.stats.costs import fingerprint\n"
-        "from tests.datasets import Numbers, double\n"
-        "print(fingerprint(Numbers(10), [double]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == fingerprint(Numbers(10), [double])
-
-
-def test_a_dataset_without_a_length_has_a_fingerprint_too():
-    assert len(fingerprint(iter(()))) == 24
+def test_costs_without_a_fingerprint_are_not_kept(tmp_path):
+    with pytest.warns(MinatoWarning, match="is not used, as the costs have no name: .*pickled"):
+        store = CostHistoryStore(str(tmp_path), (i for i in range(3)), [])
+    store.save(CostStats(), EMPTY)
+    assert store.costs() is None
+    assert list(tmp_path.iterdir()) == []
 
 
 values = st.lists(st.integers(0, 2**48), max_size=200)
