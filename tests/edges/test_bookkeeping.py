@@ -782,7 +782,7 @@ def test_costs_of_a_dataset_without_a_fingerprint_are_not_kept(tmp_path: Path) -
     dataset = Numbers(SIZE)
     dataset.lock = threading.Lock()  # type: ignore[attr-defined]
     loader = DataLoader(dataset, BATCH, cost_history=tmp_path)
-    with pytest.warns(MinatoWarning, match="is not used, as the costs have no name: .* lock "):
+    with pytest.warns(MinatoWarning, match="is not used, as the costs have no name: .*lock"):
         assert all_of(loader)[0] == list(range(SIZE))
     assert all_of(loader)[0] == list(range(SIZE))
     assert list(tmp_path.iterdir()) == []
