@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import GeneratorType
 from typing import Any, NamedTuple
@@ -19,7 +19,14 @@ from minato._support.objects import takes_lists
 from minato.observe.stats.lateness import Lateness
 from minato.observe.stats.size import length_of
 from minato.sampling.distributed import InterleavedRanks, epoch_of, nested, set_sampler_epoch
-from minato.sampling.progress import Completed, Coverage, Progress, Tally, remaining_batches
+from minato.sampling.progress import (
+    NOTHING,
+    Completed,
+    Coverage,
+    Progress,
+    Tally,
+    remaining_batches,
+)
 from minato.sampling.replay import OrderRecord, Origin
 from minato.sampling.resume import DatasetStates, LoaderState, SamplerState, is_stateful, signature
 from minato.sampling.samplers import (
@@ -30,7 +37,6 @@ from minato.sampling.samplers import (
     Source,
     batch_maker,
     drawn_ahead,
-    endless_size,
     in_epoch,
     next_sampler,
     occurrence_counter,
@@ -129,7 +135,8 @@ class Epoch:
         self.progress = Progress(number, done)
         self.progress.length = functools.partial(_batches_left, weakref.ref(spec), done.batches)
         self.draw = SamplerState(spec)
-        self.draw.before_iter()
+        if state is None:
+            self.draw.before_iter()
         self._restores = (True, False) if self.draw.num_stateful else (True,)
         """Whether samplers get their states again to repeat an epoch: one that has the position of its last iterator
         repeats it in the iterator after the one that goes on from there. Two values: not yet known."""
@@ -194,21 +201,8 @@ class Epoch:
             first = self.progress.done().batches
             self.progress.record = OrderRecord(path, self.number, self.seed, first, self._origin())
         again = functools.partial(self._again, state)
-        batches = IndexBatches(begin, again, self.progress.requested)
         self._state = self._default = None
-        return batches
-
-    def _again(self, state: LoaderState | None, count: int) -> Source:
-        """The batches after the first ``count`` remaining ones, drawn again."""
-        source = self._source(state)
-        before = itertools.islice(source.items, count)
-        made = before if source.make is None else map(source.make, before)
-        if functools.reduce(Tally.plus, map(Tally.of, made), Tally(0, 0)) != self.progress.drawn():
-            raise RuntimeError(
-                "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
-                "are unknown: call iter(loader) to begin another epoch; with seed=, or a generator, it goes on"
-            )
-        return source
+        return IndexBatches(begin, again, self.progress.requested)
 
     def _source(self, state: LoaderState | None, indices: Any = None) -> Source:
         """The remaining batches, of the epoch or of the one in which a state was taken.
@@ -218,8 +212,6 @@ class Epoch:
         """
         spec = self._spec
         if spec.streams:
-            if (size := endless_size(spec.index_sampler, spec.batched)) is not None:
-                return Source(itertools.repeat([size]), may_die=False)
             indices = iter(spec.index_sampler) if indices is None else indices
             return Source([len(one) if spec.batched else 1] for one in indices)
         if spec.replay is not None:
@@ -227,15 +219,46 @@ class Epoch:
                 Recurring(*pair) if any(pair[1]) else pair[0]
                 for pair in spec.replay.batches(self.number)
             )
-            if state is None:
-                return Source(recorded)
-            left = self._left(recorded, state.done)
-            if left is None:
-                raise ValueError(_ANOTHER_ORDER)
-            return Source(_alive(left))
+            return Source(recorded) if state is None else self._after(state, lambda _: recorded)
         if state is not None:
-            return Source(self._resumed(state))
+            make = self._maker()
+            return self._after(
+                state, lambda restores: map(make, self.draw.redraw(state.draw, restores))
+            )
         return self._drawn(self.draw.redraw(self.draw.to_plain()))
+
+    def _after(self, state: LoaderState, drawn: Callable[[bool], Iterator[Any]]) -> Source:
+        """The remaining batches of the epoch in which a state was taken.
+
+        Args:
+            drawn: Returns all batches, given whether samplers get their states again.
+        """
+        spec, done = self._spec, state.done
+        for restores in self._restores:
+            left = remaining_batches(drawn(restores), done, spec.mixes_batches, spec.drop_last)
+            if left is not None and len(self._restores) > 1 and restores and not done.batches:
+                first = [*itertools.islice(left, 1)]
+                left = itertools.chain(first, left) if first else None
+            if left is not None:
+                self._restores = (restores,)
+                # An interruption ends a generator: then no batch is missing unnoticed.
+                return Source(batch for batch in left)
+        raise ValueError(
+            "the sampler yields other indices than when the state was taken, so the remaining ones are unknown: "
+            "use seed=, give the sampler a generator, or give it state_dict() and load_state_dict()"
+        )
+
+    def _again(self, state: LoaderState | None, count: int) -> Source:
+        """The batches after the first ``count`` remaining ones, drawn again."""
+        source = self._source(state)
+        before = itertools.islice(source.items, count)
+        made = before if source.make is None else map(source.make, before)
+        if functools.reduce(Tally.plus, map(Tally.of, made), NOTHING) != self.progress.drawn():
+            raise RuntimeError(
+                "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
+                "are unknown: call iter(loader) to begin another epoch; with seed=, or a generator, it goes on"
+            )
+        return source
 
     def _from_start(self, indices: Any) -> Source:
         """All batches."""
@@ -251,25 +274,6 @@ class Epoch:
             # The state says that the sampler's last iterator had ended: only the next one starts at the beginning.
             indices = iter(sampler)
         return self._drawn(indices)
-
-    def _resumed(self, state: LoaderState) -> Iterator[Any]:
-        """The remaining batches of the epoch in which a state was taken."""
-        for restores in self._restores:
-            indices = self.draw.redraw(state.draw, restores)
-            left = self._left(map(self._maker(), indices), state.done)
-            if left is None:
-                continue
-            if len(self._restores) > 1 and restores and not state.done.batches:
-                first = [*itertools.islice(left, 1)]
-                if not first:
-                    continue
-                left = itertools.chain(first, left)
-            self._restores = (restores,)
-            return _alive(left)
-        raise ValueError(_ANOTHER_ORDER)
-
-    def _left(self, batches: Iterator[Any], done: Completed) -> Iterator[Any] | None:
-        return remaining_batches(batches, done, self._spec.mixes_batches, self._spec.drop_last)
 
     def _drawn(self, indices: Any) -> Source:
         """All batches, from ``iter(sampler)``."""
@@ -291,17 +295,6 @@ class Epoch:
         )
         mark = occurrence_counter(spec.index_sampler, length_of(spec.dataset))
         return make if mark is None else lambda indices: mark(make(indices))
-
-
-_ANOTHER_ORDER = (
-    "the sampler yields other indices than when the state was taken, so the remaining ones are unknown: "
-    "use seed=, give the sampler a generator, or give it state_dict() and load_state_dict()"
-)
-
-
-def _alive(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield batches until an interruption, which ends a generator: then none is missing unnoticed."""
-    yield from batches
 
 
 def _batches_left(reference: weakref.ref[SamplingSpec], done: int) -> int | None:

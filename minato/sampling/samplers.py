@@ -47,7 +47,6 @@ __all__ = [
     "Source",
     "batch_maker",
     "drawn_ahead",
-    "endless_size",
     "hash_of",
     "in_epoch",
     "independent",
@@ -64,8 +63,6 @@ _MOST_COUNTED = 1 << 28
 """Largest number of a dataset's indices that an array counts."""
 _MOST_AHEAD, _INDICES_AHEAD = 32, 1024
 """Batches that are drawn together without workers, and their indices, which costs less than one by one."""
-_MOST_TRIES = 100
-"""A sampler that is interrupted again and again at one batch may do it itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,15 +223,6 @@ def largest_batch(index_sampler: object, batched: bool) -> int:
         return 1
     samples = length_of(attribute(index_sampler, "sampler"))
     return max(min(size, _MOST_RESERVED if samples is None else samples), 1)
-
-
-def endless_size(index_sampler: Any, batched: bool) -> int | None:
-    """Return the size of all batches of an iterable dataset; None if its sampler is not torch's own."""
-    if not batched:
-        return 1 if type(index_sampler) is EndlessSampler else None
-    if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is EndlessSampler:
-        return int(index_sampler.batch_size)
-    return None
 
 
 # ---- copies of samplers ---------------------------------------------------------------------------
@@ -501,7 +489,6 @@ class IndexBatches:
         self._ahead: deque[Drawn] = deque()
         self._num_dropped = 0
         self._was_interrupted = False
-        self._last_try, self._tries = -1, 0
 
     @classmethod
     def of(cls, batches: Iterable[Any]) -> IndexBatches:
@@ -556,33 +543,29 @@ class IndexBatches:
             if self._source is None:
                 self._source = self._drawn_again() if self._was_interrupted else self._begin()
             most = self._source.ahead if together else 1
-            drew = self._draw_from(self._source.items, most)
-            if not drew and self._was_interrupted and self._source.may_die:
+            self._take(most)
+            if len(self._ahead) == known and self._was_interrupted and self._source.may_die:
                 self._source = self._drawn_again()
-                drew = self._draw_from(self._source.items)
+                self._take()
             self._was_interrupted = False
         except Exception:
             raise  # the sampler's, as with torch
         except BaseException:
             self._was_interrupted = len(self._ahead) == known or most > 1
             raise
-        return drew
-
-    def _draw_from(self, items: Iterator[Any], most: int = 1) -> bool:
-        known = len(self._ahead)
-        # In one step: a signal is handled before it or after it.
-        drawn = zip(itertools.islice(items, most), self._numbers, strict=False)
-        self._ahead.extend(map(Drawn, drawn))
         return len(self._ahead) > known
+
+    def _take(self, most: int = 1) -> None:
+        """Take items of the source, in one step: a signal is handled before it or after it."""
+        assert self._source is not None
+        items = itertools.islice(self._source.items, most)
+        self._ahead.extend(map(Drawn, zip(items, self._numbers, strict=False)))
 
     def _drawn_again(self) -> Source:
         """The batches after those that were drawn."""
         number = self._ahead[-1].number + 1 if self._ahead else self._num_dropped
-        self._tries = self._tries + 1 if number == self._last_try else 1
-        self._last_try = number
-        if self._again is None or self._tries > _MOST_TRIES:
+        if self._again is None:
             raise RuntimeError(
-                f"the sampler was interrupted {self._tries} times where it yields batch {number}: call iter(loader) to "
-                "begin another epoch"
+                f"the sampler was interrupted where it yields batch {number}: call iter(loader) to begin another epoch"
             )
         return self._again(number)
