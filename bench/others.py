@@ -88,21 +88,6 @@ CHARTS: dict[str, tuple[str, Sequence[Panel]]] = {
             )
         ],
     ),
-    "hyperloader": (
-        f"{NOTE}; no bar: it failed, or samples were wrong",
-        [
-            Panel(
-                "A plain dataset, thousands of samples per second, logarithmic",
-                ("### Processes", "### Threads"),
-                logarithmic=True,
-            ),
-            Panel(
-                "The dataset itself, thousands of samples per second, logarithmic",
-                ("### The dataset itself",),
-                logarithmic=True,
-            ),
-        ],
-    ),
     "artifact": (
         "1 is the ideal; medians",
         [Panel("Ideal time divided by measured time", ("## The papers",), part=1)],
@@ -146,7 +131,7 @@ def _is_table(line: str) -> bool:
 
 
 def _spread(cell: str, panel: Panel) -> Spread | None:
-    parts = [] if "wrong" in cell else _FIGURES.findall(cell)
+    parts = _FIGURES.findall(cell)
     if len(parts) <= panel.part:
         return None
     return Spread.of([panel.shown(float(each)) for each in parts[panel.part] if each])

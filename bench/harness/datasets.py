@@ -198,6 +198,13 @@ class Pictures(Dataset[Any]):
         return rng.integers(0, 256, (side, side, 3), dtype=np.uint8), index
 
 
+def compute(seconds: float) -> None:
+    """Use a core for this time."""
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        sum(range(500))
+
+
 def to_floats(sample: Any) -> Any:
     """Colours from 0 to 1, channels first."""
     pixels, index = sample

@@ -187,7 +187,7 @@ def check_labels(labels: Sequence[int], order: Sequence[int], *, in_order: bool,
 def check_content(batch: Any, work: Any, *, who: str) -> None:
     """Raise unless ``batch`` equals torch's collation of the samples that its labels name."""
     expected = default_collate([work.content(label) for label in batch[1].tolist()])
-    if not _same(batch, expected):
+    if not same(batch, expected):
         raise WrongDeliveryError(f"{who}: a batch differs from torch's collation of its samples")
 
 
@@ -203,9 +203,14 @@ def check_alike(batch: Any, work: Any, *, who: str) -> None:
         raise WrongDeliveryError(f"{who}: the colors of a batch are {float(apart):.3g} apart")
 
 
-def _same(batch: Any, expected: Any) -> bool:
-    if type(batch) is not type(expected):
+def same(found: Any, expected: Any) -> bool:
+    """Whether two batches have the same structure, types and values."""
+    if type(found) is not type(expected):
         return False
-    if isinstance(batch, list):
-        return len(batch) == len(expected) and all(map(_same, batch, expected))
-    return batch.dtype == expected.dtype and torch.equal(batch, expected)
+    if isinstance(found, torch.Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(found, dict):
+        return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in found)
+    if isinstance(found, (list, tuple)):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
