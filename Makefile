@@ -97,8 +97,8 @@ test-checked: install  ## tests of the core, compiled with bounds checks, Addres
 	PYTHONSAFEPATH=1 PYTHONPATH=$(CHECKED)/lib:. LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
 	    $(PYTEST) -o pythonpath= -m "not slow and not stress" tests/core
 
-test-oldest:  ## what depends on versions, with the lowest that are allowed (Python 3.10), compiled and pure
-	.ci/versions 3.10 constraints-oldest.txt
+test-oldest:  ## what depends on versions, with the lowest that are allowed (Python 3.11), compiled and pure
+	.ci/versions 3.11 constraints-oldest.txt
 
 test-matrix: test-oldest  ## the same with the newest of all, on Python 3.12 and 3.13
 	.ci/versions 3.12

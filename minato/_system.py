@@ -25,7 +25,6 @@ __all__ = [
     "machine_usage",
     "memory_kills",
     "memory_limit_bytes",
-    "numa_node_of_pci_device",
     "recent_available_memory_bytes",
     "text_of",
     "user_threads",
@@ -38,7 +37,6 @@ _NUMA_NODES = Path("/sys/devices/system/node")
 _DISKS = Path("/sys/block")
 _DISK_COUNTERS = Path("/proc/diskstats")
 _SECTOR_BYTES = 512
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MEMORY = (
     ("", "memory.max", "memory.current", "memory.events"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
@@ -194,15 +192,6 @@ def cores_by_numa_node() -> dict[int, frozenset[int]]:
     except (OSError, AttributeError):  # another kernel, or a container that hides them
         return {}
     return {node: cores for node, cores in nodes.items() if cores}
-
-
-def numa_node_of_pci_device(address: str) -> int | None:
-    """The NUMA node of a device, by its address on the PCI bus (``0000:3b:00.0``); None if the kernel knows none."""
-    try:
-        node = int(text_of(f"{_PCI_DEVICES}/{address}/numa_node"))
-    except (OSError, ValueError):
-        return None
-    return None if node < 0 else node
 
 
 def cpu_quota() -> float | None:

@@ -51,9 +51,9 @@ class WorkerDiedError(MinatoError, RuntimeError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Do what ``error.add_note`` does from Python 3.11 on; an exception that allows no attributes gets no note."""
+    """Add a note to an exception; one that allows no attributes gets none."""
     with contextlib.suppress(Exception):
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+        error.add_note(note)
 
 
 def warn(text: str, stacklevel: int = 1) -> None:

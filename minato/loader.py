@@ -70,7 +70,7 @@ from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
 
 if TYPE_CHECKING:  # imported by the methods that return them
-    from typing_extensions import Self
+    from typing import Self
 
     from minato.caching.base import Cache
     from minato.delivery.consumers import Consumer
@@ -144,7 +144,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         compat: Literal["torch"] | None = None,
         memory_budget: int | str | None = None,
         workers: Literal["process", "thread"] | RayWorkers = "process",
-        affinity: Literal["auto"] | None = None,
         errors: Literal["raise", "skip", "retry"]
         | Callable[[SampleFailure], Any]
         | ErrorPolicy = "raise",

@@ -803,14 +803,6 @@ class Options:
         values='`"process"`, `"thread"`, a `RayWorkers`',
         check=_workers,
     )
-    affinity: str | None = option(
-        None,
-        '`"auto"`: on machines with several sockets (NUMA nodes) the worker processes [are divided among '
-        "them](../how-to/memory.md#machines-with-several-sockets). The memory of batches alternates between the "
-        "sockets, or lies on that of the GPU named by `device`. No effect on machines with one socket.",
-        values='`None`, `"auto"`',
-        check=_one_of(None, "auto"),
-    )
     errors: ErrorPolicy = option(
         "raise",
         "What happens when [a sample raises](../how-to/bad-samples.md). An `ErrorPolicy` also holds retries, limits, a "
@@ -910,13 +902,6 @@ class Options:
         _check_sharing(options, torchs.is_stream)
         _check_ray(options, torchs.is_stream)
         _check_next_epoch(options, torchs)
-        if options.affinity is not None and (
-            options.num_workers == 0 or options.workers != "process"
-        ):
-            raise ValueError(
-                f"affinity={options.affinity!r} says where worker processes run: use num_workers=1 or more and "
-                "workers='process', or leave it out"
-            )
         if options.metrics_address is not None and not options.stats:
             raise ValueError(
                 f"metrics_address={given['metrics_address']!r} contradicts stats=False, which measures nothing: "

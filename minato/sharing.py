@@ -48,7 +48,7 @@ from minato._support.objects import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["SharedDict", "SharedList", "is_looked_through", "share"]
 

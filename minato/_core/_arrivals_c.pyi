@@ -1,7 +1,5 @@
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
-
-from typing_extensions import Self
+from typing import Any, Self, final
 
 __all__ = ["Arrivals", "Occurrences", "sum_of_hashes"]
 

@@ -1,6 +1,4 @@
-from typing import Any, final
-
-from typing_extensions import Self
+from typing import Any, Self, final
 
 __all__ = ["Packer"]
 

@@ -1,6 +1,6 @@
-from typing import final
+from typing import Self, final
 
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer
 
 __all__ = ["HISTOGRAM_NBYTES", "Histogram"]
 

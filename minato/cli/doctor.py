@@ -37,7 +37,7 @@ _PROCESSES_BASE = 64
 _ROOMY_ADDRESS_SPACE = 1 << 42
 _SPARE_MEMORY = _GIB
 _SPARE_SHM = 1 << 20
-_OLDEST = {"Python": (3, 10), "torch": (2, 6), "NumPy": (1, 26)}
+_OLDEST = {"Python": (3, 11), "torch": (2, 6), "NumPy": (1, 26)}
 _SHM = Path("/dev/shm")
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
@@ -285,7 +285,7 @@ def _sockets() -> Finding:
         "sockets",
         "note",
         f"{nodes} NUMA nodes",
-        'affinity="auto" divides the workers and the memory of batches among them',
+        "the kernel moves workers and memory between them: bind each rank to one of them (numactl, taskset)",
     )
 
 

@@ -92,8 +92,6 @@ class Engine:
         self.plan = plan
         self.arena = arena
         self._history = history
-        if worker.placement is not None:
-            worker.placement.place_pages(arena.segment.array)
         self._cost_history = cost_history(plan, history)
         state = _shared_state(plan)
         state.active.set_count(worker.most_workers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import default_collate
@@ -25,9 +25,6 @@ from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_threshold import SlowThresholdSettings
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import FailureHandler, FailureLog
-
-if TYPE_CHECKING:
-    from minato._support.numa import NumaPlacement
 
 __all__ = ["Pipeline", "Plan", "WorkerPlan"]
 
@@ -88,7 +85,6 @@ class WorkerPlan(NamedTuple):
         fetching: How samples are read concurrently.
         measure: Times are measured for a report.
         tracks: Of the trace, or None.
-        placement: NUMA nodes of the workers and of the batches; None: wherever the kernel puts them.
     """
 
     pipeline: Pipeline
@@ -105,7 +101,6 @@ class WorkerPlan(NamedTuple):
     fetching: FetchOptions
     measure: bool
     tracks: Tracks | None
-    placement: NumaPlacement | None
 
     def tracer(self, number: int) -> Tracer:
         """The tracer of worker ``number``."""
@@ -290,7 +285,6 @@ class Plan:
             fetching=options.fetch_concurrency,
             measure=bool(options.stats),
             tracks=tracks,
-            placement=_placement(options, most_workers),
         )
         pool = PoolSettings(
             first=num_workers,
@@ -345,14 +339,6 @@ def _refuse_single_samples(options: Options) -> None:
                 f"{name} is about single samples, and the program has replaced torch's fetcher "
                 "(torch.utils.data._utils.fetch), which makes whole batches: leave it out"
             )
-
-
-def _placement(options: Options, num_workers: int) -> NumaPlacement | None:
-    if options.affinity is None:
-        return None
-    from minato._support.numa import NumaPlacement
-
-    return NumaPlacement.of(num_workers, options.target)
 
 
 def _order(options: Options) -> Order:

@@ -242,8 +242,6 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
 
 def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool]) -> None:
     plan = context.plan
-    if plan.placement is not None:
-        plan.placement.enter(number)
     enter_worker_process(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset)
     if context.stacks is not None:
         context.stacks.listen()

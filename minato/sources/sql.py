@@ -18,8 +18,6 @@ _BUSY_S = 5.0
 """How long SQLite itself waits for a writer."""
 _TRANSIENT = frozenset({5, 6, 10, 15})
 """SQLITE_BUSY, LOCKED, IOERR and PROTOCOL, which another process or the file system may have caused."""
-_UNKNOWN = 5
-"""Of an error that Python's module or a subclass raises by itself."""
 
 
 def quoted(name: str) -> str:
@@ -148,7 +146,7 @@ class SQLite(TableSource):
 
     def _is_transient(self, error: Exception) -> bool:
         # A missing table or column is an OperationalError too.
-        code: int = getattr(error, "sqlite_errorcode", _UNKNOWN)
+        code: int = getattr(error, "sqlite_errorcode", 0)
         return super()._is_transient(error) and code % 256 in _TRANSIENT
 
     def _query(self, text: str, *arguments: Any) -> list[dict[str, Any]]:

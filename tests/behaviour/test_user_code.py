@@ -495,8 +495,7 @@ def test_what_would_end_a_process_is_the_error_of_its_sample(
         if in_process:
             assert f"{kind.__name__} was raised, as if to end the worker" in str(caught.value)
         if "collate_fn" not in options and (in_process or kind is not KeyboardInterrupt):
-            notes = getattr(caught.value, "__notes__", None)  # from Python 3.11 on
-            assert notes in (None, ["raised by the sample with index 5"])
+            assert caught.value.__notes__ == ["raised by the sample with index 5"]
         assert [batch.tolist()[0] for batch in iterator] == [8, 12, 16, 20]
 
 

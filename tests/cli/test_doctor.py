@@ -162,7 +162,7 @@ LIMITS = [
         "no torch._C._set_worker_signal_handlers: the words are missing",
         "another version of torch",
     ),
-    ("Python", setting(platform, "python_version", lambda: "3.9.18"), "3.9.18", "Python 3.10"),
+    ("Python", setting(platform, "python_version", lambda: "3.9.18"), "3.9.18", "Python 3.11"),
     ("torch", setting(torch, "__version__", "2.5.1+cu124"), "2.5.1", "torch 2.6"),
     ("NumPy", setting(np, "__version__", "1.25.0rc1"), "1.25", "NumPy 1.26"),
     ("kernel", setting(platform, "system", lambda: "Darwin"), "Darwin", "use Linux"),

@@ -163,7 +163,7 @@ OTHERS: dict[str, Callable[[int], Any]] = {
     "enum": lambda i: Kind(i % 2),
     "decimal": decimal.Decimal,
     "fraction": lambda i: fractions.Fraction(i, 7),
-    "date": lambda i: datetime.datetime(2020, 1, 1 + i, tzinfo=datetime.timezone.utc),
+    "date": lambda i: datetime.datetime(2020, 1, 1 + i, tzinfo=datetime.UTC),
     "namespace": lambda i: types.SimpleNamespace(a=i),
     "set": lambda i: {str(i), "x"},
     "function": lambda i: lambda: i,

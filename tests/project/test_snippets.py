@@ -21,12 +21,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tomllib
 
 import minato
 from minato.cli.main import _parsed, _parser

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import sqlite3
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,7 +78,7 @@ def test_what_only_looks_as_if_it_might_pass(tmp_path: Path) -> None:
     source = SQLite(tmp_path / "empty.db", "samples")
     with pytest.raises(SourceError, match=r"cannot read key 3: OperationalError: no such table"):
         source.get(3)
-    assert source.retries == (0 if sys.version_info >= (3, 11) else 7)
+    assert source.retries == 0
     source.close()
 
 

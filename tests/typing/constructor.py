@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
-from typing_extensions import assert_type
 
 import minato
 from minato import DataLoader
@@ -39,7 +38,6 @@ DataLoader(
     32,
     num_workers=minato.AutoScale(min=1, max=8, controller=minato.PaperController(alpha=1.0)),
     pin_memory="in_place",
-    affinity="auto",
     order="arrival",
     workers="thread",
     compat=None,
@@ -58,7 +56,6 @@ with DataLoader(Images(), num_workers="auto") as loader:
 DataLoader(Images(), order="sorted")  # type: ignore[arg-type]
 DataLoader(Images(), workers="fiber")  # type: ignore[arg-type]
 DataLoader(Images(), errors="ignore")  # type: ignore[arg-type]
-DataLoader(Images(), affinity="spread")  # type: ignore[arg-type]
 DataLoader(Images(), compat="jax")  # type: ignore[arg-type]
 DataLoader(Images(), num_workers="many")  # type: ignore[arg-type]
 DataLoader(Images(), shared_pool="yes")  # type: ignore[arg-type]
