@@ -88,8 +88,7 @@ def make_pool(
     )
     if work.method == "ray":
         from minato.ray.actor import ActorSpec
-        from minato.ray.pool import ActorGroup, ActorPool
-        from minato.ray.reads import ActorReads
+        from minato.ray.pool import ActorGroup, ActorPool, ActorReads
 
         spec = ActorSpec(
             work.pipeline.dataset,

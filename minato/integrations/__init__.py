@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -38,17 +37,19 @@ def connect() -> None:
 
 
 _ADAPTERS = {
-    "accelerate.data_loader": "accelerate",
-    "lightning.pytorch.loops.training_epoch_loop": "lightning_loops",
-    "pytorch_lightning.loops.training_epoch_loop": "lightning_loops",
-    "ray.train.torch.train_loop_utils": "ray_train",
-    "ray.train.v2.torch.train_loop_utils": "ray_train",
+    "accelerate.data_loader": "install_accelerate",
+    "lightning.pytorch.loops.training_epoch_loop": "install_lightning",
+    "pytorch_lightning.loops.training_epoch_loop": "install_lightning",
+    "ray.train.torch.train_loop_utils": "install_ray_train",
+    "ray.train.v2.torch.train_loop_utils": "install_ray_train",
 }
-"""The adapter of a module of a trainer: a module of this package with ``install``."""
+"""The function of ``trainers`` that adapts a module of a trainer."""
 
 
 def _adapt(module: ModuleType, adapter: str) -> None:
-    import_module(f"minato.integrations.{adapter}").install(module)  # needed with the library only
+    from minato.integrations import trainers  # needed with a trainer only
+
+    getattr(trainers, adapter)(module)
 
 
 class _ImportHook:

@@ -1,9 +1,13 @@
 """A fork server of minato's own: worker processes are forked from a process that has imported what they need.
 
-The server of :mod:`multiprocessing` has imported almost nothing, so that each of its children imports torch, minato and
-the main module again, which takes a core for a second or two. This one imports them once, and a worker starts within
-milliseconds. It is started when the first loader is built, or with the first worker where that is not safe, serves all
-loaders of the process, and ends with it.
+The server of :mod:`multiprocessing` does not import the main module (Python 3.11 to 3.13.0), checks nothing of what
+it preloads, and gives its children the environment of its own start. This one imports the main module, torch and minato
+once, unless that opens files or starts threads, which forked children cannot share. It is started when the first loader
+is built, or with the first worker where that is not safe, serves all loaders of the process, and ends with it.
+
+Time until the first batch of 12 workers, of a script that imports pandas and scipy.stats: 8.4 s, against 24.3 s with
+the server of :mod:`multiprocessing` that preloads torch and minato. Of a script that imports torch alone: 5.5 s against
+5.0 s (the shortest of at least four runs in turn; Python 3.11, two cores that other programs used too).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from minato import MinatoWarning
-from minato.integrations import accelerate as adapter
+from minato.integrations.trainers import install_accelerate
 from tests.subprocesses import environment
 
 EACH_IN_A_FORK = """
@@ -165,4 +165,4 @@ def test_an_unknown_version_is_told() -> None:
     unknown = types.ModuleType("accelerate.data_loader")
     unknown.DataLoader = unknown.prepare_data_loader = object()
     with pytest.warns(MinatoWarning, match="has no skip_first_batches, DataLoaderShard"):
-        adapter.install(unknown)
+        install_accelerate(unknown)

@@ -90,7 +90,7 @@ ON_DEMAND = [
         "minato.delivery.consumers",
     ),
     "minato.workers.autoscale",
-    *("minato.ray.pool", "minato.ray.reads", "minato.ray.actor", "ray"),
+    *("minato.ray.pool", "minato.ray.actor", "ray"),
     *(
         "minato.caching",
         "minato.engine.caching",
@@ -98,7 +98,7 @@ ON_DEMAND = [
         "minato.sources.ingest",
         "minato.cli.main",
     ),
-    *("minato.patching", "minato.batching.padding", "minato.integrations.accelerate", "accelerate"),
+    *("minato.patching", "minato.batching.padding", "minato.integrations.trainers", "accelerate"),
     *("http.server", "html", "sqlite3", "rich", "lightning"),
 ]
 """What an ordinary epoch does not use."""

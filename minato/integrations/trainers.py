@@ -1,0 +1,237 @@
+"""Adapters of trainers that rebuild a loader as torch's, or count its epochs by themselves.
+
+Each ``install_*`` function takes a module of a trainer after its import; it warns if it does not know that version.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from minato._compat import LIGHTNING_TRAINING_LOOP, RAY_ACCELERATOR
+from minato._support.loader_class import rebind
+from minato.errors import warn
+
+__all__ = ["install_accelerate", "install_lightning", "install_ray_train"]
+
+_REBUILDERS = ("prepare_data_loader", "skip_first_batches")
+_WRAPPERS = ("DataLoaderShard", "DataLoaderDispatcher")
+
+# ---- rebuilding: minato's loader is built again, in place of torch's ----
+
+
+class _Build:
+    """One rebuilding of a loader.
+
+    Args:
+        loader: The given loader.
+
+    Attributes:
+        make: Constructs a loader like the given one; None if that is not minato's.
+        done: Whether it was called.
+    """
+
+    def __init__(self, loader: object) -> None:
+        self.make: Callable[..., Any] | None = getattr(loader, "_rebuilt", None)
+        self.done = False
+
+
+_current: ContextVar[_Build | None] = ContextVar("minato_build", default=None)
+
+
+def _building() -> _Build | None:
+    """The rebuilding of a loader of minato's that is going on; None if there is none."""
+    build = _current.get()
+    return None if build is None or build.make is None else build
+
+
+def _make_loader(*arguments: Any, **keywords: Any) -> Any:
+    """Takes the place of torch's class in the module of a trainer."""
+    build = _building()
+    if build is None or build.make is None:
+        return torch.utils.data.DataLoader(*arguments, **keywords)
+    build.done = True
+    return build.make(*arguments, **keywords)
+
+
+def _rebuilding_alike(
+    rebuild: Callable[..., Any], loader_at: int = 0, lost: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    """Wrap a function that rebuilds a loader.
+
+    Args:
+        loader_at: The position of the loader among its arguments.
+        lost: Called if it made another loader than minato's.
+    """
+
+    @functools.wraps(rebuild)
+    def adapted(*arguments: Any, **keywords: Any) -> Any:
+        given = arguments[loader_at] if len(arguments) > loader_at else None
+        given = keywords.get("dataloader", keywords.get("data_loader", given))
+        build = _Build(given)
+        token = _current.set(build)
+        try:
+            result = rebuild(*arguments, **keywords)
+        finally:
+            _current.reset(token)
+        if build.make is not None and not build.done and result is not given:
+            lost()
+        return result
+
+    return adapted
+
+
+# ---- Hugging Face Accelerate ----
+
+
+def install_accelerate(module: Any) -> None:
+    """Adapt ``accelerate.data_loader``, which rebuilds loaders as torch's from a fixed list of attributes.
+
+    ``Accelerator.prepare`` and ``skip_first_batches`` then call the given loader's ``_rebuilt``, if it has one.
+    ``use_stateful_dataloader=True`` asks for a loader with ``state_dict()``, which minato's is.
+    """
+    expected = (*_REBUILDERS, *_WRAPPERS, "DataLoaderAdapter", "PartialState", "DataLoader")
+    missing = [name for name in expected if not hasattr(module, name)]
+    if missing:
+        warn(
+            f"minato does not know this version of accelerate ({module.__name__} has no {', '.join(missing)}): "
+            "accelerator.prepare() turns a minato.DataLoader into a loader with torch's engine",
+            stacklevel=2,
+        )
+        return
+    if module.DataLoader is _make_loader:
+        return
+    module.DataLoader = _make_loader
+    for name in _REBUILDERS:
+        original = getattr(module, name)
+        adapted = _rebuilding_alike(original, lost=functools.partial(_tell, name))
+        setattr(module, name, adapted)
+        rebind(original, adapted)
+    for name in _WRAPPERS:
+        wrapper = getattr(module, name)
+        wrapper.set_epoch = _forwarding_to_minato(wrapper.set_epoch)
+    base = module.DataLoaderAdapter
+    base.__init__ = _stateful_by_itself(base.__init__, module)
+    base.load_state_dict = _counting_epochs(base.load_state_dict)
+
+
+def _tell(name: str) -> None:
+    warn(
+        f"accelerate's {name} made another loader from a minato.DataLoader, so it loads without minato's engine; "
+        "omit use_stateful_dataloader to keep it",
+        stacklevel=3,
+    )
+
+
+def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(set_epoch)
+    def adapted(self: Any, epoch: int) -> None:
+        set_epoch(self, epoch)
+        if hasattr(self.base_dataloader, "_rebuilt"):
+            self.base_dataloader.set_epoch(epoch)
+
+    return adapted
+
+
+def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[..., None]:
+    @functools.wraps(init)
+    def adapted(
+        self: Any, dataset: object, use_stateful_dataloader: bool = False, **keywords: Any
+    ) -> None:
+        # A process that reads for others is ahead of them, which accelerate subtracts from torchdata's states alone.
+        reads_ahead = (
+            isinstance(self, module.DataLoaderDispatcher)
+            and module.PartialState().num_processes > 1
+        )
+        ours = _building() is not None and not reads_ahead
+        init(
+            self,
+            dataset,
+            use_stateful_dataloader=use_stateful_dataloader and not ours,
+            **keywords,
+        )
+        self.use_stateful_dataloader = use_stateful_dataloader
+
+    return adapted
+
+
+def _counting_epochs(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+    """Accelerate numbers the epochs of a new process from 0, whatever was loaded."""
+
+    @functools.wraps(load_state_dict)
+    def adapted(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        if "iteration" in vars(self) and hasattr(self.base_dataloader, "_rebuilt") and state_dict:
+            self.iteration = max(state_dict["epoch"] + bool(state_dict["finished"]), 0)
+
+    return adapted
+
+
+# ---- Ray Train ----
+
+
+def install_ray_train(module: Any) -> None:
+    """Adapt ``ray.train.torch.train_loop_utils``, or its second version: they rebuild loaders by eleven attributes."""
+    owner = getattr(module, RAY_ACCELERATOR, module)
+    if not hasattr(module, "DataLoader") or not hasattr(owner, "prepare_data_loader"):
+        warn(
+            f"minato does not know this version of Ray Train ({module.__name__}): prepare_data_loader() turns a "
+            "minato.DataLoader into a loader with torch's engine",
+            stacklevel=2,
+        )
+        return
+    if module.DataLoader is _make_loader:
+        return
+    module.DataLoader = _make_loader
+    original = owner.prepare_data_loader
+    owner.prepare_data_loader = _rebuilding_alike(original, 0 if owner is module else 1)
+    rebind(original, owner.prepare_data_loader)
+
+
+# ---- Lightning ----
+
+
+def install_lightning(module: Any) -> None:
+    """Adapt ``training_epoch_loop``, which counts epochs by itself and loads the state of each loader that has one."""
+    loop: Any = getattr(module, LIGHTNING_TRAINING_LOOP, None)
+    if not hasattr(loop, "on_run_start"):
+        warn(
+            f"minato does not know this version of Lightning ({module.__name__} has no "
+            f"{LIGHTNING_TRAINING_LOOP}.on_run_start): after a checkpoint of the last step of an epoch, the next epoch "
+            "may be skipped",
+            stacklevel=2,
+        )
+        return
+    if not hasattr(loop.on_run_start, "__wrapped__"):
+        loop.on_run_start = _leaving_ended_epochs(loop.on_run_start)
+
+
+def _leaving_ended_epochs(on_run_start: Callable[..., None]) -> Callable[..., None]:
+    """Lightning takes the iterator of a resumed loader for that of its next epoch, though the state ends another one.
+
+    Lightning may end an epoch before the loader does: it asks for no batch after the last one, and
+    ``limit_train_batches`` leaves some out. What a loader has left then belongs to no epoch of Lightning's.
+    """
+
+    @functools.wraps(on_run_start)
+    def adapted(self: Any, data_fetcher: Any) -> None:
+        on_run_start(self, data_fetcher)
+        if not self.restarting or self.batch_progress.current.ready:
+            return
+        loaders = data_fetcher.combined_loader.flattened
+        if any(_batches_done(each) > data_fetcher.fetched for each in loaders):
+            iter(data_fetcher)
+
+    return adapted
+
+
+def _batches_done(loader: Any) -> int:
+    """Batches of the newest iterator's epoch, with those before its state; 0 for loaders of others."""
+    if not hasattr(loader, "_rebuilt"):
+        return 0
+    state = loader.state_dict()
+    return 0 if state["finished"] else int(state["done"]["batches"])
