@@ -73,7 +73,7 @@ if TYPE_CHECKING:  # imported by the methods that return them
     from typing import Self
 
     from minato.caching.base import Cache
-    from minato.delivery.consumers import Consumer
+    from minato.consumers import Consumer
     from minato.delivery.iterator import BatchIterator
     from minato.engine.factory import EngineFactory, RankSession
     from minato.engine.history import History
@@ -532,7 +532,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError, TypeError: The number or a device is not possible.
         """
-        from minato.delivery.consumers import make_consumers
+        from minato.consumers import make_consumers
 
         if self._options.target is not None and (n is None) != (devices is None):
             raise ValueError(

@@ -21,7 +21,7 @@ from minato._core import now_ns
 from minato._fork_safety import check_owner
 from minato._support.exceptions import not_the_end
 from minato.batching.pinned_slots import MemoryPinner
-from minato.delivery.accelerator import memory_pinner
+from minato.delivery.device import memory_pinner
 from minato.delivery.pinning import Pin
 from minato.observe.trace.tracer import in_profile
 from minato.options import IN_PLACE

@@ -16,12 +16,12 @@ from minato._core.segment import Segment
 from minato._fork_safety import Loans
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
+from minato.sampling.progress import Completed
 from minato.shared_pool.channel import Channel, connected
 from minato.shared_pool.messages import (
     BatchDescriptor,
     BatchMessage,
     Hello,
-    RankCompleted,
     RankMessage,
     from_host,
 )
@@ -82,7 +82,7 @@ class PoolClient:
             self.close()
             raise
 
-    def enter(self, epoch: int, before: RankCompleted | None = None) -> int:
+    def enter(self, epoch: int, before: Completed | None = None) -> int:
         """Begin the next epoch as soon as the server does, and return its number.
 
         Args:

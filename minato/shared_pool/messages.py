@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from minato.batching.arena import Slot
-from minato.sampling.progress import Completed
+from minato.sampling.progress import BatchPart, Completed, Tally
 
 __all__ = [
     "WITH_DESCRIPTOR",
     "BatchDescriptor",
     "BatchMessage",
     "Hello",
-    "RankCompleted",
     "RankMessage",
     "encoded",
     "from_host",
@@ -63,26 +62,6 @@ class Hello(NamedTuple):
     local_rank: int
     rank: int
     loader: dict[str, str]
-
-
-class RankCompleted(NamedTuple):
-    """The part of a resumed epoch that a rank has done (see :class:`minato.sampling.progress.Completed`).
-
-    Attributes:
-        ranges: Ordinals ``[first, end)`` of the indices.
-        batches: Number of batches.
-        delivered, skipped: Number of indices, and the sum of their hashes.
-    """
-
-    ranges: Pairs
-    batches: int
-    delivered: tuple[int, int]
-    skipped: tuple[int, int]
-
-    @classmethod
-    def of(cls, done: Completed) -> RankCompleted:
-        """Return the part of an epoch as a message's field."""
-        return cls(done.ranges, done.batches, done.delivered, done.skipped)
 
 
 class RankMessage(NamedTuple):
@@ -142,7 +121,7 @@ def from_rank(data: bytes) -> RankMessage:
             facts = {_text(name): _text(value) for name, value in loader.items()}
             return RankMessage("hello", 0, (), Hello(_count(local_rank), _count(rank), facts))
         case ["enter", number, dropped, [int(epoch), before]]:
-            had = None if before is None else _rank_completed(before)
+            had = None if before is None else _completed(before)
             return RankMessage("enter", _count(number), _pairs(dropped), (epoch, had))
         case [("next" | "leave" | "bye") as kind, number, dropped, None]:
             return RankMessage(kind, _count(number), _pairs(dropped), None)
@@ -167,7 +146,7 @@ def from_host(data: bytes) -> tuple[Any, ...]:
         case ["given back", list(places)]:
             return "given back", tuple(map(_place, places))
         case ["batch", number, arena, descriptor, [ranges, samples, hashes]]:
-            portion = list(_unflat(ranges)), _count(samples), _count(hashes, _MODULUS)
+            portion = BatchPart(list(_unflat(ranges)), _count(samples), _count(hashes, _MODULUS))
             return BatchMessage(
                 "batch", _count(number), _count(arena), _descriptor(descriptor), portion
             )
@@ -238,11 +217,11 @@ def _descriptor(value: object) -> BatchDescriptor:
     )
 
 
-def _tally(value: object) -> tuple[int, int]:
+def _tally(value: object) -> Tally:
     samples, hashes = _items(value)
-    return _count(samples), _count(hashes, _MODULUS)
+    return Tally(_count(samples), _count(hashes, _MODULUS))
 
 
-def _rank_completed(value: object) -> RankCompleted:
+def _completed(value: object) -> Completed:
     ranges, batches, delivered, skipped = _items(value)
-    return RankCompleted(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))
+    return Completed(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from minato.batching.arena import Arena, Slot
 from minato.sampling.epoch import Epoch
-from minato.sampling.progress import Outgoing
+from minato.sampling.progress import Completed, Outgoing
 from minato.sampling.samplers import IndexBatches
 from minato.shared_pool.channel import Channel
-from minato.shared_pool.messages import BatchMessage, Hello, RankCompleted, RankMessage
+from minato.shared_pool.messages import BatchMessage, Hello, RankMessage
 from minato.shared_pool.source import LeasedBatch
 
 __all__ = [
@@ -111,7 +111,7 @@ class RankSlot:
         self.leases: dict[tuple[int, int], Any] = {}
         self.arenas: set[int] = set()
         self.given_back: set[tuple[int, Slot]] = set()
-        self.entering: tuple[int, int, RankCompleted | None] | None = None
+        self.entering: tuple[int, int, Completed | None] | None = None
         self.gone: str | None = None
 
     @property

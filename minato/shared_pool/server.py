@@ -15,9 +15,10 @@ from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
 from minato.sampling.epoch import Epoch
+from minato.sampling.progress import Completed
 from minato.sampling.samplers import IndexBatches
 from minato.shared_pool.channel import RankListener
-from minato.shared_pool.messages import Hello, RankCompleted
+from minato.shared_pool.messages import Hello
 from minato.shared_pool.ranks import PoolEngine, PoolEpoch, Ranks, epoch_mismatch, next_rank
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.source import BatchHandle, open_batch
@@ -60,7 +61,7 @@ class PoolServer:
         self._thread.start()
         atexit.register(self._wait_at_exit)
 
-    def gather_progress(self, epoch: int, own: RankCompleted) -> list[RankCompleted]:
+    def gather_progress(self, epoch: int, own: Completed) -> list[Completed]:
         """Wait for all ranks to resume an epoch, and return the part that each has done.
 
         Args:

@@ -22,11 +22,11 @@ from minato.engine.spec import LoaderSpec
 from minato.options import Options, StartingWorkers
 from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
 from minato.sampling.epoch import Epoch
-from minato.sampling.progress import Completed, Tally, merged_ranks
+from minato.sampling.progress import Completed, merged_ranks
 from minato.sampling.resume import is_stateful
 from minato.sampling.samplers import IndexBatches
 from minato.shared_pool.client import PoolClient
-from minato.shared_pool.messages import Hello, RankCompleted
+from minato.shared_pool.messages import Hello
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
 from minato.shared_pool.source import DescriptorReader, RankDevice, RankPool, RankSource
@@ -253,12 +253,9 @@ class PoolSession:
             return Completed()  # the host leaves out what is done
         self._check_owner()
         server = self._pool_server(spec)
-        parts = server.gather_progress(epoch, RankCompleted.of(own))
+        parts = server.gather_progress(epoch, own)
         try:
-            return merged_ranks(
-                Completed(part.ranges, part.batches, Tally(*part.delivered), Tally(*part.skipped))
-                for part in parts
-            )
+            return merged_ranks(parts)
         except ValueError as error:
             server.refuse(str(error))
 
@@ -326,8 +323,7 @@ def _begin(
 def _join(client: PoolClient, epoch: Epoch, batches: IndexBatches) -> tuple[int, bool]:
     """Join the server's next epoch; the server has a copy of this rank's sampler."""
     part = epoch.progress.part
-    before = None if part is None or part.before is None else RankCompleted.of(part.before)
-    return client.enter(epoch.number, before), True
+    return client.enter(epoch.number, None if part is None else part.before), True
 
 
 def _name_of(function: object) -> str:

@@ -20,8 +20,7 @@ from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
 from minato.batching.reader import BatchReader, check_texts
 from minato.batching.sample_error import raise_sample_error, slot_overflow_error
 from minato.batching.serialization import Store
-from minato.delivery.accelerator import accelerator_of
-from minato.delivery.device import DeviceCopier
+from minato.delivery.device import DeviceCopier, accelerator_of
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches

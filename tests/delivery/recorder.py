@@ -43,7 +43,7 @@ class DeviceEvent:
 
 
 class Recorder:
-    """An :class:`minato.delivery.accelerator.Accelerator` whose copies run when the test says so.
+    """An :class:`minato.delivery.device.Accelerator` whose copies run when the test says so.
 
     Attributes:
         copies: All that were asked for.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from minato.delivery import accelerator
-from minato.delivery.accelerator import Cuda, SyncDevice, accelerator_of, memory_pinner
+from minato.delivery import device
+from minato.delivery.device import Cuda, SyncDevice, accelerator_of, memory_pinner
 
 Said = list[tuple[Any, ...]]
 
@@ -62,7 +62,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         said = self.said = Said()
-        accelerator._copy_stream.cache_clear()
+        device._copy_stream.cache_clear()
         self.current = {0: Stream(said, "training"), 1: Stream(said, "idle")}
         self.runtime = Runtime(said)
 
@@ -99,7 +99,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield Machine(monkeypatch)
-    accelerator._copy_stream.cache_clear()
+    device._copy_stream.cache_clear()
 
 
 def test_copies_run_on_a_stream_of_their_own(machine: Machine) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from minato import DataLoader, ErrorPolicy
-from minato.delivery import consumers as module
+from minato import consumers as module
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Sleepy
 from tests.delivery.recorder import Recorder, watch_slots
 

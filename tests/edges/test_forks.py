@@ -645,7 +645,7 @@ LOCKS = {
     "sources.parquet": [of_parquet],
     "sources.connections": [of_sqlite],
     "_support.lmdb_environments": [of_lmdb, of_disk_cache],
-    "delivery.consumers": [of_consumers],
+    "consumers": [of_consumers],
     "patching": [of_patch],
     "workers.process_pool": [of_worker_threads],
 }

@@ -87,7 +87,7 @@ ON_DEMAND = [
         "minato.shared_pool.session",
         "minato.shared_pool.server",
         "minato.shared_pool.channel",
-        "minato.delivery.consumers",
+        "minato.consumers",
     ),
     "minato.workers.autoscale",
     *("minato.ray.pool", "minato.ray.actor", "ray"),

@@ -4,9 +4,10 @@ The rules, in words: ``_core`` imports nothing of minato but itself and ``_compa
 everything. A stage knows the stages before it, ``_core``, and the statistics and traces of ``observe``, which knows no
 stage. ``engine`` wires the stages, and knows nothing above it; only ``loader``, ``patching``, the package itself and
 the command line may import everything. ``ray`` is another kind of worker; ``shared_pool`` serves batches of an engine
-to other processes. ``caching``, ``integrations`` and ``sources`` know no stage; of these, only ``sources.ingest`` uses
-the loader. ``sharing`` and ``_support`` know ``_core``. Imports stand at the top of a module, but for the few parts
-that load others of minato when they are first used, and for the packages of extras.
+to other processes. ``consumers`` knows the iterator of a loader and devices. ``caching``, ``integrations`` and
+``sources`` know no stage; of these, only ``sources.ingest`` uses the loader. ``sharing`` and ``_support`` know
+``_core``. Imports stand at the top of a module, but for the few parts that load others of minato when they are first
+used, and for the packages of extras.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ def allowed(part: str) -> set[str] | None:
         return {"shared_pool", *STAGES, "engine", "observe", "_core", *COMMON}
     if part in ("_support", "sharing"):
         return {"_core", *COMMON}
+    if part == "consumers":
+        return {"delivery", *COMMON}
     if part == "integrations":
         return {part, "observe", *COMMON}
     if part == "caching":

@@ -23,14 +23,13 @@ from hypothesis import strategies as st
 
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
-from minato.sampling.progress import Outgoing
+from minato.sampling.progress import Completed, Outgoing
 from minato.shared_pool.channel import Channel, RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.messages import (
     BatchDescriptor,
     BatchMessage,
     Hello,
-    RankCompleted,
     encoded,
     from_host,
     from_rank,
@@ -50,7 +49,7 @@ pairs = st.lists(st.tuples(counts, counts), max_size=3).map(tuple)
 slots = st.tuples(counts, counts).map(lambda pair: Slot(*sorted(pair)))
 places = st.lists(st.tuples(small, slots), max_size=3).map(tuple)
 texts = st.text(max_size=5)
-hads = st.builds(RankCompleted, pairs, counts, st.tuples(counts, hashes), st.tuples(counts, hashes))
+hads = st.builds(Completed, pairs, counts, st.tuples(counts, hashes), st.tuples(counts, hashes))
 greetings = st.builds(Hello, small, small, st.dictionaries(texts, texts, max_size=2))
 descriptors = st.builds(
     BatchDescriptor, slots, counts, st.tuples(counts, counts), st.booleans(), pairs, counts

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-import minato
 from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
 from minato.shared_pool import channel, server
+from minato.shared_pool.client import PoolClient
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -475,7 +475,7 @@ def test_the_end_of_the_host_is_an_error_for_the_others() -> None:
 
 
 def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minato.shared_pool.client.PoolClient.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(PoolClient.__init__, "__defaults__", (0.2,))
 
     def program(rank: int, together: Any) -> Any:
         if rank == 1:

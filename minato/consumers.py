@@ -12,8 +12,7 @@ import torch
 
 from minato._fork_safety import renew_in_children
 from minato.checks import check_device, check_whole
-from minato.delivery.accelerator import Accelerator, accelerator_of, memory_pinner
-from minato.delivery.device import copy_batch
+from minato.delivery.device import Accelerator, accelerator_of, copy_batch, memory_pinner
 from minato.delivery.iterator import BatchIterator
 
 __all__ = ["Consumer", "Group", "make_consumers"]
