@@ -65,14 +65,9 @@ _GENERATORS = (
     torch.Generator,
 )
 _OF_CLASSES = frozenset(
-    [
-        *("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__"),
-        *("__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__"),
-        *("__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__"),
-        *("__orig_bases__", "__dataclass_fields__", "__dataclass_params__", "__slotnames__"),
-    ]
+    ["__annotations__", "__annotations_cache__", "__slotnames__", "__static_attributes__"]
 )
-"""Attributes of classes that Python and the standard library set; the text of the class says the same."""
+"""Attributes of classes that Python sets when they are asked for, or in any order; the text says the same."""
 _OF_PYTHON = 1 << 9
 """A flag of types that a ``class`` statement may have made; the classes of C have no attribute of their own."""
 _STANDARD = b"the standard library"
@@ -343,7 +338,7 @@ class _Walk:
                     continue
                 functions = list(_functions_of(attribute))
                 yield name
-                yield from functions or ((_Optional(attribute) if text else attribute),)
+                yield from functions or (_Optional(attribute),)
         finally:
             self._classes_of_files -= text is not None
 

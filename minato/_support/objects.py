@@ -206,6 +206,10 @@ class Node(NamedTuple):
     place: Any = None
 
 
+def _step(key: object) -> str | tuple[Any]:
+    return (key,) if type(key) is str or type(key) is int else ""
+
+
 def path_of(node: Node) -> str:
     """How a node is reached, such as ``dataset.parts['a'][0]``."""
     steps: list[str] = []
@@ -230,16 +234,18 @@ class _Group:
         left: Further ones that are looked into.
         items_left: Items of containers that are.
         owns: Something was found in one of them: then all are looked into.
-        skipped: Nodes that hold more of them.
+        skipped: The others.
+        rest: A node of the others, and the further items of its holder that are like it.
     """
 
-    __slots__ = ("items_left", "left", "owns", "skipped")
+    __slots__ = ("items_left", "left", "owns", "rest", "skipped")
 
     def __init__(self) -> None:
         self.left = _MOST_ALIKE
         self.items_left = _MOST_ITEMS_ALIKE
         self.owns = False
         self.skipped: list[Node] = []
+        self.rest: list[tuple[Node, list[tuple[Any, Any]]]] = []
 
     def takes(self, size: int) -> bool:
         """Whether one more is looked into, of this number of items; the first that is not ends it for all others."""
@@ -252,10 +258,13 @@ class _Group:
         self.items_left -= size
         return True
 
-    def skip(self, holder: Node) -> None:
-        """Leave out what a node holds, for now."""
-        if not (self.skipped and self.skipped[-1] is holder):
-            self.skipped.append(holder)
+    def left_out(self) -> Iterator[Node]:
+        """All that was left out so far, once."""
+        skipped, rest, self.skipped, self.rest = self.skipped, self.rest, [], []
+        yield from skipped
+        for like, items in rest:
+            for key, thing in items:
+                yield like._replace(thing=thing, step=_step(key))
 
 
 class Search:
@@ -309,25 +318,27 @@ class Search:
         self._seen: dict[int, Any] = {}  # an id is unique as long as its object lives
         self._classes: dict[int, type] = {}
         self._groups: dict[Any, _Group] = {}
-        self._waiting: deque[tuple[Node, bool]] = deque()
+        self._waiting: deque[Node] = deque()
         self._found: list[Node] = []
         self.opened: list[Node] = []
         self.looks = 0
 
     def run(self, roots: Mapping[str, Any], seen: Iterable[object] = ()) -> list[Node]:
-        """Search.
+        """Search. If it samples, and an object is odd in a way that nobody has thought of, it finds nothing.
 
         Args:
             seen: Objects to leave out.
-
-        Raises:
-            Exception: An object is odd in a way that nobody has thought of.
         """
         self._seen = {id(each): each for each in seen}
-        for name, root in roots.items():
-            self._take(Node(root, None, name, group=name, place=name))
-        while self._waiting and self.looks < self._most_looks:
-            self._open(*self._waiting.popleft())
+        try:
+            for name, root in roots.items():
+                self._offer(Node(root, None, name, place=name))
+            while self._waiting and self.looks < self._most_looks:
+                self._open(self._waiting.popleft())
+        except Exception:
+            if not self._samples:
+                raise
+            return []
         return self._found
 
     def _kind(self, thing: Any) -> Kind | None:
@@ -354,19 +365,32 @@ class Search:
             if id(one) not in self._classes:
                 self._classes[id(one)] = one
                 for node in self._of_class(one):
-                    self._take(node)
+                    self._offer(node)
 
-    def _take(self, node: Node) -> None:
-        """Note what is looked for; look into other objects later."""
-        kind = self._kind(node.thing)
+    def _offer(self, node: Node) -> bool:
+        """Note what is looked for; look into other objects later. False: its group leaves it out."""
+        thing = node.thing
+        kind = self._kind(thing)
         if kind is None:
-            return
-        if id(kind.kind) not in self._wanted or not self._wants(node.thing):
-            if kind.container is None or kind.length_of(node.thing) <= self._most_items:
-                self._waiting.append((node, False))
-        elif id(node.thing) not in self._seen:
-            self._seen[id(node.thing)] = node.thing
-            self._found.append(node)
+            return True
+        if id(kind.kind) in self._wanted and self._wants(thing):
+            if id(thing) not in self._seen:
+                self._seen[id(thing)] = thing
+                self._found.append(node)
+                self._release(node.parent)
+            return True
+        size = 0 if kind.container is None else kind.length_of(thing)
+        if size > self._most_items or (not size and kind.kind is kind.container):
+            return True  # data, or nothing
+        if node.group is not None and self._samples:
+            group = self._groups.get(node.group)
+            if group is None:
+                group = self._groups[node.group] = _Group()
+            if not group.takes(size):
+                group.skipped.append(node)
+                return False
+        self._waiting.append(node)
+        return True
 
     def _release(self, holder: Node | None) -> None:
         """Have all objects looked into that are like those that hold something."""
@@ -374,14 +398,13 @@ class Search:
             group = self._groups.get(holder.group)
             if group is not None and not group.owns:
                 group.owns = True
-                self._waiting.extend((node, True) for node in group.skipped)
-                group.skipped = []
+                self._waiting.extend(group.left_out())
             holder = holder.parent
 
-    def _open(self, node: Node, again: bool) -> None:
+    def _open(self, node: Node) -> None:
         """Look at what an object holds."""
         thing = node.thing
-        if id(thing) in self._seen and not again:
+        if id(thing) in self._seen:
             return
         self._seen[id(thing)] = thing
         self.opened.append(node)
@@ -390,83 +413,63 @@ class Search:
             self._look_at_class(thing)
             return
         if kind.container is not None:
-            self._open_container(node, kind)
+            items = items_of(thing, kind.container)
+            self.looks += len(items)
+            left_out: dict[int, list[Any]] = {}  # items by their type, after a node of the first
+            for item in items:
+                kind_id = id(type(item[1]))
+                if kind_id in self._plain:
+                    continue
+                if kind_id in left_out:
+                    left_out[kind_id].append(item)
+                    continue
+                each = self._held(node, _step(item[0]), item[1])
+                if not self._offer(each) and kind_id not in _FUNCTIONS:
+                    left_out[kind_id] = [each]
+            for like, *rest in left_out.values():
+                group = self._groups[like.group]
+                group.rest.append((like, rest))
+                if group.owns:  # since a later item
+                    self._waiting.extend(group.left_out())
         if self._opens is not None and node.parent is not None and not self._opens(kind):
             return
         for name, value in parts_of(thing):
-            self._offer(node, kind, name, value)
+            self._offer(self._held(node, name, value))
         if type(thing) is types.FunctionType:
             for each in self._of_function(thing):
-                self._take(each)
+                self._offer(each)
         held = kind.dict_of(thing)
         get = held.get if type(held) is dict else None
         items = [] if held is None else items_of(held, dict)
         self.looks += 1 + len(items)
         for name, value in items:
             if id(type(value)) not in self._plain and type(name) is str:
-                self._offer(node, kind, f".{name}", value, get, name)
+                self._offer(self._held(node, f".{name}", value, get, name))
         for name, value in kind.slots_of(thing):
-            self._offer(node, kind, f".{name}", value, None, name)
+            self._offer(self._held(node, f".{name}", value, None, name))
 
-    def _open_container(self, node: Node, kind: Kind) -> None:
-        items = items_of(node.thing, kind.container)
-        self.looks += len(items)
-        left_out: dict[int, _Group] = {}
-        for key, value in items:
-            kind_id = id(type(value))
-            if kind_id in self._plain or kind_id in left_out:
-                continue
-            step = (key,) if type(key) is str or type(key) is int else ""
-            group = self._offer(node, kind, step, value)
-            if group is not None:
-                left_out[kind_id] = group
-        if any(
-            group.owns for group in left_out.values()
-        ):  # since something was found in a later item
-            self._waiting.append((node, True))
-
-    def _offer(
+    def _held(
         self,
         holder: Node,
-        holder_kind: Kind,
         step: str | tuple[Any],
         value: Any,
         get: Callable[[Any], Any] | None = None,
         name: str = "",
-    ) -> _Group | None:
-        """Take a value; returns the group of values of its type in a container, if these are left out."""
-        kind = self._kind(value)
-        if kind is None:
-            return None
-        kind_id, size = id(kind.kind), 0
-        is_item = holder_kind.container is not None and not name
-        where = holder.place
-        if not is_item:
-            where = (where if holder_kind.container is None else id(holder_kind.kind)), step
-        key: Any = where, kind_id
-        place: Any = kind_id
-        if kind.container is not None:
-            key = place = where
-            size = kind.length_of(value)
-        elif kind_id in _FUNCTIONS:
-            key = place = _FUNCTIONS[kind_id](value)
-            is_item = False  # other items are other functions
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = _Group()
-        if kind_id in self._wanted and self._wants(value):
-            if id(value) not in self._seen:
-                self._seen[id(value)] = value
-                self._found.append(Node(value, holder, step, get, name))
-                self._release(holder)
-        elif size > self._most_items or (not size and kind.container and not kind.has_attributes):
-            pass  # data, or nothing
-        elif not self._samples or group.takes(size):
-            self._waiting.append((Node(value, holder, step, get, name, key, place), False))
-        else:
-            group.skip(holder)
-            return group if is_item else None
-        return None
+    ) -> Node:
+        """The node of a value that a holder holds."""
+        kind, holder_kind = self._kind(value), self._kinds[id(type(holder.thing))]
+        kind_id = id(type(value))
+        place: Any = holder.place
+        if holder_kind.container is None:
+            place = place, step
+        elif name:
+            place = id(holder_kind.kind), step
+        group = place
+        if kind_id in _FUNCTIONS:
+            group = place = _FUNCTIONS[kind_id](value)
+        elif kind is not None and kind.container is None:
+            group, place = (place, kind_id), kind_id
+        return Node(value, holder, step, get, name, group, place)
 
 
 _FUNCTIONS: dict[int, Callable[[Any], int]] = {

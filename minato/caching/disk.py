@@ -19,7 +19,6 @@ from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]
 
-_MODE, _FILE_MODE = 0o700, 0o600
 _MAP_BYTES = 1 << 40
 """Addresses that LMDB reserves. All processes must name the same, and the file is only as large as its content."""
 _READERS = 4200
@@ -31,7 +30,7 @@ _SYNC_BYTES, _SYNC_S = 64 << 20, 30.0
 """How much a process writes, and for how long, before it has the disk keep it."""
 _PREFIX_BYTES = 16
 """The part of a key that names the dataset and its transforms."""
-_USED_S = 60.0
+_USED_NS = 60 * 10**9
 """How precise the time is at which a prefix was last used."""
 _TOTAL = b"bytes"
 """In the database of states: the size of all entries. The other keys are prefixes, with the time of their last use."""
@@ -70,13 +69,15 @@ class DiskCache(Cache):
         super().__init__(quota_bytes, after, version)
         self.failures = (OSError, _lmdb().Error)
         self._path = Path(path).absolute()
-        self._made_s = _now_s()
-        self._used: dict[bytes, float] = {}
+        self._made_ns = (
+            time.time_ns()
+        )  # compared with other runs': where it jumps, other entries make room
+        self._used_ns: dict[bytes, int] = {}
         self._opened: tuple[int, _Environment | Exception, Callable[[], object]] | None = None
         check_private(self._path)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_used": {}}
+        return {**self.__dict__, "_opened": None, "_used_ns": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _lmdb()
@@ -96,7 +97,7 @@ class DiskCache(Cache):
             try:
                 made = _Environment(self._path)
             except self.failures as error:
-                opened = os.getpid(), error, _nothing
+                opened = os.getpid(), error, lambda: None
             else:
                 opened = os.getpid(), made, Finalize(self, made.close, exitpriority=0)
             self._opened = opened
@@ -114,23 +115,26 @@ class DiskCache(Cache):
     @property
     def stored_bytes(self) -> int:
         """Bytes of all kept samples in the directory."""
-        with one_at_a_time():
-            return self._environment().stored_bytes
+        with one_at_a_time(), self._environment().begin() as view:
+            return _number(view.get(_TOTAL))
 
     def _load(self, key: bytes) -> bytes | None:
-        prefix, now_s = key[:_PREFIX_BYTES], _now_s()
+        prefix, now_ns = key[:_PREFIX_BYTES], time.time_ns()
         with one_at_a_time():
-            opened = self._environment()
-            entry = opened.get(key)
-            if entry is not None and now_s - self._used.get(prefix, 0.0) > _USED_S:
-                self._used[prefix] = now_s
+            files = self._environment()
+            entry = files.get(key)
+            if entry is not None and now_ns - self._used_ns.get(prefix, 0) > _USED_NS:
+                self._used_ns[prefix] = now_ns
                 with contextlib.suppress(*self.failures):  # the sample is there all the same
-                    opened.mark(prefix, now_s)
+                    files.mark(prefix)
         return entry
 
     def _store(self, key: bytes, entry: bytes) -> int:
         with one_at_a_time():
-            return self._environment().add(key, entry, self.quota_bytes, self._made_s)
+            try:
+                return self._environment().add(key, entry, self.quota_bytes, self._made_ns)
+            except _lmdb().MapFullError:
+                return -1
 
     def _drop(self, key: bytes) -> None:
         with one_at_a_time():
@@ -151,13 +155,13 @@ class _Environment:
         self._path = path
         self._unsynced_bytes = 0
         self._synced_s = time.monotonic()
-        path.mkdir(_MODE, parents=True, exist_ok=True)
+        path.mkdir(0o700, parents=True, exist_ok=True)
         with _locked(path / "opening.lock"):
             for name in ("", "data.mdb", "lock.mdb", "synced"):
                 check_private(path / name)
             if not os.access(path, os.W_OK):
                 raise OSError(errno.EROFS, "May not be written to", str(path))
-            self._make_lock_file(path / "lock.mdb")
+            _make_lock_file(path / "lock.mdb")
             self._files = self._open()
             boot, synced = self._stamp()
             if boot != _boot():
@@ -166,82 +170,64 @@ class _Environment:
                     (path / "data.mdb").unlink()
                     self._files = self._open()
                 self._write_stamp(self._last())
-            self._check_size()
+            pages = self._files.info()["last_pgno"] + 1
+            if (path / "data.mdb").stat().st_size < pages * self._files.stat()["psize"]:
+                # Reading what is not there would kill the process.
+                reason = "Lacks its end: delete the directory of the cache"
+                raise OSError(errno.EIO, reason, str(path / "data.mdb"))
             self._files.reader_check()  # frees what killed workers have read
             self._samples = self._files.open_db(b"samples")
             self._states = self._files.open_db(b"states")
-
-    def _make_lock_file(self, file: Path) -> None:
-        """Give LMDB's file of locks its whole size: LMDB maps it, and a full disk would then kill the process."""
-        size = file.stat().st_size if file.exists() else 0
-        # No process has it open before it is whole. Closing it would release this process's locks.
-        if size < _LOCK_FILE_BYTES:
-            descriptor = open_regular(file, os.O_WRONLY | os.O_CREAT)
-            try:
-                os.lseek(descriptor, size, os.SEEK_SET)
-                write_all(descriptor, bytes(_LOCK_FILE_BYTES - size), file)
-            finally:
-                os.close(descriptor)
 
     def _open(self) -> Any:
         return environment(
             self._path,
             map_size=_MAP_BYTES,
-            mode=_FILE_MODE,
+            mode=0o600,
             max_readers=_READERS,
             max_dbs=2,
             sync=False,  # sync() does it, and not for each sample
         )
 
-    def _check_size(self) -> None:
-        """Refuse a file that lacks its end, where reading would kill the process."""
-        file = self._path / "data.mdb"
-        pages = self._files.info()["last_pgno"] + 1
-        if file.stat().st_size < pages * self._files.stat()["psize"]:
-            raise OSError(errno.EIO, "Lacks its end: delete the directory of the cache", str(file))
-
     # ---- entries ------------------------------------------------------------------------
 
+    def begin(self, write: bool = False) -> Any:
+        """A transaction of the database of states."""
+        return self._files.begin(db=self._states, write=write)
+
     def get(self, key: bytes) -> bytes | None:
-        with self._files.begin(db=self._samples) as view:
-            entry: bytes | None = view.get(key)
+        """The entry of a key."""
+        with self.begin() as view:
+            entry: bytes | None = view.get(key, db=self._samples)
         return entry
 
-    @property
-    def stored_bytes(self) -> int:
-        with self._files.begin(db=self._states) as view:
-            return _number(view.get(_TOTAL))
-
-    def add(self, key: bytes, entry: bytes, quota_bytes: int, made_s: float) -> int:
+    def add(self, key: bytes, entry: bytes, quota_bytes: int, made_ns: int) -> int:
         """Add an entry; returns its size, 0 if it is there already, or -1 if there is no room."""
-        try:
-            with self._files.begin(write=True) as to:
-                if to.get(key, db=self._samples) is not None:
-                    return 0
-                size = len(entry)
-                total = _number(to.get(_TOTAL, db=self._states)) + size
-                if total > quota_bytes:
-                    total -= self._evict(to, total - quota_bytes, key[:_PREFIX_BYTES], made_s)
-                    if total > quota_bytes:
-                        to.abort()  # and keep what it would have replaced
-                        return -1
-                to.put(key, entry, db=self._samples)
-                to.put(_TOTAL, total.to_bytes(8, "little"), db=self._states)
-                self._mark(to, key[:_PREFIX_BYTES], _now_s())
-        except _lmdb().MapFullError:
-            return -1
+        prefix, size = key[:_PREFIX_BYTES], len(entry)
+        with self.begin(write=True) as to:
+            if to.get(key, db=self._samples) is not None:
+                return 0
+            total = _number(to.get(_TOTAL)) + size
+            if total > quota_bytes:
+                total -= self._evict(to, total - quota_bytes, prefix, made_ns)
+            if total > quota_bytes:
+                to.abort()  # and keep what it would have replaced
+                return -1
+            to.put(key, entry, db=self._samples)
+            to.put(_TOTAL, _bytes(total))
+            self._mark(to, prefix)
         self._unsynced_bytes += size
         if self._unsynced_bytes > _SYNC_BYTES or time.monotonic() - self._synced_s > _SYNC_S:
             self.sync()
         return size
 
-    def _evict(self, to: Any, nbytes: int, prefix: bytes, made_s: float) -> int:
+    def _evict(self, to: Any, nbytes: int, prefix: bytes, made_ns: int) -> int:
         """Remove entries of other prefixes that were last used before a time; returns the bytes removed."""
         with to.cursor(db=self._states) as states:
-            found = [(_number(value), key) for key, value in states if key not in (_TOTAL, prefix)]
+            found = [(_number(used), key) for key, used in states if key not in (_TOTAL, prefix)]
         freed = 0
         for used_ns, other in sorted(found):
-            if used_ns >= made_s * 1e9:
+            if used_ns >= made_ns:
                 break
             with to.cursor(db=self._samples) as entries:
                 there = entries.set_range(other)
@@ -250,25 +236,26 @@ class _Environment:
                     there = entries.delete()
             if freed >= nbytes:
                 break
-            to.delete(other, db=self._states)
+            to.delete(other)
         return freed
 
-    def mark(self, prefix: bytes, now_s: float) -> None:
+    def mark(self, prefix: bytes) -> None:
         """Record that a prefix is in use."""
-        with self._files.begin(write=True) as to:
-            self._mark(to, prefix, now_s)
+        with self.begin(write=True) as to:
+            self._mark(to, prefix)
 
-    def _mark(self, to: Any, prefix: bytes, now_s: float) -> None:
-        if now_s * 1e9 - _number(to.get(prefix, db=self._states)) > _USED_S * 1e9:
-            to.put(prefix, int(now_s * 1e9).to_bytes(8, "little"), db=self._states)
+    def _mark(self, to: Any, prefix: bytes) -> None:
+        now_ns = time.time_ns()
+        if now_ns - _number(to.get(prefix)) > _USED_NS:
+            to.put(prefix, _bytes(now_ns))
             self._unsynced_bytes += 1  # else the cache would start empty after the next start
 
     def remove(self, key: bytes) -> None:
-        with self._files.begin(write=True) as to:
+        """Remove an entry."""
+        with self.begin(write=True) as to:
             entry = to.pop(key, db=self._samples)
             if entry is not None:
-                total = max(_number(to.get(_TOTAL, db=self._states)) - len(entry), 0)
-                to.put(_TOTAL, total.to_bytes(8, "little"), db=self._states)
+                to.put(_TOTAL, _bytes(max(_number(to.get(_TOTAL)) - len(entry), 0)))
         self._unsynced_bytes += 1
 
     # ---- what is on the disk ------------------------------------------------------------
@@ -297,11 +284,10 @@ class _Environment:
         return last
 
     def _stamp(self) -> tuple[bytes, int]:
-        try:
-            content = (self._path / "synced").read_bytes()
-        except FileNotFoundError:
-            content = b""
-        return _STAMP.unpack(content) if len(content) == _STAMP.size else (b"", 0)
+        with contextlib.suppress(FileNotFoundError, struct.error):
+            boot, synced = _STAMP.unpack((self._path / "synced").read_bytes())
+            return boot, synced
+        return b"", 0
 
     def _write_stamp(self, last: int) -> None:
         file = open_regular(self._path / "synced", os.O_WRONLY | os.O_CREAT)
@@ -326,16 +312,12 @@ def _lmdb() -> Any:
     return lmdb
 
 
-def _now_s() -> float:
-    return time.time()  # compared with that of other runs; where it jumps, other entries make room
-
-
-def _nothing() -> None:
-    """Nothing was opened."""
-
-
 def _number(data: bytes | None) -> int:
     return int.from_bytes(data or b"", "little")
+
+
+def _bytes(number: int) -> bytes:
+    return number.to_bytes(8, "little")
 
 
 def _boot() -> bytes:
@@ -346,6 +328,19 @@ def _boot() -> bytes:
         )[:16]
     except (OSError, ValueError):
         return bytes(16)
+
+
+def _make_lock_file(file: Path) -> None:
+    """Give LMDB's file of locks its whole size: LMDB maps it, and a full disk would then kill the process."""
+    size = file.stat().st_size if file.exists() else 0
+    # No process has it open before it is whole. Closing it would release this process's locks.
+    if size < _LOCK_FILE_BYTES:
+        descriptor = open_regular(file, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.lseek(descriptor, size, os.SEEK_SET)
+            write_all(descriptor, bytes(_LOCK_FILE_BYTES - size), file)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -125,10 +125,7 @@ def _search(roots: Mapping[str, Any]) -> list[Node]:
         of_function=lambda function: _global_variables(function.__code__, function.__globals__),
         opaque=_OPAQUE,
     )
-    try:
-        found = search.run(roots, seen=(python_state(), numpy_state(), torch.default_generator))
-    except Exception:  # an object may be odd in a way that nobody has thought of
-        return []
+    found = search.run(roots, seen=(python_state(), numpy_state(), torch.default_generator))
     # No seed repeats a SystemRandom.
     return [node for node in found if not issubclass(type(node.thing), random.SystemRandom)]
 
