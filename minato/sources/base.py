@@ -194,10 +194,7 @@ class KeyedSource(Dataset[Any], ABC):
                 try:
                     return call()
                 except Exception as error:
-                    pause_s = next(pauses, None) if self._is_transient(error) else None
-                    if pause_s is None:
-                        raise
-                self.counters.add(retries=1)
+                    pause_s = self._pause_after(error, pauses)
                 time.sleep(pause_s)
 
     async def attempt_async(self, subject: str, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -208,11 +205,16 @@ class KeyedSource(Dataset[Any], ABC):
                 try:
                     return await call()
                 except Exception as error:
-                    pause_s = next(pauses, None) if self._is_transient(error) else None
-                    if pause_s is None:
-                        raise
-                self.counters.add(retries=1)
+                    pause_s = self._pause_after(error, pauses)
                 await asyncio.sleep(pause_s)
+
+    def _pause_after(self, error: Exception, pauses: Iterator[float]) -> float:
+        """The pause before the next attempt, which is counted; raises the error if there is none."""
+        pause_s = next(pauses, None) if self._is_transient(error) else None
+        if pause_s is None:
+            raise error
+        self.counters.add(retries=1)
+        return pause_s
 
     @contextmanager
     def _explained(self, subject: str, verb: str) -> Iterator[None]:

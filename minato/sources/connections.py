@@ -12,6 +12,8 @@ from multiprocessing import context
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+from minato._fork_safety import renew_in_children
+
 __all__ = ["Connections", "Env", "Place", "Settings", "shown_url", "without_password"]
 
 T = TypeVar("T")
@@ -44,23 +46,35 @@ class Connections(Generic[T]):
         open_one: Opens a connection.
         close_one: Closes a connection.
         shared: Whether all threads share one connection; otherwise each lease has a connection of its own.
+        keeps_inherited: Whether a forked child keeps its parent's connections, because their collection would close
+            them for the parent, too; otherwise it drops them.
     """
 
     def __init__(
-        self, open_one: Callable[[], T], close_one: Callable[[T], object], shared: bool = False
+        self,
+        open_one: Callable[[], T],
+        close_one: Callable[[T], object],
+        shared: bool = False,
+        keeps_inherited: bool = True,
     ) -> None:
         self._open_one = open_one
         self._close_one = close_one
         self._shared = shared
+        self._keeps_inherited = keeps_inherited
         self._reset()
 
     def _reset(self) -> None:
-        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[T] = []
+        renew_in_children(self, Connections._renew)
+
+    def _renew(self) -> None:
+        if self._keeps_inherited:
+            _inherited.append(self._idle)
+        self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("_open_one", "_close_one", "_shared")}
+        return {**self.__dict__, "_lock": None, "_idle": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -73,27 +87,30 @@ class Connections(Generic[T]):
         If the block raises, the connection is closed and not used again. A LookupError is an exception to this: a
         missing key says nothing against the connection.
         """
+        owner, works = os.getpid(), False
         connection = self._take()
         try:
             yield connection
+            works = True
         except LookupError:
-            self._give_back(connection)
+            works = True
             raise
-        except BaseException:
-            self._drop(connection)
-            raise
-        self._give_back(connection)
+        finally:
+            if (
+                os.getpid() != owner
+            ):  # forked within the block: the parent alone uses the connection
+                _inherited.append(connection)
+            elif not works:
+                self._drop(connection)
+            elif not self._shared:
+                with self._lock:
+                    self._idle.append(connection)
 
     def opened(self) -> T | None:
         """The connection that all threads share, if this process has opened it; never waits."""
-        if self._owner != os.getpid():
-            return None
         return next(iter(self._idle), None)
 
     def _take(self) -> T:
-        if self._owner != os.getpid():
-            _inherited.append(self._idle)
-            self._reset()
         with self._lock:
             if self._idle:
                 return self._idle[0] if self._shared else self._idle.pop()
@@ -102,35 +119,17 @@ class Connections(Generic[T]):
                 return self._idle[0]
         return self._open_one()
 
-    def _give_back(self, connection: T) -> None:
-        if self._is_inherited(connection):
-            return
-        if not self._shared:
-            with self._lock:
-                self._idle.append(connection)
-
     def _drop(self, connection: T) -> None:
-        if self._is_inherited(connection):
-            return
-        with self._lock:
-            if self._shared:
+        if self._shared:
+            with self._lock:
                 # Other threads may use it: it closes when it is collected.
                 self._idle = [other for other in self._idle if other is not connection]
-                return
+            return
         with contextlib.suppress(Exception):  # it is broken, and the error of the block says so
             self._close_one(connection)
 
-    def _is_inherited(self, connection: T) -> bool:
-        """Whether a child that was forked within a lease ends it; then the parent alone uses the connection."""
-        if self._owner == os.getpid():
-            return False
-        _inherited.append(connection)
-        return True
-
     def close(self) -> None:
         """Close the connections that are not in use."""
-        if self._owner != os.getpid():
-            return
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:

@@ -9,7 +9,7 @@ from typing import Any
 
 import lmdb
 
-from minato._fork_safety import held_off_forks, renew_in_children
+from minato._fork_safety import held_off_forks
 from minato._support.lmdb_environments import environment, one_at_a_time
 from minato.sources.base import KeyedSource, Retry
 from minato.sources.connections import Connections
@@ -48,8 +48,11 @@ class LMDB(KeyedSource):
         super().__init__(keys, decode, retry)
         self.path = Path(path).absolute()
         self._database = database
-        # Each lease has its own transaction, which keeps its view of the file.
-        self._transactions = _Transactions(self._begin, _abort)
+        # Each lease has its own transaction, which keeps its view of the file. A forked child drops those of its
+        # parent: py-lmdb then leaves them to the parent. With the environment it would end them for the parent, too.
+        self._transactions: Connections[Any] = Connections(
+            self._begin, _abort, keeps_inherited=False
+        )
 
     def __repr__(self) -> str:
         return f"LMDB({str(self.path)!r})"
@@ -109,21 +112,6 @@ class LMDB(KeyedSource):
             except (lmdb.IncompatibleError, lmdb.NotFoundError):
                 return False
             return True
-
-
-class _Transactions(Connections[Any]):
-    """Read transactions, which keep what they see from being overwritten.
-
-    A forked child drops those of its parent: py-lmdb then leaves them to the parent. With the environment it would end
-    them for the parent, too.
-    """
-
-    def _reset(self) -> None:
-        super()._reset()
-        renew_in_children(self, _Transactions._drop_inherited)
-
-    def _drop_inherited(self) -> None:
-        self._idle = []
 
 
 def _abort(transaction: Any) -> None:
