@@ -80,6 +80,9 @@ class Connections(Generic[T]):
         self.__dict__.update(state)
         self._reset()
 
+    def __fingerprint__(self) -> None:
+        """Nothing: a source is identified by its settings."""
+
     @contextmanager
     def lease(self) -> Iterator[T]:
         """A connection for the ``with`` block.

@@ -149,7 +149,15 @@ class Store:
         return {name: row[name] for name in self.columns}
 
     def create(self, key: Any) -> None:
-        """Create what is missing, before several processes write; ``key`` is that of the first row."""
+        """Create the table or directory if it is missing, before several processes write.
+
+        Args:
+            key: That of the first row.
+        """
+        self.source.attempt("its table or directory", lambda: self._create(key), "create")
+
+    def _create(self, key: Any) -> None:
+        """Create what is missing, if a write does not."""
 
     def write(self, chunk: int, rows: Rows) -> None:
         """Write a chunk, and retry after transient errors; when this returns, the store holds it.
@@ -204,6 +212,8 @@ class _TableStore(Store):
 
     types: Mapping[type, str] = {}
     """The type of a column in the database, by its declared type."""
+    key_types: Mapping[type, str] = {}
+    """The type of the column of the keys, by their type."""
 
     @property
     def key_column(self) -> str:  # type: ignore[override]
@@ -218,7 +228,8 @@ class _TableStore(Store):
 
     def _definition(self, key: object) -> str:
         """The statement that creates the table for such keys."""
-        parts = [f"{quoted_column(self.source.key)} {self.types.get(type(key), '')} PRIMARY KEY"]
+        of_keys = self.key_types.get(type(key), "")
+        parts = [f"{quoted_column(self.source.key)} {of_keys} PRIMARY KEY"]
         for name, kind in self.columns.items():
             parts.append(f"{quoted_column(name)} {self.types.get(kind, '')}")
         return f"CREATE TABLE IF NOT EXISTS {quoted(self.source.table)} ({', '.join(parts)})"
@@ -278,9 +289,10 @@ class _TableStore(Store):
 class SQLiteStore(_TableStore):
     """A table of an SQLite file; its columns have no type, so that SQLite keeps each value as it is."""
 
-    def create(self, key: Any) -> None:
+    key_types: Mapping[type, str] = {int: "INTEGER"}
+
+    def _create(self, key: Any) -> None:
         """Create the file and the table."""
-        self.types = {int: "INTEGER"} if type(key) is int else {}
         with closing(sqlite3.connect(self.source.path, timeout=_BUSY_S)) as connection:
             connection.execute(self._definition(key))
 
@@ -301,9 +313,9 @@ class SQLiteStore(_TableStore):
 class PostgresStore(_TableStore):
     """A table of a PostgreSQL database."""
 
-    types = _typed("boolean", "bigint", "double precision", "text", "bytea")
+    types = key_types = _typed("boolean", "bigint", "double precision", "text", "bytea")
 
-    def create(self, key: Any) -> None:
+    def _create(self, key: Any) -> None:
         """Create the table, unless it exists: then no right to create one is needed."""
         with self.source.connections.lease() as connection:
             named = connection.execute("SELECT to_regclass(%s) AS it", (quoted(self.source.table),))
@@ -325,9 +337,9 @@ class PostgresStore(_TableStore):
 class CassandraStore(_TableStore):
     """A table of a Cassandra or ScyllaDB cluster, in a keyspace that exists."""
 
-    types = _typed("boolean", "bigint", "double", "text", "blob")
+    types = key_types = _typed("boolean", "bigint", "double", "text", "blob")
 
-    def create(self, key: Any) -> None:
+    def _create(self, key: Any) -> None:
         """Create the table."""
         cluster, session = self.source.connect()
         try:
@@ -408,7 +420,7 @@ class ObjectStore(Store):
             )
         return path
 
-    def create(self, key: Any) -> None:
+    def _create(self, key: Any) -> None:
         """Create the directory."""
         url = urlsplit(self.source.place.url)
         if url.scheme == "file":

@@ -304,7 +304,7 @@ def test_what_went_wrong_in_the_store_is_found(tmp_path: Path) -> None:
 
 class Refusing(Store):
     def __init__(self) -> None:
-        super().__init__("a source")
+        super().__init__(SQLite("nowhere.db", "samples"))
 
     def write(self, chunk: int, rows: Any) -> None:
         raise SourceError(f"no room for {rows[0][0]}")
@@ -332,6 +332,8 @@ def test_errors_name_keys_and_stop(tmp_path: Path, method: str) -> None:
     ):
         store = open_store(place, "others", columns={"a": int})
         ingest(mixed, store, journal=tmp_path / "d", **given)
+    with pytest.raises(SourceError, match="gone/a.db.*cannot create its table or directory: Oper"):
+        ingest([b""], open_store(f"sqlite:{tmp_path}/gone/a.db"), journal=tmp_path / "e", **given)
 
 
 def first_of(row: dict[str, Any]) -> bytes:
