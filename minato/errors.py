@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import warnings
 from pickle import PicklingError
+from typing import NoReturn
 
 __all__ = [
     "CoverageError",
@@ -12,9 +14,11 @@ __all__ = [
     "MinatoError",
     "MinatoWarning",
     "NotPicklableError",
+    "Postponed",
     "SampleTimeoutError",
     "WorkerDiedError",
     "add_note",
+    "not_the_end",
     "warn",
 ]
 
@@ -54,6 +58,32 @@ def add_note(error: BaseException, note: str) -> None:
     """Add a note to an exception; one that allows no attributes gets none."""
     with contextlib.suppress(Exception):
         error.add_note(note)
+
+
+def not_the_end(source: str, error: StopIteration) -> RuntimeError:
+    """Return the RuntimeError that replaces a StopIteration of user code, which would end the epoch (PEP 479)."""
+    stopped = RuntimeError(f"{source} raised StopIteration")
+    stopped.__cause__ = error
+    return stopped
+
+
+class Postponed:
+    """An exception that is raised later, without its frames, which would keep their objects alive.
+
+    The traceback becomes a note of the exception, as text.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        add_note(error, f"raised earlier:\n{''.join(traceback.format_tb(error.__traceback__))}")
+        self._error = error.with_traceback(None)
+
+    def reraise(self) -> NoReturn:
+        """Raise the exception."""
+        error = self._error
+        try:
+            raise error
+        finally:
+            del error, self  # its traceback holds this frame
 
 
 def warn(text: str, stacklevel: int = 1) -> None:

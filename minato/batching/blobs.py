@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from minato._compat import ExceptionWrapper
 from minato._core import Ledger
 from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
-from minato._support.exceptions import not_the_end
 from minato._support.pickling import Purpose
 from minato._support.text import text_of
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import Store
+from minato.errors import not_the_end
 from minato.workers.runner import Kinds
 
 __all__ = ["BlobWriter", "GetState", "Unsendable", "WriterSettings"]

@@ -19,11 +19,11 @@ from minato._core import Ledger, now_ns
 from minato._core.codes import ERROR_BLOB, FIRST_COLLATED, SAMPLE_BLOB, SKIP_BLOB
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy
-from minato._support.exceptions import not_the_end
 from minato.batching.blobs import BlobWriter, GetState, Unsendable, WriterSettings
 from minato.batching.layout import read_layout
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import Store, damaged, stored_indices
+from minato.errors import not_the_end
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.workers.current_sample import describe_indices
 

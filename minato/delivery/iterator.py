@@ -19,10 +19,10 @@ from minato._compat import (
 )
 from minato._core import now_ns
 from minato._fork_safety import check_owner
-from minato._support.exceptions import not_the_end
 from minato.batching.pinned_slots import MemoryPinner
 from minato.delivery.device import memory_pinner
 from minato.delivery.pinning import Pin
+from minato.errors import not_the_end
 from minato.observe.trace.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch

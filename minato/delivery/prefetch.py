@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from minato._core import Ledger
 from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
-from minato._support.exceptions import Postponed
 from minato.batching.arena import Slot
 from minato.batching.reader import BatchReader
+from minato.errors import Postponed
 
 __all__ = ["Copier", "PrefetchReader", "Upcoming"]
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 from minato._core import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._support import pickling
-from minato._support.exceptions import Postponed, not_the_end
 from minato.batching.arena import Arena
 from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
@@ -26,7 +25,7 @@ from minato.engine.plan import Plan
 from minato.engine.pools import make_pool
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext
-from minato.errors import ErrorBudgetError
+from minato.errors import ErrorBudgetError, Postponed, not_the_end
 from minato.observe.observers import Observers, settle
 from minato.observe.stats.costs import CostStats
 from minato.observe.stats.histograms import merged

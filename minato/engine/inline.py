@@ -14,7 +14,6 @@ import numpy as np
 
 from minato._compat import is_profiling
 from minato._core import now_ns
-from minato._support.exceptions import not_the_end
 from minato._support.text import text_of
 from minato.batching.arena import Arena
 from minato.batching.builder import BatchBuilder
@@ -26,7 +25,7 @@ from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan, WorkerPlan
 from minato.engine.worker_parts import fetcher_of, generators_of, restore
-from minato.errors import ErrorBudgetError
+from minato.errors import ErrorBudgetError, not_the_end
 from minato.observe.observers import Observers, settle
 from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.lateness import InOrderLateness

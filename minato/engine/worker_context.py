@@ -18,7 +18,6 @@ from minato._core import Ledger, now_ns
 from minato._core.codes import STARTING
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy, renew_in_children
-from minato._support.exceptions import not_the_end
 from minato._support.pickling import ForChild, Snapshot
 from minato.batching.sample_error import wrapped
 from minato.batching.serialization import Store, stored_indices
@@ -26,6 +25,7 @@ from minato.batching.writer import BatchWriter, WriterSettings
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.engine.worker_parts import fetcher_of, generators_of, restore
+from minato.errors import not_the_end
 from minato.observe.stats.costs import Meters
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.scheduling.handover import Handover

@@ -42,10 +42,6 @@ _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
 _LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "minato")
 """Packages whose classes use no generators but the global ones."""
 
-Get = Callable[[Any], Any]
-Found = tuple[str, Any, Get | None, Any]
-"""Path and generator; function and name that get it again from its holder."""
-
 
 class OwnedGenerators:
     """The generators that some objects own.
@@ -62,23 +58,22 @@ class OwnedGenerators:
         self._roots = roots
         self.generators: dict[str, MemoryGenerator] = {}
         self.others: list[str] = []
-        self._found: list[Found] = []
-        self._gets: list[tuple[Get, Any]] = []
+        self._found: list[Node] = []
+        self._gets: list[tuple[Callable[[Any], Any], str]] = []
         self._held: list[Any] = []
         self.look()
 
     @property
     def names(self) -> list[str]:
         """Path and type of each generator."""
-        return [_described(path, generator) for path, generator, *_ in self._found] + self.others
+        return [*map(_described, self._found), *self.others]
 
     def look(self) -> bool:
         """Search again; returns whether the generators have changed."""
-        before = [id(generator) for _, generator, *_ in self._found]
+        before = [id(node.thing) for node in self._found]
         self.others = []
-        found = _search(self._roots)
-        self._take((path_of(node), node.thing, node.get, node.name) for node in found)
-        return before != [id(generator) for _, generator, *_ in self._found]
+        self._take(_search(self._roots))
+        return before != [id(node.thing) for node in self._found]
 
     def moved(self) -> bool:
         """Return whether an attribute that held a generator holds another object now."""
@@ -87,28 +82,31 @@ class OwnedGenerators:
     def follow(self) -> None:
         """Take the generators that these attributes hold now."""
         self._take(
-            (path, generator if get is None else get(name), get, name)
-            for path, generator, get, name in self._found
+            [
+                node if node.get is None else node._replace(thing=node.get(node.name))
+                for node in self._found
+            ]
         )
 
-    def _take(self, found: Iterable[Found]) -> None:
+    def _take(self, found: Iterable[Node]) -> None:
         self._found, self.generators, self._gets, self._held = [], {}, [], []
-        for path, generator, get, name in found:
-            bound = own_generator(generator, _stream(path))
+        for node in found:
+            path = path_of(node)
+            bound = own_generator(node.thing, _stream(path))
             if bound is None:
-                self.others.append(_described(path, generator))
+                self.others.append(_described(node))
                 continue
-            self._found.append((path, generator, get, name))
+            self._found.append(node)
             self.generators[path] = bound
-            if get is not None:
-                self._gets.append((get, name))
-                self._held.append(generator)
+            if node.get is not None:
+                self._gets.append((node.get, node.name))
+                self._held.append(node.thing)
 
 
-def _described(path: str, generator: object) -> str:
-    kind = type(generator)
+def _described(node: Node) -> str:
+    generator, kind = node.thing, type(node.thing)
     where = f" on {generator.device}" if isinstance(generator, torch.Generator) else ""
-    return f"{path} ({kind.__module__}.{kind.__qualname__}{where})"
+    return f"{path_of(node)} ({kind.__module__}.{kind.__qualname__}{where})"
 
 
 @functools.cache

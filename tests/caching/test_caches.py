@@ -353,37 +353,7 @@ def test_a_version_is_of_one_dataset_and_its_transforms(tmp_path: Path) -> None:
     assert read([1, 1, 1]) == [7, 8, 9]  # the version stands for the content
 
 
-def closing_over(number: int) -> Any:
-    return lambda sample: sample + number
-
-
-def test_fingerprints_tell_apart_and_are_the_same_again() -> None:
-    def make() -> list[Any]:
-        return [
-            double,
-            plus_one,
-            Scale(2),
-            Scale(3),
-            Scale(2.0),
-            Scale(np.arange(3)),
-            Scale(np.arange(3) + 1),
-            Scale(torch.arange(3)),
-            ScaleAndShift(2),
-            closing_over(1),
-            closing_over(2),
-            functools.partial(double, 1),
-            {"a": [1, (2, None)]},
-            {"a": [1, (2, b"")]},
-            {1, 2},
-            frozenset({1, 2}),
-            5,
-        ]
-
-    prints = [fingerprint(value) for value in make()]
-    assert len(set(prints)) == len(prints)
-    assert [fingerprint(value) for value in make()] == prints
-    one, two = [[1]], [[2]]
-    assert fingerprint([one, two, one]) != fingerprint([one, two, two])
+def test_fingerprints_of_sources_and_secrets() -> None:
     source = SQLite("samples.db", "samples", keys=[1, 2])
     before = fingerprint(source)
     source.counters.add(retries=1)
@@ -391,11 +361,6 @@ def test_fingerprints_tell_apart_and_are_the_same_again() -> None:
     secret = Settings({"user": "me", "password": "a"})
     assert fingerprint(secret) == fingerprint(Settings({"user": "me", "password": "b"}))
     assert fingerprint(secret) != fingerprint(Settings({"user": "you", "password": "a"}))
-    itself: list[Any] = []
-    itself.append(itself)
-    assert fingerprint(itself) == fingerprint(itself)
-    with pytest.raises(TypeError, match="has no fingerprint, as it cannot be pickled"):
-        fingerprint(iter(lambda: 1, 0).__class__, (i for i in range(3)))
 
 
 def test_a_source_is_the_same_in_each_epoch_until_its_keys_change(tmp_path: Path) -> None:
