@@ -502,7 +502,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Args:
             index: Of the dataset.
             epoch: By default the present or last one.
-            seed: As in ``ErrorPolicy.log``; by default that of the loader, or of the present epoch.
+            seed: As in ``ErrorPolicy.log``; by default that which follows from the loader's ``seed``, or from torch's
+                draw for the present iterator.
             occurrence: How often the index came before in that epoch, where the sampler repeats indices.
 
         Returns:

@@ -31,6 +31,8 @@ __all__ = [
     "now_ns",
     "run_samples",
     "run_steps",
+    "sample_key",
+    "spread_seed",
     "sum_of_hashes",
 ]
 
@@ -76,7 +78,13 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._histogram_py import HISTOGRAM_NBYTES, Histogram
     from minato._core._ledger_py import Ledger
     from minato._core._run_py import run_samples
-    from minato._core._seeding_py import StateSnapshot, StateWriter, mix_seed
+    from minato._core._seeding_py import (
+        StateSnapshot,
+        StateWriter,
+        mix_seed,
+        sample_key,
+        spread_seed,
+    )
     from minato._core._steps_py import run_steps
     from minato._core._wait_py import EVENT_COUNT_NBYTES, EventCount, SharedWords
 else:
@@ -85,7 +93,13 @@ else:
     from minato._core._histogram_c import HISTOGRAM_NBYTES, Histogram
     from minato._core._ledger_c import Ledger
     from minato._core._run_c import run_samples
-    from minato._core._seeding_c import StateSnapshot, StateWriter, mix_seed
+    from minato._core._seeding_c import (
+        StateSnapshot,
+        StateWriter,
+        mix_seed,
+        sample_key,
+        spread_seed,
+    )
     from minato._core._steps_c import run_steps
     from minato._core._wait_c import EVENT_COUNT_NBYTES, EventCount, SharedWords
 

@@ -1,8 +1,10 @@
 from typing import Self, final
 
-__all__ = ["StateSnapshot", "StateWriter", "mix_seed"]
+__all__ = ["StateSnapshot", "StateWriter", "mix_seed", "sample_key", "spread_seed"]
 
 def mix_seed(seed: int, epoch: int, index: int) -> int: ...
+def spread_seed(seed: int) -> int: ...
+def sample_key(spread: int, epoch: int, index: int) -> int: ...
 
 @final
 class StateWriter:

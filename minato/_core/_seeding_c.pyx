@@ -4,17 +4,18 @@ cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.long cimport PyLong_AsUnsignedLongLongMask
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
-from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcmp, memcpy
 
 
 cdef extern from "seeding.h" nogil:
-    uint64_t mn_mix(uint64_t seed, uint64_t epoch, uint64_t index)
+    uint64_t mn_spread(uint64_t seed)
+    uint64_t mn_sample_key(uint64_t spread, uint64_t epoch, uint64_t index)
     void mn_fill(void *to, uint32_t words, uint64_t key, uint64_t stream, int width, int wide)
     bint mn_cpu_has_avx2()
 
 
-__all__ = ["StateSnapshot", "StateWriter", "mix_seed"]
+__all__ = ["StateSnapshot", "StateWriter", "mix_seed", "sample_key", "spread_seed"]
 
 cdef bint WIDE_VECTORS = mn_cpu_has_avx2()
 
@@ -24,8 +25,25 @@ def mix_seed(seed, epoch, index) -> int:
 
     The inputs count modulo 2**64. For a given seed and epoch no two indices share a key.
     """
-    return mn_mix(
-        PyLong_AsUnsignedLongLongMask(seed),
+    return mn_sample_key(
+        mn_spread(PyLong_AsUnsignedLongLongMask(seed)),
+        PyLong_AsUnsignedLongLongMask(epoch),
+        PyLong_AsUnsignedLongLongMask(index),
+    )
+
+
+def spread_seed(seed) -> int:
+    """Return the int64 that stands for a seed in :func:`sample_key`; each of its bits depends on all of the seed."""
+    return <int64_t>mn_spread(PyLong_AsUnsignedLongLongMask(seed))
+
+
+def sample_key(spread, epoch, index) -> int:
+    """Return the key of a sample, as :func:`mix_seed`, for a seed that is spread.
+
+    It depends on the xor of seed and epoch: under another seed, an epoch with another number has the same keys.
+    """
+    return mn_sample_key(
+        PyLong_AsUnsignedLongLongMask(spread),
         PyLong_AsUnsignedLongLongMask(epoch),
         PyLong_AsUnsignedLongLongMask(index),
     )
@@ -56,7 +74,7 @@ cdef class StateWriter:
     """Rewrites the states of several generators for one sample, in one call.
 
     Args:
-        seed: First input of :func:`mix_seed`.
+        seed: First input of :func:`sample_key`.
         blocks: ``(address, words, stream, width)`` of each state: writable memory of ``words * width`` bytes, aligned
             to ``width``; different streams of one key are independent; width 4 stores uint32, and 8 the same values as
             uint64. The top bit of a block's first value is always set: the state is never all zero.
@@ -105,8 +123,8 @@ cdef class StateWriter:
         PyMem_Free(self.cells)
 
     def write(self, epoch, index) -> None:
-        """Fill every block from ``mix_seed(seed, epoch, index)`` and set every cell."""
-        cdef uint64_t key = mn_mix(
+        """Fill every block from ``sample_key(seed, epoch, index)`` and set every cell."""
+        cdef uint64_t key = mn_sample_key(
             self.seed,
             PyLong_AsUnsignedLongLongMask(epoch),
             PyLong_AsUnsignedLongLongMask(index),

@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-__all__ = ["StateSnapshot", "StateWriter", "mix_seed"]
+__all__ = ["StateSnapshot", "StateWriter", "mix_seed", "sample_key", "spread_seed"]
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -30,8 +30,21 @@ def mix_seed(seed: int, epoch: int, index: int) -> int:
 
     The inputs count modulo 2**64. For a given seed and epoch no two indices share a key.
     """
-    key = _avalanche(as_integer(seed) + _GOLDEN)
-    key = _avalanche((key ^ (as_integer(epoch) & _MASK)) + _GOLDEN)
+    return sample_key(spread_seed(seed), epoch, index)
+
+
+def spread_seed(seed: int) -> int:
+    """Return the int64 that stands for a seed in :func:`sample_key`; each of its bits depends on all of the seed."""
+    spread = _avalanche(as_integer(seed) + _GOLDEN)
+    return spread - (spread >> 63 << 64)
+
+
+def sample_key(spread: int, epoch: int, index: int) -> int:
+    """Return the key of a sample, as :func:`mix_seed`, for a seed that is spread.
+
+    It depends on the xor of seed and epoch: under another seed, an epoch with another number has the same keys.
+    """
+    key = _avalanche(((as_integer(spread) ^ as_integer(epoch)) & _MASK) + _GOLDEN)
     return _avalanche((key ^ (as_integer(index) & _MASK)) + _GOLDEN)
 
 
@@ -74,7 +87,7 @@ class StateWriter:
     """Rewrites the states of several generators for one sample, in one call.
 
     Args:
-        seed: First input of :func:`mix_seed`.
+        seed: First input of :func:`sample_key`.
         blocks: ``(address, words, stream, width)`` of each state: writable memory of ``words * width`` bytes, aligned
             to ``width``; different streams of one key are independent; width 4 stores uint32, and 8 the same values as
             uint64. The top bit of a block's first value is always set: the state is never all zero.
@@ -102,8 +115,8 @@ class StateWriter:
         self._cells = [(ctypes.c_int32.from_address(where), value) for where, value in cells]
 
     def write(self, epoch: int, index: int) -> None:
-        """Fill every block from ``mix_seed(seed, epoch, index)`` and set every cell."""
-        key = mix_seed(self._seed, epoch, index)
+        """Fill every block from ``sample_key(seed, epoch, index)`` and set every cell."""
+        key = sample_key(self._seed, epoch, index)
         if self._arrays:
             rows = _grow(key, self._streams, self._words)
             for array, row in zip(self._arrays, rows, strict=True):

@@ -16,9 +16,11 @@ static inline uint64_t mn_avalanche(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-static inline uint64_t mn_mix(uint64_t seed, uint64_t epoch, uint64_t index) {
-    uint64_t key = mn_avalanche(seed + MN_GOLDEN);
-    key = mn_avalanche((key ^ epoch) + MN_GOLDEN);
+static inline uint64_t mn_spread(uint64_t seed) { return mn_avalanche(seed + MN_GOLDEN); }
+
+/* The key of a sample, from a seed that is spread: it depends on the xor of both with the epoch. */
+static inline uint64_t mn_sample_key(uint64_t spread, uint64_t epoch, uint64_t index) {
+    uint64_t key = mn_avalanche((spread ^ epoch) + MN_GOLDEN);
     return mn_avalanche((key ^ index) + MN_GOLDEN);
 }
 

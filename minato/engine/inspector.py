@@ -16,7 +16,7 @@ from minato.engine.spec import LoaderSpec
 from minato.errors import warn
 from minato.observe.stats.lateness import Lateness
 from minato.options import parse_address
-from minato.sampling.epoch import Position
+from minato.sampling.epoch import Position, Seeds
 from minato.sampling.progress import Coverage
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -242,7 +242,8 @@ class Inspector:
         if seed is None and sampling.replay is not None:
             seed = sampling.replay.seed(epoch)
         elif seed is None:
-            seed = position.seed_of(epoch) if sampling.seed is None else sampling.seed
+            own = sampling.seed
+            seed = position.seed_of(epoch) if own is None else Seeds(own).of(epoch)
         if seed is None:
             raise ValueError(
                 "the random numbers of a sample follow from a seed that is drawn when iteration starts, and it has "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minato._compat import fetcher_is_replaced
-from minato._core.epochs import seed_of_epoch
+from minato._core import spread_seed
 from minato._support.objects import takes_lists
 from minato.observe.stats.lateness import Lateness
 from minato.observe.stats.size import length_of
@@ -42,7 +42,7 @@ from minato.sampling.samplers import (
     occurrence_counter,
 )
 
-__all__ = ["Epoch", "NextEpoch", "Position"]
+__all__ = ["Epoch", "NextEpoch", "Position", "Seeds"]
 
 _PLAIN_ITERATORS = (GeneratorType, type(iter(range(0))))
 """Of samplers that yield what they know in advance."""
@@ -53,7 +53,7 @@ class Seeds(NamedTuple):
 
     Attributes:
         seed: The loader's, or torch's draw for the workers.
-        offset: The number in which the randomness of an epoch is drawn, less its number for the user: each iterator
+        offset: The number by which the randomness of an epoch is drawn, less its number for the user: each iterator
             counts again from torch's draw, so that ``torch.manual_seed`` repeats an epoch.
     """
 
@@ -61,8 +61,8 @@ class Seeds(NamedTuple):
     offset: int = 0
 
     def of(self, epoch: int) -> int:
-        """Return the seed of an epoch."""
-        return seed_of_epoch(self.seed, epoch + self.offset, epoch)
+        """Return the seed of an epoch: with the epoch's own number, the keys of its samples follow from it."""
+        return spread_seed(self.seed) ^ (epoch + self.offset) ^ epoch
 
 
 class NextEpoch(NamedTuple):

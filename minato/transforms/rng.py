@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from minato._compat import bit_generator_of, numpy_state
-from minato._core import StateSnapshot, StateWriter, mix_seed
+from minato._core import StateSnapshot, StateWriter, mix_seed, sample_key
 from minato._support.hashes import index_hash
 from minato.transforms import rng_memory
 from minato.transforms.owned import OwnedGenerators
@@ -69,7 +69,7 @@ class SampleRandomness:
     """Binds a process's global generators, and the helpers of this module, to samples.
 
     Args:
-        base_seed: The loader's seed; counts modulo 2**64.
+        base_seed: First input of ``sample_key``; counts modulo 2**64.
         bind_globals: False in all threads but the main one, which share the global generators
             with it: then only :func:`current` and the helpers are bound.
         owned: Other generators, bound like the global ones.
@@ -335,7 +335,7 @@ def _next_seed(kind: int) -> int | None:
     seed, epoch, key, occurrence = _this_thread.binding
     made = _this_thread.generators_made
     _this_thread.generators_made = made + 1
-    return mix_seed(mix_seed(seed, epoch, sample_word(key, occurrence)), kind, made)
+    return mix_seed(sample_key(seed, epoch, sample_word(key, occurrence)), kind, made)
 
 
 def python_rng() -> random.Random:

@@ -59,7 +59,8 @@ class SampleFailure:
     Attributes:
         index: The index of the sample.
         epoch: The epoch it happened in.
-        seed: Seed of the sample's randomness; with index, epoch and occurrence it gives the same draws.
+        seed: Seed of the sample's randomness, which follows from the loader's; with index, epoch and occurrence it
+            gives the same draws.
         worker: Number of the worker.
         attempts: Number of runs of the sample.
         error: The exception of the last run.

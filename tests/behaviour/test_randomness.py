@@ -13,6 +13,7 @@ import torch.utils.data
 
 import minato
 from minato import DataLoader
+from minato.sampling.epoch import Seeds
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -164,7 +165,7 @@ def test_samples_that_rarely_draw(draw: str, num_workers: int) -> None:
 
 def bound_draws(seed: int, epoch: int, index: int, draw: Callable[[], float]) -> tuple[float, ...]:
     """Two draws as they must come out for a sample, whoever runs it."""
-    randomness = minato.transforms.SampleRandomness(seed)
+    randomness = minato.transforms.SampleRandomness(Seeds(seed).of(epoch))
     with randomness.saved():
         randomness.bind(epoch, index)
         return draw(), draw()

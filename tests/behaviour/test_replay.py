@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from minato import DataLoader
+from minato.sampling.epoch import Seeds
 from tests.datasets import Draws, Numbers, flat, indices
 
 
@@ -51,8 +52,8 @@ def test_the_file_says_what_came_before_the_loop_has_it(tmp_path: Path) -> None:
     iterator = iter(loader)
     next(iterator)
     head, batch = (json.loads(line) for line in path.read_text().splitlines())
-    origin = {"batched": True, "length": 6}
-    assert head == {"minato_order": 2, "epoch": 0, "seed": 5, "first_batch": 0, **origin}
+    origin, seed = {"batched": True, "length": 6}, Seeds(5).of(0)
+    assert head == {"minato_order": 2, "epoch": 0, "seed": seed, "first_batch": 0, **origin}
     assert batch == [0, 1, 2, 3]
     assert len(list(iterator)) == 1
     assert [json.loads(line) for line in path.read_text().splitlines()][2:] == [[4, 5], {"end": 2}]

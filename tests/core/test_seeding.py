@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minato._core import mix_seed
-from minato._core.epochs import seed_of_epoch
+from minato.sampling.epoch import Seeds
 
 TWIN = "seeding"
 WORDS = 624
@@ -25,7 +24,9 @@ def filled(
     """The state that a sample's key gives."""
     guard = 0x5A
     memory = np.full(words * width + 8, guard, np.uint8)
-    twin.StateWriter(1, [(memory.ctypes.data, words, stream, width)], []).write(2, index)
+    twin.StateWriter(twin.spread_seed(1), [(memory.ctypes.data, words, stream, width)], []).write(
+        2, index
+    )
     assert (memory[words * width :] == guard).all()
     return memory[: words * width].view(f"u{width}")
 
@@ -43,6 +44,9 @@ def test_twins_mix_alike(
     key = pure.mix_seed(seed, epoch, index)
     assert 0 <= key < 2**64
     assert compiled.mix_seed(seed, epoch, index) == key
+    assert pure.spread_seed(seed) == compiled.spread_seed(seed)
+    for twin in twins:
+        assert twin.sample_key(twin.spread_seed(seed), epoch, index) == key
 
 
 @given(index=integers, stream=integers, words=st.integers(0, 700), width=widths)
@@ -136,14 +140,14 @@ def test_streams_and_keys_are_unrelated(twin: ModuleType, index: int) -> None:
 def test_other_widths_are_refused(twin: ModuleType, width: int) -> None:
     memory = np.zeros(8, np.uint64)
     with pytest.raises(ValueError, match="width"):
-        twin.StateWriter(1, [(memory.ctypes.data, 1, 1, width)], [])
+        twin.StateWriter(twin.spread_seed(1), [(memory.ctypes.data, 1, 1, width)], [])
 
 
 @pytest.mark.parametrize("words", [-1, 2**31])
 def test_impossible_lengths_are_refused(twin: ModuleType, words: int) -> None:
     memory = np.zeros(8, np.uint64)
     with pytest.raises(ValueError, match="words"):
-        twin.StateWriter(1, [(memory.ctypes.data, words, 1, 4)], [])
+        twin.StateWriter(twin.spread_seed(1), [(memory.ctypes.data, words, 1, 4)], [])
 
 
 @pytest.mark.parametrize("value", [1.0, "1", None])
@@ -202,8 +206,10 @@ def test_a_snapshot_sees_each_change(
 
 
 @given(st.integers(-(2**63), 2**63 - 1), *3 * [st.integers(-(2**40), 2**40)])
-def test_a_seed_of_another_epoch(seed: int, drawn_epoch: int, epoch: int, index: int) -> None:
-    other = seed_of_epoch(seed, drawn_epoch, epoch)
+def test_an_epoch_has_two_numbers(
+    twin: ModuleType, seed: int, drawn_epoch: int, epoch: int, index: int
+) -> None:
+    """Its randomness is drawn by one, and the user knows it by the other."""
+    other = Seeds(seed, drawn_epoch - epoch).of(epoch)
     assert -(2**63) <= other < 2**63
-    assert mix_seed(other, epoch, index) == mix_seed(seed, drawn_epoch, index)
-    assert seed_of_epoch(other, epoch, drawn_epoch) == seed
+    assert twin.sample_key(other, epoch, index) == twin.mix_seed(seed, drawn_epoch, index)
