@@ -237,8 +237,8 @@ class Channel:
             if descriptor is not None:
                 socket.send_fds(self._socket, [b"\1"], [descriptor])
 
-    def wait(self, timeout_s: float) -> None:
-        """Receive an available message; wait for one up to ``timeout_s`` seconds."""
+    def wait(self, timeout_s: float) -> bool:
+        """Receive one message, for which it waits up to ``timeout_s`` seconds; return whether there was news."""
         watched: list[Any] = [self._connection]
         if self._process is not None:
             watched.append(self._process)
@@ -247,6 +247,7 @@ class Channel:
             self._receive()
         elif ready:  # the process has ended, and all its messages have been received
             self.over = True
+        return bool(ready)
 
     def _receive(self) -> None:
         try:

@@ -16,7 +16,7 @@ from minato._core.segment import Segment
 from minato._fork_safety import Loans
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
-from minato.sampling.progress import Completed
+from minato.sampling.epoch import Epoch
 from minato.shared_pool.channel import Channel, connected
 from minato.shared_pool.messages import (
     BatchDescriptor,
@@ -82,11 +82,12 @@ class PoolClient:
             self.close()
             raise
 
-    def enter(self, epoch: int, before: Completed | None = None) -> int:
-        """Begin the next epoch as soon as the server does, and return its number.
+    def enter(self, epoch: Epoch, batches: object = None) -> tuple[int, bool]:
+        """Begin the next epoch as soon as the server does; return its number in the pool, and True.
 
         Args:
-            before: The part of a resumed epoch that this rank has done; None: the epoch is not resumed.
+            epoch: This rank's epoch. Its number, and whether it is resumed, must be as in the server.
+            batches: Not used: the server has a copy of this rank's sampler.
 
         Raises:
             RuntimeError: The server or another rank has ended, or the server does not begin the epoch, or begins
@@ -94,13 +95,14 @@ class PoolClient:
         """
         with self._lock:
             self.leave(self._epoch)
-            number = self._next_epoch
-            self._send("enter", number, (epoch, before))
+            number, part = self._next_epoch, epoch.progress.part
+            before = None if part is None else part.before
+            self._send("enter", number, (epoch.number, before))
             self._receive("open", late="has not begun the next epoch of this loader")
             self._epoch, self._next_epoch = number, number + 1
             for _ in range(PREFETCH_BATCHES):
                 self._send("next", number)
-            return number
+            return number, True
 
     def next(self, number: int) -> BatchHandle:
         """Return the next batch, which views the server's memory.
@@ -126,8 +128,9 @@ class PoolClient:
     def has_next(self, number: int) -> bool:
         """Whether a batch is available."""
         with self._lock:
-            self._channel.wait(0)
-            first = self._first()
+            while (first := self._first()) is None and not self._channel.over:
+                if not self._channel.wait(0):
+                    return False
             return number == self._epoch and first is not None and first[0] == "batch"
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
@@ -146,9 +149,8 @@ class PoolClient:
         if os.getpid() != self._owner or self._closed:
             return
         self.leave(self._epoch)
-        if not hasattr(
-            sys, "last_value"
-        ):  # an exception ends the process: the other ranks must notice
+        # If an exception ends the process, the other ranks must notice.
+        if not hasattr(sys, "last_value"):
             self._send("bye", 0)
         self._closed = True
         self._close_if_unused()

@@ -100,16 +100,16 @@ class PoolServer:
         raise RuntimeError(why)
 
     def begin_epoch(
-        self, engine: PoolEngine, epoch: Epoch, batches: IndexBatches, quota: int
+        self, engine: PoolEngine, quota: int, epoch: Epoch, batches: IndexBatches
     ) -> tuple[int, bool]:
         """Begin the next epoch when all ranks have left the last one.
 
         Args:
             engine: Yields the batches of all ranks.
+            quota: Batches for each rank.
             epoch: The epoch, whose number must be equal in all ranks. If this rank resumes it, ``gather_progress`` has
                 been called.
             batches: The indices of each batch.
-            quota: Batches for each rank.
 
         Returns:
             The number of the epoch in this pool, and the result of ``engine.begin``.

@@ -233,12 +233,12 @@ class PoolSession:
             if self._client is None:
                 self._client = PoolClient(Rendezvous(self._number), self._greeting(spec))
                 weakref.finalize(self, self._client.close)
-            return self._client, functools.partial(_join, self._client)
+            return self._client, self._client.enter
         server = self._pool_server(spec)
         server.finish_epoch()
         engine = make_engine(self.pooled(spec), epoch, make_reader=DescriptorReader)
         quota = len(spec.sampling.index_sampler)
-        return server, functools.partial(_begin, server, engine, quota)
+        return server, functools.partial(server.begin_epoch, engine, quota)
 
     def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
@@ -312,18 +312,6 @@ class PoolSession:
                 self, self._server.close
             ).atexit = False  # at exit it waits for the others
         return self._server
-
-
-def _begin(
-    server: PoolServer, engine: Engine, quota: int, epoch: Epoch, batches: IndexBatches
-) -> tuple[int, bool]:
-    return server.begin_epoch(engine, epoch, batches, quota)
-
-
-def _join(client: PoolClient, epoch: Epoch, batches: IndexBatches) -> tuple[int, bool]:
-    """Join the server's next epoch; the server has a copy of this rank's sampler."""
-    part = epoch.progress.part
-    return client.enter(epoch.number, None if part is None else part.before), True
 
 
 def _name_of(function: object) -> str:

@@ -214,7 +214,7 @@ def check_link(sent: list[Any], lets_in: bool) -> None:
             return
         held = []
         try:
-            number = link.enter(0)
+            number, _ = link.enter(EPOCH)
             for _ in range(len(sent) + 1):
                 link.has_next(number)
                 handle = link.next(number)
@@ -232,6 +232,7 @@ def check_link(sent: list[Any], lets_in: bool) -> None:
 sent_by_hosts = st.lists(st.one_of(from_hosts, from_hosts, anything(from_hosts)), max_size=8)
 MEMORY = ("arena", 0, NBYTES)
 PORTION = ([], 0, 0)
+EPOCH: Any = SimpleNamespace(number=0, progress=SimpleNamespace(latest=lambda: PORTION, part=None))
 
 
 def batch(arena: int, *parts: Any) -> Any:
@@ -319,10 +320,7 @@ class Engine:
 
 def begun(server: PoolServer, engine: Engine, quota: int) -> int:
     """The number of an epoch of the server."""
-    progress = SimpleNamespace(latest=lambda: PORTION, part=None)
-    epoch: Any = SimpleNamespace(number=0, progress=progress)
-    number, _ = server.begin_epoch(engine, epoch, [], quota)  # type: ignore[arg-type]
-    return number
+    return server.begin_epoch(engine, quota, EPOCH, [])[0]  # type: ignore[arg-type]
 
 
 def check_hub(sent: list[tuple[int, Any]], in_turn: bool) -> None:
