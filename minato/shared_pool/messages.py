@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import operator
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from minato.batching.arena import Slot
 from minato.sampling.progress import BatchPart, Completed, Tally
@@ -25,8 +26,8 @@ __all__ = [
 WITH_DESCRIPTOR = "arena"
 """The kind of message that a file descriptor follows; only the server sends it."""
 
-_LARGEST = 1 << 63
-_MODULUS = 1 << 64
+_LIMIT = 1 << 64
+"""Of numbers: hashes have 64 bits."""
 Pairs = tuple[tuple[int, int], ...]
 
 
@@ -118,13 +119,15 @@ def from_rank(data: bytes) -> RankMessage:
     """
     match _parsed(data):
         case ["hello", 0, [], [local_rank, rank, dict(loader)]]:
-            facts = {_text(name): _text(value) for name, value in loader.items()}
-            return RankMessage("hello", 0, (), Hello(_count(local_rank), _count(rank), facts))
+            facts = {name: _checked(value, str) for name, value in loader.items()}
+            who = Hello(_checked(local_rank, int), _checked(rank, int), facts)
+            return RankMessage("hello", 0, (), who)
         case ["enter", number, dropped, [int(epoch), before]]:
-            had = None if before is None else _completed(before)
-            return RankMessage("enter", _count(number), _pairs(dropped), (epoch, had))
+            done = None if before is None else _checked(before, Completed)
+            more = epoch, done
+            return RankMessage("enter", _checked(number, int), _checked(dropped, Pairs), more)
         case [("next" | "leave" | "bye") as kind, number, dropped, None]:
-            return RankMessage(kind, _count(number), _pairs(dropped), None)
+            return RankMessage(kind, _checked(number, int), _checked(dropped, Pairs), None)
     raise ValueError("not a message of a client")
 
 
@@ -136,21 +139,27 @@ def from_host(data: bytes) -> tuple[Any, ...]:
     """
     match _parsed(data):
         case [("welcome" | "open" | "end") as kind, number]:
-            return kind, _count(number)
+            return kind, _checked(number, int)
         case [("broken" | "refused") as kind, why]:
-            return kind, _text(why)
+            return kind, _checked(why, str)
         case ["failed", number, why]:
-            return "failed", _count(number), _text(why)
+            return "failed", _checked(number, int), _checked(why, str)
         case ["arena", number, nbytes]:
-            return "arena", _count(number), _count(nbytes)
-        case ["given back", list(places)]:
-            return "given back", tuple(map(_place, places))
-        case ["batch", number, arena, descriptor, [ranges, samples, hashes]]:
-            portion = BatchPart(list(_unflat(ranges)), _count(samples), _count(hashes, _MODULUS))
-            return BatchMessage(
-                "batch", _count(number), _count(arena), _descriptor(descriptor), portion
-            )
+            return "arena", _checked(number, int), _checked(nbytes, int)
+        case ["given back", places]:
+            return "given back", _checked(places, tuple[tuple[int, Slot], ...])
+        case ["batch", number, arena, [*fields, texts, nbytes], [ranges, *tally]]:
+            slot, layout, result, failed = _checked(fields, _Fields)
+            end = _unflat(texts), _checked(nbytes, int)
+            portion = BatchPart(list(_unflat(ranges)), *_checked(tally, Tally))
+            descriptor = BatchDescriptor(slot, layout, result, failed, *end)
+            number, arena = _checked(number, int), _checked(arena, int)
+            return BatchMessage("batch", number, arena, descriptor, portion)
     raise ValueError("not a message of a server")
+
+
+_Fields = tuple[Slot, int, tuple[int, int], bool]
+"""The first fields of a :class:`BatchDescriptor`."""
 
 
 def _parsed(data: bytes) -> Any:
@@ -160,68 +169,37 @@ def _parsed(data: bytes) -> Any:
         raise ValueError("a message that is nested too deeply") from None
 
 
-def _count(value: object, limit: int = _LARGEST) -> int:
-    if type(value) is not int or not 0 <= value < limit:
-        raise ValueError("a number is missing or out of range")
-    return value
+def _checked(value: Any, kind: Any) -> Any:
+    """Return a decoded value as an int, a bool, a str, or a tuple or a named tuple of them.
 
-
-def _text(value: object) -> str:
-    if type(value) is not str:
-        raise ValueError("expected a string")
-    return value
-
-
-def _pair(value: object) -> tuple[int, int]:
-    first, second = _items(value)
-    return _count(first), _count(second)
-
-
-def _pairs(value: object) -> Pairs:
-    return tuple(map(_pair, _items(value)))
-
-
-def _unflat(value: object) -> Pairs:
-    """Return the pairs of a flat list."""
-    items = _items(value)
-    if len(items) % 2 or set(map(type, items)) - {int} or min(items, default=0) < 0:
-        raise ValueError("expected a list of pairs")
-    _count(max(items, default=0))
-    return tuple(zip(items[::2], items[1::2], strict=True))
-
-
-def _items(value: object) -> list[Any]:
+    Raises:
+        ValueError: It is another one, or a number out of range.
+    """
+    kinds = _items_of(kind)
+    if kinds is None:
+        if type(value) is not kind or (kind is int and not 0 <= value < _LIMIT):
+            raise ValueError(f"{kind.__name__} is missing or out of range")
+        return value
     if type(value) is not list:
-        raise ValueError("expected a list")
-    return value
+        raise ValueError("a list is missing")
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(value)
+    items = [_checked(item, kind) for item, kind in zip(value, kinds, strict=True)]
+    return tuple(items) if get_origin(kind) is tuple else kind(*items)
 
 
-def _slot(value: object) -> Slot:
-    start, end = _pair(value)
-    if start > end:
-        raise ValueError("a slot ends before it starts")
-    return Slot(start, end)
+@functools.cache
+def _items_of(kind: Any) -> tuple[Any, ...] | None:
+    """The types of the items of a tuple; None: it is no tuple."""
+    if get_origin(kind) is tuple:
+        return get_args(kind)
+    return tuple(get_type_hints(kind).values()) if issubclass(kind, tuple) else None
 
 
-def _place(value: object) -> tuple[int, Slot]:
-    arena, slot = _items(value)
-    return _count(arena), _slot(slot)
-
-
-def _descriptor(value: object) -> BatchDescriptor:
-    slot, layout, result, failed, texts, nbytes = _items(value)
-    if type(failed) is not bool:
-        raise ValueError("expected a bool")
-    return BatchDescriptor(
-        _slot(slot), _count(layout), _pair(result), failed, _unflat(texts), _count(nbytes)
-    )
-
-
-def _tally(value: object) -> Tally:
-    samples, hashes = _items(value)
-    return Tally(_count(samples), _count(hashes, _MODULUS))
-
-
-def _completed(value: object) -> Completed:
-    ranges, batches, delivered, skipped = _items(value)
-    return Completed(_pairs(ranges), _count(batches), _tally(delivered), _tally(skipped))
+def _unflat(value: Any) -> Pairs:
+    """Return the pairs of a flat list."""
+    if type(value) is not list or len(value) % 2 or set(map(type, value)) - {int}:
+        raise ValueError("a list of pairs is missing")
+    for number in (min(value, default=0), max(value, default=0)):
+        _checked(number, int)
+    return tuple(zip(value[::2], value[1::2], strict=True))
