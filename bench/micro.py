@@ -86,13 +86,13 @@ def ledger(module: ModuleType) -> Operations:
     }
 
 
-def run(module: ModuleType) -> Operations:
+def sample_loop(module: ModuleType) -> Operations:
     """What one sample of a run costs besides the dataset's own call: 256 samples that do nothing."""
     names = {
         "run_samples": module.run_samples,
         "fetch": KEYS.__getitem__,
         "keys": KEYS,
-        "lease": array("q", bytes(24)),
+        "lease": module.Lease(),
         "durations": array("q", bytes(8 * len(KEYS))),
         "nothing": lambda epoch, key: None,
     }
@@ -101,6 +101,7 @@ def run(module: ModuleType) -> Operations:
         "256 calls, no bookkeeping": ("[fetch(key) for key in keys]", names),
         "run of 256": (call.format("None"), names),
         "run of 256, each bound": (call.format("nothing"), names),
+        **_steps(module),
     }
 
 
@@ -132,7 +133,7 @@ def seeding(module: ModuleType) -> Operations:
     }
 
 
-def steps(module: ModuleType) -> Operations:
+def _steps(module: ModuleType) -> Operations:
     """Four resumable transforms that do nothing, against calling them straight through."""
 
     def nothing(value: int) -> int:
@@ -144,14 +145,17 @@ def steps(module: ModuleType) -> Operations:
         "chain": (nothing,) * 4,
         "later_ns": time.monotonic_ns() + 3_600_000_000_000,
         "laps": np.zeros(4, np.int64),
-        "cursor": np.zeros(1, np.int64),
+        "lease": module.Lease(),
     }
     return {
-        "four calls, no bookkeeping": ("nothing(nothing(nothing(nothing(1))))", names),
-        "no deadline": ("run_steps(chain, 1, 0, 0)", names),
-        "deadline": ("run_steps(chain, 1, 0, later_ns)", names),
-        "deadline, cursor": ("run_steps(chain, 1, 0, later_ns, None, cursor)", names),
-        "deadline, cursor, laps": ("run_steps(chain, 1, 0, later_ns, laps, cursor)", names),
+        "four steps, no bookkeeping": ("nothing(nothing(nothing(nothing(1))))", names),
+        "four steps": ("run_steps(chain, 1, 0, 0)", names),
+        "four steps, deadline": ("run_steps(chain, 1, 0, later_ns)", names),
+        "four steps, deadline, lease": ("run_steps(chain, 1, 0, later_ns, None, lease)", names),
+        "four steps, deadline, lease, laps": (
+            "run_steps(chain, 1, 0, later_ns, laps, lease)",
+            names,
+        ),
     }
 
 
@@ -245,7 +249,7 @@ def other_copies() -> dict[str, Operations]:
     return found
 
 
-MODULES = {each.__name__: each for each in (copy, histogram, ledger, run, seeding, steps, wait)}
+MODULES = {each.__name__: each for each in (copy, histogram, ledger, sample_loop, seeding, wait)}
 
 
 def ns_per_call(statement: str, names: dict[str, Any], rounds: int, round_s: float) -> float:

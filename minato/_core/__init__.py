@@ -16,10 +16,12 @@ __all__ = [
     "DUAL_MODULES",
     "EVENT_COUNT_NBYTES",
     "HISTOGRAM_NBYTES",
+    "LEASE_NBYTES",
     "USE_EXTENSIONS",
     "Arrivals",
     "EventCount",
     "Histogram",
+    "Lease",
     "Ledger",
     "Occurrences",
     "Packer",
@@ -43,9 +45,8 @@ DUAL_MODULES = (
     "histogram",
     "ledger",
     "records",
-    "run",
+    "sample_loop",
     "seeding",
-    "steps",
     "wait",
 )
 """Names of the modules that exist in both forms."""
@@ -77,7 +78,7 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._copy_py import Packer
     from minato._core._histogram_py import HISTOGRAM_NBYTES, Histogram
     from minato._core._ledger_py import Ledger
-    from minato._core._run_py import run_samples
+    from minato._core._sample_loop_py import LEASE_NBYTES, Lease, run_samples, run_steps
     from minato._core._seeding_py import (
         StateSnapshot,
         StateWriter,
@@ -85,14 +86,13 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
         sample_key,
         spread_seed,
     )
-    from minato._core._steps_py import run_steps
     from minato._core._wait_py import EVENT_COUNT_NBYTES, EventCount, SharedWords
 else:
     from minato._core._arrivals_c import Arrivals, Occurrences, sum_of_hashes
     from minato._core._copy_c import Packer
     from minato._core._histogram_c import HISTOGRAM_NBYTES, Histogram
     from minato._core._ledger_c import Ledger
-    from minato._core._run_c import run_samples
+    from minato._core._sample_loop_c import LEASE_NBYTES, Lease, run_samples, run_steps
     from minato._core._seeding_c import (
         StateSnapshot,
         StateWriter,
@@ -100,7 +100,6 @@ else:
         sample_key,
         spread_seed,
     )
-    from minato._core._steps_c import run_steps
     from minato._core._wait_c import EVENT_COUNT_NBYTES, EventCount, SharedWords
 
 

@@ -21,6 +21,7 @@ from minato._core.ledger cimport (
     mn_skip,
 )
 
+from minato._core._sample_loop_c import Lease
 from minato._core.limits import slot_overflow
 
 __all__ = ["Claims"]
@@ -46,10 +47,10 @@ cdef class Claims(Records):
             return None
         return index, k, count
 
-    def lease_words(self, uint32_t worker):
-        """What ``lease`` reads, as int64 memory for ``run_samples``: position + 1, started_ns, step."""
+    def own_lease(self, uint32_t worker):
+        """The worker's lease: only the worker writes it."""
         cdef Py_ssize_t start = <char *>self.worker_at(worker) - <char *>self.view.buf
-        return memoryview(<object>self.view.obj).cast("B")[start : start + 24].cast("q")
+        return Lease(<object>self.view.obj, start)
 
     def end(self, uint32_t worker, uint64_t samples, uint64_t busy_ns, uint64_t idle_ns):
         """Note that the worker is between two leases, and add to its activity."""

@@ -16,6 +16,7 @@ from minato._core._records_py import (
     STATE,
     Records,
 )
+from minato._core._sample_loop_py import Lease
 from minato._core.codes import (
     COLLATING,
     ENDED,
@@ -89,9 +90,9 @@ class Claims(Records):
             self._header["head"] = min(position + count, passed_over)
             return index, position - self._range(index).start, count
 
-    def lease_words(self, worker: int) -> memoryview:
-        """What ``lease`` reads, as int64 memory for ``run_samples``: position + 1, started_ns, step."""
-        return memoryview(self._workers[worker : worker + 1]).cast("B")[:24].cast("q")
+    def own_lease(self, worker: int) -> Lease:
+        """The worker's lease: only the worker writes it."""
+        return Lease(self._workers[worker : worker + 1].view(np.uint8))
 
     def end(self, worker: int, samples: int, busy_ns: int, idle_ns: int) -> None:
         """Note that the worker is between two leases, and add to its activity."""

@@ -11,6 +11,7 @@ from minato._core.atomics cimport (
     mn_load_relaxed_u32,
     mn_load_relaxed_u64,
     mn_load_seq_cst_u64,
+    mn_store_relaxed_u64,
     mn_store_release_u32,
     mn_store_release_u64,
 )
@@ -47,6 +48,8 @@ from minato._core.ledger cimport (
     mn_uncollate,
     mn_vacant,
 )
+
+from minato._core.codes import LeaseState
 
 __all__ = ["Ledger"]
 
@@ -233,6 +236,7 @@ cdef class Ledger(Claims):
         released = mn_reoffer(&self.ledger, worker, base, tail)
         for index in self.in_flight:
             mn_uncollate(&self.ledger, worker, index)
+        mn_store_relaxed_u64(&record.step, <uint64_t>-1)  # the next worker has not begun
         mn_store_release_u64(&record.position, 0)
         mn_strand(&self.ledger)
         return released
@@ -299,10 +303,10 @@ cdef class Ledger(Claims):
         mn_event_count_notify(&self.ledger.header.work, INT_MAX)
 
     def lease(self, uint32_t worker):
-        """``(position or None, started_ns, step)`` that a worker is on; step -1 is the dataset itself."""
+        """What a worker is on."""
         cdef mn_worker *record = self.worker_at(worker)
         cdef uint64_t position = mn_load_acquire_u64(&record.position)
-        return (
+        return LeaseState(
             (position - 1 if position else None),
             mn_load_relaxed_u64(&record.started_ns),
             <int64_t>mn_load_relaxed_u64(&record.step),

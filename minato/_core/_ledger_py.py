@@ -20,7 +20,16 @@ from minato._core._records_py import (
     STATE,
     STOPPING,
 )
-from minato._core.codes import CLOSED, COLLATING, KIND_MASK, NO_INTEGER, OPEN, SKIP_BLOB, VACANT
+from minato._core.codes import (
+    CLOSED,
+    COLLATING,
+    KIND_MASK,
+    NO_INTEGER,
+    OPEN,
+    SKIP_BLOB,
+    VACANT,
+    LeaseState,
+)
 
 __all__ = ["Ledger"]
 
@@ -258,6 +267,7 @@ class Ledger(Claims):
             for index in self._live:
                 if self._is_collating(index, worker):
                     self._set_state(index, OPEN)
+            self._workers[worker]["step"] = -1  # the next worker has not begun
             self._workers[worker]["position"] = 0
             # The next claim looks for full batches without a collating worker.
             self._header["orphaned"] += 1
@@ -313,11 +323,11 @@ class Ledger(Claims):
         self._header["shutdown"] = DRAINING if drain else STOPPING
         self._work.notify()
 
-    def lease(self, worker: int) -> tuple[int | None, int, int]:
-        """``(position or None, started_ns, step)`` that a worker is on; step -1 is the dataset itself."""
+    def lease(self, worker: int) -> LeaseState:
+        """What a worker is on."""
         record = self._workers[worker]
         position = int(record["position"])
-        return (
+        return LeaseState(
             position - 1 if position else None,
             int(record["started_ns"]),
             int(record["step"]),

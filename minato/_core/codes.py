@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # States of a batch
 VACANT, OPEN, COLLATING, READY, CLOSED = range(5)
 # Answers of ``fill``
@@ -16,6 +18,22 @@ ENDED, SKIPPED, STATES = 1 << END_BLOB, 1 << SKIP_BLOB, 1 << STATE_BLOB
 # Values of ``step`` if a worker's lease names no position: it collates batch -3 - step, or it starts.
 STARTING = -2
 FIRST_COLLATED = -3
+
+
+class LeaseState(NamedTuple):
+    """What a worker is on.
+
+    Attributes:
+        position: Of the sample that it runs; None: it runs none.
+        started_ns: When it began that, on ``now_ns``.
+        step: Index of the transform that runs; -1: the dataset itself. Without a position: STARTING, FIRST_COLLATED -
+            the batch that it collates, or -1.
+    """
+
+    position: int | None
+    started_ns: int
+    step: int
+
 
 NO_INTEGER = -(1 << 63)
 """In the place of an index that is no integer of 64 bits, which a record does not hold."""

@@ -72,7 +72,7 @@ class BatchPublisher:
         by_default = settings.collate_fn is default_collate
         self._collate_fn = collate_in_own_memory if by_default else settings.collate_fn
         self._draws = not (by_default or settings.collate_fn is default_convert)
-        self._lease = ledger.lease_words(settings.worker)
+        self._lease = ledger.own_lease(settings.worker)
         self._owner = os.getpid()
         self.bind: Bind = lambda *_: nullcontext()
         self.run_again: RunAgain = lambda: None
@@ -154,8 +154,8 @@ class BatchPublisher:
         """Return the collated batch, its error, or nothing, as offset with kind and size."""
         # If this process dies now, the lease says that it collated this batch and ran no sample.
         lease = self._lease
-        before = lease[0], lease[1], lease[2]
-        lease[0], lease[1], lease[2] = 0, now_ns(), FIRST_COLLATED - batch
+        before = lease.state()
+        lease.enter(FIRST_COLLATED - batch, now_ns())
         settings = self._settings
         try:
             samples = gather()
@@ -182,7 +182,10 @@ class BatchPublisher:
             offset, nbytes = self._blobs.put_error(batch, failure, ERROR_BLOB)
             return offset | ERROR_BLOB, nbytes
         finally:
-            lease[0], lease[1], lease[2] = before
+            if before.position is None:
+                lease.enter(before.step, before.started_ns)
+            else:
+                lease.begin(before.position, before.started_ns, before.step)
 
     def _bound(self, batch: int) -> AbstractContextManager[None]:
         """Bind randomness to a batch: its content depends neither on its worker nor on what that has run before."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minato._compat import is_profiling
-from minato._core import now_ns
+from minato._core import Lease, now_ns
 from minato._support.text import text_of
 from minato.batching.arena import Arena
 from minato.batching.builder import BatchBuilder
@@ -198,7 +198,7 @@ class InlineEngine:
         self._meters = Meters(len(pipeline.transforms))
         self._costs = CostStats(pipeline.transforms.names)
         self._activity = _Activity()
-        self._lease = memoryview(bytearray(24)).cast("q")
+        self._lease = Lease()
         self.slow_threshold = SlowThreshold(plan.slow, history.costs)
         history.decision = self.slow_threshold.decision
         self._slow_ns = history.decision.threshold_ns
@@ -418,7 +418,7 @@ class InlineEngine:
             outgoing = self._run(batch)
         self._tried = None
         now, activity, size = now_ns(), self._activity, batch.size
-        self._lease[0] = 0
+        self._lease.enter(-1, now)
         activity.samples += size
         activity.busy_ns += now - began_ns
         activity.idle_ns += began_ns - self._idle_since
@@ -483,7 +483,7 @@ class InlineEngine:
         while flight.positions:
             flight.begin()
             oldest, position = next(iter(flight.positions.items()))
-            self._lease[0], self._lease[1] = position + 1, oldest.started_ns or now_ns()
+            self._lease.begin(position, oldest.started_ns or now_ns())
             straggling_s = flight.hedge()
             read = flight.reads.finished()
             if read is None:
@@ -699,17 +699,17 @@ class InlineEngine:
 
     def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Worker, sample and time in ns of the sample that runs, if it has run for at least ``least_ns``."""
-        place, started_ns, step = self._lease
+        position, started_ns, step = self._lease.state()
         batch, epoch, taken_ns = self._batch, self._epoch, now_ns() - started_ns
-        if not place or batch is None or self.plan.worker.pipeline.streams:
+        if position is None or batch is None or self.plan.worker.pipeline.streams:
             return []
-        k = place - 1 - batch.first
+        k = position - batch.first
         if taken_ns < least_ns or not 0 <= k < len(batch.given):
             return []
         names = self.plan.worker.pipeline.transforms.names
         name = names[step] if 0 <= step < len(names) else None
         index = list(batch.given)[k]
-        sample = CurrentSample(place - 1, index, epoch.number, epoch.seed, name, started_ns)
+        sample = CurrentSample(position, index, epoch.number, epoch.seed, name, started_ns)
         return [(0, sample, taken_ns)]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._compat import ExceptionWrapper, forget_dataset, serves_other_processes
-from minato._core import Ledger, now_ns
+from minato._core import Lease, Ledger, now_ns
 from minato._core.codes import STARTING
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy, renew_in_children
@@ -111,7 +111,7 @@ class WorkerContext:
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         failure: BaseException | None,
         catches: Callable[[], Kinds],
-        remote_reads: Callable[[Any, Meters], Reads] | None = None,
+        remote_reads: Callable[[Lease, Meters], Reads] | None = None,
     ) -> Worker:
         """Make worker ``number``.
 
@@ -119,7 +119,7 @@ class WorkerContext:
             describe_error: Returns the exception that ``next()`` raises for one that is being handled.
             failure: The error of ``worker_init_fn``, or None.
             catches: Returns which exceptions of samples and ``collate_fn`` do not end the worker.
-            remote_reads: Makes reads that return complete samples of another machine, from lease words and meters.
+            remote_reads: Makes reads that return complete samples of another machine, from lease and meters.
         """
         plan, pipeline = self.plan, self.plan.pipeline
         ledger = state.ledger
@@ -132,7 +132,7 @@ class WorkerContext:
             owned = OwnedGenerators(roots) if bind else None
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
-        lease, meters = ledger.lease_words(number), state.meters(number)
+        lease, meters = ledger.own_lease(number), state.meters(number)
         dataset, transforms = pipeline.dataset, pipeline.transforms
         reads: Reads | None = None
         if remote_reads is not None:
@@ -251,11 +251,11 @@ def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool])
         number, lambda: ledger.stopping or ledger.draining, parent_lives
     ):
         return
-    lease = ledger.lease_words(number)
+    lease = ledger.own_lease(number)
     if plan.init_fn is not None:
-        lease[1], lease[2] = now_ns(), STARTING
+        lease.enter(STARTING, now_ns())
     failure = initialise(plan, number)
-    lease[2] = -1
+    lease.step = -1
     wrap = wrapped(f"worker process {number}", in_process=True)
     worker = context.worker(number, state, wrap, failure, lambda: (BaseException,))
     worker.loop(parent_lives)

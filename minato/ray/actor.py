@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minato._compat import ExceptionWithTraceback
-from minato._core import now_ns, run_steps
+from minato._core import Lease, now_ns, run_steps
 from minato._support.pickling import SidePickler
 from minato.observe.stats.size import nbytes_of
 from minato.transforms.compose import Transforms
@@ -81,7 +81,7 @@ class SampleServer:
         self._randomness: SampleRandomness | None = None
         self._rescanned = False
         self._laps = array("q", bytes(8 * len(self._steps)))
-        self._cursor = array("q", [-1])
+        self._lease = Lease()
         self._failure: Exception | None = None
         seed_worker(number, spec.num_workers, spec.base_seed, spec.dataset)
         try:
@@ -101,7 +101,7 @@ class SampleServer:
             seed: Base seed of the sample's randomness; None: the randomness does not depend on the sample.
             occurrence: How often the key occurred before in the epoch.
         """
-        self._cursor[0] = -1
+        self._lease.step = -1
         size_bytes = 0
         cpu_ns, begun_ns = thread_time_ns(), now_ns()
         try:
@@ -112,7 +112,7 @@ class SampleServer:
                 value = self._dataset[key]
                 laps_ns = [now_ns() - begun_ns]
                 size_bytes = nbytes_of(value)
-                value, _ = run_steps(self._steps, value, 0, 0, self._laps, self._cursor)
+                value, _ = run_steps(self._steps, value, 0, 0, self._laps, self._lease)
                 if self._rescanned or self._randomness is None:
                     break
                 # The first sample may create generators, which were not seeded while it ran.
@@ -125,7 +125,7 @@ class SampleServer:
             failed, parts = True, _pack_error(error)
             laps_ns = [now_ns() - begun_ns]
         cpu_ns = thread_time_ns() - cpu_ns
-        return SampleResult(failed, *parts, laps_ns, cpu_ns, size_bytes, self._cursor[0])
+        return SampleResult(failed, *parts, laps_ns, cpu_ns, size_bytes, self._lease.step)
 
     def _bind(self, seed: int | None, epoch: int, key: object, occurrence: int) -> None:
         if seed is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minato._compat import kill_actor
-from minato._core import now_ns
+from minato._core import Lease, now_ns
 from minato._support.threads import start_thread
 from minato.errors import warn
 from minato.observe.stats.costs import Meters
@@ -190,7 +190,7 @@ class ActorReads(FinishedReads):
         actor: Handle of a :class:`minato.ray.actor.SampleServer`.
         end: Ends the actor.
         connected: Returns whether there is a connection to the cluster.
-        lease: The worker's lease words; the third is the index of the transform that ran.
+        lease: The worker's; its step is the index of the transform that ran.
         meters: Receive the times of dataset and transforms.
     """
 
@@ -199,7 +199,7 @@ class ActorReads(FinishedReads):
         actor: Any,
         end: Callable[[], None],
         connected: Callable[[], bool],
-        lease: Any,
+        lease: Lease,
         meters: Meters,
     ) -> None:
         super().__init__(0)
@@ -282,7 +282,7 @@ class ActorReads(FinishedReads):
             raise self._actor_lost(error) from None
         value, raised = self._unpack(result)
         if raised is not None:
-            self._lease[2] = result.step
+            self._lease.step = result.step
             raise raised
         return value
 

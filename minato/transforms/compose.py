@@ -6,13 +6,9 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from minato._core import run_steps
 from minato._support.text import short, text_of, type_name
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = ["Transforms"]
 
@@ -90,20 +86,6 @@ class Transforms:
         for _number, step in enumerate(self.steps):  # failed_step() reads the number
             value = step(value)
         return value
-
-    def resume(
-        self,
-        value: object,
-        index: int,
-        deadline_ns: int,
-        laps: Buffer | None = None,
-        cursor: Buffer | None = None,
-    ) -> tuple[Any, int]:
-        """Apply the transforms from ``index`` on, until the last one or the deadline.
-
-        Arguments, results and errors are those of :func:`minato._core.run_steps`.
-        """
-        return run_steps(self.steps, value, index, deadline_ns, laps, cursor)
 
     def failed_step(self, error: BaseException) -> str | None:
         """Return the name of the transform that raised an exception; None if none of these did."""

@@ -420,10 +420,10 @@ class Scaler:
     def _read(self, now: int) -> _Reading:
         busy_ns = 0
         for worker in range(len(self._times)):
-            position, started_ns, _ = self._ledger.lease(worker)
+            lease = self._ledger.lease(worker)
             busy_ns += self._ledger.activity(worker)[1]
-            if position is not None:
-                busy_ns += max(now - started_ns, 0)
+            if lease.position is not None:
+                busy_ns += max(now - lease.started_ns, 0)
         return _Reading(
             now,
             busy_ns,

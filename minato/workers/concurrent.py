@@ -314,7 +314,7 @@ class ConcurrentWorker(Worker):
         self._reads_lists = isinstance(reads, BegunLists)
         self._seeds = concurrency.binds_randomness
         self._sleeping = False
-        self._lease = self._ledger.lease_words(self._number)
+        self._lease = self._ledger.own_lease(self._number)
         self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     @property
@@ -437,8 +437,7 @@ class ConcurrentWorker(Worker):
         oldest = next(iter(self._flight.positions), None)
         if oldest is not None:
             position = self._flight.positions[oldest]
-            self._lease[0], self._lease[1] = position + 1, oldest.started_ns or now_ns()
-            self._lease[2] = -1
+            self._lease.begin(position, oldest.started_ns or now_ns())
 
     def _take(self, read: Read) -> None:
         """Run the transforms of a sample that was read, and write it."""

@@ -129,4 +129,4 @@ def read_current_work(
 
 def has_begun(ledger: Ledger, number: int) -> bool:
     """Whether worker ``number`` runs, or has ever run, a sample."""
-    return bool(ledger.activity(number)[0]) or ledger.lease(number)[0] is not None
+    return bool(ledger.activity(number)[0]) or ledger.lease(number).position is not None

@@ -15,6 +15,7 @@ from enum import Enum
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from minato._core import Lease
 from minato._support.counters import Counters
 from minato._support.files import anonymous_log, open_lines
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
@@ -284,7 +285,7 @@ class SampleRetry:
 
     Args:
         worker: Its number.
-        lease: Its lease words, the third of which names the transform that ran.
+        lease: Its lease, whose step names the transform that ran.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class SampleRetry:
         runner: Runner,
         fetcher: Fetcher,
         transforms: Transforms,
-        lease: Any,
+        lease: Lease,
     ) -> None:
         self._worker = worker
         self._policy = policy
@@ -354,8 +355,8 @@ class SampleRetry:
         self, epoch: int, index: Any, error: BaseException, attempts: int, occurrence: int
     ) -> SampleFailure:
         step = self._transforms.failed_step(error)
-        if step is None and self._lease[2] >= 0:
-            step = self._transforms.names[self._lease[2]]
+        if step is None and self._lease.step >= 0:
+            step = self._transforms.names[self._lease.step]
         seed, worker = self._runner.seed, self._worker
         return SampleFailure(index, epoch, seed, worker, attempts, error, step, occurrence)
 

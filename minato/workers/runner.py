@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import thread_time_ns
 from typing import Any, NamedTuple, TypeAlias
 
-from minato._core import now_ns, run_samples
+from minato._core import Lease, now_ns, run_samples
 from minato._fork_safety import end_copy
 from minato._support.hashes import index_hash
 from minato.observe.stats.costs import Meters
@@ -87,7 +87,7 @@ class Runner:
     """Runs the samples of one worker.
 
     Args:
-        lease: The worker's lease words (``Ledger.lease_words``).
+        lease: The worker's; it always says which sample runs.
         meters: Receive what samples cost.
         make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
         stage_runner: Runs samples stage by stage; None: they have no stages.
@@ -100,7 +100,7 @@ class Runner:
         self,
         settings: RunnerSettings,
         *,
-        lease: Any,
+        lease: Lease,
         meters: Meters,
         make_randomness: Callable[[int], SampleRandomness] | None = None,
         stage_runner: StageRunner | None = None,
@@ -179,7 +179,7 @@ class Runner:
     def transformed(self, read: Read, transforms: Transforms) -> Any:
         """The sample of a read that has finished in another thread; raises what it raised."""
         if read.error is not None:
-            self._lease[2] = read.step
+            self._lease.step = read.step
             raise read.error
         if self._randomness is not None:
             self._randomness.asked = read.asked  # generators that it has got from minato
@@ -485,18 +485,18 @@ class Runner:
 
 
 def _recorded(
-    fetch: Fetch, tracer: Tracer, lease: Any, epoch: int, *, repeats: bool = False
+    fetch: Fetch, tracer: Tracer, lease: Lease, epoch: int, *, repeats: bool = False
 ) -> Fetch:
     """Return a function like ``fetch`` that also records each sample.
 
     Args:
         fetch: Runs the sample of an index, or resumes a deferred one.
-        lease: The worker's lease words.
+        lease: The worker's.
         repeats: The samples have run before, and the earlier results count.
     """
 
     def fetched(index: object) -> Any:
-        begin_ns, position = tracer.now(), lease[0]
+        begin_ns, position = tracer.now(), lease.position or 0
         args = {"index": index.key if type(index) is DeferredSample else index, "epoch": epoch}
         try:
             sample = fetch(index)

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from minato._core import Ledger, now_ns
-from minato._core.codes import STARTING
+from minato._core.codes import STARTING, LeaseState
 from minato._support.files import anonymous_log
 from minato.errors import SampleTimeoutError
 
@@ -87,9 +87,8 @@ class SampleWatchdog:
         self._stacks = stacks
         self._ended: dict[int, str] = {}  # the reason by number
         self._since_ns = 0
-        self._requested: tuple[int, BaseProcess, Any] | None = (
-            None  # number, process, its lease then
-        )
+        # number, process, its lease then
+        self._requested: tuple[int, BaseProcess, LeaseState] | None = None
 
     @property
     def interval_s(self) -> float:
@@ -108,10 +107,10 @@ class SampleWatchdog:
         self._requested = None
         for number, process in enumerate(processes):
             lease = self._ledger.lease(number)
-            on_nothing = lease[0] is None and lease[2] > STARTING
+            on_nothing = lease.position is None and lease.step > STARTING
             if on_nothing or number in self._ended or process.pid is None:
                 continue
-            taken_s = (now_ns() - max(lease[1], self._since_ns)) / 1e9
+            taken_s = (now_ns() - max(lease.started_ns, self._since_ns)) / 1e9
             # The words of a lease are not written atomically: a second read confirms the first.
             if taken_s <= self._limit_s or self._ledger.lease(number) != lease:
                 continue
@@ -120,7 +119,7 @@ class SampleWatchdog:
                 self._requested = number, process, lease
                 return
 
-    def _finish(self, number: int, process: BaseProcess, lease: object) -> bool:
+    def _finish(self, number: int, process: BaseProcess, lease: LeaseState) -> bool:
         """End a worker whose stack was requested; False while the stack is awaited."""
         if self._ledger.lease(number) != lease or not process.is_alive():
             return True  # the sample or the worker has ended by itself
@@ -128,8 +127,8 @@ class SampleWatchdog:
         if stack is None:
             return False
         what = "a sample"
-        if lease[0] is None:
-            what = "worker_init_fn" if lease[2] == STARTING else "collate_fn"
+        if lease.position is None:
+            what = "worker_init_fn" if lease.step == STARTING else "collate_fn"
         self._ended[number] = (
             f"{what} took more than sample_timeout={self._limit_s:g}, and its worker (pid {process.pid}) "
             f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"

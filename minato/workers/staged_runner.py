@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import thread_time_ns
 from typing import Any
 
-from minato._core import now_ns, run_steps
+from minato._core import Lease, now_ns, run_steps
 from minato.observe.stats.costs import Meters
 from minato.observe.stats.size import nbytes_of
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -22,7 +22,7 @@ class StageRunner:
 
     Args:
         dataset: Has the samples, by index.
-        lease: The worker's lease words; the third always names the stage that runs, -1 being the dataset's.
+        lease: The worker's; its step always names the stage that runs, -1 being the dataset's.
         meters: Receive the times of the stages of measured samples.
         deferral: Decides which slow samples are deferred; None: none is.
         tracer: Records these stages.
@@ -33,7 +33,7 @@ class StageRunner:
         dataset: Any,
         transforms: Transforms,
         *,
-        lease: Any,
+        lease: Lease,
         meters: Meters,
         deferral: Deferral | None = None,
         tracer: Tracer = NULL_TRACER,
@@ -41,7 +41,6 @@ class StageRunner:
         self._dataset = dataset
         self._steps = transforms.steps
         self._lease = lease
-        self._cursor = lease[2:3]
         self._meters = meters
         self.deferral = deferral
         self._names = transforms.names
@@ -90,7 +89,7 @@ class StageRunner:
 
     def _is_slow(self) -> bool:
         """Whether the dataset alone has made the sample slow."""
-        return self.slow_ns > 0 and now_ns() - self._lease[1] >= self.slow_ns
+        return self.slow_ns > 0 and now_ns() - self._lease.started_ns >= self.slow_ns
 
     def _transform(
         self, index: Any, value: Any, step: int, active_ns: int, cpu_ns: int | None, is_slow: bool
@@ -102,20 +101,20 @@ class StageRunner:
             cpu_ns: Thread time at which it would have begun without the deferral; None: not measured.
             is_slow: Whether it may be deferred before the first of them.
         """
-        steps, num_steps, laps = self._steps, len(self._steps), self._laps
+        steps, num_steps, laps, lease = self._steps, len(self._steps), self._laps, self._lease
         deferral = self.deferral if self.slow_ns else None
         deadline_ns = 0
         if deferral is not None:
-            deadline_ns = max(self._lease[1] + self.slow_ns - active_ns, 1)
+            deadline_ns = max(lease.started_ns + self.slow_ns - active_ns, 1)
         while step < num_steps:
-            if is_slow and deferral is not None and deferral.allows(self._lease[0] - 1):
+            if is_slow and deferral is not None and deferral.allows(_position(lease)):
                 return self._defer(deferral, index, value, step, active_ns, cpu_ns)
             # Past its deadline a sample runs one transform at a time.
             first, is_slow = step, True
             if cpu_ns is None:
-                value, step = run_steps(steps, value, step, deadline_ns, None, self._cursor)
+                value, step = run_steps(steps, value, step, deadline_ns, None, lease)
                 continue
-            value, step = run_steps(steps, value, step, deadline_ns, laps, self._cursor)
+            value, step = run_steps(steps, value, step, deadline_ns, laps, lease)
             self._note(first, step)
         if cpu_ns is not None:
             self._meters.cpu.record(max(thread_time_ns() - cpu_ns, 0))
@@ -149,15 +148,21 @@ class StageRunner:
     ) -> DeferredSample:
         now = now_ns()
         sample = DeferredSample(
-            position=self._lease[0] - 1,
+            position=_position(self._lease),
             key=index,
             value=value,
             step=step,
             randomness=None if self.capture is None else self.capture(),
-            active_ns=active_ns + now - self._lease[1],
+            active_ns=active_ns + now - self._lease.started_ns,
             cpu_ns=None if cpu_ns is None else thread_time_ns() - cpu_ns,
             longest=self._longest,
             deferred_ns=now,
         )
         deferral.defer(sample)
         return sample
+
+
+def _position(lease: Lease) -> int:
+    position = lease.position
+    assert position is not None
+    return position

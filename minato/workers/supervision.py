@@ -326,7 +326,7 @@ class WorkerRecovery:
         work = self.current_work(number)
         sample = work if isinstance(work, CurrentSample) else None
         collation = work if isinstance(work, Collation) else None
-        starts = self.ledger.lease(number)[2] == STARTING
+        starts = self.ledger.lease(number).step == STARTING
         error: Exception | None = None if self.watchdog is None else self.watchdog.cause(number)
         attempts = 0
         warning: str | None = None
@@ -351,7 +351,6 @@ class WorkerRecovery:
         if error and sample and self.ledger.is_unfinished(number, sample.position):
             self._give_up(number, sample, error, attempts)
         self.ledger.release(number)
-        self.ledger.lease_words(number)[2] = -1  # the new worker has not begun
         if self.watchdog is not None:
             self.watchdog.forget(number)
         return warning

@@ -20,6 +20,7 @@ import torch
 
 import minato
 from minato import DataLoader, ErrorPolicy
+from minato._core.codes import LeaseState
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from tests.datasets import wait_until
 from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
@@ -135,8 +136,8 @@ def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
     class Ledger:
         """One worker is on a sample."""
 
-        def lease(self, number: int) -> tuple[int, int, int]:
-            return 0, begun_ns, 1
+        def lease(self, number: int) -> LeaseState:
+            return LeaseState(0, begun_ns, 1)
 
     class Process:
         """Stands for a worker process."""
@@ -168,10 +169,10 @@ class Lease:
     """Stands for the ledger of one worker, which began a sample ten seconds ago."""
 
     def __init__(self) -> None:
-        self.words = 0, time.monotonic_ns() - 10**10, 1
+        self.state = LeaseState(0, time.monotonic_ns() - 10**10, 1)
 
-    def lease(self, number: int) -> tuple[int, int, int]:
-        return self.words
+    def lease(self, number: int) -> LeaseState:
+        return self.state
 
 
 def listens_and_hangs(stacks: StackFile, listening: Any) -> None:

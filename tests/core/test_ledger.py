@@ -217,7 +217,7 @@ def test_a_worker_learns_what_it_has_claimed(desk: Desk) -> None:
 def test_leases_and_activity(desk: Desk) -> None:
     ledger = desk.ledger
     assert ledger.lease(1) == (None, 0, 0)
-    ledger.lease_words(1)[:] = array.array("q", [8, 1234, -1])
+    ledger.own_lease(1).begin(7, 1234)
     assert desk.twin.Ledger(desk.memory).lease(1) == (7, 1234, -1)
     assert (ledger.lease(0), ledger.lease(2)) == ((None, 0, 0), (None, 0, 0))
     ledger.end(1, 3, 100, 20)
@@ -234,9 +234,7 @@ def test_when_the_samples_at_work_were_begun(desk: Desk) -> None:
     desk.open(4)
     assert desk.ledger.begun() == []
     for worker, started_ns in enumerate((300, 100, 200)):
-        words = desk.ledger.lease_words(worker)
-        words[1] = started_ns
-        words[0] = 1 + worker
+        desk.ledger.own_lease(worker).begin(worker, started_ns)
     assert desk.ledger.begun() == [100, 200, 300]
     desk.ledger.end(1, 1, 0, 0)
     assert desk.ledger.begun() == [200, 300]
@@ -655,7 +653,7 @@ def test_killed_after_the_claim(desk: Desk, bound: bool) -> None:
     desk.claim(0, 3)
     desk.claim(1, 1)
     desk.claim(0, 2)
-    desk.ledger.lease_words(0)[0] = 5
+    desk.ledger.own_lease(0).begin(4, 0)
     assert desk.ledger.release(0) == 5
     assert desk.ledger.lease(0)[0] is None
     assert desk.ticket(3) == claimed(1, 3 if bound else None)

@@ -4,11 +4,9 @@ import functools
 import pickle
 import random
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -109,7 +107,6 @@ def test_no_transforms_leave_the_value() -> None:
     for chain in (Transforms(), Transforms.of(None), Transforms.of([]), Transforms.of(())):
         assert len(chain) == 0
         assert chain.run(value) is value
-        assert chain.resume(value, 0, 1) == (value, 0)
 
 
 @pytest.mark.parametrize(
@@ -222,17 +219,6 @@ def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(TypeError) as caught:
         Transforms.of(["x" * 10_000])
     assert len(str(caught.value)) < 250
-
-
-def test_resuming_stops_at_the_deadline_and_goes_on_where_it_was() -> None:
-    chain = Transforms.of([double, Add(3), double])
-    laps, cursor = np.full(3, -1, np.int64), np.zeros(1, np.int64)
-    value, index = chain.resume(5, 0, 1, laps, cursor)
-    assert (value, index, cursor[0]) == (10, 1, 1)
-    assert (laps >= 0).tolist() == [True, False, False]
-    value, index = chain.resume(value, index, time.monotonic_ns() + 60_000_000_000, laps, cursor)
-    assert (value, index, cursor[0]) == (26, 3, 3)
-    assert (laps >= 0).all()
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))

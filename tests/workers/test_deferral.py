@@ -236,7 +236,7 @@ class Case:
         self, number: int, chain: Transforms, chance: random.Random, mean_ns: float
     ) -> Worker:
         ledger = self.bench.ledger
-        lease = ledger.lease_words(number)
+        lease = ledger.own_lease(number)
         # As if there were no other workers: so samples are deferred as often as can be.
         deferral = Deferral(
             ledger=ledger,

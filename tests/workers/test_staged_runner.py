@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from minato import DataLoader
-from minato._core import now_ns
+from minato._core import Lease, now_ns
 from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
 from minato.workers import runner
@@ -37,13 +36,13 @@ class Defers:
 
 def stepper_of(
     *steps: Callable[[Any], Any], deferral: Defers | None = None
-) -> tuple[StageRunner, Meters, array[int]]:
-    lease, meters = array("q", [40, now_ns(), -1]), Meters(len(steps))
-    words, chain = memoryview(lease), Transforms(steps)
+) -> tuple[StageRunner, Meters, Lease]:
+    lease, meters, chain = Lease(), Meters(len(steps)), Transforms(steps)
+    lease.begin(39, now_ns())
     made = StageRunner(
         list(range(10)),
         chain,
-        lease=words,
+        lease=lease,
         meters=meters,
         deferral=deferral,  # type: ignore[arg-type]
     )
@@ -65,7 +64,7 @@ def test_every_stage_of_a_measured_sample_is_recorded() -> None:
     assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 2, 2]
     assert meters.size.total == 16
     assert meters.transforms.total == 4
-    assert lease[2] == 2  # all transforms are done
+    assert lease.step == 2  # all transforms are done
 
 
 def test_a_straight_sample_is_not_measured() -> None:
@@ -78,7 +77,7 @@ def test_the_lease_names_the_stage_that_runs() -> None:
     seen: list[int] = []
 
     def look(value: Any) -> Any:
-        seen.append(lease[2])
+        seen.append(lease.step)
         return value
 
     stage_runner, _, lease = stepper_of(look, look)
@@ -143,7 +142,7 @@ def test_what_a_stage_raises_comes_out_and_its_time_is_not_recorded() -> None:
     stage_runner, meters, lease = stepper_of(plus(1), lambda value: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         stage_runner.measured(3)
-    assert lease[2] == 1
+    assert lease.step == 1
     assert meters.cpu.count == meters.steps[1].count == 0
 
 

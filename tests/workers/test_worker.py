@@ -63,7 +63,7 @@ class Setting:
                 return list(self.bench.indices.kept[offset][k : k + count])
             return list(ledger.indices(batch, k, count))
 
-        lease, fetcher = ledger.lease_words(0), Fetcher(dataset, Transforms(), batched=True)
+        lease, fetcher = ledger.own_lease(0), Fetcher(dataset, Transforms(), batched=True)
         stage_runner = (
             None
             if fetcher.takes_lists

@@ -1,7 +1,10 @@
+"""Running samples and their transforms, and the lease that says which: both halves alike."""
+
 from __future__ import annotations
 
 import contextlib
 import time
+from array import array
 from types import ModuleType
 from typing import Any
 
@@ -10,8 +13,89 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-TWIN = "steps"
+from minato._core import codes, now_ns
+
+TWIN = "sample_loop"
 FAR_NS = 2**62
+
+
+def run(twin: ModuleType, fetch: Any, keys: list[Any], **given: Any) -> tuple[Any, Any, Any]:
+    lease, durations = twin.Lease(), array("q", [-1] * len(keys))
+    arguments = {"bind": None, "epoch": 0, "catches": Exception, **given}
+    found = twin.run_samples(fetch, keys, 100, lease, durations, **arguments)
+    return found, lease, durations
+
+
+def test_samples_in_order_with_their_times(twin: ModuleType) -> None:
+    before = now_ns()
+    (samples, error), lease, durations = run(twin, str, [3, "b", None])
+    assert (samples, error) == (["3", "b", "None"], None)
+    assert all(0 <= lap <= now_ns() - before for lap in durations)
+    assert lease.position == 100 + 2
+    assert before <= lease.started_ns <= now_ns()
+    assert lease.step == -1
+
+
+def test_lease_names_the_sample_that_runs(twin: ModuleType) -> None:
+    lease, seen = twin.Lease(), []
+    lease.enter(codes.STARTING, 1)
+
+    def fetch(key: int) -> None:
+        seen.append((key, lease.position, lease.step))
+
+    twin.run_samples(fetch, [7, 8], 40, lease, array("q", [0, 0]), None, 0, Exception)
+    assert seen == [(7, 40, -1), (8, 41, -1)]
+
+
+def test_each_sample_is_bound_just_before_it(twin: ModuleType) -> None:
+    journal: list[Any] = []
+    run(
+        twin,
+        lambda key: journal.append(("fetch", key)),
+        ["a", "b"],
+        bind=lambda epoch, key: journal.append((epoch, key)),
+        epoch=5,
+    )
+    assert journal == [(5, "a"), ("fetch", "a"), (5, "b"), ("fetch", "b")]
+
+
+def test_an_error_ends_the_run_and_is_returned(twin: ModuleType) -> None:
+    called = []
+
+    def fetch(key: int) -> int:
+        called.append(key)
+        return 10 // key
+
+    (samples, error), lease, durations = run(twin, fetch, [5, 0, 2])
+    assert samples == [2]
+    assert isinstance(error, ZeroDivisionError)
+    assert called == [5, 0]
+    assert lease.position == 101
+    assert durations[1] >= 0
+    assert durations[2] == -1
+
+
+def test_other_errors_propagate(twin: ModuleType) -> None:
+    def interrupted(key: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(twin, interrupted, [1])
+    (samples, error), _, _ = run(twin, interrupted, [1], catches=BaseException)
+    assert samples == []
+    assert isinstance(error, KeyboardInterrupt)
+
+
+def test_no_keys(twin: ModuleType) -> None:
+    assert run(twin, str, [])[0] == ([], None)
+
+
+def test_durations_that_are_too_short_are_refused(twin: ModuleType) -> None:
+    with pytest.raises(ValueError, match="durations needs 16 bytes, this buffer has 8"):
+        twin.run_samples(str, [1, 2], 0, twin.Lease(), array("q", [0]), None, 0, Exception)
+
+
+# --------------------------------------------------------------------------------------- transforms
 
 
 class Recorder:
@@ -103,23 +187,23 @@ def test_laps_receive_the_duration_of_each_step_that_ran(twin: ModuleType, make:
     assert words[:3].sum() <= time.monotonic_ns() - start_ns
 
 
-def test_the_cursor_names_the_step_being_run(twin: ModuleType) -> None:
-    cursor = np.full(1, -1, np.int64)
+def test_the_lease_names_the_step_being_run(twin: ModuleType) -> None:
+    lease = twin.Lease()
     seen: list[int] = []
 
     def look(value: int) -> int:
-        seen.append(int(cursor[0]))
+        seen.append(lease.step)
         return value
 
-    assert twin.run_steps((look,) * 3, 0, 1, 0, None, cursor) == (0, 3)
+    assert twin.run_steps((look,) * 3, 0, 1, 0, None, lease) == (0, 3)
     assert seen == [1, 2]
-    assert cursor[0] == 3
-    twin.run_steps((look,) * 3, 0, 0, 1, None, cursor)
-    assert cursor[0] == 1
+    assert lease.step == 3
+    twin.run_steps((look,) * 3, 0, 0, 1, None, lease)
+    assert lease.step == 1
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_exception_passes_unchanged_and_the_cursor_tells_whose_it_is(
+def test_an_exception_passes_unchanged_and_the_lease_tells_whose_it_is(
     twin: ModuleType, failing: int
 ) -> None:
     error = KeyError("inside")
@@ -129,23 +213,27 @@ def test_an_exception_passes_unchanged_and_the_cursor_tells_whose_it_is(
 
     steps: list[Any] = [lambda value: value] * 3
     steps[failing] = fail
-    cursor = np.full(1, -1, np.int64)
+    lease = twin.Lease()
     laps = np.full(3, -1, np.int64)
     with pytest.raises(KeyError) as caught:
-        twin.run_steps(tuple(steps), 0, 0, 0, laps, cursor)
+        twin.run_steps(tuple(steps), 0, 0, 0, laps, lease)
     assert caught.value is error
     assert caught.value.__cause__ is None
-    assert cursor[0] == failing
+    assert lease.step == failing
     assert [lap >= 0 for lap in laps] == [i < failing for i in range(3)]
 
 
 @pytest.mark.parametrize("step", [abs, len], ids=["returns", "raises"])
 def test_the_memory_is_released(twin: ModuleType, step: Any) -> None:
-    laps, cursor = bytearray(8), bytearray(8)
+    laps, memory = bytearray(8), bytearray(24)
+    lease = twin.Lease(memory)
     with contextlib.suppress(TypeError):
-        twin.run_steps((step,), 1, 0, 0, laps, cursor)
-    laps.extend(b"refused while")
-    cursor.extend(b"exported")
+        twin.run_steps((step,), 1, 0, 0, laps, lease)
+    laps.extend(b"refused while exported")
+    with pytest.raises(BufferError):
+        memory.extend(b"exported")
+    del lease
+    memory.extend(b"no more")
 
 
 @pytest.mark.parametrize("index", [-1, 3])
@@ -160,13 +248,34 @@ def test_steps_are_a_tuple(twin: ModuleType, steps: object) -> None:
         twin.run_steps(steps, [], 0, 0)
 
 
-@pytest.mark.parametrize(("name", "words"), [("laps", 1), ("cursor", 0)])
-def test_memory_that_is_too_small_is_refused(twin: ModuleType, name: str, words: int) -> None:
-    with pytest.raises(ValueError, match=f"{name} needs"):
-        twin.run_steps((abs, abs), 1, 0, 0, **{name: bytearray(8 * words)})
-
-
-@pytest.mark.parametrize("name", ["laps", "cursor"])
-def test_read_only_memory_is_refused(twin: ModuleType, name: str) -> None:
+def test_laps_are_writable_and_long_enough(twin: ModuleType) -> None:
+    with pytest.raises(ValueError, match="laps needs 16 bytes, this buffer has 8"):
+        twin.run_steps((abs, abs), 1, 0, 0, bytearray(8))
     with pytest.raises(BufferError):
-        twin.run_steps((abs,), 1, 0, 0, **{name: bytes(8)})
+        twin.run_steps((abs,), 1, 0, 0, bytes(8))
+
+
+# ------------------------------------------------------------------------------------------ the lease
+
+
+def test_a_lease_says_what_a_worker_is_on(twin: ModuleType) -> None:
+    memory = np.zeros(5, np.int64)
+    lease, reader = twin.Lease(memory, 16), twin.Lease(memory, 16)
+    assert reader.state() == (None, 0, 0)
+    lease.begin(7, 1234)
+    assert reader.state() == (7, 1234, -1)
+    lease.step = 2
+    assert (reader.position, reader.started_ns, reader.step) == (7, 1234, 2)
+    lease.enter(codes.FIRST_COLLATED - 5, 99)
+    assert reader.state() == (None, 99, codes.FIRST_COLLATED - 5)
+    lease.begin(0, 5, 3)
+    assert reader.state() == codes.LeaseState(0, 5, 3)
+    assert memory.tolist() == [0, 0, 1, 5, 3]
+
+
+@pytest.mark.parametrize("offset", [-8, 4, 8])
+def test_a_lease_fits_its_memory(twin: ModuleType, offset: int) -> None:
+    with pytest.raises(ValueError, match=f"offset {offset} is no place for a lease in 24 bytes"):
+        twin.Lease(bytearray(24), offset)
+    with pytest.raises(BufferError):
+        twin.Lease(bytes(24))

@@ -1,0 +1,216 @@
+"""Running samples one after the other, and the transforms of one of them, while the lease says which."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int64_t, uint64_t
+
+from minato._core.atomics cimport (
+    mn_load_acquire_u64,
+    mn_load_relaxed_u64,
+    mn_store_relaxed_u64,
+    mn_store_release_u64,
+    mn_u64,
+)
+from minato._core.clock_gettime cimport mn_now_ns
+
+from minato._core.codes import LeaseState
+
+__all__ = ["LEASE_NBYTES", "Lease", "run_samples", "run_steps"]
+
+LEASE_NBYTES = 24
+"""Bytes of a lease: position + 1 (0: no sample), the time it was begun, and its step, all 64 bits wide."""
+
+
+@cython.final
+cdef class Lease:
+    """What one worker runs, in shared memory: supervision reads it, also after the worker's death.
+
+    ``begin``, ``enter`` and ``step`` are its only writers, besides the loops of this module and the ledger, which says
+    that the worker is between two runs. The words are not written at once: a second reading confirms the first.
+
+    Args:
+        buffer: Writable memory, which stays mapped for the lease's life; None: memory of its own.
+        offset: Where its ``LEASE_NBYTES`` start; a multiple of 8.
+    """
+
+    cdef Py_buffer view
+    cdef mn_u64 *words  # position + 1, started_ns, step
+
+    def __cinit__(self, buffer=None, Py_ssize_t offset=0):
+        PyObject_GetBuffer(bytearray(24) if buffer is None else buffer, &self.view, PyBUF_WRITABLE)
+        if offset < 0 or offset % 8 or offset + 24 > self.view.len:
+            PyBuffer_Release(&self.view)
+            raise ValueError(f"offset {offset} is no place for a lease in {self.view.len} bytes")
+        self.words = <mn_u64 *>(<char *>self.view.buf + offset)
+
+    def __dealloc__(self):
+        if self.words != NULL:
+            PyBuffer_Release(&self.view)
+
+    @property
+    def position(self):
+        """Position of the sample that runs; None: none does."""
+        cdef uint64_t word = mn_load_acquire_u64(&self.words[0])
+        return word - 1 if word else None
+
+    @property
+    def started_ns(self):
+        """When the sample, or what else the worker is on, was begun; on ``now_ns``."""
+        return <int64_t>mn_load_relaxed_u64(&self.words[1])
+
+    @property
+    def step(self):
+        """Index of the transform that runs; -1: the dataset itself; below: what ``enter`` says."""
+        return <int64_t>mn_load_relaxed_u64(&self.words[2])
+
+    @step.setter
+    def step(self, int64_t value):
+        mn_store_relaxed_u64(&self.words[2], <uint64_t>value)
+
+    def state(self):
+        """The three words as a ``LeaseState``."""
+        return LeaseState(self.position, self.started_ns, self.step)
+
+    def begin(self, uint64_t position, int64_t started_ns, int64_t step=-1):
+        """Say that the worker runs the sample at this position."""
+        begin(self.words, position + 1, started_ns, step)
+
+    def enter(self, int64_t step, int64_t started_ns):
+        """Say that the worker runs no sample.
+
+        Args:
+            step: STARTING, FIRST_COLLATED - the batch that it collates, or -1: nothing.
+        """
+        begin(self.words, 0, started_ns, step)
+
+
+cdef inline void begin(mn_u64 *words, uint64_t word, int64_t started_ns, int64_t step) noexcept:
+    mn_store_relaxed_u64(&words[1], <uint64_t>started_ns)
+    mn_store_relaxed_u64(&words[2], <uint64_t>step)
+    mn_store_release_u64(&words[0], word)
+
+
+cdef mn_u64 *int64_words(object buffer, Py_buffer *view, Py_ssize_t words, str name) except? NULL:
+    PyObject_GetBuffer(buffer, view, PyBUF_WRITABLE)
+    if view.len < 8 * words:
+        PyBuffer_Release(view)
+        raise ValueError(f"{name} needs {8 * words} bytes, this buffer has {view.len}")
+    return <mn_u64 *>view.buf
+
+
+def run_samples(
+    fetch,
+    list keys not None,
+    int64_t position,
+    Lease lease not None,
+    durations,
+    bind,
+    epoch,
+    catches,
+) -> tuple[list, object]:
+    """Call ``fetch(key)`` for each key, until one raises.
+
+    Args:
+        keys: The samples' keys; a list.
+        position: Position of the first; the others follow it.
+        lease: Says which of them runs, since when, and that the dataset runs.
+        durations: Writable int64 memory of ``len(keys)`` words at least; receives each sample's time in ns.
+        bind: Called with ``(epoch, key)`` before each sample; None for nothing.
+        catches: What a sample may raise; anything else propagates.
+
+    Returns:
+        The samples, and what the first one after them raised, or None.
+
+    Raises:
+        ValueError: ``durations`` is too small.
+    """
+    cdef Py_buffer view
+    cdef mn_u64 *laps
+    cdef int64_t now, started = mn_now_ns()
+    cdef Py_ssize_t i, count = len(keys)
+    cdef list samples = []
+    laps = int64_words(durations, &view, count, "durations")
+    try:
+        for i in range(count):
+            begin(lease.words, position + i + 1, started, -1)
+            try:
+                if bind is not None:
+                    bind(epoch, keys[i])
+                samples.append(fetch(keys[i]))
+            except catches as error:
+                mn_store_relaxed_u64(&laps[i], mn_now_ns() - started)
+                return samples, error
+            now = mn_now_ns()
+            mn_store_relaxed_u64(&laps[i], now - started)
+            started = now
+        return samples, None
+    finally:
+        PyBuffer_Release(&view)
+
+
+def run_steps(
+    tuple steps not None,
+    value,
+    Py_ssize_t index,
+    int64_t deadline_ns,
+    laps=None,
+    Lease lease=None,
+) -> tuple[object, int]:
+    """Apply ``steps[index:]`` to ``value``, stopping after a step that ends past the deadline.
+
+    At least one step runs if one is left. A step that ran is never run again: the returned index
+    is that of the next one. A sample whose last step ends late is complete.
+
+    Args:
+        steps: The transforms, each a callable of one argument.
+        value: The sample, or the partial result of an earlier call.
+        index: The first step to apply, 0 to ``len(steps)``.
+        deadline_ns: On the clock of :func:`minato._core.now_ns`; 0 or less for none.
+        laps: Writable int64 memory of ``len(steps)`` words; word *i* receives the duration of
+            step *i* in ns once it has run.
+        lease: Its step is always that of the step being run (after an exception: of the one that
+            raised), at the end the returned index.
+
+    Returns:
+        The value, and the index of the next step: ``len(steps)`` when the sample is complete.
+
+    Raises:
+        IndexError: ``index`` is out of range.
+        ValueError: ``laps`` is too small.
+        Exception: Whatever a step raises, unchanged.
+    """
+    cdef Py_ssize_t length = len(steps)
+    cdef Py_buffer view
+    if not 0 <= index <= length:
+        raise IndexError(f"index must be between 0 and {length}, not {index}")
+    if laps is None:
+        return apply(steps, value, index, deadline_ns, NULL, lease)
+    int64_words(laps, &view, length, "laps")
+    try:
+        return apply(steps, value, index, deadline_ns, <mn_u64 *>view.buf, lease)
+    finally:
+        PyBuffer_Release(&view)
+
+
+cdef tuple apply(
+    tuple steps, object value, Py_ssize_t index, int64_t deadline_ns, mn_u64 *laps, Lease lease
+):
+    cdef Py_ssize_t length = len(steps)
+    cdef int64_t now_ns = 0, before_ns = 0
+    if laps is not NULL:
+        before_ns = mn_now_ns()
+    while index < length:
+        if lease is not None:
+            mn_store_relaxed_u64(&lease.words[2], index)
+        value = steps[index](value)
+        if deadline_ns > 0 or laps is not NULL:
+            now_ns = mn_now_ns()
+        if laps is not NULL:
+            mn_store_relaxed_u64(&laps[index], now_ns - before_ns)
+            before_ns = now_ns
+        index += 1
+        if 0 < deadline_ns <= now_ns:
+            break
+    if lease is not None:
+        mn_store_relaxed_u64(&lease.words[2], index)
+    return value, index
