@@ -53,36 +53,41 @@ def ledger(module: ModuleType) -> Operations:
     """The scheduling of one batch of 256 samples: published, claimed, filled, delivered, retired."""
     sizes, slot = (4, 64, 4096), (0, 0, 1 << 20)
 
-    def bound(run: int) -> None:
+    def bound(most: int) -> None:
         batch = book.open(KEYS, 256, slot, 0, 0, 0, True)
-        book.set_result(batch, 64, 64)
-        while (lease := book.claim(0, run)) is not None:
-            book.fill_run(0, *lease)
+        worker.set_result(batch, 64, 64)
+        while (run := worker.claim(most)) is not None:
+            worker.describe(batch)
+            worker.fill_run(batch, run.k, run.count)
+        book.contents(batch)
         book.occupants(batch)
         book.retire(batch)
 
     def arrival() -> None:
         batch = book.open(KEYS, 256, slot, 0, 0, 0, False)
-        book.set_result(batch, 64, 64)
-        first = book.describe(batch)[1]
-        while (lease := book.claim(0, 1)) is not None:
-            position = first + lease[1]
-            book.fill(0, position, book.reserve(0, position)[0])
+        worker.set_result(batch, 64, 64)
+        while (run := worker.claim(1)) is not None:
+            position = worker.describe(batch).first + run.k
+            worker.fill(position, worker.reserve(position)[0])
+        book.contents(batch)
         book.occupants(batch)
         book.retire(batch)
 
-    book, full = (module.Ledger(bytearray(module.Ledger.nbytes(*sizes)), sizes) for _ in range(2))
+    nbytes = module.ConsumerLedger.nbytes(*sizes)
+    book, full = (module.ConsumerLedger(bytearray(nbytes), sizes) for _ in range(2))
+    worker = book.worker(0)
     for each in (book, full):
         each.open_epoch(0)
     for _ in range(16):
         full.open(KEYS, 256, slot, 0, 0, 0, False)
-    names = {"bound": bound, "arrival": arrival, "ledger": book, "full": full}
+    names = {"bound": bound, "arrival": arrival, "worker": worker, "full": full}
+    names["dies"] = full.worker(1)
     return {
         "a batch of 256 in one run": ("bound(256)", names),
         "a batch of 256, sample by sample": ("bound(1)", names),
         "a batch of 256, places by arrival": ("arrival()", names),
-        "claim with nothing to claim": ("ledger.claim(0, 1)", names),
-        "claim 256 and die, 4096 in flight": ("full.claim(1, 256); full.release(1)", names),
+        "claim with nothing to claim": ("worker.claim(1)", names),
+        "claim 256 and die, 4096 in flight": ("dies.claim(256); full.release(1)", names),
     }
 
 

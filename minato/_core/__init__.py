@@ -17,8 +17,14 @@ __all__ = [
     "EVENT_COUNT_NBYTES",
     "HISTOGRAM_NBYTES",
     "LEASE_NBYTES",
+    "READY_EVENTS_OFFSET",
     "USE_EXTENSIONS",
+    "WORK_EVENTS_OFFSET",
     "Arrivals",
+    "BatchContents",
+    "BatchRecord",
+    "Claim",
+    "ConsumerLedger",
     "EventCount",
     "Histogram",
     "Lease",
@@ -28,6 +34,7 @@ __all__ = [
     "SharedWords",
     "StateSnapshot",
     "StateWriter",
+    "WorkerLedger",
     "implementation",
     "mix_seed",
     "now_ns",
@@ -40,11 +47,9 @@ __all__ = [
 
 DUAL_MODULES = (
     "arrivals",
-    "claims",
     "copy",
     "histogram",
     "ledger",
-    "records",
     "sample_loop",
     "seeding",
     "wait",
@@ -77,7 +82,16 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._arrivals_py import Arrivals, Occurrences, sum_of_hashes
     from minato._core._copy_py import Packer
     from minato._core._histogram_py import HISTOGRAM_NBYTES, Histogram
-    from minato._core._ledger_py import Ledger
+    from minato._core._ledger_py import (
+        READY_EVENTS_OFFSET,
+        WORK_EVENTS_OFFSET,
+        BatchContents,
+        BatchRecord,
+        Claim,
+        ConsumerLedger,
+        Ledger,
+        WorkerLedger,
+    )
     from minato._core._sample_loop_py import LEASE_NBYTES, Lease, run_samples, run_steps
     from minato._core._seeding_py import (
         StateSnapshot,
@@ -91,7 +105,16 @@ else:
     from minato._core._arrivals_c import Arrivals, Occurrences, sum_of_hashes
     from minato._core._copy_c import Packer
     from minato._core._histogram_c import HISTOGRAM_NBYTES, Histogram
-    from minato._core._ledger_c import Ledger
+    from minato._core._ledger_c import (
+        READY_EVENTS_OFFSET,
+        WORK_EVENTS_OFFSET,
+        BatchContents,
+        BatchRecord,
+        Claim,
+        ConsumerLedger,
+        Ledger,
+        WorkerLedger,
+    )
     from minato._core._sample_loop_c import LEASE_NBYTES, Lease, run_samples, run_steps
     from minato._core._seeding_c import (
         StateSnapshot,

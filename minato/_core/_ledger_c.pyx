@@ -1,12 +1,15 @@
 """Who works on which sample, and where its result goes (compiled)."""
 
 cimport cython
+from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from libc.limits cimport INT_MAX
-from libc.stdint cimport INT64_MIN, int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MIN, UINT64_MAX, int64_t, uint32_t, uint64_t
+from libc.string cimport memset
 
-from minato._core._claims_c cimport Claims
 from minato._core.atomics cimport (
     mn_event_count_notify,
+    mn_load_acquire_u32,
     mn_load_acquire_u64,
     mn_load_relaxed_u32,
     mn_load_relaxed_u64,
@@ -14,68 +17,553 @@ from minato._core.atomics cimport (
     mn_store_relaxed_u64,
     mn_store_release_u32,
     mn_store_release_u64,
+    mn_store_seq_cst_u64,
 )
 from minato._core.layout cimport (
     MN_BOUND,
     MN_DONE,
     MN_DRAINING,
-    MN_NUMBER,
     MN_EPOCH_SLOTS,
+    MN_KIND_MASK,
+    MN_LAYOUT_VERSION,
+    MN_MAGIC,
+    MN_MAX_WORKERS,
+    MN_NUMBER,
+    MN_RAGGED,
     MN_STOPPING,
     mn_batch,
+    mn_header,
     mn_position,
     mn_worker,
+    offset_ready,
+    offset_work,
 )
 from minato._core.ledger cimport (
+    mn_add_hint,
+    mn_allocate,
     mn_at,
+    mn_attach,
     mn_batch_fields,
     mn_bind_late,
     mn_cancel,
+    mn_claim,
     mn_close,
+    mn_end,
+    mn_fill,
+    mn_fill_run,
     mn_fill_skipped,
     mn_is_claimed,
     mn_is_collating,
+    mn_ledger,
+    mn_ledger_map,
+    mn_ledger_nbytes,
+    mn_notify_idle,
+    mn_open,
     mn_open_epoch,
     mn_prepare,
-    mn_open,
+    mn_publish_layout,
     mn_reoffer,
     mn_reopen_places,
+    mn_reserve,
     mn_retire,
+    mn_set_ready,
+    mn_set_result,
     mn_set_sample,
     mn_settled,
+    mn_skip,
     mn_strand,
     mn_tail,
     mn_uncollate,
     mn_vacant,
 )
 
-from minato._core.codes import LeaseState
+from minato._core._sample_loop_c import Lease
+from minato._core.codes import Activity, LeaseState
+from minato._core.limits import slot_overflow
 
-__all__ = ["Ledger"]
+__all__ = [
+    "READY_EVENTS_OFFSET",
+    "WORK_EVENTS_OFFSET",
+    "BatchContents",
+    "BatchRecord",
+    "Claim",
+    "ConsumerLedger",
+    "Ledger",
+    "WorkerLedger",
+]
+
+WORK_EVENTS_OFFSET = offset_work
+"""Where the event count of a ledger lies that workers sleep on."""
+READY_EVENTS_OFFSET = offset_ready
+"""Where the event count of a ledger lies that the consumer sleeps on."""
 
 
 @cython.final
-cdef class Ledger(Claims):
-    """All scheduling state of one loader, in memory that its workers share.
+@cython.auto_pickle(False)
+@cython.freelist(8)
+cdef class Claim:
+    """A run of samples that a worker has claimed: k … k+count-1 of the batch.
+
+    With count 0, no samples: the worker is to collate this batch, whose worker died.
+    """
+
+    cdef readonly uint32_t batch
+    cdef readonly uint32_t k
+    cdef readonly uint32_t count
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.freelist(8)
+cdef class BatchRecord:
+    """What a worker must know of a batch.
+
+    The generation changes with each use of the record, first is the position of sample 0, bound says whether each
+    sample has its own place, and the indices are pickled in the arena unless their offset is 0.
+    """
+
+    cdef readonly uint64_t generation
+    cdef readonly uint64_t first
+    cdef readonly uint32_t count
+    cdef readonly bint bound
+    cdef readonly int64_t epoch
+    cdef readonly int64_t seed
+    cdef readonly uint64_t indices_offset
+    cdef readonly uint64_t indices_nbytes
+    cdef readonly uint32_t epoch_slot
+
+
+@cython.final
+@cython.auto_pickle(False)
+@cython.freelist(8)
+cdef class BatchContents:
+    """What lies in a full batch.
+
+    The flags are 1 << kind for each kind of blob at its places, layout and result are arena offsets, 0 for none, and
+    the kind of the result lies in the low bits of its offset.
+    """
+
+    cdef readonly uint64_t flags
+    cdef readonly uint64_t layout
+    cdef readonly uint64_t result
+    cdef readonly uint64_t result_nbytes
+    cdef readonly uint32_t count
+    cdef readonly uint64_t used_nbytes
+
+
+cdef class Ledger:
+    """All scheduling state of one loader, in memory that its workers share: what both of its ends may ask.
 
     Every sample in flight owns a position with two words: its ticket (who works on it) and its place (whose
     result lies there). A transition is one atomic store or compare-and-swap, so a worker may be killed at any
-    instruction: what it did not finish is still claimed by it, and ``release`` gives it out again.
+    instruction: what it did not finish is still claimed by it, and the consumer's ``release`` gives it out again.
+    """
+
+    cdef Py_buffer view
+    cdef mn_ledger ledger
+
+    def __cinit__(self, *arguments, **named):
+        if type(self) is Ledger:
+            raise TypeError("a ledger has two ends: ConsumerLedger and WorkerLedger")
+
+    def __dealloc__(self):
+        if self.ledger.header != NULL:
+            PyBuffer_Release(&self.view)
+
+    cdef int map(self, buffer, sizes) except -1:
+        """Map the memory of a ledger; with sizes, create one there."""
+        cdef mn_header *header
+        PyObject_GetBuffer(buffer, &self.view, PyBUF_WRITABLE)
+        header = self.ledger.header = <mn_header *>self.view.buf
+        if sizes is not None:
+            num_workers, batch_capacity, position_capacity = sizes
+            self.create(header, num_workers, batch_capacity, position_capacity)
+        if self.view.len < <Py_ssize_t>sizeof(mn_header):
+            raise ValueError(f"{self.view.len} bytes are no ledger: its header alone is larger")
+        if mn_load_acquire_u64(&header.magic) != MN_MAGIC or header.version != MN_LAYOUT_VERSION:
+            raise RuntimeError(
+                "this memory is no ledger of this version of minato: all processes of a loader must "
+                "run the same installation"
+            )
+        if header.compiled != 1:
+            raise RuntimeError(
+                "the loader runs the pure implementation of minato and this process the compiled one: "
+                "set MINATO_NO_EXTENSIONS alike for both"
+            )
+        needed = Ledger.nbytes(header.num_workers, header.batch_capacity, header.position_capacity)
+        if needed > self.view.len:
+            raise ValueError(f"a ledger of {needed} bytes does not fit {self.view.len}")
+        mn_ledger_map(&self.ledger, self.view.buf)
+        return 0
+
+    cdef int create(self, mn_header *header, num_workers, batch_capacity, position_capacity) except -1:
+        if not 0 < num_workers <= MN_MAX_WORKERS:
+            raise ValueError(f"num_workers {num_workers} is not between 1 and {MN_MAX_WORKERS}")
+        if position_capacity & (position_capacity - 1) or position_capacity <= 0:
+            raise ValueError(f"position_capacity {position_capacity} is not a power of two")
+        needed = Ledger.nbytes(num_workers, batch_capacity, position_capacity)
+        if needed > self.view.len:
+            raise ValueError(f"a ledger of {needed} bytes does not fit {self.view.len}")
+        # The positions need no initial values: none is read before it is published.
+        memset(self.view.buf, 0, Ledger.nbytes(num_workers, batch_capacity, 0))
+        header.version = MN_LAYOUT_VERSION
+        header.compiled = 1
+        header.num_workers = num_workers
+        header.batch_capacity = batch_capacity
+        header.position_capacity = position_capacity
+        mn_store_release_u64(&header.magic, MN_MAGIC)
+        return 0
+
+    cdef mn_batch *batch_at(self, uint32_t index) except NULL:
+        if index >= self.ledger.header.batch_capacity:
+            raise IndexError(f"batch {index} is not below {self.ledger.header.batch_capacity}")
+        return &self.ledger.batches[index]
+
+    cdef mn_worker *worker_at(self, uint32_t worker) except NULL:
+        if worker >= self.ledger.header.num_workers:
+            raise IndexError(f"worker {worker} is not below {self.ledger.header.num_workers}")
+        return &self.ledger.workers[worker]
+
+    @staticmethod
+    def nbytes(num_workers, batch_capacity, position_capacity):
+        """Bytes of a ledger with these capacities."""
+        return mn_ledger_nbytes(num_workers, batch_capacity, position_capacity)
+
+    @property
+    def capacity(self):
+        """``(batches, positions)`` that can be in flight."""
+        return self.ledger.header.batch_capacity, self.ledger.header.position_capacity
+
+    @property
+    def stopping(self):
+        """True once ``shut_down`` was called: workers leave after their current lease."""
+        return mn_load_acquire_u32(&self.ledger.header.shutdown) == MN_STOPPING
+
+    @property
+    def draining(self):
+        """True once ``shut_down(drain=True)`` was called: workers leave when nothing is left to claim."""
+        return mn_load_acquire_u32(&self.ledger.header.shutdown) == MN_DRAINING
+
+    @property
+    def slow_ns(self):
+        """Nanoseconds above which a sample counts as slow; 0: nothing does. The consumer sets it."""
+        return mn_load_acquire_u64(&self.ledger.header.slow_ns)
+
+    @property
+    def waiting(self):
+        """Whether the consumer waits for a batch. The consumer sets it."""
+        return mn_load_acquire_u64(&self.ledger.header.waiting) != 0
+
+    def unclaimed(self):
+        """Upper bound on the number of published, unclaimed samples."""
+        return mn_tail(&self.ledger) - (mn_load_seq_cst_u64(&self.ledger.header.head) & MN_NUMBER)
+
+    def describe(self, uint32_t batch):
+        """What a worker must know of a batch; its generation changes with each use of the record."""
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef BatchRecord found = BatchRecord.__new__(BatchRecord)
+        found.generation = mn_load_relaxed_u64(&record.state) >> 16
+        found.first = mn_load_relaxed_u64(&record.first)
+        found.count = mn_load_relaxed_u32(&record.count)
+        found.bound = mn_load_relaxed_u32(&record.bound) != 0
+        found.epoch = <int64_t>mn_load_relaxed_u64(&record.epoch)
+        found.seed = <int64_t>mn_load_relaxed_u64(&record.seed)
+        found.indices_offset = mn_load_relaxed_u64(&record.indices)
+        found.indices_nbytes = mn_load_relaxed_u64(&record.indices_nbytes)
+        found.epoch_slot = mn_load_relaxed_u32(&record.epoch_slot)
+        return found
+
+    @staticmethod
+    def can_hold(indices):
+        """Whether a record can hold the indices: a list, not empty, of integers of 64 bits and no other type."""
+        cdef int overflow = 0
+        if type(indices) is not list:
+            return False
+        for index in <list>indices:
+            if not PyLong_CheckExact(index):
+                return False
+            PyLong_AsLongLongAndOverflow(index, &overflow)
+            if overflow:
+                return False
+        return len(<list>indices) > 0
+
+    def indices(self, uint32_t batch, uint32_t k, uint32_t count):
+        """The integer indices of samples k … k+count-1."""
+        cdef uint64_t seq, first = mn_load_relaxed_u64(&self.batch_at(batch).first) + k
+        return [
+            <int64_t>mn_load_relaxed_u64(&mn_at(&self.ledger, seq).index)
+            for seq in range(first, first + count)
+        ]
+
+    def occurrences(self, uint64_t position, uint64_t count):
+        """How often the index of each of ``count`` samples from this position on came before; None: of none it did."""
+        cdef uint64_t seq
+        for seq in range(position, position + count):
+            if mn_load_relaxed_u32(&mn_at(&self.ledger, seq).occurrence):
+                break
+        else:
+            return None
+        return [
+            mn_load_relaxed_u32(&mn_at(&self.ledger, seq).occurrence)
+            for seq in range(position, position + count)
+        ]
+
+    def locate(self, uint64_t position):
+        """``(batch, k)``: the position is that of sample k of the batch."""
+        cdef uint32_t batch = mn_load_relaxed_u32(&mn_at(&self.ledger, position).batch)
+        return batch, position - mn_load_relaxed_u64(&self.batch_at(batch).first)
+
+    def is_placed(self, uint64_t position):
+        """Whether it is settled in which batch this sample will lie."""
+        return mn_load_acquire_u64(&mn_at(&self.ledger, position).ticket) & MN_NUMBER != 0
+
+    def occupants(self, uint32_t batch):
+        """Position of the sample that lies at each place of a full batch; -1: none does."""
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef uint64_t seq, first = mn_load_relaxed_u64(&record.first)
+        return [
+            <int64_t>(mn_load_acquire_u64(&mn_at(&self.ledger, seq).place) & MN_NUMBER) - 1
+            for seq in range(first, first + mn_load_relaxed_u32(&record.count))
+        ]
+
+    def contents(self, uint32_t batch):
+        """What lies in a full batch."""
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef BatchContents found = BatchContents.__new__(BatchContents)
+        found.flags = mn_load_relaxed_u64(&record.flags)
+        found.layout = mn_load_acquire_u64(&record.layout)
+        found.result = mn_load_acquire_u64(&record.result)
+        found.result_nbytes = mn_load_relaxed_u64(&record.result_nbytes)
+        found.count = mn_load_relaxed_u32(&record.count)
+        found.used_nbytes = mn_load_relaxed_u64(&record.cursor) - mn_load_relaxed_u64(&record.slot)
+        return found
+
+    def blobs(self, uint32_t batch):
+        """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef mn_position *position
+        cdef uint64_t seq, blob, first = mn_load_relaxed_u64(&record.first)
+        found = []
+        for seq in range(first, first + mn_load_relaxed_u32(&record.count)):
+            position = mn_at(&self.ledger, seq)
+            blob = mn_load_relaxed_u64(&position.blob)
+            found.append(
+                (blob & MN_KIND_MASK, blob & ~<uint64_t>MN_KIND_MASK, mn_load_relaxed_u64(&position.blob_nbytes))
+            )
+        return found
+
+
+@cython.final
+cdef class WorkerLedger(Ledger):
+    """The end of one worker: it claims samples, fills places, and publishes the batches that are full.
+
+    Args:
+        buffer: Memory of a ledger, which stays mapped for this end's life.
+        number: The worker's, from 0 on.
+        lock_fd: Descriptor of the memory; only the pure backend locks it.
+
+    Raises:
+        IndexError: The ledger has no worker of this number.
+        ValueError: The memory is too small.
+        RuntimeError: The other side runs another implementation or version of minato.
+    """
+
+    cdef uint32_t me
+    cdef object own_lease
+
+    def __cinit__(self, buffer, uint32_t number, int lock_fd=-1):
+        self.map(buffer, None)
+        self.me = number
+        self.own_lease = Lease(buffer, <char *>self.worker_at(number) - <char *>self.view.buf)
+
+    @property
+    def number(self):
+        """The worker's, from 0 on."""
+        return self.me
+
+    @property
+    def lease(self):
+        """What the worker is on; nobody else writes it while the worker lives."""
+        return self.own_lease
+
+    def claim(self, uint32_t max_run):
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
+
+        Args:
+            max_run: 0: a whole batch, or what is left of one whose first sample is done.
+
+        Returns:
+            None if there is nothing to claim.
+        """
+        cdef uint32_t batch, count
+        cdef uint64_t k
+        cdef Claim found
+        if not mn_claim(&self.ledger, self.me, max_run, &batch, &k, &count):
+            return None
+        found = Claim.__new__(Claim)
+        found.batch, found.k, found.count = batch, k, count
+        return found
+
+    def end(self, uint64_t samples, uint64_t busy_ns, uint64_t idle_ns):
+        """Note that the worker is between two leases, and add to its activity."""
+        mn_end(&self.ledger, self.me, samples, busy_ns, idle_ns)
+
+    @property
+    def front(self):
+        """How far claims in turn have come: all before this position are taken."""
+        return mn_load_acquire_u64(&self.ledger.header.head) & MN_NUMBER
+
+    def reserve(self, uint64_t position, bint slow=False):
+        """Take a place for a finished sample.
+
+        Args:
+            slow: Take the newest open place, unless the consumer is waiting for a batch.
+
+        Returns:
+            ``(place, batch, k)``: the place is number k of the batch.
+        """
+        cdef uint64_t place
+        cdef uint32_t batch
+        place = mn_reserve(&self.ledger, position, slow)
+        batch = mn_load_relaxed_u32(&mn_at(&self.ledger, place).batch)
+        return place, batch, place - mn_load_relaxed_u64(&self.batch_at(batch).first)
+
+    def note_costs(self, uint64_t position, costs, uint32_t count):
+        """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
+        cdef Py_buffer view
+        cdef uint32_t i
+        PyObject_GetBuffer(costs, &view, 0)
+        try:
+            if view.len < 8 * <Py_ssize_t>count:
+                raise ValueError(f"{view.len} bytes hold no {count} costs")
+            for i in range(count):
+                mn_store_relaxed_u64(
+                    &mn_at(&self.ledger, position + i).cost_ns, (<uint64_t *>view.buf)[i]
+                )
+        finally:
+            PyBuffer_Release(&view)
+
+    def attach(self, uint64_t place, uint64_t blob, uint64_t blob_nbytes):
+        """Say what lies at a place besides the fields; before the place is filled.
+
+        Args:
+            blob: Arena offset, a multiple of 64, | one of the kinds SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB.
+        """
+        mn_attach(&self.ledger, place, blob, blob_nbytes)
+
+    def fill(self, uint64_t position, uint64_t place):
+        """Say that the sample's result lies at its place.
+
+        Returns:
+            MUST_COLLATE if this worker now has to collate the place's batch and call ``set_ready``; else PUBLISHED
+            or NOT_COMPLETE. The batch may be gone afterwards.
+        """
+        return mn_fill(&self.ledger, self.me, position, place)
+
+    def fill_run(self, uint32_t batch, uint32_t k, uint32_t count):
+        """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
+        if k + <uint64_t>count > mn_load_relaxed_u32(&self.batch_at(batch).count):
+            raise IndexError(f"there is no sample {k + <uint64_t>count - 1} in batch {batch}")
+        return mn_fill_run(&self.ledger, self.me, batch, k, count)
+
+    def skip(self, uint64_t position):
+        """Say that a sample has no result; one without a place leaves it to another.
+
+        Returns:
+            ``(batch, answer)``: the batch that its place belongs to, or its own if it has none; and as for ``fill``.
+        """
+        cdef uint32_t batch
+        cdef int answer
+        answer = mn_skip(&self.ledger, self.me, position, &batch)
+        return batch, answer
+
+    def set_result(self, uint32_t batch, uint64_t result, uint64_t nbytes):
+        """Say where the result of a whole batch lies, after everything else that is said of the batch.
+
+        All its samples must be this worker's. From this store on the batch is complete: its places need no data, and if
+        the worker dies, ``release`` fills those that it has not.
+        """
+        self.batch_at(batch)
+        mn_set_result(&self.ledger, batch, result, nbytes)
+
+    def set_ready(self, uint32_t batch, uint64_t result, uint64_t nbytes):
+        """Publish a batch after ``fill`` returned MUST_COLLATE; its result lies at arena offset ``result``."""
+        self.batch_at(batch)
+        mn_set_ready(&self.ledger, batch, result, nbytes)
+
+    def notify_idle(self):
+        """Tell a waiting consumer that a worker finds nothing to do."""
+        mn_notify_idle(&self.ledger)
+
+    def allocate(self, uint32_t batch, uint64_t nbytes):
+        """Arena offset of ``nbytes`` fresh bytes in the batch's slot, aligned to 64.
+
+        Raises:
+            MemoryError: The slot's address range is too small.
+        """
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef uint64_t offset = mn_allocate(&self.ledger, batch, nbytes)
+        if offset == UINT64_MAX:
+            raise MemoryError(
+                slot_overflow(mn_load_relaxed_u64(&record.slot_end) - mn_load_relaxed_u64(&record.slot))
+            )
+        return offset
+
+    def fields(self, uint32_t batch):
+        """``(generation, layout, count)``: what a worker needs to find a place in the batch's fields."""
+        cdef mn_batch *record = self.batch_at(batch)
+        return (
+            mn_load_relaxed_u64(&record.state) >> 16,
+            mn_load_acquire_u64(&record.layout),
+            mn_load_relaxed_u32(&record.count),
+        )
+
+    def publish_layout(self, uint32_t batch, uint64_t offset):
+        """Offer a layout for the batch; returns the offset of the one that holds, the first offered."""
+        self.batch_at(batch)
+        return mn_publish_layout(&self.ledger, batch, offset)
+
+
+@cython.final
+cdef class ConsumerLedger(Ledger):
+    """The end of the training process: it opens batches, takes what is ready, and recovers what dead workers leave.
 
     Args:
         buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
-        sizes: ``(num_workers, batch_capacity, position_capacity)`` to create a ledger, None to attach to one.
+        sizes: ``(num_workers, batch_capacity, position_capacity)``.
         lock_fd: Descriptor of the memory; only the pure backend locks it.
 
     Raises:
         ValueError: The memory is too small, or the sizes make no sense.
-        RuntimeError: The other side runs another implementation or version of minato.
     """
 
     cdef dict in_flight  # records of the batches in flight, oldest first: their first positions
 
-    def __cinit__(self, buffer, sizes=None, int lock_fd=-1):
+    def __cinit__(self, buffer, sizes, int lock_fd=-1):
         self.in_flight = {}
+        self.map(buffer, sizes)
+
+    def worker(self, uint32_t number):
+        """The end of a worker that is a thread of this process, or in whose place this process acts."""
+        return WorkerLedger(<object>self.view.obj, number)
+
+    @property
+    def slow_ns(self):
+        """Nanoseconds above which a sample counts as slow; 0: nothing does."""
+        return mn_load_acquire_u64(&self.ledger.header.slow_ns)
+
+    @slow_ns.setter
+    def slow_ns(self, uint64_t value):
+        mn_store_release_u64(&self.ledger.header.slow_ns, value)
+
+    @property
+    def waiting(self):
+        """Whether the consumer waits for a batch."""
+        return mn_load_acquire_u64(&self.ledger.header.waiting) != 0
+
+    @waiting.setter
+    def waiting(self, bint value):
+        mn_store_seq_cst_u64(&self.ledger.header.waiting, value)
 
     def open_epoch(self, uint32_t epoch_slot):
         """Start an epoch: its samples take places after the last opened one."""
@@ -165,6 +653,10 @@ cdef class Ledger(Claims):
         self.batch_at(new)
         mn_bind_late(&self.ledger, old, new)
 
+    def start_early(self, uint64_t position, uint64_t ahead):
+        """Let an unbound sample start ``ahead`` samples early; return False if the table of hints is full."""
+        return mn_add_hint(&self.ledger, position, ahead)
+
     def state(self, uint32_t batch):
         """OPEN, COLLATING, READY or CLOSED (VACANT after ``retire``)."""
         return mn_load_acquire_u64(&self.batch_at(batch).state) & 15
@@ -173,13 +665,13 @@ cdef class Ledger(Claims):
         """Whether no worker runs, or will run, a sample of this batch.
 
         Where samples take places in other batches, a batch that is not full may still be written to until all batches
-        of its pass are settled.
+        of its epoch are settled.
         """
         self.batch_at(batch)
         return mn_settled(&self.ledger, batch)
 
     def fill_skipped(self, uint32_t epoch_slot):
-        """Fill the places that are left over when all samples of a pass are settled and some of them are skipped."""
+        """Fill the places that are left over when all samples of an epoch are settled and some of them are skipped."""
         for index in self.in_flight:
             if mn_load_relaxed_u32(&self.batch_at(index).epoch_slot) == epoch_slot:
                 mn_fill_skipped(&self.ledger, index)
@@ -194,6 +686,57 @@ cdef class Ledger(Claims):
             for seq in range(first, first + mn_load_relaxed_u32(&record.count))
             if mn_load_acquire_u64(&mn_at(&self.ledger, seq).ticket) == MN_DONE
         ]
+
+    def samples(self, uint32_t batch):
+        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch.
+
+        Samples without an integer index or a known cost are left out, and those whose own batch is long gone; bytes are
+        0 for one that fits the layout.
+        """
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef mn_position *sample
+        cdef mn_position *there
+        cdef uint64_t place, seq, cost_ns, first = mn_load_relaxed_u64(&record.first)
+        cdef bint ragged
+        found = []
+        for place in range(first, first + mn_load_relaxed_u32(&record.count)):
+            there = mn_at(&self.ledger, place)
+            seq = (mn_load_acquire_u64(&there.place) & MN_NUMBER) - 1
+            sample = mn_at(&self.ledger, seq)
+            cost_ns = mn_load_relaxed_u64(&sample.cost_ns)
+            if (
+                mn_load_relaxed_u64(&sample.position) == seq
+                and cost_ns
+                and <int64_t>mn_load_relaxed_u64(&sample.index) != INT64_MIN
+            ):
+                ragged = 1 << (mn_load_relaxed_u64(&there.blob) & MN_KIND_MASK) == MN_RAGGED
+                found.append(
+                    (
+                        seq,
+                        <int64_t>mn_load_relaxed_u64(&sample.index),
+                        cost_ns,
+                        mn_load_relaxed_u64(&there.blob_nbytes) if ragged else 0,
+                    )
+                )
+        return found
+
+    def num_slow(self, uint32_t batch):
+        """How many of the samples at the places of a full batch have cost more than ``slow_ns``; 0 while that is 0."""
+        cdef mn_batch *record = self.batch_at(batch)
+        cdef mn_position *sample
+        cdef uint64_t place, seq, slow_ns = mn_load_acquire_u64(&self.ledger.header.slow_ns)
+        cdef uint64_t first = mn_load_relaxed_u64(&record.first)
+        cdef int count = 0
+        if slow_ns == 0:
+            return 0
+        for place in range(first, first + mn_load_relaxed_u32(&record.count)):
+            seq = (mn_load_acquire_u64(&mn_at(&self.ledger, place).place) & MN_NUMBER) - 1
+            sample = mn_at(&self.ledger, seq)
+            count += (
+                mn_load_relaxed_u64(&sample.position) == seq
+                and mn_load_relaxed_u64(&sample.cost_ns) > slow_ns
+            )
+        return count
 
     def cancel(self, uint32_t batch):
         """Cancel the unclaimed samples of this batch."""
@@ -220,6 +763,21 @@ cdef class Ledger(Claims):
         if first < 0 or self.in_flight.get(batch) == first:
             del self.in_flight[batch]
             mn_retire(&self.ledger, batch)
+
+    @property
+    def live(self):
+        """The records of the batches in flight, the oldest first."""
+        return list(self.in_flight)
+
+    @property
+    def tail(self):
+        """Position of the first sample of the batch that is opened next."""
+        return mn_tail(&self.ledger)
+
+    def shut_down(self, bint drain=False):
+        """Make every worker leave: after its current lease, or, with ``drain``, when nothing is left to claim."""
+        mn_store_release_u32(&self.ledger.header.shutdown, MN_DRAINING if drain else MN_STOPPING)
+        mn_event_count_notify(&self.ledger.header.work, INT_MAX)
 
     def release(self, uint32_t worker):
         """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished.
@@ -283,25 +841,6 @@ cdef class Ledger(Claims):
             mn_load_relaxed_u32(&batch.bound) and mn_load_acquire_u64(&batch.result)
         )
 
-    @property
-    def live(self):
-        """The records of the batches in flight, the oldest first."""
-        return list(self.in_flight)
-
-    @property
-    def tail(self):
-        """Position of the first sample of the batch that is opened next."""
-        return mn_tail(&self.ledger)
-
-    def unclaimed(self):
-        """Upper bound on the number of published, unclaimed samples."""
-        return mn_tail(&self.ledger) - (mn_load_seq_cst_u64(&self.ledger.header.head) & MN_NUMBER)
-
-    def shut_down(self, bint drain=False):
-        """Make every worker leave: after its current lease, or, with ``drain``, when nothing is left to claim."""
-        mn_store_release_u32(&self.ledger.header.shutdown, MN_DRAINING if drain else MN_STOPPING)
-        mn_event_count_notify(&self.ledger.header.work, INT_MAX)
-
     def lease(self, uint32_t worker):
         """What a worker is on."""
         cdef mn_worker *record = self.worker_at(worker)
@@ -312,16 +851,21 @@ cdef class Ledger(Claims):
             <int64_t>mn_load_relaxed_u64(&record.step),
         )
 
-    def locate(self, uint64_t position):
-        """``(batch, k)``: the position is that of sample k of the batch."""
-        cdef uint32_t batch = mn_load_relaxed_u32(&mn_at(&self.ledger, position).batch)
-        return batch, position - mn_load_relaxed_u64(&self.batch_at(batch).first)
-
     def activity(self, uint32_t worker):
-        """``(samples, busy_ns, idle_ns)`` of a worker so far."""
+        """What a worker has done so far."""
         cdef mn_worker *record = self.worker_at(worker)
-        return (
+        return Activity(
             mn_load_relaxed_u64(&record.samples),
             mn_load_relaxed_u64(&record.busy_ns),
             mn_load_relaxed_u64(&record.idle_ns),
         )
+
+    def begun(self):
+        """Start times of the workers' current samples, in ns of ``now_ns``, oldest first."""
+        cdef uint32_t worker
+        cdef list found = []
+        for worker in range(self.ledger.header.num_workers):
+            if mn_load_acquire_u64(&self.ledger.workers[worker].position):
+                found.append(mn_load_relaxed_u64(&self.ledger.workers[worker].started_ns))
+        found.sort()
+        return found

@@ -1,8 +1,38 @@
-"""What the numbers mean that the ledger takes and gives."""
+"""The numbers that the ledger takes and gives, by name."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+__all__ = [
+    "CLOSED",
+    "COLLATING",
+    "ENDED",
+    "END_BLOB",
+    "ERROR_BLOB",
+    "FAILED",
+    "FIRST_COLLATED",
+    "KIND_MASK",
+    "MUST_COLLATE",
+    "NOT_COMPLETE",
+    "NO_INTEGER",
+    "NUM_EPOCH_SLOTS",
+    "OPEN",
+    "PUBLISHED",
+    "RAGGED",
+    "READY",
+    "SAMPLE_BLOB",
+    "SKIPPED",
+    "SKIP_BLOB",
+    "STARTING",
+    "STATES",
+    "STATE_BLOB",
+    "TEXTS",
+    "TEXT_BLOB",
+    "VACANT",
+    "Activity",
+    "LeaseState",
+]
 
 # States of a batch
 VACANT, OPEN, COLLATING, READY, CLOSED = range(5)
@@ -33,6 +63,14 @@ class LeaseState(NamedTuple):
     position: int | None
     started_ns: int
     step: int
+
+
+class Activity(NamedTuple):
+    """What a worker has done so far; it is idle while it waits for samples."""
+
+    samples: int
+    busy_ns: int
+    idle_ns: int
 
 
 NO_INTEGER = -(1 << 63)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from minato._compat import ExceptionWrapper
-from minato._core import Ledger
+from minato._core import WorkerLedger
 from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
 from minato._support.pickling import Purpose
 from minato._support.text import text_of
@@ -26,14 +26,12 @@ class WriterSettings(NamedTuple):
     """Settings of one worker's writer.
 
     Attributes:
-        worker: Number of the worker.
         collate_fn: Called with the list of samples, or with the sample if ``auto_collation`` is off.
         auto_collation: Whether the loader has a batch size.
         describe_error: Returns the exception that the training loop gets for one that is being handled.
         catches: Returns which exceptions of ``collate_fn`` do not end the worker.
     """
 
-    worker: int
     collate_fn: Callable[[Any], Any]
     auto_collation: bool
     describe_error: Callable[[BaseException], ExceptionWrapper | BaseException]
@@ -58,12 +56,11 @@ class BlobWriter:
 
     Args:
         settings: Settings of the worker's writer.
-        ledger: Holds the places.
+        ledger: The worker's end: holds the places.
         store: Holds the objects.
     """
 
-    def __init__(self, settings: WriterSettings, ledger: Ledger, store: Store) -> None:
-        self._worker = settings.worker
+    def __init__(self, settings: WriterSettings, ledger: WorkerLedger, store: Store) -> None:
         self._describe_error = settings.describe_error
         self._catches = settings.catches
         self._ledger = ledger
@@ -151,7 +148,7 @@ class BlobWriter:
     ) -> tuple[int, int]:
         """Put a message with the worker's number and the state, or the exception that the state raised."""
         try:
-            return self.put(batch, wrap((self._worker, state())), kind)
+            return self.put(batch, wrap((self._ledger.number, state())), kind)
         except Exception as error:
-            failed = wrap((self._worker, self._describe_error(error)))
+            failed = wrap((self._ledger.number, self._describe_error(error)))
             return self.put_error(batch, failed, kind)

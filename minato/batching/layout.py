@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from minato._core import Ledger, Packer
+from minato._core import Packer, WorkerLedger
 from minato._core.sample_spec import flatten, placed
 from minato._core.segment import Segment
 from minato.batching.pinned_slots import Slot
@@ -356,7 +356,7 @@ class LayoutRecord(NamedTuple):
 
 
 def share_layout(
-    ledger: Ledger, segment: Segment, batch: int, record: LayoutRecord
+    ledger: WorkerLedger, segment: Segment, batch: int, record: LayoutRecord
 ) -> LayoutRecord:
     """Offer a layout for a batch; returns the one that all workers use, which is the first that was offered."""
     data = record.layout.to_bytes()

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import default_collate, default_convert
 
 from minato._compat import collate_in_own_memory
-from minato._core import Ledger, now_ns
+from minato._core import WorkerLedger, now_ns
 from minato._core.codes import ERROR_BLOB, FIRST_COLLATED, SAMPLE_BLOB, SKIP_BLOB
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy
@@ -57,7 +57,7 @@ class BatchPublisher:
         self,
         settings: WriterSettings,
         *,
-        ledger: Ledger,
+        ledger: WorkerLedger,
         segment: Segment,
         store: Store,
         blobs: BlobWriter,
@@ -72,7 +72,7 @@ class BatchPublisher:
         by_default = settings.collate_fn is default_collate
         self._collate_fn = collate_in_own_memory if by_default else settings.collate_fn
         self._draws = not (by_default or settings.collate_fn is default_convert)
-        self._lease = ledger.own_lease(settings.worker)
+        self._lease = ledger.lease
         self._owner = os.getpid()
         self.bind: Bind = lambda *_: nullcontext()
         self.run_again: RunAgain = lambda: None
@@ -123,8 +123,8 @@ class BatchPublisher:
 
     def _gather(self, batch: int) -> list[Any]:
         """Return the samples of a full batch that were not skipped, from the fields and the store."""
-        _, layout_offset, _, _, count, _ = self._ledger.contents(batch)
-        record = read_layout(self._segment, layout_offset) if layout_offset else None
+        contents = self._ledger.contents(batch)
+        record = read_layout(self._segment, contents.layout) if contents.layout else None
         samples: list[Any] = []
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
             if kind == SKIP_BLOB and not offset:
@@ -133,7 +133,9 @@ class BatchPublisher:
             if kind != SAMPLE_BLOB:
                 if record is None or len(value) != record.layout.num_texts:
                     raise damaged("what belongs to a sample")
-                value = record.layout.sample(self._segment.array, record.fields, count, k, value)
+                value = record.layout.sample(
+                    self._segment.array, record.fields, contents.count, k, value
+                )
             samples += self._run_again(batch, k, value) if type(value) is Unsendable else [value]
         if not samples:
             raise _NothingLeftError
@@ -189,10 +191,10 @@ class BatchPublisher:
 
     def _bound(self, batch: int) -> AbstractContextManager[None]:
         """Bind randomness to a batch: its content depends neither on its worker nor on what that has run before."""
-        _, first, _, _, epoch, seed, *_ = self._ledger.describe(batch)
+        record = self._ledger.describe(batch)
         index = next(iter(self._indices(batch, 0, 1)), None)
-        (occurrence,) = self._ledger.occurrences(first, 1) or (0,)
-        return self.bind(seed, epoch, index, occurrence)
+        (occurrence,) = self._ledger.occurrences(record.first, 1) or (0,)
+        return self.bind(record.seed, record.epoch, index, occurrence)
 
     def _indices(self, batch: int, k: int, count: int) -> Sequence[Any]:
         return stored_indices(self._ledger, self._store, batch, k, count)

@@ -208,7 +208,8 @@ class LocalStore(Store):
 
 def stored_indices(ledger: Ledger, store: Store, batch: int, k: int, count: int) -> Sequence[Any]:
     """Return the sampler's indices of samples k … k + count - 1 of a batch."""
-    *_, offset, nbytes, _ = ledger.describe(batch)
+    record = ledger.describe(batch)
+    offset, nbytes = record.indices_offset, record.indices_nbytes
     if not offset:
         return ledger.indices(batch, k, count)
     indices: Sequence[Any] = store.peek(offset, nbytes)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from minato._core import Ledger, Packer, now_ns
+from minato._core import Packer, WorkerLedger, now_ns
 from minato._core.codes import MUST_COLLATE, TEXT_BLOB
 from minato._core.segment import Segment
 from minato.batching.blobs import BlobWriter, GetState, WriterSettings
@@ -49,7 +49,7 @@ class BatchWriter:
 
     Args:
         settings: Settings of the worker's writer.
-        ledger: Holds the batches.
+        ledger: The worker's end: holds the batches.
         segment: Memory of the arena.
         store: Holds objects.
         handover: What is known of samples that go from one worker to another; None: they go as they are.
@@ -64,7 +64,7 @@ class BatchWriter:
         self,
         settings: WriterSettings,
         *,
-        ledger: Ledger,
+        ledger: WorkerLedger,
         segment: Segment,
         store: Store,
         handover: Handover | None = None,
@@ -240,7 +240,7 @@ class BatchWriter:
         self._publisher.set_skipped(batch, skipped)
 
     def publish_if_full(self, batch: int, outcome: int) -> None:
-        """Publish a batch that ``Ledger.fill`` or ``Ledger.fill_run`` left to this worker.
+        """Publish a batch that ``fill`` or ``fill_run`` of the ledger left to this worker.
 
         Args:
             outcome: Their answer.

@@ -328,7 +328,7 @@ class Engine:
         if item.records is None:
             item.records = [*self._state_of(item), *self._dispatcher.records(item)]
         if not item.is_prepared:
-            *_, used_bytes = self.ledger.contents(item.record)
+            used_bytes = self.ledger.contents(item.record).used_nbytes
             self._dispatcher.read(item, used_bytes)
             self._dispatcher.discard(item)
             self._prepare_workers(item)
@@ -345,7 +345,7 @@ class Engine:
     def _state_of(self, item: OpenBatch) -> list[Callable[[], object]]:
         """The function that records the state of the dataset after a batch, if it came with one."""
         states = self.plan.worker.dataset_states
-        if states is None or not self.ledger.contents(item.record)[0] & (STATES | FAILED):
+        if states is None or not self.ledger.contents(item.record).flags & (STATES | FAILED):
             return []
         state = self._reader.state(item.record)
         return [] if state is None else [functools.partial(states.update, *state)]

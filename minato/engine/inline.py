@@ -14,6 +14,7 @@ import numpy as np
 
 from minato._compat import is_profiling
 from minato._core import Lease, now_ns
+from minato._core.codes import Activity
 from minato._support.text import text_of
 from minato.batching.arena import Arena
 from minato.batching.builder import BatchBuilder
@@ -145,9 +146,9 @@ class _Activity:
     def __init__(self) -> None:
         self.samples = self.busy_ns = self.idle_ns = 0
 
-    def activity(self, worker: int) -> tuple[int, int, int]:
-        """Samples, busy and idle time in ns."""
-        return self.samples, self.busy_ns, self.idle_ns
+    def activity(self, worker: int) -> Activity:
+        """As that of a worker."""
+        return Activity(self.samples, self.busy_ns, self.idle_ns)
 
 
 class InlineEngine:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from minato._core import now_ns
+from minato._core.codes import Activity
 from minato.observe.stats.costs import CostStats, Meters
 from minato.observe.stats.slowest import SlowSample
 from minato.observe.stats.snapshot import Metrics, WorkerActivity
@@ -27,10 +28,10 @@ _LOOK_SHARE = 200
 
 
 class Activities(Protocol):
-    """Knows what the workers have done (``Ledger``)."""
+    """Knows what the workers have done (``ConsumerLedger``)."""
 
-    def activity(self, worker: int) -> tuple[int, int, int]:
-        """Number of samples of a worker, and its busy and idle time in ns."""
+    def activity(self, worker: int) -> Activity:
+        """What a worker has done so far."""
 
 
 @dataclass(kw_only=True)
@@ -83,11 +84,11 @@ class EngineMetrics:
 
     def activity(self) -> WorkerActivity:
         """Total times of all workers; any thread may call it, because it only reads shared memory."""
-        worked = [self.activities.activity(worker)[1:] for worker in range(len(self.meters))]
+        worked = [self.activities.activity(worker) for worker in range(len(self.meters))]
         stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
         return WorkerActivity(
-            sum(busy_ns for busy_ns, _ in worked),
-            sum(idle_ns for _, idle_ns in worked),
+            sum(each.busy_ns for each in worked),
+            sum(each.idle_ns for each in worked),
             tuple(
                 (sum(each.count for each in stage), sum(each.total for each in stage))
                 for stage in stages
@@ -99,8 +100,8 @@ class EngineMetrics:
         activity, failures = self.activities.activity, self.failures
         busy_ns = idle_ns = 0
         for worker in range(len(self.meters)):
-            _, busy, idle = activity(worker)
-            busy_ns, idle_ns = busy_ns + busy, idle_ns + idle
+            each = activity(worker)
+            busy_ns, idle_ns = busy_ns + each.busy_ns, idle_ns + each.idle_ns
         return {
             "busy_ns": busy_ns,
             "idle_ns": idle_ns,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from minato._core import WorkerLedger
 from minato._system import available_cores
 from minato.batching.sample_error import wrapped
 from minato.batching.writer import BatchWriter
@@ -54,8 +55,9 @@ def make_pool(
         def in_thread(number: int) -> Worker:
             with announced(number, work.most_workers, work.base_seed, work.pipeline.dataset):
                 failure = initialise(work, number)
+            wrap = wrapped(f"worker thread {number}")
             return context.worker(
-                number, state, wrapped(f"worker thread {number}"), failure, lambda: (BaseException,)
+                state.worker_ledger(number), state, wrap, failure, lambda: (BaseException,)
             )
 
         return ThreadPool(threads(in_thread))
@@ -64,12 +66,14 @@ def make_pool(
         context.stacks = StackFile()
         watchdog = SampleWatchdog(ledger, plan.failures.sample_timeout_s, context.stacks)
 
-    def sink(number: int) -> BatchWriter:
-        return context.writer(number, ledger, lambda error: error)
+    def sink(end: WorkerLedger) -> BatchWriter:
+        return context.writer(end, lambda error: error)
 
     def progress() -> int:
         # A worker that is killed before it has counted its samples has still delivered them in batches.
-        return wait_stats.delivered + sum(ledger.activity(i)[0] for i in range(work.most_workers))
+        return wait_stats.delivered + sum(
+            ledger.activity(i).samples for i in range(work.most_workers)
+        )
 
     recover = WorkerRecovery(
         ledger=ledger,
@@ -102,9 +106,8 @@ def make_pool(
         def with_actor(number: int) -> Worker:
             wrap = wrapped(f"Ray actor {number}")
             reads = functools.partial(ActorReads, *group.start_actor(number))
-            return context.worker(
-                number, state, wrap, None, lambda: (Exception,), remote_reads=reads
-            )
+            end = state.worker_ledger(number)
+            return context.worker(end, state, wrap, None, lambda: (Exception,), remote_reads=reads)
 
         return ActorPool(threads(with_actor), group, spec, recover)
     if work.seeds_samples:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from minato._core import EventCount, Ledger
+from minato._core import (
+    READY_EVENTS_OFFSET,
+    WORK_EVENTS_OFFSET,
+    ConsumerLedger,
+    EventCount,
+    WorkerLedger,
+)
 from minato._core.segment import Segment
 from minato._fork_safety import renew_in_children, starts_worker
 from minato.observe.stats.costs import Meters
@@ -54,19 +60,18 @@ class SharedState:
 
     Attributes:
         layout: The offsets of the parts.
-        ledger: Assigns samples to workers, and results to batches.
         ready: Counts batches that have become ready.
         work: Counts samples that have become available.
         active: Which workers are active.
         handover: Whether workers may hand samples over to each other.
     """
 
-    def __init__(self, layout: SharedLayout, ledger: Ledger) -> None:
+    def __init__(self, layout: SharedLayout, ledger: ConsumerLedger | None = None) -> None:
         memory = layout.segment.array
         self.layout = layout
-        self.ledger = ledger
-        self.ready = EventCount(memory, ledger.ready_events_offset)
-        self.work = EventCount(memory, ledger.work_events_offset)
+        self._ledger = ledger
+        self.ready = EventCount(memory, READY_EVENTS_OFFSET)
+        self.work = EventCount(memory, WORK_EVENTS_OFFSET)
         self.active = ActiveWorkers(memory, layout.active_offset, self.work)
         self.handover = Handover(memory, layout.handover_offset)
         self._meters: dict[int, Meters] = {}
@@ -86,18 +91,30 @@ class SharedState:
             shared: Whether other processes use the segment too.
         """
         sizes = (num_workers, records, positions)
-        ledger_nbytes = -(-Ledger.nbytes(*sizes) // _LINE) * _LINE
+        ledger_nbytes = -(-ConsumerLedger.nbytes(*sizes) // _LINE) * _LINE
         nbytes = ledger_nbytes + num_workers * Meters.nbytes(num_steps) + ActiveWorkers.NBYTES
         nbytes += SharedReadLimit.nbytes(num_workers) + Handover.NBYTES
         segment = Segment(nbytes, shared=shared)
         layout = SharedLayout(segment, num_workers, num_steps, ledger_nbytes)
-        return cls(layout, Ledger(segment.array, sizes, segment.descriptor))
+        return cls(layout, ConsumerLedger(segment.array, sizes, segment.descriptor))
 
     @classmethod
     def attach(cls, layout: SharedLayout) -> SharedState:
         """The parts of a segment that another process created."""
-        segment = layout.segment
-        return cls(layout, Ledger(segment.array, None, segment.descriptor))
+        return cls(layout)
+
+    @property
+    def ledger(self) -> ConsumerLedger:
+        """The consumer's end of the ledger: only the process that created the segment has it."""
+        assert self._ledger is not None, "the ledger's other end is in the training process"
+        return self._ledger
+
+    def worker_ledger(self, number: int) -> WorkerLedger:
+        """The end of worker ``number``: it claims samples, and fills their places in batches."""
+        if self._ledger is not None:
+            return self._ledger.worker(number)
+        segment = self.layout.segment
+        return WorkerLedger(segment.array, number, segment.descriptor)
 
     def meters(self, number: int) -> Meters:
         """The measurements of worker ``number``."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._compat import ExceptionWrapper, forget_dataset, serves_other_processes
-from minato._core import Lease, Ledger, now_ns
+from minato._core import Lease, Ledger, WorkerLedger, now_ns
 from minato._core.codes import STARTING
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy, renew_in_children
@@ -80,16 +80,14 @@ class WorkerContext:
 
     def writer(
         self,
-        number: int,
-        ledger: Ledger,
+        ledger: WorkerLedger,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         catches: Callable[[], Kinds] = lambda: (Exception,),
         handover: Handover | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> BatchWriter:
-        """The writer of worker ``number``."""
+        """The writer of the worker at this end of the ledger."""
         settings = WriterSettings(
-            worker=number,
             collate_fn=_as_it_is if self.plan.pipeline.refetches else self.plan.pipeline.collate_fn,
             auto_collation=self.plan.pipeline.batched,
             describe_error=describe_error,
@@ -106,23 +104,23 @@ class WorkerContext:
 
     def worker(
         self,
-        number: int,
+        ledger: WorkerLedger,
         state: SharedState,
         describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
         failure: BaseException | None,
         catches: Callable[[], Kinds],
         remote_reads: Callable[[Lease, Meters], Reads] | None = None,
     ) -> Worker:
-        """Make worker ``number``.
+        """Make a worker.
 
         Args:
+            ledger: Its end of the ledger.
             describe_error: Returns the exception that ``next()`` raises for one that is being handled.
             failure: The error of ``worker_init_fn``, or None.
             catches: Returns which exceptions of samples and ``collate_fn`` do not end the worker.
             remote_reads: Makes reads that return complete samples of another machine, from lease and meters.
         """
-        plan, pipeline = self.plan, self.plan.pipeline
-        ledger = state.ledger
+        plan, pipeline, number = self.plan, self.plan.pipeline, ledger.number
         # Concurrent reads share the dataset's generators.
         at_once = plan.fetching.at_once and remote_reads is None
         roots = generators_of(plan, at_once)
@@ -132,7 +130,7 @@ class WorkerContext:
             owned = OwnedGenerators(roots) if bind else None
             return SampleRandomness(seed, bind_globals=bind, owned=owned)
 
-        lease, meters = ledger.own_lease(number), state.meters(number)
+        lease, meters = ledger.lease, state.meters(number)
         dataset, transforms = pipeline.dataset, pipeline.transforms
         reads: Reads | None = None
         if remote_reads is not None:
@@ -176,12 +174,12 @@ class WorkerContext:
                 transforms=pipeline.transforms,
                 lease=lease,
             )
-        settings = WorkerSettings(number, plan.order.slow_to_newest, plan.round_robin)
+        settings = WorkerSettings(plan.order.slow_to_newest, plan.round_robin)
         queue = WorkQueue(
             ledger, state.work, functools.partial(self.read_indices, ledger), active_workers
         )
         handover = state.handover if plan.in_processes else None
-        sink = self.writer(number, ledger, describe_error, catches, handover, tracer)
+        sink = self.writer(ledger, describe_error, catches, handover, tracer)
         fetching = plan.fetching
         if plan.begins_lists:
             reads = BegunLists(dataset.__beginitems__, _busy_ns)
@@ -246,18 +244,17 @@ def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool])
     if context.stacks is not None:
         context.stacks.listen()
     state = SharedState.attach(context.layout)
-    ledger = state.ledger
+    ledger = state.worker_ledger(number)
     if not state.active.wait_until_active(
         number, lambda: ledger.stopping or ledger.draining, parent_lives
     ):
         return
-    lease = ledger.own_lease(number)
     if plan.init_fn is not None:
-        lease.enter(STARTING, now_ns())
+        ledger.lease.enter(STARTING, now_ns())
     failure = initialise(plan, number)
-    lease.step = -1
+    ledger.lease.step = -1
     wrap = wrapped(f"worker process {number}", in_process=True)
-    worker = context.worker(number, state, wrap, failure, lambda: (BaseException,))
+    worker = context.worker(ledger, state, wrap, failure, lambda: (BaseException,))
     worker.loop(parent_lives)
     worker.close()
     # What the training loop has not unpickled yet may need this process: an end of a pipe, memory of a device.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from minato._core import Ledger
+from minato._core import ConsumerLedger
 from minato.sampling.progress import Progress
 from minato.sampling.samplers import Drawn
 
@@ -134,7 +134,7 @@ class RetiringBatches:
     """
 
     def __init__(
-        self, ledger: Ledger, storage: BatchStorage, *, keeps_places: bool, skips: bool
+        self, ledger: ConsumerLedger, storage: BatchStorage, *, keeps_places: bool, skips: bool
     ) -> None:
         self._ledger = ledger
         self._storage = storage

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from minato._core import Ledger
+from minato._core import ConsumerLedger
 from minato._core.codes import NO_INTEGER
 from minato._support.values import integer_of
 
@@ -87,7 +87,7 @@ class EarlyStart:
         mean_ns: Mean cost of a sample; 0 while it is unknown.
     """
 
-    def __init__(self, *, ledger: Ledger, costs: CostModel, num_workers: int) -> None:
+    def __init__(self, *, ledger: ConsumerLedger, costs: CostModel, num_workers: int) -> None:
         self._ledger = ledger
         self._costs = costs
         self._num_workers = max(num_workers, 1)
@@ -118,13 +118,13 @@ class EarlyStart:
 
         Samples of earlier epochs are needed sooner.
         """
-        _, first, *_, epoch_slot = self._ledger.describe(batch)
-        if epoch_slot != self._epoch_slot:
-            self._epoch_slot, self._epoch_start = epoch_slot, first
+        record = self._ledger.describe(batch)
+        if record.epoch_slot != self._epoch_slot:
+            self._epoch_slot, self._epoch_start = record.epoch_slot, record.first
         threshold_ns = self._threshold_ns
         if threshold_ns == 0:
             return
-        for position, index in enumerate(indices, first):
+        for position, index in enumerate(indices, record.first):
             cost_ns = self._costs.predict(index)
             if cost_ns is not None and cost_ns > threshold_ns:
                 others = (cost_ns - self.mean_ns) / self.mean_ns

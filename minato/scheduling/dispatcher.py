@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from minato._core import EventCount, Ledger
+from minato._core import ConsumerLedger, EventCount
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato.errors import warn
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
@@ -95,7 +95,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: ConsumerLedger,
         *,
         ready_events: EventCount,
         pool: Pool,
@@ -313,11 +313,11 @@ class Dispatcher:
 
     def _is_empty(self, item: OpenBatch) -> bool:
         """Whether a complete batch has no samples to return; records that, if so."""
-        flags, _, result, *_ = self._ledger.contents(item.record)
-        if flags & ENDED:
+        contents = self._ledger.contents(item.record)
+        if contents.flags & ENDED:
             self._assignment.ended(item.owner, item.record)
             return True
-        if not (flags & SKIPPED and self._is_dropped(item, result)):
+        if not (contents.flags & SKIPPED and self._is_dropped(item, contents.result)):
             return False
         if (counts := self._assignment.returns(item.owner)) is not None:
             counts()
@@ -393,7 +393,8 @@ class Dispatcher:
         """Allow more batches; False if the limit stays."""
         if not self._window.batch_bytes and self._open:
             # The first batch of an iterator may be the slow one, with complete ones behind it.
-            self._window.expect(max(self._ledger.contents(item.record)[-1] for item in self._open))
+            contents = (self._ledger.contents(item.record) for item in self._open)
+            self._window.expect(max(each.used_nbytes for each in contents))
         return self._window.grow()
 
     def _next_ready(self) -> OpenBatch | None:

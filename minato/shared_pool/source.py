@@ -69,8 +69,9 @@ class DescriptorReader(BatchReader):
 
     def read(self, batch: int, slot: Slot) -> LeasedBatch:
         """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
-        flags, layout, result, nbytes, _, used = self._ledger.contents(batch)
-        kind, offset = result & KIND_MASK, result & ~KIND_MASK
+        contents = self._ledger.contents(batch)
+        flags, nbytes, used = contents.flags, contents.result_nbytes, contents.used_nbytes
+        kind, offset = contents.result & KIND_MASK, contents.result & ~KIND_MASK
         failed = bool(flags & FAILED) or kind == ERROR_BLOB
         if flags & FAILED:
             offset, nbytes = self._first_error(batch)
@@ -81,7 +82,7 @@ class DescriptorReader(BatchReader):
                 for kind, start, size in self._ledger.blobs(batch)
             )
         return LeasedBatch(
-            BatchDescriptor(slot, layout, (offset, nbytes), failed, texts, used),
+            BatchDescriptor(slot, contents.layout, (offset, nbytes), failed, texts, used),
             self._leased(slot, used),
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from minato._core import Histogram, Ledger, now_ns
+from minato._core import ConsumerLedger, Histogram, now_ns
 from minato._system import available_cores, machine_usage
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.waiting import ConsumerWait, Pool
@@ -348,7 +348,7 @@ class Scaler:
         active_workers: ActiveWorkers,
         window: PrefetchWindow,
         wait_stats: ConsumerWait,
-        ledger: Ledger,
+        ledger: ConsumerLedger,
         times: Sequence[Histogram],
         resized: Callable[[int], None] | None = None,
     ) -> None:
@@ -421,7 +421,7 @@ class Scaler:
         busy_ns = 0
         for worker in range(len(self._times)):
             lease = self._ledger.lease(worker)
-            busy_ns += self._ledger.activity(worker)[1]
+            busy_ns += self._ledger.activity(worker).busy_ns
             if lease.position is not None:
                 busy_ns += max(now - lease.started_ns, 0)
         return _Reading(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from minato._core import Histogram, SharedWords, now_ns
+from minato._core import Claim, Histogram, SharedWords, now_ns
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
@@ -314,7 +314,7 @@ class ConcurrentWorker(Worker):
         self._reads_lists = isinstance(reads, BegunLists)
         self._seeds = concurrency.binds_randomness
         self._sleeping = False
-        self._lease = self._ledger.own_lease(self._number)
+        self._lease = self._ledger.lease
         self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     @property
@@ -377,21 +377,20 @@ class ConcurrentWorker(Worker):
             if run is None:
                 return claimed
             claimed = True
-            batch, _, count = run
-            if count == 0:
-                self._sink.publish_collated(batch)
+            if run.count == 0:
+                self._sink.publish_collated(run.batch)
             else:
                 self._enter(run, whole)
 
-    def _claim_run(self, free: int, whole: bool) -> tuple[int, int, int] | None:
+    def _claim_run(self, free: int, whole: bool) -> Claim | None:
         """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
         if self._reads_lists and self._flight.positions and not self._fair_share():
             return None  # the other workers could not begin a batch, too
         if self._reads_lists or self._sink.keeps_batches:
-            return self._ledger.claim(self._number, WHOLE_BATCH)
-        return self._ledger.claim(self._number, ALL_SAMPLES if whole else free)
+            return self._ledger.claim(WHOLE_BATCH)
+        return self._ledger.claim(ALL_SAMPLES if whole else free)
 
-    def _enter(self, claimed: tuple[int, int, int], whole: bool) -> None:
+    def _enter(self, claimed: Claim, whole: bool) -> None:
         """Queue the reads of a run."""
         if self._reads_lists:
             self._enter_list(claimed)
@@ -399,27 +398,27 @@ class ConcurrentWorker(Worker):
             self._enter_samples(claimed, whole)
         self._show_oldest()  # before the user's code runs, which may end the process
 
-    def _enter_list(self, claimed: tuple[int, int, int]) -> None:
+    def _enter_list(self, claimed: Claim) -> None:
         """Queue one read of a whole batch; a batch that cannot be read so runs as in any other worker."""
-        batch, k, count = claimed
-        _, first, size, bound, epoch, *_ = self._ledger.describe(batch)
-        given = self._read_indices(batch, k, count)
-        if bound and count == size and len(given):
-            self._queue(Read(given, epoch, None, claimed), first)
+        record = self._ledger.describe(claimed.batch)
+        given = self._read_indices(claimed.batch, claimed.k, claimed.count)
+        if record.bound and claimed.count == record.count and len(given):
+            self._queue(Read(given, record.epoch, None, claimed), record.first)
         else:
             self._run_lease(claimed)
 
-    def _enter_samples(self, claimed: tuple[int, int, int], whole: bool) -> None:
+    def _enter_samples(self, claimed: Claim, whole: bool) -> None:
         """Queue a read of each sample."""
-        batch, k, count = claimed
-        _, first, size, bound, epoch, seed, *_ = self._ledger.describe(batch)
+        batch, k, count = claimed.batch, claimed.k, claimed.count
+        record = self._ledger.describe(batch)
+        first, bound, epoch, seed = record.first, record.bound, record.epoch, record.seed
         indices = list(self._read_indices(batch, k, count))
         if not indices:  # an empty batch has a place, too
             assert isinstance(self._fetcher, Fetcher)
             self._runner.enter(seed)
             self._run_list(self._fetcher, list, batch, first, count, epoch, indices)
             return
-        held = [None] * count if whole and bound and count == size else None
+        held = [None] * count if whole and bound and count == record.count else None
         run = _ClaimedRun(batch, first, k, bound, epoch, seed, indices, held, count)
         bound_to = seed if self._seeds else None
         occurrences = self._ledger.occurrences(first + k, count) or [0] * count
@@ -452,19 +451,19 @@ class ConcurrentWorker(Worker):
 
     def _finish_list(self, read: Read, position: int) -> int:
         """Make the samples of a batch from what has arrived, and write them; returns their number."""
-        count: int
-        batch, _, count = read.tag
+        claimed: Claim = read.tag
+        batch, count = claimed.batch, claimed.count
         fetcher, complete = self._fetcher, read.complete
         assert isinstance(fetcher, Fetcher)
-        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
-        self._runner.enter(seed)
+        record = self._ledger.describe(batch)
+        self._runner.enter(record.seed)
 
         def fetch(indices: Any) -> Any:
             return fetcher.many(indices) if complete is None else fetcher.transformed(complete())
 
         if complete is not None:
             self._runner.ahead_ns = read.duration_ns
-        self._run_list(fetcher, fetch, batch, position, count, epoch, read.key)
+        self._run_list(fetcher, fetch, batch, position, count, record.epoch, read.key)
         return count
 
     def _finish_sample(self, read: Read, position: int) -> int:

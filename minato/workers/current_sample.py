@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from minato._core import Ledger
+from minato._core import ConsumerLedger, Ledger
 from minato._core.codes import FIRST_COLLATED
 from minato._support.text import text_of
 
@@ -56,29 +56,29 @@ class Collation(NamedTuple):
 
 
 def read_current_collation(
-    ledger: Ledger, read_indices: Callable[[int, int, int], Sequence[Any]], number: int
+    ledger: ConsumerLedger, read_indices: Callable[[int, int, int], Sequence[Any]], number: int
 ) -> Collation | None:
     """The batch that worker ``number`` collates, or collated when it died; None: none."""
     position, _, step = ledger.lease(number)
     if position is not None or step > FIRST_COLLATED:
         return None
     batch = FIRST_COLLATED - step
-    return Collation(ledger.describe(batch)[1], describe_indices(ledger, read_indices, batch))
+    return Collation(ledger.describe(batch).first, describe_indices(ledger, read_indices, batch))
 
 
 def describe_indices(
     ledger: Ledger, read_indices: Callable[[int, int, int], Sequence[Any]], batch: int
 ) -> str:
     """The indices of the samples in a batch that is about to be collated, for a message: the first few."""
-    _, first, count, bound, *_ = ledger.describe(batch)
+    record = ledger.describe(batch)
+    own_places = range(record.first, record.first + record.count)
     indices: list[Any] = []
-    for position in range(first, first + count) if bound else ledger.occupants(batch):
+    for position in own_places if record.bound else ledger.occupants(batch):
         if position < 0:
             continue  # the place is free
         own, k = ledger.locate(position)
-        if (
-            0 <= k < ledger.describe(own)[2]
-        ):  # otherwise its own batch was yielded, and the record is in use again
+        # Otherwise its own batch was yielded, and the record is in use again.
+        if 0 <= k < ledger.describe(own).count:
             indices.extend(read_indices(own, k, 1))
     if not indices:
         return "indices that are no longer known"
@@ -92,7 +92,7 @@ def listed(indices: Sequence[Any]) -> str:
 
 
 def read_current_sample(
-    ledger: Ledger,
+    ledger: ConsumerLedger,
     read_indices: Callable[[int, int, int], Sequence[Any]],
     names: Sequence[str],
     number: int,
@@ -107,17 +107,17 @@ def read_current_sample(
     if position is None:
         return None
     batch, k = ledger.locate(position)
-    _, _, count, _, epoch, seed, *_ = ledger.describe(batch)
-    if not 0 <= k < count:
+    record = ledger.describe(batch)
+    if not 0 <= k < record.count:
         return None  # it has completed its last sample, and the batch was yielded
     index = next(iter(read_indices(batch, k, 1)))
     name = names[step] if 0 <= step < len(names) else None
     (occurrence,) = ledger.occurrences(position, 1) or (0,)
-    return CurrentSample(position, index, epoch, seed, name, started_ns, occurrence)
+    return CurrentSample(position, index, record.epoch, record.seed, name, started_ns, occurrence)
 
 
 def read_current_work(
-    ledger: Ledger,
+    ledger: ConsumerLedger,
     read_indices: Callable[[int, int, int], Sequence[Any]],
     names: Sequence[str],
     number: int,
@@ -127,6 +127,6 @@ def read_current_work(
     return sample or read_current_collation(ledger, read_indices, number)
 
 
-def has_begun(ledger: Ledger, number: int) -> bool:
+def has_begun(ledger: ConsumerLedger, number: int) -> bool:
     """Whether worker ``number`` runs, or has ever run, a sample."""
-    return bool(ledger.activity(number)[0]) or ledger.lease(number).position is not None
+    return bool(ledger.activity(number).samples) or ledger.lease(number).position is not None

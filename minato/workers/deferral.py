@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minato._core import Ledger, now_ns
+from minato._core import WorkerLedger, now_ns
 from minato.observe.stats.costs import Meters
 
 __all__ = ["Deferral", "DeferredSample"]
@@ -52,7 +52,9 @@ class Deferral:
         num_workers: Returns how many workers share the samples that are left to claim.
     """
 
-    def __init__(self, *, ledger: Ledger, meters: Meters, num_workers: Callable[[], int]) -> None:
+    def __init__(
+        self, *, ledger: WorkerLedger, meters: Meters, num_workers: Callable[[], int]
+    ) -> None:
         self._ledger = ledger
         self._meters = meters
         self._num_workers = num_workers

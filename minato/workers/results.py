@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from minato._core import Ledger
+from minato._core import WorkerLedger
 from minato.sampling.resume import DatasetState
 from minato.workers.error_policy import SKIP
 from minato.workers.fetch import Fetcher, Rows, StreamEnd, StreamFetcher
@@ -88,7 +88,7 @@ class ResultWriter:
     """Writes results, fills their places in the ledger, and collates the batches that are complete.
 
     Args:
-        number: The worker's.
+        ledger: The worker's end.
         fetcher: Its state, if it keeps one, is sent with the batches.
         may_skip: Whether samples may be skipped.
         slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
@@ -96,15 +96,13 @@ class ResultWriter:
 
     def __init__(
         self,
-        number: int,
         *,
-        ledger: Ledger,
+        ledger: WorkerLedger,
         sink: Sink,
         fetcher: Fetcher | StreamFetcher,
         may_skip: bool,
         slow_to_newest: bool,
     ) -> None:
-        self._number = number
         self._ledger = ledger
         self._sink = sink
         self._fetcher = fetcher
@@ -128,13 +126,11 @@ class ResultWriter:
             # error is filled before the others, which then need no data.
             failed, state = len(samples), self._state_after_error()
             sink.write_error(batch, position + failed, error, indices[failed], state)
-            sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k + failed, 1))
+            sink.publish_if_full(batch, ledger.fill_run(batch, k + failed, 1))
             self._fill(batch, position, k, samples)
             rest = len(indices) - failed - 1
             if rest:
-                sink.publish_if_full(
-                    batch, ledger.fill_run(self._number, batch, k + failed + 1, rest)
-                )
+                sink.publish_if_full(batch, ledger.fill_run(batch, k + failed + 1, rest))
             return
         has_skipped = self._may_skip and any(map(_is_skipped, samples))
         in_one = whole and (sink.collates or has_skipped or self._fetcher.sends_state)
@@ -147,13 +143,13 @@ class ResultWriter:
             return
         if not in_one:
             sink.write_run(batch, k, position, samples, indices, whole)
-        sink.publish_if_full(batch, ledger.fill_run(self._number, batch, k, len(indices)))
+        sink.publish_if_full(batch, ledger.fill_run(batch, k, len(indices)))
 
     def rows(self, batch: int, k: int, rows: Rows) -> bool:
         """Copy rows into their own places and fill these; False if they must be loaded one by one."""
         if not self._sink.write_rows(batch, k, rows):
             return False
-        outcome = self._ledger.fill_run(self._number, batch, k, rows.size)
+        outcome = self._ledger.fill_run(batch, k, rows.size)
         self._sink.publish_if_full(batch, outcome)
         return True
 
@@ -189,11 +185,9 @@ class ResultWriter:
             if not skipped:
                 if indices is not None:
                     sink.write_run(batch, k + first, position + first, run, indices[first:end])
-                sink.publish_if_full(
-                    batch, ledger.fill_run(self._number, batch, k + first, len(run))
-                )
+                sink.publish_if_full(batch, ledger.fill_run(batch, k + first, len(run)))
             for i in range(first, end) if skipped else ():
-                sink.publish_if_full(*ledger.skip(self._number, position + i))
+                sink.publish_if_full(*ledger.skip(position + i))
             first = end
 
     def listed(
@@ -217,7 +211,7 @@ class ResultWriter:
             sink.write_collated(batch, result)
         else:
             sink.write_run(batch, 0, first, result, whole=True)
-        sink.publish_if_full(batch, self._ledger.fill_run(self._number, batch, 0, count))
+        sink.publish_if_full(batch, self._ledger.fill_run(batch, 0, count))
 
     def streamed(
         self,
@@ -238,7 +232,7 @@ class ResultWriter:
             sink.write_end(batch, place, stream.state if stream.sends_last_state else None)
         else:
             sink.write_error(batch, place, error, None, self._state_after_error())
-        sink.publish_if_full(batch, self._ledger.fill_run(self._number, batch, 0, 1))
+        sink.publish_if_full(batch, self._ledger.fill_run(batch, 0, 1))
 
     def free(
         self,
@@ -251,15 +245,15 @@ class ResultWriter:
         """Write a sample, or the error that it raised, into a free place."""
         ledger, sink = self._ledger, self._sink
         if sample is SKIP:
-            sink.publish_if_full(*ledger.skip(self._number, position))
+            sink.publish_if_full(*ledger.skip(position))
             return
         slow = self._slow_to_newest and cost_ns > ledger.slow_ns > 0
-        place, batch, k = ledger.reserve(self._number, position, slow)
+        place, batch, k = ledger.reserve(position, slow)
         if error is None:
             sink.write_run(batch, k, place, [sample], [index])
         else:
             sink.write_error(batch, place, error, index)
-        sink.publish_if_full(batch, ledger.fill(self._number, position, place))
+        sink.publish_if_full(batch, ledger.fill(position, place))
 
     def _state_after_error(self) -> Callable[[], DatasetState] | None:
         return self._fetcher.state if self._fetcher.sends_state else None

@@ -13,7 +13,7 @@ from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from minato._core import Ledger, now_ns
+from minato._core import ConsumerLedger, now_ns
 from minato._core.codes import STARTING, LeaseState
 from minato._support.files import anonymous_log
 from minato.errors import SampleTimeoutError
@@ -81,7 +81,7 @@ class SampleWatchdog:
         stacks: The file to which the workers write their stacks.
     """
 
-    def __init__(self, ledger: Ledger, limit_s: float, stacks: StackFile) -> None:
+    def __init__(self, ledger: ConsumerLedger, limit_s: float, stacks: StackFile) -> None:
         self._ledger = ledger
         self._limit_s = limit_s
         self._stacks = stacks

@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, cast
 
 from minato._compat import forget_child_processes
-from minato._core import Ledger
+from minato._core import ConsumerLedger, WorkerLedger
 from minato._core.codes import STARTING
 from minato._fork_safety import Borrower
 from minato._support.text import text_of
@@ -290,14 +290,14 @@ class WorkerRecovery:
 
     Attributes:
         current_work: Returns what worker ``number`` was on.
-        make_sink: Makes the sink that writes in place of worker ``number``.
+        make_sink: Makes the sink that writes in place of a worker, from its end of the ledger.
         progress: Returns a number that grows with the samples that were run and the batches that were delivered.
         tracer_of: Returns the tracer of worker ``number``.
     """
 
-    ledger: Ledger
+    ledger: ConsumerLedger
     current_work: Callable[[int], CurrentSample | Collation | None]
-    make_sink: Callable[[int], Sink]
+    make_sink: Callable[[WorkerLedger], Sink]
     progress: Callable[[], int]
     restart_policy: RestartPolicy
     watchdog: SampleWatchdog | None
@@ -369,17 +369,18 @@ class WorkerRecovery:
             sample.occurrence,
         )
         result, raised = self.policy.settle(failure)
-        ledger, sink = self.ledger, self.make_sink(number)
+        ledger = self.ledger.worker(number)
         if result is SKIP:
-            ledger.skip(number, sample.position)
+            ledger.skip(sample.position)
             return
-        place, batch, k = ledger.reserve(number, sample.position)
+        sink = self.make_sink(ledger)
+        place, batch, k = ledger.reserve(sample.position)
         if raised is None:
             sink.write_run(batch, k, place, [result])
         else:
             sink.write_error(batch, place, raised, sample.key)
         # If the batch is full now, a worker collates it: release offers the collation again.
-        ledger.fill(number, sample.position, place)
+        ledger.fill(sample.position, place)
 
 
 # ---- 3. replace the worker, or raise ----

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from minato._core import EventCount, Ledger, now_ns
+from minato._core import Claim, EventCount, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
 from minato.observe.trace.tracer import NULL_TRACER, Tracer
 from minato.sampling.samplers import LISTS
@@ -45,12 +45,10 @@ class WorkerSettings(NamedTuple):
     """What distinguishes one worker from others.
 
     Attributes:
-        number: Its number, from 0.
         slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
         whole_batches: Claim batches as a whole, whatever their samples cost.
     """
 
-    number: int
     slow_to_newest: bool = False
     whole_batches: bool = False
 
@@ -59,13 +57,13 @@ class WorkQueue(NamedTuple):
     """Where workers claim samples, and sleep while there are none.
 
     Attributes:
-        ledger: Holds the samples.
+        ledger: The worker's end: holds the samples.
         events: Counts the changes of the ledger that give workers something to do.
         read_indices: ``(batch, k, count) -> indices`` of samples k … k+count-1.
         active_workers: Which workers may claim samples; None: all.
     """
 
-    ledger: Ledger
+    ledger: WorkerLedger
     events: EventCount
     read_indices: Callable[[int, int, int], Sequence[Any]]
     active_workers: ActiveWorkers | None = None
@@ -96,8 +94,8 @@ class Worker:
         sample_retry: SampleRetry | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
-        self._number = settings.number
         self._ledger = queue.ledger
+        self._number = queue.ledger.number
         self._events = queue.events
         self._read_indices = queue.read_indices
         self._active_workers = queue.active_workers
@@ -114,7 +112,6 @@ class Worker:
             runner.cost_estimate.draws = False
         self._sample_retry = sample_retry
         self._results = ResultWriter(
-            settings.number,
             ledger=queue.ledger,
             sink=sink,
             fetcher=fetcher,
@@ -215,30 +212,31 @@ class Worker:
         """Do one lease, or resume the deferred sample; False if there is nothing to do."""
         if self._deferral is not None and self._deferral.is_due() and self._resume():
             return True
-        lease = self._ledger.claim(self._number, self._longest_run())
+        lease = self._ledger.claim(self._longest_run())
         if lease is None:
             return self._resume()
         self._run_lease(lease)
         return True
 
-    def _run_lease(self, lease: tuple[int, int, int]) -> None:
-        batch, k, count = lease
+    def _run_lease(self, lease: Claim) -> None:
+        batch, k, count = lease.batch, lease.k, lease.count
         if count == 0:
             self._sink.publish_collated(batch)
             return
-        _, first, size, bound, epoch, seed, _, _, epoch_slot = self._ledger.describe(batch)
-        self._whole_size = size if bound else 0
-        if epoch_slot != self._epoch_slot:
-            self._epoch_slot = epoch_slot
+        record = self._ledger.describe(batch)
+        first, bound, epoch = record.first, record.bound, record.epoch
+        self._whole_size = record.count if bound else 0
+        if record.epoch_slot != self._epoch_slot:
+            self._epoch_slot = record.epoch_slot
             self._resume_all()  # deferred samples of the last epoch go before the next epoch
         started, deferred = now_ns(), self._num_deferred()
         given = self._read_indices(batch, k, count)
         indices = list(given)
-        self._runner.enter(seed)
-        whole = bound and count == size
+        self._runner.enter(record.seed)
+        whole = bound and count == record.count
         fetcher = self._fetcher
         if isinstance(fetcher, StreamFetcher):
-            self._run_stream(fetcher, batch, first, (epoch, epoch_slot), indices[0])
+            self._run_stream(fetcher, batch, first, (epoch, record.epoch_slot), indices[0])
         elif self._takes_rows and bound and self._run_rows(fetcher, batch, k, epoch, indices):
             pass  # they are in their places
         elif whole and (fetcher.takes_lists or not indices):
@@ -256,7 +254,7 @@ class Worker:
         """Record the end of a lease and the number of samples that it completed; returns its duration in ns."""
         now = now_ns()
         busy_ns, idle_ns = now - started_ns, started_ns - self._idle_since
-        self._ledger.end(self._number, samples, busy_ns, idle_ns)
+        self._ledger.end(samples, busy_ns, idle_ns)
         if self._lacks_room:
             self._lacks_room = False
             self._runner.meters.window_full.record(max(idle_ns, 0))
@@ -279,8 +277,9 @@ class Worker:
             return False
         started, position, index = now_ns(), deferred.position, deferred.key
         batch, _ = self._ledger.locate(position)
-        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
-        self._runner.enter(seed)
+        record = self._ledger.describe(batch)
+        epoch = record.epoch
+        self._runner.enter(record.seed)
         samples, error = self._runner.resume(deferred, epoch)
         self._ledger.note_costs(position, self._runner.durations, 1)
         cost_ns = self._runner.durations[0]
@@ -320,9 +319,10 @@ class Worker:
         Returns:
             A list with the sample, empty if it is skipped.
         """
-        _, _, _, _, epoch, seed, *_ = self._ledger.describe(batch)
+        record = self._ledger.describe(batch)
+        epoch = record.epoch
         assert isinstance(self._fetcher, Fetcher)
-        self._runner.enter(seed)
+        self._runner.enter(record.seed)
         samples, error = self._runner.run(
             position, epoch, [index], self._fetcher.single, repeats=True
         )

@@ -54,8 +54,8 @@ FAULTS = st.lists(st.one_of(BYTES, WORDS_THERE, BLOBS, LAYOUTS, RESULTS), max_si
 
 def damage(desk: Desk, batch: int, slot: Slot, faults: list[Any]) -> None:
     """Write to shared memory what no sound worker would."""
-    ledger, memory = desk.ledger, desk.arena.segment.array
-    first = ledger.describe(batch)[1]
+    ledger, memory = desk.workers[0], desk.arena.segment.array
+    first = ledger.describe(batch).first
     for fault in faults:
         match fault:
             case ("byte", offset, flips):
@@ -166,8 +166,8 @@ def test_a_result_whose_kind_alone_was_overwritten_is_damaged(
     desk = make_desk(collate, elsewhere)
     batch, slot, _ = desk.open(5)
     desk.fill(batch, 0, KINDS["objects"][0], 0)
-    _, _, result, nbytes, *_ = desk.ledger.contents(batch)
-    damage(desk, batch, slot, [("result", kind, result, nbytes)])
+    contents = desk.ledger.contents(batch)
+    damage(desk, batch, slot, [("result", kind, contents.result, contents.result_nbytes)])
     with pytest.raises(DamagedError, match="is damaged: something in one of the processes"):
         read(desk, batch, slot, elsewhere)
 

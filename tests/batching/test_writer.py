@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from minato._core import Ledger
+from minato._core import ConsumerLedger
 from minato._core.codes import NOT_COMPLETE, OPEN, READY
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
@@ -37,32 +37,33 @@ class Desk:
     ) -> None:
         sizes = (2, 8, 64)
         self.arena = arena
-        self.segment = Segment(Ledger.nbytes(*sizes))
-        self.ledger = Ledger(self.segment.array, sizes, self.segment.descriptor)
+        self.segment = Segment(ConsumerLedger.nbytes(*sizes))
+        self.ledger = ConsumerLedger(self.segment.array, sizes, self.segment.descriptor)
+        self.workers = [self.ledger.worker(number) for number in range(2)]
         self.ledger.open_epoch(0)
         self.reader = BatchReader(self.ledger, arena, store)
         self.store = store
         self.writers = [
             BatchWriter(
-                WriterSettings(n, collate_fn, batched, lambda e: e),
-                ledger=self.ledger,
+                WriterSettings(collate_fn, batched, lambda e: e),
+                ledger=worker,
                 segment=arena.segment,
                 store=store,
             )
-            for n in (0, 1)
+            for worker in self.workers
         ]
 
     def open(self, count: int) -> tuple[int, Any, int]:
         slot = self.arena.acquire()
         span = (slot.start, slot.start, slot.end)
         batch = self.ledger.open(list(range(count)), count, span, 0, 0, 0, True)
-        return batch, slot, self.ledger.describe(batch)[1]
+        return batch, slot, self.ledger.describe(batch).first
 
     def fill(self, batch: int, k: int, samples: list[Any], worker: int = 0) -> None:
         """Run samples k, k+1, …: exceptions among them are what a sample raised."""
         writer = self.writers[worker]
-        first = self.ledger.describe(batch)[1]
-        self.ledger.claim(worker, len(samples))
+        first = self.ledger.describe(batch).first
+        self.workers[worker].claim(len(samples))
         if any(isinstance(sample, BaseException) for sample in samples):
             for i, sample in enumerate(samples, k):
                 if isinstance(sample, BaseException):
@@ -71,7 +72,7 @@ class Desk:
                     writer.write_run(batch, i, first + i, [sample])
         else:
             writer.write_run(batch, k, first + k, samples)
-        writer.publish_if_full(batch, self.ledger.fill_run(worker, batch, k, len(samples)))
+        writer.publish_if_full(batch, self.workers[worker].fill_run(batch, k, len(samples)))
 
     def batch(self, samples: list[Any], run: int = 2) -> Any:
         """Write a batch in runs by two workers, and read it."""
@@ -193,10 +194,10 @@ def test_the_cost_of_a_handover_is_measured(make: Callable[..., Desk]) -> None:
 def test_a_whole_batch_is_collated_by_its_worker(make: Callable[..., Desk]) -> None:
     desk = make(total)
     batch, slot, _ = desk.open(2)
-    desk.ledger.claim(0, 2)
+    desk.workers[0].claim(2)
     desk.writers[0].write_collated(batch, [1, 2])
     assert desk.ledger.state(batch) == OPEN
-    desk.writers[0].publish_if_full(batch, desk.ledger.fill_run(0, batch, 0, 2))
+    desk.writers[0].publish_if_full(batch, desk.workers[0].fill_run(batch, 0, 2))
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
 
@@ -209,11 +210,12 @@ def test_a_batch_that_a_worker_left_is_collated_by_another(make: Callable[..., D
     desk = make(total)
     batch, slot, first = desk.open(2)
     for k, worker in ((0, 0), (1, 1)):
-        desk.ledger.claim(worker, 1)
+        desk.workers[worker].claim(1)
         desk.writers[worker].write_run(batch, k, first + k, [k + 1])
-        desk.ledger.fill_run(worker, batch, k, 1)  # the second one must collate, and dies
+        desk.workers[worker].fill_run(batch, k, 1)  # the second one must collate, and dies
     desk.ledger.release(1)
-    assert desk.ledger.claim(0, 1) == (batch, 0, 0)
+    claim = desk.workers[0].claim(1)
+    assert (claim.batch, claim.count) == (batch, 0)
     desk.writers[0].publish_collated(batch)
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
@@ -245,7 +247,7 @@ def test_a_batch_that_fills_its_slot_says_what_to_do(room: int) -> None:
     arena = Arena(Segment(16 << 20))
     desk = Desk(SharedStore(arena.segment), arena, collate_fn=total)
     batch, slot, _ = desk.open(2)
-    desk.ledger.allocate(batch, (2 << 20) - room)
+    desk.workers[0].allocate(batch, (2 << 20) - room)
     desk.fill(batch, 0, [1, 2])
     with pytest.raises(MemoryError, match="2097152 bytes of address space.*smaller batches"):
         desk.read(batch, slot)
@@ -284,9 +286,9 @@ def test_dropped_batches_leave_nothing(make: Callable[..., Desk], collate_fn: An
         desk.reader.discard(batch, slot)
         desk.ledger.retire(batch)
     half, slot, first = desk.open(2)
-    desk.ledger.claim(0, 2)
+    desk.workers[0].claim(2)
     desk.writers[0].write_run(half, 0, first, ["half"])
-    assert desk.ledger.fill_run(0, half, 0, 1) == NOT_COMPLETE
+    assert desk.workers[0].fill_run(half, 0, 1) == NOT_COMPLETE
     desk.reader.discard(half, slot)
     desk.ledger.retire(half)
     assert desk.arena.num_slots == 1

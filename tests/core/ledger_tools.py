@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from minato._core import _records_py as spec
+from minato._core import _ledger_py as spec
 from minato._core import codes
 
 CLAIMED, DONE, CANCELLED = 1 << 62, 2 << 62, 3 << 62
@@ -20,57 +20,66 @@ SLOT = (4096, 4160, 1 << 20)
 LAYOUT = 4096
 
 
-class Hands:
-    """Workers of a ledger, as steps of a test."""
+RECORDS = {
+    "Claim": ("batch", "k", "count"),
+    "BatchRecord": (
+        *("generation", "first", "count", "bound", "epoch", "seed"),
+        *("indices_offset", "indices_nbytes", "epoch_slot"),
+    ),
+    "BatchContents": ("flags", "layout", "result", "result_nbytes", "count", "used_nbytes"),
+}
 
-    def __init__(self, twin: ModuleType, ledger: Any) -> None:
-        self.twin = twin
+
+def values(record: Any) -> Any:
+    """The fields of a record of the ledger, in order; anything else as it is."""
+    names = RECORDS.get(type(record).__name__)
+    return record if names is None else tuple(getattr(record, name) for name in names)
+
+
+def run_of(claim: Any) -> tuple[int, int, int] | None:
+    """``(batch, k, count)`` of a claim, if there is one."""
+    return None if claim is None else (claim.batch, claim.k, claim.count)
+
+
+class Hand:
+    """A worker of a ledger, as steps of a test."""
+
+    def __init__(self, ledger: Any) -> None:
         self.ledger = ledger
 
-    def claim(self, worker: int, max_run: int = 1) -> tuple[int, int, int] | None:
-        return self.ledger.claim(worker, max_run)
+    def claim(self, max_run: int = 1) -> tuple[int, int, int] | None:
+        return run_of(self.ledger.claim(max_run))
 
-    def claim_position(self, worker: int) -> int:
-        """Claim one sample and return its position."""
-        lease = self.claim(worker)
-        assert lease is not None
-        batch, k, count = lease
-        assert count == 1
-        return self.first(batch) + k
-
-    def first(self, batch: int) -> int:
-        return self.ledger.describe(batch)[1]
-
-    def fill(self, worker: int, position: int, late: bool = False, blob: int = 0) -> int:
+    def fill(self, position: int, late: bool = False, blob: int = 0) -> int:
         """Reserve a place for a claimed sample and fill it, as a worker does; ``blob`` is a kind."""
-        place, batch, k = self.ledger.reserve(worker, position, late)
-        assert 0 <= k < self.ledger.describe(batch)[2]
+        place, batch, k = self.ledger.reserve(position, late)
+        assert 0 <= k < self.ledger.describe(batch).count
         if blob:
             self.ledger.attach(place, 8192 | blob, 10)
         else:
             assert self.ledger.publish_layout(batch, LAYOUT) == LAYOUT
-        outcome = self.ledger.fill(worker, position, place)
+        outcome = self.ledger.fill(position, place)
         if outcome == codes.MUST_COLLATE:
             self.collate(batch)
-        return outcome
+        return int(outcome)
 
     def collate(self, batch: int) -> None:
         self.ledger.set_ready(batch, 16384 | codes.SAMPLE_BLOB, 20)
 
-    def work(self, worker: int, max_run: int = 1, late: bool = False) -> list[int]:
+    def work(self, max_run: int = 1, late: bool = False) -> list[int]:
         """Do everything there is to do; returns the positions worked on."""
         worked = []
-        while (lease := self.claim(worker, max_run)) is not None:
-            batch, k, count = lease
-            if count == 0:
-                self.collate(batch)
-            for position in range(self.first(batch) + k, self.first(batch) + k + count):
-                self.fill(worker, position, late)
+        while (claim := self.ledger.claim(max_run)) is not None:
+            if claim.count == 0:
+                self.collate(claim.batch)
+            start = self.ledger.describe(claim.batch).first + claim.k
+            for position in range(start, start + claim.count):
+                self.fill(position, late)
                 worked.append(position)
         return worked
 
 
-class Desk(Hands):
+class Desk:
     """One ledger, its consumer, its workers, and its records.
 
     Args:
@@ -87,15 +96,17 @@ class Desk(Hands):
         memory: Any = None,
         lock_fd: int = -1,
     ) -> None:
+        self.twin = twin
         self.sizes = workers, batches, positions
         self.memory = memory if memory is not None else mmap.mmap(-1, 1 << 16)
-        super().__init__(twin, twin.Ledger(self.memory, self.sizes, lock_fd))
-        self.nbytes = twin.Ledger.nbytes(*self.sizes)
+        self.ledger = twin.ConsumerLedger(self.memory, self.sizes, lock_fd)
+        self.workers = [self.ledger.worker(number) for number in range(workers)]
+        self.hands = [Hand(worker) for worker in self.workers]
+        self.nbytes = twin.ConsumerLedger.nbytes(*self.sizes)
         self.header = np.frombuffer(self.memory, spec._HEADER, 1)[0]
-        offset = spec._HEADER.itemsize
-        self.workers = np.frombuffer(self.memory, spec._WORKER, workers, offset)
-        offset += self.workers.nbytes
+        offset = spec._HEADER.itemsize + workers * spec._WORKER.itemsize
         self.batches = np.frombuffer(self.memory, spec._BATCH, batches, offset)
+        self.batches_at = offset
         offset += self.batches.nbytes
         self.positions = np.frombuffer(self.memory, spec._POSITION, positions, offset)
         self.next_key = 100
@@ -107,9 +118,34 @@ class Desk(Hands):
         header["compiled"] = 0
         header["head"] &= NUMBER  # the compiled twin keeps versions above the numbers
         header["epoch_slots"]["cursor"] &= NUMBER
-        start = spec._HEADER.itemsize + self.workers.nbytes
-        image[start : start + self.batches.nbytes].view(spec._BATCH)["hint"] = 0
+        end = self.batches_at + self.batches.nbytes
+        image[self.batches_at : end].view(spec._BATCH)["hint"] = 0
         return image.tobytes()
+
+    # ---- the workers
+
+    def claim(self, worker: int, max_run: int = 1) -> tuple[int, int, int] | None:
+        return self.hands[worker].claim(max_run)
+
+    def claim_position(self, worker: int) -> int:
+        """Claim one sample and return its position."""
+        run = self.claim(worker)
+        assert run is not None
+        batch, k, count = run
+        assert count == 1
+        return self.first(batch) + k
+
+    def first(self, batch: int) -> int:
+        return int(self.ledger.describe(batch).first)
+
+    def fill(self, worker: int, position: int, late: bool = False, blob: int = 0) -> int:
+        return self.hands[worker].fill(position, late, blob)
+
+    def collate(self, batch: int) -> None:
+        self.hands[0].collate(batch)
+
+    def work(self, worker: int, max_run: int = 1, late: bool = False) -> list[int]:
+        return self.hands[worker].work(max_run, late)
 
     # ---- the consumer
 

@@ -7,8 +7,6 @@ import mmap
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from types import ModuleType
 from typing import Any
@@ -17,43 +15,10 @@ import pytest
 
 from minato._core import codes
 from minato._core.segment import Segment
-from tests.core.ledger_tools import Desk, Hands, exactly
-from tests.stress.bare import ROOT, fork
-from tests.stress.ledger_steps import UNTRACEABLE
+from tests.core.ledger_tools import Desk, Hand, exactly
+from tests.stress.bare import fork
 
 TWIN = "ledger"
-
-
-def run(program: str, *arguments: object) -> dict[str, int]:
-    """Run a program of ``tests.stress``; returns the figures it prints."""
-    command = [sys.executable, "-m", f"tests.stress.{program}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode == UNTRACEABLE:
-        pytest.skip(done.stdout.splitlines()[-1])
-    assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout}\n{done.stderr}"
-    return {name: int(figure) for name, figure in map(str.split, done.stdout.splitlines())}
-
-
-def half(twin: ModuleType) -> str:
-    return twin.__name__.rpartition("_")[2]
-
-
-@pytest.mark.stress
-def test_random_kills_lose_and_repeat_nothing(twin: ModuleType, stress_s: float) -> None:
-    figures = run("ledger_stress", "--seconds", stress_s, "--twin", half(twin))
-    assert figures["kills"] > 10 * stress_s
-    assert figures["batches"] > 20 * stress_s
-
-
-@pytest.mark.slow
-@pytest.mark.stress
-@pytest.mark.timeout(1800)  # it steps through each operation, which takes long on a busy machine
-def test_a_kill_or_a_stop_at_any_instant_loses_and_repeats_nothing(
-    twin: ModuleType, stress_s: float
-) -> None:
-    thorough = ["--all"] if stress_s >= 100 else []  # every instruction: takes minutes
-    figures = run("ledger_steps", "--seconds", stress_s, "--twin", half(twin), *thorough)
-    assert figures["kills"] > 100
 
 
 def share(twin: ModuleType) -> tuple[Desk, Segment]:
@@ -67,9 +32,9 @@ def share(twin: ModuleType) -> tuple[Desk, Segment]:
 def work_elsewhere(name: str, segment: Segment, worker: int) -> None:
     """A worker in another process, whatever its start method."""
     twin = importlib.import_module(name)
-    hands = Hands(twin, twin.Ledger(segment.array, None, segment.descriptor))
-    while not hands.ledger.stopping:
-        hands.work(worker)
+    hand = Hand(twin.WorkerLedger(segment.array, worker, segment.descriptor))
+    while not hand.ledger.stopping:
+        hand.work()
         time.sleep(0.001)
 
 
@@ -102,9 +67,9 @@ def test_a_process_killed_inside_an_operation_leaves_no_lock(twin: ModuleType) -
     batch = desk.open(8)
 
     def claim_for_ever() -> None:
-        ledger = twin.Ledger(segment.array, None, segment.descriptor)
+        ledger = twin.WorkerLedger(segment.array, 0, segment.descriptor)
         while True:
-            ledger.state(batch)
+            ledger.contents(batch)
             ledger.allocate(batch, 0)
 
     for _ in range(20):
@@ -128,7 +93,7 @@ def test_processes_wait_for_each_other_at_the_pure_lock(
     offsets = mmap.mmap(-1, 8 * rounds * processes)
 
     def allocate(me: int) -> None:
-        ledger = twins[0].Ledger(segment.array, None, segment.descriptor)
+        ledger = twins[0].WorkerLedger(segment.array, me, segment.descriptor)
         mine: Any = memoryview(offsets).cast("q")[me * rounds : (me + 1) * rounds]
         for k in range(rounds):
             mine[k] = ledger.allocate(batch, 64)

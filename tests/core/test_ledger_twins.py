@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from minato._core import codes
-from tests.core.ledger_tools import LAYOUT, SLOT, Desk
+from tests.core.ledger_tools import LAYOUT, SLOT, Desk, values
 from tests.selection import mostly_slow
 
 TWIN = "ledger"
@@ -72,9 +72,19 @@ class Twins(RuleBasedStateMachine):
             self.both("open_epoch", index)
 
     def both(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method of both ledgers; their common answer."""
-        pure, compiled = (getattr(desk.ledger, method)(*arguments, **named) for desk in self.desks)
+        """Call a method of the consumer's end of both ledgers; their common answer."""
+        pure, compiled = (
+            values(getattr(desk.ledger, method)(*arguments, **named)) for desk in self.desks
+        )
         assert pure == compiled, (method, arguments, named)
+        return pure
+
+    def each(self, worker: int, method: str, *arguments: Any) -> Any:
+        """Call a method of a worker's end of both ledgers; their common answer."""
+        pure, compiled = (
+            values(getattr(desk.workers[worker], method)(*arguments)) for desk in self.desks
+        )
+        assert pure == compiled, (worker, method, arguments)
         return pure
 
     def batch_of(self, position: int) -> Open:
@@ -170,7 +180,7 @@ class Twins(RuleBasedStateMachine):
 
     @rule(worker=workers, max_run=st.integers(1, 6))
     def claim(self, worker: int, max_run: int) -> None:
-        lease = self.both("claim", worker, max_run)
+        lease = self.each(worker, "claim", max_run)
         self.both("unclaimed")
         if lease is None:
             return
@@ -195,7 +205,7 @@ class Twins(RuleBasedStateMachine):
         if not positions:
             return None
         position = positions[which % len(positions)]
-        place, record, k = self.both("reserve", worker, position, late)
+        place, record, k = self.each(worker, "reserve", position, late)
         there, own = self.batch_of(place), self.batch_of(position)
         assert (there.record, there.first + k) == (record, place)
         assert there.epoch_slot == own.epoch_slot
@@ -209,12 +219,12 @@ class Twins(RuleBasedStateMachine):
             return
         position, place, record = reserved
         if kind:
-            self.both("attach", place, 8192 | kind, position)
+            self.each(worker, "attach", place, 8192 | kind, position)
         else:
-            self.both("publish_layout", record, LAYOUT + 64 * worker)
+            self.each(worker, "publish_layout", record, LAYOUT + 64 * worker)
         self.hands[worker].positions.remove(position)
         self.occupant[place] = position
-        self.settle(worker, record, self.both("fill", worker, position, place))
+        self.settle(worker, record, self.each(worker, "fill", position, place))
 
     @rule(worker=workers, max_run=st.integers(1, 5), filled=st.integers(0, 5))
     def die_with_a_result(self, worker: int, max_run: int, filled: int) -> None:
@@ -224,9 +234,9 @@ class Twins(RuleBasedStateMachine):
         run = [p for p in self.hands[worker].positions if p not in before]
         if not run or len(run) < (batch := self.batch_of(run[0])).count or not batch.bound:
             return
-        self.both("set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
+        self.each(worker, "set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
         if filled := min(filled, len(run) - 1):
-            self.both("fill_run", worker, batch.record, 0, filled)
+            self.each(worker, "fill_run", batch.record, 0, filled)
         self.hands[worker].positions = before
         self.kill(worker)
 
@@ -239,10 +249,10 @@ class Twins(RuleBasedStateMachine):
             return
         batch = self.batch_of(run[0])
         if together and len(run) == batch.count:
-            self.both("set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
+            self.each(worker, "set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
         self.hands[worker].positions = before
-        arguments = (worker, batch.record, run[0] - batch.first, len(run))
-        self.settle(worker, batch.record, self.both("fill_run", *arguments))
+        arguments = (batch.record, run[0] - batch.first, len(run))
+        self.settle(worker, batch.record, self.each(worker, "fill_run", *arguments))
 
     def settle(self, worker: int, record: int, outcome: int) -> None:
         if outcome == codes.MUST_COLLATE:
@@ -258,20 +268,20 @@ class Twins(RuleBasedStateMachine):
     @rule(worker=workers, cost_ns=st.integers(0, 99))
     def note_costs(self, worker: int, cost_ns: int) -> None:
         for position in self.hands[worker].positions[:1]:
-            self.both("note_costs", position, array("q", [cost_ns]), 1)
+            self.each(worker, "note_costs", position, array("q", [cost_ns]), 1)
             self.both("is_placed", position)
 
     @rule(worker=workers)
     def collate(self, worker: int) -> None:
         collating = self.hands[worker].collating
         if collating:
-            self.both("set_ready", collating.pop(), 4096 | codes.SAMPLE_BLOB, 11)
+            self.each(worker, "set_ready", collating.pop(), 4096 | codes.SAMPLE_BLOB, 11)
 
     @precondition(lambda self: any(not b.delivered for b in self.open))
     @rule(which=pick, nbytes=st.integers(0, 300))
     def allocate(self, which: int, nbytes: int) -> None:
         batches = [batch for batch in self.open if not batch.delivered]
-        self.both("allocate", batches[which % len(batches)].record, nbytes)
+        self.each(0, "allocate", batches[which % len(batches)].record, nbytes)
 
     # ---- the end
 

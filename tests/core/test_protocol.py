@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minato._core import _records_py as spec
+from minato._core import _ledger_py as spec
 from minato._core import codes
 from minato.batching.arena import Arena
 from minato.batching.serialization import LocalStore
@@ -40,7 +40,8 @@ class Words:
 
     def __init__(self, twin: ModuleType, bound: bool) -> None:
         self.memory = mmap.mmap(-1, 1 << 14)
-        self.ledger = twin.Ledger(self.memory, SIZES)
+        self.ledger = twin.ConsumerLedger(self.memory, SIZES)
+        self.worker = self.ledger.worker(0)
         offset = spec._HEADER.itemsize + SIZES[0] * spec._WORKER.itemsize
         self.batches = np.frombuffer(self.memory, spec._BATCH, SIZES[1], offset)
         offset += self.batches.nbytes
@@ -91,41 +92,43 @@ def run_compiled(words: Words, run: Callable[[], object]) -> None:
     tracee.finish()
 
 
-def operations(ledger: Any, batch: int) -> dict[str, tuple[list[Callable[[], object]], bool]]:
+def operations(
+    ledger: Any, worker: Any, batch: int
+) -> dict[str, tuple[list[Callable[[], object]], bool]]:
     """For each operation of the description what goes before, it itself last, and whether places are bound."""
 
     def claim() -> object:
-        return ledger.claim(0, 2)
+        return worker.claim(2)
 
     def layout() -> object:
-        return ledger.publish_layout(batch, 4160)
+        return worker.publish_layout(batch, 4160)
 
     def reserve(position: int) -> Callable[[], object]:
-        return lambda: ledger.reserve(0, position)
+        return lambda: worker.reserve(position)
 
     def fill(position: int) -> Callable[[], object]:
-        return lambda: ledger.fill(0, position, position)
+        return lambda: worker.fill(position, position)
 
     def attach() -> object:
-        return ledger.attach(0, BLOB, 1)
+        return worker.attach(0, BLOB, 1)
 
     def result() -> object:
-        return ledger.set_result(batch, BLOB, 1)
+        return worker.set_result(batch, BLOB, 1)
 
     def fill_run() -> object:
-        return ledger.fill_run(0, batch, 0, 2)
+        return worker.fill_run(batch, 0, 2)
 
     def half() -> object:
-        return ledger.fill_run(0, batch, 0, 1)
+        return worker.fill_run(batch, 0, 1)
 
     def release() -> object:
         return ledger.release(0)
 
     def skip() -> object:
-        return ledger.skip(0, 1)
+        return worker.skip(1)
 
     def ready() -> object:
-        return ledger.set_ready(batch, BLOB, 1)
+        return worker.set_ready(batch, BLOB, 1)
 
     return {
         "claim": ([claim], True),
@@ -146,9 +149,9 @@ def test_a_core_stores_what_is_described(twin: ModuleType, name: str) -> None:
     compiled = twin.__name__.endswith("_c")
     if compiled and not POSSIBLE:
         pytest.skip("processes can be stepped on x86-64 Linux only")
-    bound = operations(None, 0)[name][1]
+    bound = operations(None, None, 0)[name][1]
     words = Words(twin, bound)
-    *before, operation = operations(words.ledger, words.batch)[name][0]
+    *before, operation = operations(words.ledger, words.worker, words.batch)[name][0]
     for each in before:
         each()
     words.before = words.now()
@@ -270,7 +273,7 @@ def test_the_model_stores_what_is_described(name: str) -> None:
 
 
 class Recorder:
-    """A ledger that writes down what changes it."""
+    """A worker's end of a ledger that writes down what changes it."""
 
     def __init__(self, ledger: Any) -> None:
         self._ledger = ledger
@@ -288,13 +291,13 @@ class Recorder:
         self.calls.append(("result", 0, 1))
         self._ledger.set_result(*arguments)
 
-    def fill_run(self, worker: int, batch: int, k: int, count: int) -> int:
+    def fill_run(self, batch: int, k: int, count: int) -> int:
         self.calls.append(("fill", k, count))
-        return int(self._ledger.fill_run(worker, batch, k, count))
+        return int(self._ledger.fill_run(batch, k, count))
 
-    def skip(self, worker: int, position: int) -> Any:
+    def skip(self, position: int) -> Any:
         self.calls.append(("skip", position, 1))
-        return self._ledger.skip(worker, position)
+        return self._ledger.skip(position)
 
 
 @pytest.mark.parametrize(("count", "bad"), [(1, 0), (4, 0), (4, 2), (4, 3)])
@@ -304,16 +307,19 @@ def test_a_worker_delivers_as_is_described(
 ) -> None:
     arena = Arena(shared=False)
     slot = arena.acquire()
-    ledger: Any = Recorder(twin.Ledger(bytearray(1 << 16), (2, 4, 16)))
-    ledger.open_epoch(0)
+    consumer = twin.ConsumerLedger(bytearray(1 << 16), (2, 4, 16))
+    ledger: Any = Recorder(consumer.worker(0))
+    consumer.open_epoch(0)
     whole = path.startswith("whole")
     size = count if whole else count + 1
-    batch = ledger.open(list(range(size)), size, (slot.start, slot.start, slot.end), 0, 0, 0, True)
-    assert ledger.claim(0, count) == (batch, 0, count)
-    settings = WriterSettings(0, list, True, lambda error: error)
+    batch = consumer.open(
+        list(range(size)), size, (slot.start, slot.start, slot.end), 0, 0, 0, True
+    )
+    claim = ledger.claim(count)
+    assert (claim.batch, claim.k, claim.count) == (batch, 0, count)
+    settings = WriterSettings(list, True, lambda error: error)
     writer = BatchWriter(settings, ledger=ledger, segment=arena.segment, store=LocalStore())
     deliverer = ResultWriter(
-        0,
         ledger=ledger,
         sink=writer,
         fetcher=Fetcher([], Transforms(), True),

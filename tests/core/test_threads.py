@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minato._core import Arrivals, Ledger, Packer, codes, sum_of_hashes
+from minato._core import Arrivals, ConsumerLedger, Packer, codes, sum_of_hashes
 from minato.batching.serialization import LocalStore
 from tests.core.ledger_tools import LAYOUT, Desk
 
@@ -93,24 +93,24 @@ def test_arrivals_are_looked_at_while_they_grow() -> None:
 
 @pytest.mark.parametrize("bound", [True, False])
 def test_what_workers_have_written_is_there_when_a_batch_is_ready(bound: bool) -> None:
-    desk = Desk(sys.modules[Ledger.__module__])
+    desk = Desk(sys.modules[ConsumerLedger.__module__])
     ledger, workers, positions = desk.ledger, range(desk.sizes[0]), desk.sizes[2]
     ledger.open_epoch(0)
     memory = np.zeros((positions, 64), np.int64)  # a row for each place
 
-    def work(worker: int) -> None:
-        while not ledger.stopping:
-            if (lease := ledger.claim(worker, 2)) is None:
+    def work(number: int) -> None:
+        worker = desk.workers[number]
+        while not worker.stopping:
+            if (claim := worker.claim(2)) is None:
                 time.sleep(1e-5)
                 continue
-            batch, k, count = lease
-            first = ledger.describe(batch)[1] + k
-            for position in range(first, first + count):
-                place, where, _ = ledger.reserve(worker, position)
-                ledger.publish_layout(where, LAYOUT)
+            first = worker.describe(claim.batch).first + claim.k
+            for position in range(first, first + claim.count):
+                place, where, _ = worker.reserve(position)
+                worker.publish_layout(where, LAYOUT)
                 memory[place % positions] = np.full(64, position)
-                ledger.fill(worker, position, place)
-            ledger.end(worker, count, 1, 1)
+                worker.fill(position, place)
+            worker.end(claim.count, 1, 1)
 
     def consume() -> None:
         seen = np.zeros(64, np.int64)
@@ -133,7 +133,7 @@ def test_what_workers_have_written_is_there_when_a_batch_is_ready(bound: bool) -
             assert len(ledger.begun()) <= len(workers)
             for worker in workers:
                 ledger.lease(worker)
-                assert ledger.activity(worker)[0] <= 5 * ROUNDS
+                assert ledger.activity(worker).samples <= 5 * ROUNDS
             time.sleep(1e-4)
 
     at_once(consume, look, *(lambda worker=worker: work(worker) for worker in workers))

@@ -651,7 +651,7 @@ LOCKS = {
 }
 """Locks that a child may need, by module."""
 UNUSED = {
-    "_core._records_py": "workers attach their own; a child of the program cannot use a ledger with workers",
+    "_core._ledger_py": "workers attach their own; a child of the program cannot use a ledger with workers",
     "_fork_safety": "held or renewed around each fork",
     "delivery.iterator": "renewed when a child goes on with the iterator",
     "observe.report.live": "forgotten in children",

@@ -22,9 +22,6 @@ DUAL_MODULES = sorted(
     path.stem.removeprefix("_").removesuffix("_c") for path in CORE.glob("_*_c.pyx")
 )
 
-PARTS = {"claims", "records"}
-"""Twins that only the ledger builds on: whoever picks its form has picked theirs."""
-
 
 def relative(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
@@ -199,7 +196,7 @@ def test_the_core_offers_the_names_of_all_twins() -> None:
     from minato import _core
 
     own = {"DUAL_MODULES", "USE_EXTENSIONS", "implementation", "now_ns"}
-    twins = {public for name in DUAL_MODULES if name not in PARTS for public in public_names(name)}
+    twins = {public for name in DUAL_MODULES for public in public_names(name)}
     assert set(_core.__all__) == own | twins
     half = "c" if _core.USE_EXTENSIONS else "py"
     for name in DUAL_MODULES:

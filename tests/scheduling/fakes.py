@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from minato._core import EventCount, Ledger
+from minato._core import READY_EVENTS_OFFSET, Claim, ConsumerLedger, EventCount
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, SKIP_BLOB, STATE_BLOB
 from minato._core.segment import Segment
 from minato.sampling.samplers import IndexBatches
@@ -104,6 +104,10 @@ class Lease(NamedTuple):
     count: int
 
 
+def _lease(worker: int, claim: Claim) -> Lease:
+    return Lease(worker, claim.batch, claim.k, claim.count)
+
+
 class Bench:
     """A dispatcher, and workers that are steps of the test.
 
@@ -124,8 +128,9 @@ class Bench:
         one_epoch: bool = False,
     ) -> None:
         sizes = (workers, batches, positions)
-        self.segment = Segment(Ledger.nbytes(*sizes))
-        self.ledger = Ledger(self.segment.array, sizes, self.segment.descriptor)
+        self.segment = Segment(ConsumerLedger.nbytes(*sizes))
+        self.ledger = ConsumerLedger(self.segment.array, sizes, self.segment.descriptor)
+        self.workers = [self.ledger.worker(number) for number in range(workers)]
         self.slots = Slots()
         self.indices = Indices()
         self.pool = Pool()
@@ -139,7 +144,7 @@ class Bench:
         self.discarded: list[int] = []
         self.dispatcher = Dispatcher(
             self.ledger,
-            ready_events=EventCount(self.segment.array, self.ledger.ready_events_offset),
+            ready_events=EventCount(self.segment.array, READY_EVENTS_OFFSET),
             pool=self.pool,
             storage=BatchStorage(self.slots, self.indices, self._discard),
             schedule=Schedule(self.window, how, AnyWorker()),
@@ -191,44 +196,44 @@ class Bench:
     # ---- the workers
 
     def claim(self, worker: int = 0, count: int = 1) -> Lease:
-        lease = self.ledger.claim(worker, count)
-        assert lease is not None, "nothing to claim"
-        return Lease(worker, *lease)
+        claim = self.workers[worker].claim(count)
+        assert claim is not None, "nothing to claim"
+        return _lease(worker, claim)
 
     def finish(self, lease: Lease, late: bool = False) -> list[int]:
         """Put results in their places, as a worker with a ``collate_fn``; returns in which batch each is."""
-        _, first, size, bound, *_ = self.ledger.describe(lease.batch)
-        first += lease.k
-        if bound:
-            self._deliver(lease, first, "whole" if lease.count == size else "samples")
+        record, worker = self.ledger.describe(lease.batch), self.workers[lease.worker]
+        first = record.first + lease.k
+        if record.bound:
+            self._deliver(lease, first, "whole" if lease.count == record.count else "samples")
             return [lease.batch] * lease.count
         batches = []
         for position in range(first, first + lease.count):
-            place, batch, _ = self.ledger.reserve(lease.worker, position, late)
-            self.ledger.attach(place, 64 | SAMPLE_BLOB, 0)
-            self._finished(batch, self.ledger.fill(lease.worker, position, place))
+            place, batch, _ = worker.reserve(position, late)
+            worker.attach(place, 64 | SAMPLE_BLOB, 0)
+            self._finished(batch, worker.fill(position, place))
             batches.append(batch)
         return batches
 
     def _deliver(self, lease: Lease, start: int, path: str) -> None:
-        ledger, batch = self.ledger, lease.batch
+        worker, batch = self.workers[lease.worker], lease.batch
 
         def write(first: int, count: int) -> None:
             for place in range(start + first, start + first + count):
-                ledger.attach(place, 64 | SAMPLE_BLOB, 0)
+                worker.attach(place, 64 | SAMPLE_BLOB, 0)
 
         def fill(first: int, count: int) -> None:
-            outcome = ledger.fill_run(lease.worker, batch, lease.k + first, count)
+            outcome = worker.fill_run(batch, lease.k + first, count)
             self._finished(batch, outcome)
 
         def result(*_: int) -> None:
-            ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
+            worker.set_result(batch, 64 | SAMPLE_BLOB, 0)
 
         deliver(delivery(path, lease.count), {"write": write, "fill": fill, "result": result})
 
     def _finished(self, batch: int, outcome: int) -> None:
         if outcome == MUST_COLLATE:
-            self.ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
+            self.workers[0].set_ready(batch, 64 | SAMPLE_BLOB, 0)
 
     def work(self, samples: int, worker: int = 0) -> None:
         """Claim and finish so many samples, one by one."""
@@ -237,11 +242,11 @@ class Bench:
 
     def work_all(self) -> None:
         """Claim and finish all there is."""
-        while (lease := self.ledger.claim(0, 1)) is not None:
-            if lease[2]:
-                self.finish(Lease(0, *lease))
+        while (claim := self.workers[0].claim(1)) is not None:
+            if claim.count:
+                self.finish(_lease(0, claim))
             else:
-                self.ledger.set_ready(lease[0], 64 | SAMPLE_BLOB, 0)
+                self.workers[0].set_ready(claim.batch, 64 | SAMPLE_BLOB, 0)
 
     def always_work(self, times: int = 1000) -> None:
         """Let the workers do everything whenever the consumer waits."""
@@ -256,7 +261,7 @@ class Sink:
         self.handover_ns = 0.0
         self.keeps_batches = False
         self.journal: list[Any] = []
-        self._ledger = bench.ledger
+        self._ledger = bench.workers[0]
 
     def note_types(self, samples: list[Any]) -> None:
         pass

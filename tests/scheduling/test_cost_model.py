@@ -33,8 +33,8 @@ def early_start(
 def claimed(bench: Bench) -> list[int]:
     """Indices in the order in which one worker claims them."""
     found = []
-    while (lease := bench.ledger.claim(0, 1)) is not None:
-        found += bench.ledger.indices(lease[0], lease[1], 1)
+    while (claim := bench.workers[0].claim(1)) is not None:
+        found += bench.ledger.indices(claim.batch, claim.k, 1)
     return found
 
 
@@ -104,7 +104,7 @@ def test_costs_are_learned_from_full_batches() -> None:
     early = early_start(bench, {}, mean_ns=0.0)
     bench.begin([[20, 21]])
     lease = bench.claim(0, 2)
-    bench.ledger.note_costs(0, array("q", [5 * MS, 13 * MS // 2]), 2)
+    bench.workers[0].note_costs(0, array("q", [5 * MS, 13 * MS // 2]), 2)
     bench.finish(lease)
     early.learn(lease.batch)
     assert early._costs.nbytes == 0  # not yet known whether that is worth the time

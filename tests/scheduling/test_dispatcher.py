@@ -374,7 +374,8 @@ def test_wrong_predictions_are_dropped(batches: list[list[int]], epoch: int, see
     assert not bench.begin(batches, epoch, seed)
     assert len(bench.discarded) == 2
     opened = bench.dispatcher._open
-    assert all(bench.ledger.describe(item.record)[4:6] == (epoch, seed) for item in opened)
+    records = [bench.ledger.describe(item.record) for item in opened]
+    assert all((record.epoch, record.seed) == (epoch, seed) for record in records)
     bench.always_work()
     assert bench.rest() == batches
     assert bench.slots.taken == set()

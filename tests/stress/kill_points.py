@@ -36,15 +36,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 import minato
 import minato.engine.engine
-from minato._core import Ledger
+from minato._core import ConsumerLedger, WorkerLedger
 from minato._fork_safety import Borrower, starting_worker
 from minato.batching.sample_error import wrapped
 from minato.engine.shared_state import SharedState
 from minato.workers.pool import thread_usage
 from minato.workers.worker import Worker
 from tests.stress.bare import fork
-from tests.stress.ledger_steps import UNTRACEABLE
-from tests.stress.tracee import POSSIBLE, Tracee
+from tests.stress.tracee import POSSIBLE, UNTRACEABLE, Tracee
 
 HANG_S = 30
 SIZE, BATCHES = 3, 5
@@ -259,9 +258,9 @@ class Stage:
 
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
         state = SharedState.attach(self.context.layout)
-        state.ledger = wrap(state.ledger)
+        ledger: WorkerLedger = wrap(state.worker_ledger(number))
         describe_error = wrapped(f"worker process {number}", in_process=True)
-        worker = self.context.worker(number, state, describe_error, None, lambda: (Exception,))
+        worker = self.context.worker(ledger, state, describe_error, None, lambda: (Exception,))
         if scene.cheap:
             worker._runner.cost_estimate.draws, worker._runner.cost_estimate.mean_ns = False, 1000.0
         return worker
@@ -340,7 +339,7 @@ class World:
         self.ledger = self.stage.ledger
         self.ledger.slow_ns = int(scene.slow)
         capacity = self.ledger.capacity
-        self.nbytes = Ledger.nbytes(2, *capacity)
+        self.nbytes = ConsumerLedger.nbytes(2, *capacity)
         self.memory = memoryview(self.stage.context.layout.segment.array)[: self.nbytes]
         self.arena = memoryview(self.stage.context.arena.array)
         self.stage.worker = self.stage.make(1, scene)

@@ -9,7 +9,7 @@ import pytest
 
 from tests import subprocesses
 from tests.stress.kill_points import SCENES
-from tests.stress.ledger_steps import UNTRACEABLE
+from tests.stress.tracee import UNTRACEABLE
 
 LONG_S = 100
 """From which ``--stress-s`` on there is time for every store; else it is each seventh."""

@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 from tests.stress.bare import fork
 
-_TRACEME, _CONT, _SINGLESTEP, _GETREGS = 0, 7, 9, 12
-_NUM_REGISTERS, _RIP = 27, 16
+_TRACEME, _CONT, _SINGLESTEP = 0, 7, 9
 
 # Elsewhere pairs of load-linked and store-conditional never succeed step by step.
 POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
+
+UNTRACEABLE = 77
+"""Exit status where processes cannot be traced."""
 
 _ptrace = ctypes.CDLL(None, use_errno=True).ptrace
 _ptrace.restype = ctypes.c_long
@@ -27,25 +29,15 @@ class Tracee:
 
     Args:
         run: What it does; called with ``pause``.
-        modules: File names of the compiled modules that ``step_inside`` counts instructions of.
 
     Raises:
         PermissionError: This system does not let processes be traced.
     """
 
-    def __init__(self, run: Callable[[Callable[[], None]], None], *modules: str) -> None:
+    def __init__(self, run: Callable[[Callable[[], None]], None]) -> None:
         self.pid = fork(lambda: self._run(run))
         if not self._stopped_by(signal.SIGSTOP):
             raise PermissionError("processes cannot be traced here")
-        self._registers = (ctypes.c_ulonglong * _NUM_REGISTERS)()
-        with open(f"/proc/{self.pid}/maps") as maps:
-            lines = [
-                line for line in maps if "r-xp" in line and any(map(line.__contains__, modules))
-            ]
-        assert len(lines) == len(modules)
-        self._text = [
-            range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines
-        ]
 
     @staticmethod
     def _run(run: Callable[[Callable[[], None]], None]) -> None:
@@ -66,14 +58,6 @@ class Tracee:
         """Run one instruction; False if it was the last before the next pause."""
         _ptrace(_SINGLESTEP, self.pid, None, None)
         return self._stopped_by(signal.SIGTRAP)
-
-    def step_inside(self) -> bool:
-        """Run up to the next instruction of the module; False if the next pause comes first."""
-        while self.step():
-            _ptrace(_GETREGS, self.pid, None, ctypes.addressof(self._registers))
-            if any(self._registers[_RIP] in text for text in self._text):
-                return True
-        return False
 
     def resume(self) -> bool:
         """Run to the next pause; False if it ends instead."""

@@ -13,18 +13,19 @@ from minato.workers.current_sample import describe_indices
 
 @pytest.mark.parametrize("form", ["py", "c"])
 def test_samples_whose_own_batch_is_gone_are_left_out_of_a_message(form: str) -> None:
-    ledger: Any = importlib.import_module(f"minato._core._ledger_{form}")
-    ledger = ledger.Ledger(mmap.mmap(-1, 1 << 14), (1, 2, 8))
+    module: Any = importlib.import_module(f"minato._core._ledger_{form}")
+    ledger = module.ConsumerLedger(mmap.mmap(-1, 1 << 14), (1, 2, 8))
+    worker = ledger.worker(0)
     ledger.open_epoch(0)
     slot = 4096, 4160, 1 << 20
     first = ledger.open([10, 11], 2, slot, 0, 0, 0, False)
     second = ledger.open([12, 13], 2, slot, 0, 0, 0, False)
     for _ in range(2):
-        assert ledger.claim(0, 2) is not None
+        assert worker.claim(2) is not None
     # Each batch gets the samples of the other one.
     for position in (2, 3, 0, 1):
-        place, _, _ = ledger.reserve(0, position)
-        ledger.fill(0, position, place)
+        place, _, _ = worker.reserve(position)
+        worker.fill(position, place)
     assert describe_indices(ledger, ledger.indices, second) == "indices 10, 11"
     ledger.retire(first)
     assert ledger.open([14, 15], 2, slot, 0, 0, 0, False) == first

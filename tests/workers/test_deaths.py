@@ -294,8 +294,8 @@ def test_a_delivered_batch_is_progress() -> None:
     engine: Any = iterator._source
     for delivered in range(3):
         counted, progress = -1, 0
-        while counted != engine.ledger.activity(0)[0]:  # the worker counts samples meanwhile
-            counted = engine.ledger.activity(0)[0]
+        while counted != engine.ledger.activity(0).samples:  # the worker counts samples meanwhile
+            counted = engine.ledger.activity(0).samples
             progress = engine._pool._recover.progress()
         assert progress - counted == delivered
         next(iterator)

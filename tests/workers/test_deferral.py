@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato import DataLoader
-from minato._core import EventCount, Ledger
+from minato._core import WORK_EVENTS_OFFSET, EventCount, WorkerLedger
 from minato._core.codes import READY
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
@@ -55,7 +55,7 @@ class View:
 
 
 def deferral_of(view: View, workers: int = 1) -> tuple[Deferral, Meters]:
-    meters, ledger = Meters(0), cast(Ledger, view)
+    meters, ledger = Meters(0), cast(WorkerLedger, view)
     made = Deferral(ledger=ledger, meters=meters, num_workers=lambda: workers)
     return made, meters
 
@@ -235,8 +235,8 @@ class Case:
     def _worker(
         self, number: int, chain: Transforms, chance: random.Random, mean_ns: float
     ) -> Worker:
-        ledger = self.bench.ledger
-        lease = ledger.own_lease(number)
+        ledger = self.bench.workers[number]
+        lease = ledger.lease
         # As if there were no other workers: so samples are deferred as often as can be.
         deferral = Deferral(
             ledger=ledger,
@@ -260,10 +260,10 @@ class Case:
         runner.cost_estimate.mean_ns = mean_ns
         runner.cost_estimate.draws = {1.0: False, 1e5: None, 4e6: True}[mean_ns]
         return Worker(
-            WorkerSettings(number),
+            WorkerSettings(),
             queue=WorkQueue(
                 ledger,
-                EventCount(self.bench.segment.array, ledger.work_events_offset),
+                EventCount(self.bench.segment.array, WORK_EVENTS_OFFSET),
                 ledger.indices,
             ),
             fetcher=Fetcher(Keyed(), chain, batched=True),
@@ -354,7 +354,7 @@ def test_a_worker_defers_a_sample_and_completes_it_later() -> None:
         case.run(random.Random(0))
     assert has_deferred(worker) == case.meters.deferred.count > 1
     assert sorted(case.sink.samples) == list(range(SIZE))
-    assert case.bench.ledger.activity(0)[0] == SIZE
+    assert case.bench.ledger.activity(0).samples == SIZE
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minato._core import Ledger
+from minato._core import ConsumerLedger
 from minato._core.codes import READY, SKIPPED
 from minato.batching.arena import Arena
 from minato.batching.serialization import LocalStore
@@ -23,21 +23,21 @@ class Case:
 
     def __init__(self, bound: bool, collate_fn: Callable[[Any], Any] = list) -> None:
         arena = Arena(shared=False)
-        self.ledger = Ledger(bytearray(1 << 16), (2, 4, 16))
+        self.ledger = ConsumerLedger(bytearray(1 << 16), (2, 4, 16))
+        self.worker = self.ledger.worker(0)
         self.ledger.open_epoch(0)
         self.bound = bound
         self.store = LocalStore()
         self.acquire = arena.acquire
         self.writer = BatchWriter(
-            WriterSettings(0, collate_fn, True, lambda error: error),
-            ledger=self.ledger,
+            WriterSettings(collate_fn, True, lambda error: error),
+            ledger=self.worker,
             segment=arena.segment,
             store=self.store,
         )
         fetcher = Fetcher([], Transforms(), batched=True)
         self.deliver = ResultWriter(
-            0,
-            ledger=self.ledger,
+            ledger=self.worker,
             sink=self.writer,
             fetcher=fetcher,
             may_skip=True,
@@ -50,21 +50,20 @@ class Case:
         return int(self.ledger.open(list(range(count)), count, *arguments))
 
     def result(self, batch: int) -> Any:
-        result = self.ledger.contents(batch)[2]
+        result = self.ledger.contents(batch).result
         return self.store.peek(result & ~63, 0)
 
 
 def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
     case = Case(bound=False)
     old, new = case.open(1), case.open(2)
-    assert case.ledger.claim(0, 1) == (old, 0, 1)
-    assert case.ledger.claim(0, 2) == (new, 0, 2)
+    assert [case.worker.claim(2).batch for _ in range(2)] == [old, new]
     case.ledger.bind_late(old, new)
     for position in (1, 2):
         case.deliver.free(position, position, f"sample {position}", None, 0)
     case.deliver.free(0, 0, SKIP, None, 0)
     assert case.ledger.state(old) == case.ledger.state(new) == READY
-    assert case.ledger.contents(new)[0] & SKIPPED
+    assert case.ledger.contents(new).flags & SKIPPED
     assert sorted(case.result(old) + case.result(new)) == ["sample 1", "sample 2"]
 
 
@@ -72,7 +71,7 @@ def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
 def test_skipped_samples_are_not_collated(whole: bool) -> None:
     case = Case(bound=True)
     batch = case.open(3)
-    case.ledger.claim(0, 3)
+    case.worker.claim(3)
     case.deliver.bound(batch, 0, 0, [0, 1, 2], [SKIP, "b", "c"], None, whole)
     assert case.ledger.state(batch) == READY
     assert case.result(batch) == ["b", "c"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minato._core import EventCount
+from minato._core import WORK_EVENTS_OFFSET, EventCount
 from minato._core.codes import READY
 from minato.observe.stats.costs import Meters
 from minato.transforms.compose import Transforms
@@ -55,15 +55,15 @@ class Setting:
         self.bench = Bench(order, max_lag=8, fixed=8)
         self.sink = Sink(self.bench, collates)
         self.meters = Meters(0)
-        ledger = self.bench.ledger
+        ledger = self.bench.workers[0]
 
         def read_indices(batch: int, k: int, count: int) -> list[Any]:
-            offset = ledger.describe(batch)[6]
+            offset = ledger.describe(batch).indices_offset
             if offset:
                 return list(self.bench.indices.kept[offset][k : k + count])
             return list(ledger.indices(batch, k, count))
 
-        lease, fetcher = ledger.own_lease(0), Fetcher(dataset, Transforms(), batched=True)
+        lease, fetcher = ledger.lease, Fetcher(dataset, Transforms(), batched=True)
         stage_runner = (
             None
             if fetcher.takes_lists
@@ -75,11 +75,11 @@ class Setting:
             meters=self.meters,
             stage_runner=stage_runner,
         )
-        events = EventCount(self.bench.segment.array, ledger.work_events_offset)
+        events = EventCount(self.bench.segment.array, WORK_EVENTS_OFFSET)
         active_workers = ActiveWorkers(bytearray(ActiveWorkers.NBYTES), 0, events)
         active_workers.set_count(active)
         self.worker = Worker(
-            WorkerSettings(0),
+            WorkerSettings(),
             queue=WorkQueue(ledger, events, read_indices, active_workers),
             fetcher=fetcher,
             runner=self.runner,
