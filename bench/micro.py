@@ -34,13 +34,23 @@ ROUNDS = 7
 _WAIT_S = 1.0
 
 
-def histogram(module: ModuleType) -> Operations:
-    """``record`` runs for every sample, the others a few times a second."""
+def counting(module: ModuleType) -> Operations:
+    """``record`` runs for every sample, ``ask``, ``deliver`` and ``count`` for every batch."""
     full, older = module.Histogram(), module.Histogram()
     for value in range(2000):
         full.record(value**2)
+    arrivals, occurrences = module.Arrivals(hash), module.Occurrences(len(KEYS), hash)
+
+    def batch() -> None:
+        start = -arrivals.prefix
+        arrivals.ask(KEYS)
+        arrivals.deliver(KEYS, start)
+
     names = {"full": full, "older": older, "total": module.Histogram()}
+    names |= {"batch": batch, "occurrences": occurrences, "keys": KEYS}
     return {
+        "256 indices requested and delivered": ("batch()", names),
+        "256 indices counted": ("occurrences.count(keys)", names),
         "record": ("total.record(123_456)", names),
         "percentile": ("full.percentile(0.75)", names),
         "merge": ("total.merge(full)", names),
@@ -203,7 +213,7 @@ def _partner(module: ModuleType) -> Callable[[], None]:
     return call
 
 
-def copy(module: ModuleType) -> Operations:
+def packing(module: ModuleType) -> Operations:
     """Writing one sample to its place in a batch. Pages are warm, small samples stay in cache."""
     region = np.zeros((1 << 24) + 4096, np.uint8)
     row = ("array", "<f4", (16,), 0)
@@ -254,7 +264,7 @@ def other_copies() -> dict[str, Operations]:
     return found
 
 
-MODULES = {each.__name__: each for each in (copy, histogram, ledger, sample_loop, seeding, wait)}
+MODULES = {each.__name__: each for each in (counting, ledger, packing, sample_loop, seeding, wait)}
 
 
 def ns_per_call(statement: str, names: dict[str, Any], rounds: int, round_s: float) -> float:
@@ -274,7 +284,7 @@ def measure(name: str, backends: list[str], rounds: int, round_s: float) -> Figu
         BACKENDS[backend]: MODULES[name](importlib.import_module(f"minato._core._{name}_{backend}"))
         for backend in backends
     }
-    if name == "copy":
+    if name == "packing":
         columns.update(other_copies())
     found: Figures = {}
     for column, operations in columns.items():

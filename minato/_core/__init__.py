@@ -46,10 +46,9 @@ __all__ = [
 ]
 
 DUAL_MODULES = (
-    "arrivals",
-    "copy",
-    "histogram",
+    "counting",
     "ledger",
+    "packing",
     "sample_loop",
     "seeding",
     "wait",
@@ -79,9 +78,13 @@ def _choose() -> tuple[bool, str]:
 USE_EXTENSIONS, _REASON = _choose()
 
 if TYPE_CHECKING or not USE_EXTENSIONS:
-    from minato._core._arrivals_py import Arrivals, Occurrences, sum_of_hashes
-    from minato._core._copy_py import Packer
-    from minato._core._histogram_py import HISTOGRAM_NBYTES, Histogram
+    from minato._core._counting_py import (
+        HISTOGRAM_NBYTES,
+        Arrivals,
+        Histogram,
+        Occurrences,
+        sum_of_hashes,
+    )
     from minato._core._ledger_py import (
         READY_EVENTS_OFFSET,
         WORK_EVENTS_OFFSET,
@@ -92,6 +95,7 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
         Ledger,
         WorkerLedger,
     )
+    from minato._core._packing_py import Packer
     from minato._core._sample_loop_py import LEASE_NBYTES, Lease, run_samples, run_steps
     from minato._core._seeding_py import (
         StateSnapshot,
@@ -102,9 +106,13 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
     )
     from minato._core._wait_py import EVENT_COUNT_NBYTES, EventCount, SharedWords
 else:
-    from minato._core._arrivals_c import Arrivals, Occurrences, sum_of_hashes
-    from minato._core._copy_c import Packer
-    from minato._core._histogram_c import HISTOGRAM_NBYTES, Histogram
+    from minato._core._counting_c import (
+        HISTOGRAM_NBYTES,
+        Arrivals,
+        Histogram,
+        Occurrences,
+        sum_of_hashes,
+    )
     from minato._core._ledger_c import (
         READY_EVENTS_OFFSET,
         WORK_EVENTS_OFFSET,
@@ -115,6 +123,7 @@ else:
         Ledger,
         WorkerLedger,
     )
+    from minato._core._packing_c import Packer
     from minato._core._sample_loop_c import LEASE_NBYTES, Lease, run_samples, run_steps
     from minato._core._seeding_c import (
         StateSnapshot,

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer
 
 from minato._core._sample_loop_c import Lease
 from minato._core.codes import Activity, LeaseState

@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer
 
 from minato._core.codes import LeaseState
 

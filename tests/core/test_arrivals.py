@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-TWIN = "arrivals"
+TWIN = "counting"
 
 
 def index_hash(key: Any) -> int:

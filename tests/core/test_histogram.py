@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-TWIN = "histogram"
+TWIN = "counting"
 TOP = 2**48 - 1
 
 
@@ -109,7 +109,7 @@ def test_subtracting_leaves_the_window(
     assert before.count == len(older)
 
 
-def test_a_histogram_cleared_since_the_snapshot_is_all_window(twin: ModuleType) -> None:
+def test_a_counting_cleared_since_the_snapshot_is_all_window(twin: ModuleType) -> None:
     histogram = recorded(twin, [5, 5, 9])
     before = histogram.snapshot()
     histogram.clear()

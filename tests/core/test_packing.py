@@ -27,11 +27,11 @@ GUARD_BYTES = 64
 
 
 def load(half: str) -> ModuleType:
-    return importlib.import_module(f"minato._core._copy_{half}")
+    return importlib.import_module(f"minato._core._packing_{half}")
 
 
 @pytest.fixture(params=["pure", "compiled"])
-def copy(request: pytest.FixtureRequest) -> ModuleType:
+def packing(request: pytest.FixtureRequest) -> ModuleType:
     return load("py" if request.param == "pure" else "c")
 
 
@@ -179,12 +179,12 @@ FITS: dict[str, tuple[Any, Any, Any, Any]] = {
 
 @pytest.mark.parametrize("case", FITS)
 @pytest.mark.parametrize("k", [0, N - 1])
-def test_pack_writes_its_place_only(copy: ModuleType, case: str, k: int) -> None:
+def test_pack_writes_its_place_only(packing: ModuleType, case: str, k: int) -> None:
     spec, sample, item, texts = FITS[case]
     item = b"" if item is None else np.asarray(item).tobytes()
     region = Region(64 + N * len(item))
-    assert copy.Packer(spec, N).fits(sample)
-    assert copy.Packer(spec, N).pack(sample, region.address, k) == texts
+    assert packing.Packer(spec, N).fits(sample)
+    assert packing.Packer(spec, N).pack(sample, region.address, k) == texts
     place = 64 + k * len(item)
     assert region.bytes[place : place + len(item)].tobytes() == item
     assert set(region.written()) <= set(range(place, place + len(item)))
@@ -297,23 +297,23 @@ MISFITS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_pack_refuses_what_does_not_fit(copy: ModuleType, case: str) -> None:
+def test_pack_refuses_what_does_not_fit(packing: ModuleType, case: str) -> None:
     spec, sample = MISFITS[case]
     region = Region(N * 64)
-    assert not copy.Packer(spec, N).fits(sample)
-    assert copy.Packer(spec, N).pack(sample, region.address, 1) is None
+    assert not packing.Packer(spec, N).fits(sample)
+    assert packing.Packer(spec, N).pack(sample, region.address, 1) is None
     own = range(8, 16)  # only ints in containers were met before what did not fit
     assert set(region.written()) <= set(own)
 
 
-def test_fields_stand_side_by_side(copy: ModuleType) -> None:
+def test_fields_stand_side_by_side(packing: ModuleType) -> None:
     spec = (
         "dict",
         ("x", "y", "z"),
         (("tensor", "float32", (2,), 0), ("int", 64), ("list", list, (("bool", 128),))),
     )
     region = Region(192)
-    packer = copy.Packer(spec, N)
+    packer = packing.Packer(spec, N)
     for k in range(N):
         sample = {"x": torch.full((2,), float(k)), "y": -k, "z": [k == 1]}
         assert packer.pack(sample, region.address, k) == ()
@@ -368,13 +368,13 @@ def test_strided_samples(array: np.ndarray) -> None:
         ((33, 65, 5, 3), (1, 0, 2, 3)),
     ],
 )
-def test_samples_copied_in_tiles(copy: ModuleType, dtype: str, shape: Any, order: Any) -> None:
+def test_samples_copied_in_tiles(packing: ModuleType, dtype: str, shape: Any, order: Any) -> None:
     """Most lie above the size from which the GIL is released."""
     whole = np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
     array = whole.view(dtype)[..., 0].transpose(order)
     for spec, sample in views(array):
         region = Region(array.nbytes)
-        assert copy.Packer(spec, 1).pack(sample, region.address, 0) == ()
+        assert packing.Packer(spec, 1).pack(sample, region.address, 0) == ()
         assert region.bytes.tobytes() == array.tobytes()
 
 
@@ -406,10 +406,10 @@ def test_large_copies_release_the_gil() -> None:
 
 
 @pytest.mark.parametrize("k", [-1, N, 1 << 40])
-def test_pack_refuses_places_outside(copy: ModuleType, k: int) -> None:
+def test_pack_refuses_places_outside(packing: ModuleType, k: int) -> None:
     region = Region(64)
     with pytest.raises(IndexError, match=f"sample {k} in a batch of {N}"):
-        copy.Packer(("int", 0), N).pack(1, region.address, k)
+        packing.Packer(("int", 0), N).pack(1, region.address, k)
     assert region.written() == []
 
 
@@ -427,15 +427,15 @@ def test_pack_refuses_places_outside(copy: ModuleType, k: int) -> None:
     ],
     ids=repr,
 )
-def test_packer_refuses_what_is_no_spec(copy: ModuleType, spec: Any) -> None:
+def test_packer_refuses_what_is_no_spec(packing: ModuleType, spec: Any) -> None:
     with pytest.raises(ValueError, match="not a node of a spec"):
-        copy.Packer(spec, N)
+        packing.Packer(spec, N)
 
 
-def test_pack_keeps_no_references(copy: ModuleType) -> None:
+def test_pack_keeps_no_references(packing: ModuleType) -> None:
     array, tensor, text = np.zeros(3, "f4"), torch.zeros(3), "".join(["un", "shared"])
     sample = [array, tensor, text]
-    packer = copy.Packer(
+    packer = packing.Packer(
         ("list", list, (FLOAT_ARRAY, ("tensor", "float32", (3,), 64), ("text", str))), N
     )
     region = Region(128)
@@ -450,9 +450,9 @@ def test_pack_keeps_no_references(copy: ModuleType) -> None:
     assert [sys.getrefcount(x) for x in (sample, array, tensor, text, list)] == counts
 
 
-def test_pack_leaves_tensors_resizable(copy: ModuleType) -> None:
+def test_pack_leaves_tensors_resizable(packing: ModuleType) -> None:
     tensor = torch.zeros(3)
-    copy.Packer(FLOATS, N).pack(tensor, Region(64).address, 0)
+    packing.Packer(FLOATS, N).pack(tensor, Region(64).address, 0)
     assert tensor.resize_(5).shape == (5,)
 
 
@@ -479,10 +479,10 @@ def mixed(number: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("k", [0, 1])
-def test_a_run_is_written_as_its_samples_are(copy: ModuleType, k: int) -> None:
+def test_a_run_is_written_as_its_samples_are(packing: ModuleType, k: int) -> None:
     samples = [mixed(number) for number in range(N - k)]
     one_by_one, at_once = Region(256), Region(256)
-    packer = copy.Packer(MIXED, N)
+    packer = packing.Packer(MIXED, N)
     for i, sample in enumerate(samples):
         assert packer.pack(sample, one_by_one.address, k + i) == ()
     assert packer.pack_run(samples, at_once.address, k)
@@ -494,9 +494,9 @@ def anywhere(region: Region) -> list[int]:
     return [region.address + offset for offset in (192, 128, 64, 0)]
 
 
-def test_fields_lie_anywhere(copy: ModuleType) -> None:
+def test_fields_lie_anywhere(packing: ModuleType) -> None:
     samples = [mixed(number) for number in range(N)]
-    region, packer = Region(256), copy.Packer(MIXED, N)
+    region, packer = Region(256), packing.Packer(MIXED, N)
     assert packer.pack_fields(samples, anywhere(region), NEVER) == []
     found = [region.bytes[start : start + nbytes] for start, nbytes in ((192, 36), (128, 12))]
     found += [region.bytes[start : start + nbytes] for start, nbytes in ((64, 15), (0, 24))]
@@ -508,11 +508,11 @@ def test_fields_lie_anywhere(copy: ModuleType) -> None:
         assert field.tobytes() == expected.bytes[start : start + nbytes].tobytes()
 
 
-def test_large_tensors_are_handed_back(copy: ModuleType) -> None:
+def test_large_tensors_are_handed_back(packing: ModuleType) -> None:
     samples = [mixed(number) for number in range(N)]
     for kept_nbytes, kept in ((4, (0, 1)), (5, (0,)), (12, (0,)), (13, ())):
         region = Region(256)
-        tensors = copy.Packer(MIXED, N).pack_fields(samples, anywhere(region), kept_nbytes)
+        tensors = packing.Packer(MIXED, N).pack_fields(samples, anywhere(region), kept_nbytes)
         expected = [sample[i] for sample in samples for i in kept]
         assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
         places = [range(192, 192 + 3 * 12), range(128, 128 + 3 * 4)]
@@ -521,18 +521,18 @@ def test_large_tensors_are_handed_back(copy: ModuleType) -> None:
             assert written.isdisjoint(place) == (i in kept)
 
 
-def test_texts_are_handed_back_sample_after_sample(copy: ModuleType) -> None:
+def test_texts_are_handed_back_sample_after_sample(packing: ModuleType) -> None:
     spec = ("tuple", tuple, (("text", str), ("int", 0), ("text", bytes)))
     samples = [(str(number), number, b"%d" % number) for number in range(N)]
     region = Region(64)
-    found = copy.Packer(spec, N).pack_fields(samples, [region.address], NEVER)
+    found = packing.Packer(spec, N).pack_fields(samples, [region.address], NEVER)
     assert found == [text for one, _, other in samples for text in (one, other)]
     assert region.bytes[: 8 * N].view(np.int64).tolist() == list(range(N))
 
 
-def test_fields_take_a_whole_batch(copy: ModuleType) -> None:
+def test_fields_take_a_whole_batch(packing: ModuleType) -> None:
     region = Region(64)
-    packer = copy.Packer(("int", 0), N)
+    packer = packing.Packer(("int", 0), N)
     with pytest.raises(IndexError, match=f"{N - 1} samples in a batch of {N}"):
         packer.pack_fields([1] * (N - 1), [region.address], NEVER)
     for addresses in ([], [region.address] * 2):
@@ -542,10 +542,10 @@ def test_fields_take_a_whole_batch(copy: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("misfit", [0, 1, 2])
-def test_a_run_with_a_misfit_is_refused(copy: ModuleType, misfit: int) -> None:
+def test_a_run_with_a_misfit_is_refused(packing: ModuleType, misfit: int) -> None:
     samples: list[Any] = [mixed(number) for number in range(N)]
     counts = [sys.getrefcount(tensor) for sample in samples for tensor in sample[:2]]
-    packer, region = copy.Packer(MIXED, N), Region(256)
+    packer, region = packing.Packer(MIXED, N), Region(256)
     for other in (None, (*mixed(0)[:3], 1.0), (torch.zeros(3, 4), *mixed(0)[1:])):
         run = [other if i == misfit else sample for i, sample in enumerate(samples)]
         assert not packer.pack_run(run, region.address, 0)
@@ -554,12 +554,12 @@ def test_a_run_with_a_misfit_is_refused(copy: ModuleType, misfit: int) -> None:
     assert [sys.getrefcount(t) for sample in samples for t in sample[:2]] == counts
 
 
-def test_a_run_holds_no_texts_and_stays_in_its_batch(copy: ModuleType) -> None:
+def test_a_run_holds_no_texts_and_stays_in_its_batch(packing: ModuleType) -> None:
     region = Region(64)
-    assert copy.Packer(("text", str), N).pack_run(["a"], region.address, 0) is False
+    assert packing.Packer(("text", str), N).pack_run(["a"], region.address, 0) is False
     for k, count in ((-1, 1), (N, 1), (1, N)):
         with pytest.raises(IndexError, match=f"samples {k} to {k + count - 1} in a batch of {N}"):
-            copy.Packer(("int", 0), N).pack_run([1] * count, region.address, k)
+            packing.Packer(("int", 0), N).pack_run([1] * count, region.address, k)
     assert region.written() == []
 
 
