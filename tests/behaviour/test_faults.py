@@ -231,7 +231,7 @@ def test_a_worker_that_was_asked_for_its_stack_may_go_on(
     watchdog, ledger, process = hanging
     watchdog.end([process])
     if how == "the sample ended":
-        ledger.words = 0, time.monotonic_ns(), 2
+        ledger.state = LeaseState(0, time.monotonic_ns(), 2)
     else:
         watchdog.restart_timers()
     wait_until(lambda: watchdog._stacks.answer() is not None)
