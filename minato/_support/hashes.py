@@ -212,7 +212,8 @@ class _Walk:
     def _leave(self, frame: _Frame) -> bytes:
         self._frames.pop()
         del self._open[id(frame.value)]
-        digests = sorted(frame.digests) if type(frame.value) in (set, frozenset) else frame.digests
+        is_set = is_exactly(frame.value, (set, frozenset))
+        digests = sorted(frame.digests) if is_set else frame.digests
         found = self._hash(b"".join(digests))
         self._done[id(frame.value)] = found, frame.value
         return found
@@ -270,7 +271,7 @@ class _Walk:
             yield from (part for _, part in parts_of(value))
         elif kind is ModuleType:
             yield value.__name__
-            yield _source(getattr(value, "__file__", None) or "", value.__name__)
+            yield _source(getattr(value, "__file__", None) or "", value.__name__, defined=value)
         elif kind is BuiltinFunctionType:
             yield value.__self__
             yield value.__qualname__
@@ -296,7 +297,7 @@ class _Walk:
 
     def _function(self, function: FunctionType) -> Iterator[Any]:
         code, name = function.__code__, f"{function.__module__}.{function.__qualname__}"
-        text = _source(code.co_filename, function.__module__, function.__globals__, code)
+        text = _source(code.co_filename, function.__module__, function.__globals__, defined=code)
         if text is None and not self._classes_of_files:
             raise TypeError(
                 f"the source of {name} cannot be read (it was defined in {code.co_filename!r}), so that it has no "
@@ -322,7 +323,7 @@ class _Walk:
     def _class(self, cls: type) -> Iterator[Any]:
         module = module_of(cls)
         file = getattr(sys.modules.get(module), "__file__", None) or ""
-        text = _source(file, module, None, cls)
+        text = _source(file, module, defined=cls)
         yield _name(cls)
         yield text
         yield from (base for base in mro_of(cls)[1:] if base is not object)
@@ -369,7 +370,7 @@ def _state(value: Any) -> Iterator[Any]:
     """The class of an object, and what pickle would store."""
     kind = type(value)
     yield kind
-    said = getattr(kind, "__fingerprint__", None)
+    said = attribute(kind, "__fingerprint__")
     if said is not None:
         yield said(value)
         return
@@ -408,23 +409,20 @@ def _functions_of(value: Any) -> Iterator[FunctionType]:
 
 
 def _source(
-    file: str, module: str, variables: dict[str, Any] | None = None, defined: object = None
+    file: str, module: str, variables: dict[str, Any] | None = None, *, defined: object
 ) -> bytes | None:
     """What stands for the text that defines something: a digest of its file, or the version of an installed package.
 
     Args:
         variables: The global variables of a function, which may know how to load the text.
-        defined: A class or the code of a function, for which the file is read once: an editor may change the file
-            while this program runs the former code.
+        defined: A module, a class or the code of a function, for which the file is read once: an editor may change the
+            file while this program runs the former code.
 
     Returns:
         None if the text cannot be found.
     """
-    if defined is None or id(defined) not in _sources:
-        found = _read(file, module, variables)
-        if defined is None:
-            return found
-        _sources[id(defined)] = found, defined
+    if id(defined) not in _sources:
+        _sources[id(defined)] = _read(file, module, variables), defined
     return _sources[id(defined)][0]
 
 
