@@ -225,7 +225,40 @@ class _Layout(NamedTuple):
     start: int
 
 
-class SharedList(Sequence[T]):
+class _Shared:
+    """What a list and a dictionary have in common: they lie in memory that nobody can write to."""
+
+    _memory: ReadOnlyMemory
+    _layout: Any
+    _original: str
+    """The type that it has been made of."""
+
+    def _write(self, write: Callable[[_Writer], Any]) -> None:
+        layouts: list[Any] = []
+        memory = ReadOnlyMemory.written_by(lambda file: layouts.append(write(_Writer(file))))
+        self._attach(memory, layouts[0])
+
+    def _attach(self, memory: ReadOnlyMemory, layout: Any) -> None:
+        self._memory, self._layout = memory, layout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attached, (type(self), self._memory, self._layout)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def _read_only(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be changed: change the {self._original} before minato.share()"
+        )
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = __ior__ = _read_only
+
+
+class SharedList(_Shared, Sequence[T]):
     """A list that cannot be changed, in memory that all workers share.
 
     Each access makes new objects, equal to those that were stored: changing one that was returned changes nothing here.
@@ -239,19 +272,15 @@ class SharedList(Sequence[T]):
         TypeError: An item cannot be shared; names it and its type.
     """
 
-    _memory: ReadOnlyMemory
     _layout: _Layout
+    _original = "list"
 
     def __init__(self, items: Iterable[T]) -> None:
         kept = items if isinstance(items, (list, tuple)) else list(items)
-        layouts: list[_Layout] = []
-        memory = ReadOnlyMemory.written_by(
-            lambda file: layouts.append(_Writer(file).column(kept, lambda i: f"SharedList[{i}]"))
-        )
-        self._attach(memory, layouts[0])
+        self._write(lambda writer: writer.column(kept, lambda i: f"SharedList[{i}]"))
 
     def _attach(self, memory: ReadOnlyMemory, layout: _Layout) -> None:
-        self._memory, self._layout = memory, layout
+        super()._attach(memory, layout)
         kind, length, start = layout
         dtype = next((each for of, each in _NUMBERS.items() if of.__name__ == kind), None)
         self._numbers: Any = None if dtype is None else memory.words(dtype, start, length)
@@ -262,15 +291,6 @@ class SharedList(Sequence[T]):
             places = memory.words(np.int64, start, length + 1)
             self._begins, self._ends = places[:-1], places[1:]
             self._decode = _DECODERS[kind]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (type(self), self._memory, self._layout)
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     def __len__(self) -> int:
         return self._layout.length
@@ -307,14 +327,10 @@ class SharedList(Sequence[T]):
     def __repr__(self) -> str:
         return f"SharedList({_summary(self)})"
 
-    def _read_only(self, *_: object) -> NoReturn:
-        raise TypeError("a SharedList cannot be changed: change the list before minato.share()")
-
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _read_only
-    append = extend = insert = pop = remove = reverse = sort = clear = _read_only
+    append = extend = insert = pop = remove = reverse = sort = clear = _Shared._read_only
 
 
-class SharedDict(Mapping[K, V]):
+class SharedDict(_Shared, Mapping[K, V]):
     """A dictionary that cannot be changed, in memory that all workers share.
 
     A lookup is a binary search, and makes a new object, equal to the one that was stored.
@@ -327,31 +343,18 @@ class SharedDict(Mapping[K, V]):
         TypeError: A key or value cannot be shared; names it and its type.
     """
 
-    _memory: ReadOnlyMemory
     _layout: _TableLayout
+    _original = "dictionary"
 
     def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]]) -> None:
-        layouts: list[_TableLayout] = []
-        memory = ReadOnlyMemory.written_by(
-            lambda file: layouts.append(_Writer(file).table(dict(items), type(self).__qualname__))
-        )
-        self._attach(memory, layouts[0])
+        self._write(lambda writer: writer.table(dict(items), type(self).__qualname__))
 
     def _attach(self, memory: ReadOnlyMemory, layout: _TableLayout) -> None:
-        self._memory, self._layout = memory, layout
+        super()._attach(memory, layout)
         self._keys = _attached(SharedList, memory, layout.keys)
         self._values = _attached(SharedList, memory, layout.values)
         self._hashes = memory.words(np.uint64, layout.hashes, len(self._keys))
         self._places = memory.words(np.int64, layout.places, len(self._keys))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (type(self), self._memory, self._layout)
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     def __getitem__(self, key: K) -> V:
         hash(key)  # raises TypeError as a dictionary does
@@ -394,13 +397,7 @@ class SharedDict(Mapping[K, V]):
     def __repr__(self) -> str:
         return f"SharedDict({_summary(self)})"
 
-    def _read_only(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(
-            "a SharedDict cannot be changed: change the dictionary before minato.share()"
-        )
-
-    __setitem__ = __delitem__ = __ior__ = _read_only
-    clear = pop = popitem = setdefault = update = _read_only
+    clear = pop = popitem = setdefault = update = _Shared._read_only
 
 
 class _Values(ValuesView[V]):

@@ -374,8 +374,8 @@ def _state(value: Any) -> Iterator[Any]:
     if said is not None:
         yield said(value)
         return
-    reduce = copyreg.dispatch_table.get(kind)
     try:
+        reduce = copyreg.dispatch_table.get(kind)
         reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
     except Exception as error:
         raise TypeError(
