@@ -1,11 +1,17 @@
-"""What each mechanism against slow samples gains, what "auto" workers find, and what measuring costs."""
+"""What each mechanism gains on slow and on cheap samples, what "auto" workers find, and what measuring costs."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import time
+import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
 
 from bench.harness import record, report
 from bench.harness.datasets import (
@@ -23,6 +29,7 @@ from bench.harness.datasets import (
     straggler_costs_s,
     to_floats,
 )
+from bench.harness.environments import call
 from bench.harness.loaders import (
     STANDARD,
     TORCH,
@@ -32,12 +39,11 @@ from bench.harness.loaders import (
     minato_loader,
     named,
 )
-from bench.harness.suite import Row, measure
+from bench.harness.suite import Row, RowResult, in_turn, measure
 from bench.workloads.mapped import Mapped
-from minato import AutoScale
+from minato import AutoScale, StragglerPolicy
 
 MOST = 16
-PHOTOGRAPHS, TIMES, SIDE = "photographs", 2, 480
 HEAD = """\
 # Ablation
 
@@ -49,8 +55,16 @@ included. *Ideal*: all work divided by the workers, or the consumer's own time i
 MECHANISMS = """\
 ## Mechanisms against slow samples
 
-`minato` alone is the default: strict order, as many batches ahead as the memory budget allows; `prefetch_factor=2`
-limits it to as many as torch prepares. Deferral needs `transforms=`: without it they run behind `dataset[i]`.
+Each line of minato adds one mechanism to an earlier one.
+
+* `prefetch_factor=2` prepares as many batches as torch does, in order, with single samples as the unit of work.
+* *window in bytes*: as many batches ahead as the memory budget allows, which is the default.
+* *early start*: a threshold, `stragglers=StragglerPolicy(after_s=...)`, above which a sample is slow. Later epochs
+  start such samples early, still in order. In the lines above it no sample counts as slow.
+* `in_order=False` has the threshold too. *without deferral*: transforms run behind `dataset[i]`, where no sample can be
+  interrupted. With `transforms=` a worker defers a slow sample between two of them; the last column counts that, and
+  the program fails where it is 0.
+* `order='fast_first'` and *auto*, which may use up to {most} workers, defer as well.
 """
 AUTO = """\
 ## Fixed and changing numbers of workers
@@ -64,6 +78,13 @@ MEASURING = """\
 Vectors of 16 numbers that are all there already, in batches of 32, with transforms that do nothing: what is left is the
 loader itself, without its measurements (`stats=False`), with them, and with `trace=`.
 """
+TENSORS = """\
+## Fields of tensors
+
+Tensors of 16 numbers and a label, in batches of 256. The compiled core finds the fields of a tensor in its memory
+instead of asking torch for four attributes; *without* asks torch. Each figure comes from a process of its own.
+"""
+TENSOR_MEMORY, TENSOR_EPOCHS = "minato._core.tensor_memory", 3
 
 
 def _behind(**own: Any) -> Build:
@@ -81,21 +102,35 @@ def _minato(label: str, keeps_order: bool, build: Build) -> Contender:
     return Contender(label, label, build, keeps_order)
 
 
-ARRIVAL: dict[str, Any] = {"in_order": False}
-STEPS = named(
-    TORCH,
-    TORCH_ANY_ORDER,
-    _minato("minato, prefetch_factor=2", True, minato_loader(prefetch_factor=2)),
-    STANDARD["minato"],
-    _minato("minato, in_order=False, without deferral", False, _behind(**ARRIVAL)),
-    STANDARD["minato-any-order"],
-    _minato("minato, order='fast_first'", False, minato_loader(order="fast_first")),
-    _minato(
-        "minato, in_order=False, auto",
-        False,
-        minato_loader(**ARRIVAL, num_workers=AutoScale(max=MOST)),
-    ),
-)
+def _deferred(loader: Any) -> int:
+    found: int = loader.report().run.stragglers.deferrals
+    return found
+
+
+def steps(after_s: float) -> dict[str, Contender]:
+    """The loaders of a load whose samples are slow after this time."""
+    slow: dict[str, Any] = {"stragglers": StragglerPolicy(after_s=after_s)}
+    free: dict[str, Any] = {"in_order": False, **slow}
+    automatic = AutoScale(max=MOST)
+
+    def defers(label: str, **own: Any) -> Contender:
+        return replace(_minato(label, False, minato_loader(**own)), deferred=_deferred)
+
+    return named(
+        TORCH,
+        TORCH_ANY_ORDER,
+        _minato("minato, prefetch_factor=2", True, minato_loader(prefetch_factor=2, **NONE_SLOW)),
+        _minato("minato, window in bytes", True, minato_loader(**NONE_SLOW)),
+        _minato("minato, early start", True, minato_loader(**slow)),
+        _minato("minato, in_order=False, without deferral", False, _behind(**free)),
+        defers(DEFERS, **free),
+        defers("minato, order='fast_first'", order="fast_first", **slow),
+        defers("minato, in_order=False, auto", num_workers=automatic, **free),
+    )
+
+
+NONE_SLOW: dict[str, Any] = {"stragglers": StragglerPolicy(after_s=3600.0)}
+DEFERS = "minato, in_order=False, deferral"
 FIXED = {
     workers: _minato(f"minato, {workers} workers", True, minato_loader(num_workers=workers))
     for workers in (1, 2, 4, 8, 12, 16)
@@ -113,19 +148,16 @@ class Computing(SleepingWork):
         return self.costs_s[index], index
 
 
-class Corner:
-    """Cuts a picture's corner off, so that all are of one size, and gives its key beside it."""
-
-    def __init__(self, side: int) -> None:
-        self.side = side
-
-    def __call__(self, picture: Any) -> Any:
-        return picture.image[:, : self.side, : self.side].clone(), picture.key
-
-
 def unchanged(sample: Any) -> Any:
     """A transform that does nothing."""
     return sample
+
+
+class Load(NamedTuple):
+    """A row of mechanisms, and from when on its samples are slow."""
+
+    row: Row
+    after_s: float
 
 
 def _load(
@@ -133,49 +165,30 @@ def _load(
     title: str,
     make: Callable[[int], Any],
     shape: tuple[int, int, int, int],
+    after_s: float,
     **more: Any,
-) -> Row:
-    """A row of mechanisms; ``shape`` is samples, batch size, workers and epochs."""
+) -> Load:
+    """A load; ``shape`` is samples, batch size, workers and epochs."""
     samples, batch_size, workers, epochs = shape
-    more = {"transforms": (SleepsShare(1 / 4),) * 4, **more}
-    return Row(
+    row = Row(
         name=name,
-        title=f"{title}; batch {batch_size}, {workers} workers, {epochs} epochs",
+        title=f"{title}; batch {batch_size}, {workers} workers, {epochs} epochs; slow after {1e3 * after_s:g} ms",
         make=make,
         samples=samples,
         short_samples=samples // 10,
         batch_size=batch_size,
         workers=workers,
         epochs=epochs,
-        loaders=tuple(STEPS),
+        loaders=tuple(steps(after_s)),
         shuffle=True,
         persistent=True,
-        **more,
+        **{"transforms": (SleepsShare(1 / 4),) * 4, **more},
     )
+    return Load(row, after_s)
 
 
 def _bimodal(count: int) -> SleepingTransforms:
     return SleepingTransforms(bimodal_costs_s(count, 0.005, 0.055, 5))
-
-
-def _photographs() -> tuple[Row, ...]:
-    """Real photographs; nothing while ``make data`` has not fetched them."""
-    folder = record.ROOT / "build" / "data" / PHOTOGRAPHS
-    if not folder.is_dir():
-        print(f"no {PHOTOGRAPHS}: 'make data' fetches them", file=sys.stderr)
-        return ()
-    from bench.workloads.detection import Photographs, detection_chain  # needs Pillow
-
-    count = len(Photographs(folder))
-    return (
-        _load(
-            PHOTOGRAPHS,
-            f"{count} photographs, each {TIMES} times: decode, resize for Mask R-CNN, flip, to tensor, normalize, cut",
-            lambda samples: Photographs(folder, samples),
-            (TIMES * count, 4, 2, 2),
-            transforms=(*detection_chain(), Corner(SIDE)),
-        ),
-    )
 
 
 LOADS = (
@@ -184,19 +197,22 @@ LOADS = (
         "1000 samples of 2 ms, 2 % of them 150 ms",
         lambda count: SleepingTransforms(straggler_costs_s(count, 0.002, 0.150, 0.02)),
         (1000, 16, 4, 3),
+        after_s=0.020,
     ),
     _load(
         "rare",
         "4000 samples of 1 ms, 1 % of them 201 ms",
         lambda count: SleepingTransforms(straggler_costs_s(count, 0.001, 0.201, 0.01)),
         (4000, 32, 4, 2),
+        after_s=0.020,
     ),
-    _load("bimodal", "600 samples of 5 ms, every fifth 55 ms", _bimodal, (600, 8, 8, 3)),
+    _load("bimodal", "600 samples of 5 ms, every fifth 55 ms", _bimodal, (600, 8, 8, 3), 0.010),
     _load(
         "balanced",
         "the same, and a consumer exactly as fast as the workers",
         _bimodal,
         (600, 8, 8, 3),
+        after_s=0.010,
         pause_s=0.015 * 8 / 8,
     ),
     _load(
@@ -204,12 +220,14 @@ LOADS = (
         "96 log-normal samples, mean 20 ms, deviation 15 ms",
         lambda count: SleepingTransforms(lognormal_costs_s(count, 0.020, 0.75)),
         (96, 4, 8, 6),
+        after_s=0.030,
     ),
     _load(
         "pictures",
         "400 images, a tenth of them 12 times as large; filter, flip, shrink",
         Pictures,
         (400, 8, 2, 3),
+        after_s=0.010,
         transforms=(to_floats, blur, flip_at_random, shrink),
     ),
 )
@@ -281,29 +299,88 @@ def _measuring(name: str, workers: int) -> Row:
 
 
 OVERHEADS = (_measuring("measuring", 2), _measuring("measuring-inline", 0))
-CONTENDERS = {**STEPS, **named(*FIXED.values(), CHANGING, UNMEASURED)}
+CONTENDERS = {**STANDARD, **named(*FIXED.values(), CHANGING, UNMEASURED)}
+
+
+class Tensors(Dataset[Any]):
+    """Tensors of 16 numbers and a label."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = list(torch.rand(count, 16))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index], index
+
+
+def tensor_us(direct: bool, workers: int, samples: int) -> float:
+    """In a process of its own: microseconds per sample, with or without direct reading of the fields of tensors."""
+    if not direct:
+        absent: Any = types.ModuleType(TENSOR_MEMORY)
+        absent.find = lambda: None
+        sys.modules[TENSOR_MEMORY] = absent
+    from minato import DataLoader
+
+    persistent = bool(workers)
+    loader = DataLoader(Tensors(samples), 256, num_workers=workers, persistent_workers=persistent)
+    for epoch in range(TENSOR_EPOCHS + 1):
+        if epoch == 1:  # the first one warms up
+            begun_s = time.perf_counter()
+        if sum(len(labels) for _, labels in loader) != samples:
+            raise RuntimeError("samples were lost")
+    return 1e6 * (time.perf_counter() - begun_s) / (TENSOR_EPOCHS * samples)
+
+
+def tensor_table(samples: int, repeats: int) -> str:
+    """With and without, in turn."""
+    lines = []
+    for workers in (0, 2):
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for _, direct in in_turn([True, False], repeats):
+            found[direct].append(call("bench.ablation:tensor_us", direct, workers, samples))
+        ratios = [a / b for a, b in zip(found[False], found[True], strict=True)]
+        cells = [report.spread_text(each, 2) for each in (found[True], found[False], ratios)]
+        lines.append([str(workers), *cells])
+    head = ["workers", "with, µs per sample", "without, µs per sample", "without / with"]
+    return report.table(head, lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    groups = {MECHANISMS: (*LOADS, *_photographs()), AUTO: NUMBERS, MEASURING: OVERHEADS}
-    names = [row.name for rows in groups.values() for row in rows]
+    """Run the benchmark; returns the exit status, which is 1 where a load deferred no sample."""
+    loads = {load.row.name: load for load in LOADS}
+    groups = {MECHANISMS: [load.row for load in LOADS], AUTO: NUMBERS, MEASURING: OVERHEADS}
+    names = [*(row.name for rows in groups.values() for row in rows), "tensors"]
     options = report.parser("bench.ablation", __doc__ or "", 3, names).parse_args(arguments)
     repeats = report.repeats_of(options)
     page = report.Page("ablation", options.out)
     page.add(HEAD.format(repeats=repeats))
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         tracing = _minato(TRACED, True, minato_loader(trace=f"{folder}/run.json"))
-        contenders = {**CONTENDERS, **named(tracing)}
+        others = {**CONTENDERS, **named(tracing)}
         for about, rows in groups.items():
             chosen = [row for row in rows if row.name in options.rows]
-            chosen = [row.short() if options.short else row for row in chosen]
             if chosen:
                 page.add(about.format(most=MOST))
-                results = measure(chosen, contenders, repeats, page.say)
-                page.add(*(report.details(result, contenders) for result in results))
+            for row in chosen:
+                contenders = steps(loads[row.name].after_s) if row.name in loads else others
+                sized = row.short() if options.short else row
+                results += measure([sized], contenders, repeats, page.say)
+                page.add(report.details(results[-1], contenders))
+    if "tensors" in options.rows:
+        page.add(TENSORS, tensor_table(2048 if options.short else 65536, repeats))
     page.finish()
+    idle = [result.row.name for result in results if _defers_nothing(result)]
+    if idle and not options.short:  # a smoke run is too short to judge by
+        print(f"bench.ablation: no sample was deferred in {', '.join(idle)}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _defers_nothing(result: RowResult) -> bool:
+    return not all(trial.deferred for trial in result.trials.get(DEFERS, ()))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import statistics
@@ -21,7 +22,7 @@ import torch
 from torch.utils.data import Dataset
 
 from bench.harness import record, report
-from bench.harness.environments import TrialFailedError, run_in, tell
+from bench.harness.environments import TrialFailedError, call, tell
 from bench.harness.loaders import TORCH, TORCH_ANY_ORDER, Contender, minato_loader, named
 from bench.harness.suite import in_turn
 from bench.harness.trial import unwarned
@@ -168,13 +169,12 @@ def _module(name: str) -> Any:
     return found
 
 
-def trial(name: str, artifact: Path, folder: Path, workload: Workload, epochs: int) -> None:
+def trial(name: str, artifact: str, folder: str, row: str, epochs: int) -> dict[str, Any]:
     """In a process of its own: one loader, all epochs."""
-    theirs, loaders = imported(artifact)
-    paths = sorted(folder.glob("*_x.npy"))
+    theirs, loaders = imported(Path(artifact))
+    paths, workload = sorted(Path(folder).glob("*_x.npy")), WORKLOADS[row]
     if name == "ideal":
-        tell_ideal(theirs, paths, workload, epochs)
-        return
+        return {"taken_s": _ideal_s(theirs, paths, workload, epochs)}
     torch.manual_seed(0)
     begun_s = time.perf_counter()
     if name == "artifact":
@@ -191,12 +191,13 @@ def trial(name: str, artifact: Path, folder: Path, workload: Workload, epochs: i
             loader = OURS[name].build(Volumes(theirs, paths, workload), arguments, 0)
     delivered = [_epoch(loader) for _ in range(epochs)]
     taken_s = time.perf_counter() - begun_s
-    tell({"taken_s": taken_s, "delivered": delivered})
-    sys.stdout.flush()
+    found = {"taken_s": taken_s, "delivered": delivered}
     if name == "artifact":  # its processes never end by themselves, and would keep this one
+        tell(found)
         for child in psutil.Process().children(recursive=True):
             child.kill()
         os._exit(0)
+    return found
 
 
 def _theirs(theirs: Any, loaders: Any, paths: Sequence[Path], workload: Workload) -> Any:
@@ -258,8 +259,8 @@ class Faults(NamedTuple):
         return cls(lost, repeated, len(set(orders)) < len(orders))
 
 
-def tell_ideal(theirs: Any, paths: Sequence[Path], workload: Workload, epochs: int) -> None:
-    """In a process of its own: seconds of all epochs without any cost of a loader."""
+def _ideal_s(theirs: Any, paths: Sequence[Path], workload: Workload, epochs: int) -> float:
+    """Seconds of all epochs without any cost of a loader."""
     dataset = Volumes(theirs, paths, WORKLOADS["own"])
     dataset[0]
     begun_s = time.perf_counter()
@@ -270,7 +271,7 @@ def tell_ideal(theirs: Any, paths: Sequence[Path], workload: Workload, epochs: i
     work_s = (cpu_s + slow * workload.slept_s) / WORKERS
     slept_s = -(-slow // WORKERS) * workload.slept_s  # one after the other in one worker
     steps_s = len(dataset) // BATCH_SIZE * STEP_S
-    tell({"taken_s": epochs * max(cpu_s / record.usable_cores(), work_s, slept_s, steps_s)})
+    return epochs * max(cpu_s / record.usable_cores(), work_s, slept_s, steps_s)
 
 
 def checkout(text: str) -> Path:
@@ -294,15 +295,11 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[lis
         with tempfile.TemporaryDirectory() as folder:
             store(Path(folder), workload.samples)
 
-            def run(name: str, row: str = row, folder: str = folder) -> dict[str, Any]:
-                given = ["--artifact", str(options.artifact), "--trial", name, row, folder]
-                return run_in(
-                    Path(sys.executable), "bench.artifact", [*given, str(epochs)], _TRIAL_S
-                )[0]
-
-            least_s = float(run("ideal")["taken_s"])
+            given = str(options.artifact), folder, row, epochs
+            run = functools.partial(call, "bench.artifact:trial", limit_s=_TRIAL_S)
+            least_s = float(run("ideal", *given)["taken_s"])
             for repeat, name in in_turn([*LABELS], report.repeats_of(options)):
-                found = run(name)
+                found = run(name, *given)
                 times[name].append(found["taken_s"])
                 faults[name].append(Faults.of(found["delivered"], workload.samples))
                 say(f"{row} {repeat + 1} {name}: {found['taken_s']:.2f} s, {faults[name][-1]}")
@@ -333,12 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="PATH",
         help="a checkout of its repository",
     )
-    parser.add_argument("--trial", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.trial:
-        name, row, folder, epochs = options.trial
-        trial(name, options.artifact, Path(folder), WORKLOADS[row], int(epochs))
-        return 0
     page = report.Page("artifact", options.out)
     page.add(
         HEAD.format(

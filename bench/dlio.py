@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -17,10 +18,9 @@ from bench.harness import report
 from bench.harness.environments import (
     PeerMissingError,
     TrialFailedError,
+    call,
     interpreter,
-    run_in,
-    tell,
-    versions,
+    versions_in,
 )
 from bench.harness.suite import Spread, in_turn
 
@@ -30,6 +30,7 @@ REQUIREMENTS = (
 )
 ITSELF = ("dlio-benchmark==2.0.0",)
 """Without its requirements: they name TensorFlow and DALI, which these workloads do not use."""
+PACKAGES = ("dlio_benchmark", "torch", "numpy", "h5py", "mpi4py")
 THREADS, EPOCHS = 4, 5
 _TRIAL_S = 120.0
 
@@ -102,10 +103,6 @@ WORKLOADS = {
         *("many samples a file, 1/8 of a batch of DLIO's resnet50_a100", "hdf5", 4, 300),
         *((114_660, 0), 150_528, 50, 0.054),
     ),
-    "cosmoflow": Workload(
-        *("one sample a batch, 1/8 of the bytes of DLIO's cosmoflow_h100", "hdf5", 256, 1),
-        *((353_560, 8_914), 0, 1, 0.0035),
-    ),
 }
 LOADERS = {
     "torch": "torch, DLIO's prefetch_size=2",
@@ -131,8 +128,9 @@ prefetch; with `minato.patch()` DLIO's own reader runs unchanged.
 """
 
 
-def trial(name: str, workload: Workload, folder: Path, epochs: int) -> None:
+def trial(name: str, row: str, short: bool, to: str, epochs: int) -> dict[str, Any]:
     """In DLIO's environment: run it once; ``files`` in place of a loader writes its files."""
+    folder = Path(to)
     _stand_in_for_profilers()
     if name == "minato-patch":
         import minato
@@ -142,7 +140,7 @@ def trial(name: str, workload: Workload, folder: Path, epochs: int) -> None:
     from dlio_benchmark.utils.utility import DLIOMPI
     from omegaconf import OmegaConf
 
-    settings = workload.settings(folder, epochs, PREFETCH.get(name, 2))
+    settings = sized(WORKLOADS[row], short).settings(folder, epochs, PREFETCH.get(name, 2))
     if name == "files":
         settings["workflow"] = {"generate_data": True, "train": False}
     if name == "minato-plug":
@@ -156,19 +154,11 @@ def trial(name: str, workload: Workload, folder: Path, epochs: int) -> None:
     benchmark.run()
     benchmark.finalize()
     if name == "files":
-        tell({"files": len(list((folder / "data" / "train").iterdir()))})
-        return
+        return {}
     summary = json.loads((folder / "output" / "summary.json").read_text())
     output = json.loads((folder / "output" / "0_output.json").read_text())
     steps = [len(output[str(epoch)]["load"]["block1"]) for epoch in range(1, epochs + 1)]
-    tell(
-        {
-            "used": summary["metric"]["train_au_percentage"],
-            "rate": statistics.mean(summary["metric"]["train_throughput_samples_per_second"]),
-            "steps": steps,
-            "versions": versions(("dlio_benchmark", "torch", "numpy", "h5py", "mpi4py")),
-        }
-    )
+    return {"used": summary["metric"]["train_au_percentage"], "steps": steps}
 
 
 class _Untraced:
@@ -206,35 +196,32 @@ def _stand_in_for_profilers() -> None:
 
 @dataclass
 class Cell:
-    """The runs of one loader on one workload: mean utilisation and samples per second of each."""
+    """The mean utilisation of each run of one loader on one workload, or why there is none."""
 
     used: list[float]
-    rates: list[float]
     failed: str = ""
 
 
 Cells = dict[tuple[str, str], Cell]
 
 
-def measure(
-    python: Path, options: argparse.Namespace, page: report.Page
-) -> tuple[Cells, dict[str, str]]:
-    """All loaders on all workloads, in turn: the cells by workload and loader, and the versions in use."""
+def measure(python: Path, options: argparse.Namespace, page: report.Page) -> Cells:
+    """All loaders on all workloads, in turn: the cells by workload and loader."""
     cells: Cells = {}
-    used: dict[str, str] = {}
     epochs = 2 if options.short else EPOCHS
     for row in options.rows:
         workload = sized(WORKLOADS[row], options.short)
-        cells |= {(row, name): Cell([], []) for name in options.loaders}
+        cells |= {(row, name): Cell([]) for name in options.loaders}
         with tempfile.TemporaryDirectory() as folder:
-            given = [row, folder, str(epochs), *(["--short"] if options.short else [])]
-            run_in(python, "bench.dlio", ["--trial", "files", *given], _TRIAL_S)
+            given = row, options.short, folder, epochs
+            run = functools.partial(call, "bench.dlio:trial", python=python, limit_s=_TRIAL_S)
+            run("files", *given)
             for repeat, name in in_turn(options.loaders, report.repeats_of(options)):
                 cell = cells[row, name]
                 if cell.failed:
                     continue
                 try:
-                    (found,) = run_in(python, "bench.dlio", ["--trial", name, *given], _TRIAL_S)
+                    found = run(name, *given)
                 except TrialFailedError as error:
                     cell.failed = str(error)
                     page.say(f"{row} {repeat + 1} {name}: {error}")
@@ -244,10 +231,8 @@ def measure(
                     cell.failed = f"steps {found['steps']} in place of {steps} in each epoch"
                     continue
                 cell.used.append(statistics.mean(found["used"]))
-                cell.rates.append(found["rate"])
-                used.update(found["versions"])
                 page.say(f"{row} {repeat + 1} {name}: {cell.used[-1]:.1f} % used")
-    return cells, used
+    return cells
 
 
 def sized(workload: Workload, short: bool) -> Workload:
@@ -282,19 +267,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--loaders", type=report.names(LOADERS), default=[*LOADERS], help=", ".join(LOADERS)
     )
-    parser.add_argument("--trial", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.trial:
-        name, row, folder, epochs = options.trial
-        trial(name, sized(WORKLOADS[row], options.short), Path(folder), int(epochs))
-        return 0
     page = report.Page("dlio", options.out)
     try:
         python = interpreter("dlio", REQUIREMENTS, ITSELF)
     except PeerMissingError as error:
         page.say(f"DLIO could not be installed: {error}")
         return 1
-    cells, used = measure(python, options, page)
+    cells = measure(python, options, page)
     page.add(
         HEAD.format(
             version=ITSELF[0].partition("==")[2],
@@ -312,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     if failed:
         page.add("## What failed\n", "".join(failed))
-    page.finish(conditions={f"version of {name}": each for name, each in used.items()})
+    page.finish(conditions=versions_in(python, PACKAGES))
     return 0
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import Dataset, default_collate
 
 from bench.harness import record, report
 from bench.harness.datasets import measured_ideal
@@ -29,10 +30,6 @@ from bench.harness.loaders import (
 )
 from bench.harness.suite import in_turn
 from bench.harness.trial import Consumer, Run, first
-from bench.workloads.detection import Photographs, detection_chain, padded_pictures
-from bench.workloads.mapped import Mapped
-from bench.workloads.packages import FOLDER, SCANS
-from bench.workloads.segmentation import Scans, segmentation_chain
 
 WAITED_S = 1e-3
 """A step has waited if ``next()`` took longer."""
@@ -43,11 +40,12 @@ HEAD = """\
 
 Written by `python -m bench.gpu`. {where}
 
-{what} {how} Loaders in turn, each with {workers} workers; every sample is checked. *Ideal*: all samples divided by the
-workers, or all steps on a batch that is on the device already, if they take longer. *Waited*: steps whose `next()` took
-more than {waited:g} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz). *Overlap*: share of the time of
-copies to the GPU in which a kernel ran; *rate*: bytes copied in that time (trace). *Plain*: the rate of nothing but
-copies of as much as such a batch holds, from memory that torch has pinned.
+Samples are random arrays, filtered in rounds whose number has a heavy tail. {how} Loaders in turn, each with {workers}
+workers; every sample is checked. *Ideal*: all samples divided by the workers, or all steps on a batch that is on the
+device already, if they take longer. *Waited*: steps whose `next()` took more than {waited:g} ms. *Idle*: share of the
+time in which no kernel ran (NVML, 10 Hz). *Overlap*: share of the time of copies to the GPU in which a kernel ran;
+*rate*: bytes copied in that time (trace). *Plain*: the rate of nothing but copies of as much as such a batch holds,
+from memory that torch has pinned.
 """
 NO_GPU = """\
 There was no GPU: small networks and data, trained on the CPU that also serves the workers. This says nothing
@@ -162,16 +160,16 @@ def _merged(spans: list[Span]) -> list[Span]:
     return merged
 
 
-SPREAD = 0.9
-"""Standard deviation of the logarithm of a sample's rounds of filtering: one in a hundred takes 8 times the median."""
+ROUNDS, SPREAD = 4.0, 0.9
+"""Median and logarithmic standard deviation of a sample's rounds of filtering: 1 % take 8 times the median."""
 
 
-class Augmented(torch.utils.data.Dataset[Any]):
+class Augmented(Dataset[Any]):
     """Random arrays that are filtered in rounds, as many as the index says; each comes behind its index."""
 
-    def __init__(self, size: int, shape: tuple[int, ...], rounds: float) -> None:
+    def __init__(self, size: int, shape: tuple[int, ...]) -> None:
         self.size, self.shape = size, shape
-        drawn = np.random.default_rng(0).lognormal(np.log(rounds), SPREAD, size)
+        drawn = np.random.default_rng(0).lognormal(np.log(ROUNDS), SPREAD, size)
         self.rounds = np.maximum(drawn.round(), 1).astype(int)
 
     def __len__(self) -> int:
@@ -185,12 +183,9 @@ class Augmented(torch.utils.data.Dataset[Any]):
         return index, array
 
 
-def unet(width: int) -> nn.Module:
+class UNet(nn.Module):
     """A 3D U-Net of two levels, from one channel to one number for each voxel."""
-    return _UNet(width)
 
-
-class _UNet(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.down, self.bottom = _block(1, width), _block(width, 2 * width)
@@ -236,55 +231,26 @@ class Training(NamedTuple):
     """A network and its data.
 
     Attributes:
-        load: ``(samples, folder of the data) -> dataset``, whose batches begin with the indices and the images.
-        volumes: Images are volumes without a dimension for the channel.
+        shape: of an image; a volume has no dimension for the channel.
+        batch_size: samples in a batch.
+        make: the network of a width.
+        width: its channels.
     """
 
     name: str
-    load: Callable[[int, Path], torch.utils.data.Dataset[Any]]
-    collate: Callable[[list[Any]], Any] | None
+    shape: tuple[int, ...]
     batch_size: int
     make: Callable[[int], nn.Module]
     width: int
-    volumes: bool
 
 
-def _segmentation(side: int, batch_size: int, width: int) -> Training:
-    def load(size: int, folder: Path) -> torch.utils.data.Dataset[Any]:
-        return Mapped(Scans(folder / SCANS, size), segmentation_chain((side, side, side)))
-
-    return Training("3D U-Net", load, None, batch_size, unet, width, True)
-
-
-def _detection(shortest: int, longest: int, batch_size: int, width: int) -> Training:
-    def load(size: int, folder: Path) -> torch.utils.data.Dataset[Any]:
-        pictures = Photographs(folder / "photographs", size)
-        return Mapped(pictures, detection_chain(shortest, longest))
-
-    return Training("ResNet", load, padded_pictures, batch_size, resnet, width, False)
-
-
-def _drawn(training: Training, shape: tuple[int, ...]) -> Training:
-    return training._replace(
-        load=lambda size, folder: Augmented(size, shape, rounds=4.0), collate=None
-    )
-
-
-ON_GPU = _segmentation(128, 3, 32), _detection(800, 1333, 4, 64)
-"""With the papers' patches, sizes and segmentation's batches."""
-ON_CPU = _segmentation(16, 3, 4), _detection(64, 96, 4, 8)
+UNET, RESNET = "3D U-Net", "ResNet"
+ON_GPU = (
+    Training(UNET, (64, 64, 64), 3, UNet, 32),
+    Training(RESNET, (3, 224, 224), 4, resnet, 64),
+)
+ON_CPU = Training(UNET, (16, 16, 16), 3, UNet, 4), Training(RESNET, (3, 64, 64), 4, resnet, 8)
 """Small enough for a processor, which has the workers to serve besides."""
-DRAWN_ON_GPU = _drawn(ON_GPU[0], (64, 64, 64)), _drawn(ON_GPU[1], (3, 224, 224))
-DRAWN_ON_CPU = _drawn(ON_CPU[0], (16, 16, 16)), _drawn(ON_CPU[1], (3, 64, 64))
-
-
-def trainings(on_gpu: bool, data: Path) -> tuple[str, tuple[Training, ...]]:
-    """What to train here, and words for it."""
-    if (data / SCANS).is_dir() and (data / "photographs").is_dir():
-        words = "The papers' chains on real data: volumes of the head for segmentation, photographs for detection."
-        return words, ON_GPU if on_gpu else ON_CPU
-    words = "Without `make data`, samples are random arrays, filtered in rounds whose number has a heavy tail."
-    return words, DRAWN_ON_GPU if on_gpu else DRAWN_ON_CPU
 
 
 def contenders(on_gpu: bool) -> tuple[Contender, ...]:
@@ -324,7 +290,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = training.make(training.width).to(self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
-        self.size, self.volumes = size, training.volumes
+        self.size, self.volumes = size, training.make is UNet
 
     def step(self, batch: Any) -> None:
         """Train on a batch that begins with indices and images."""
@@ -348,7 +314,6 @@ def measure(
     trainer = Trainer(training, len(dataset))
     arguments = {
         "batch_size": training.batch_size,
-        "collate_fn": training.collate,
         "shuffle": True,
         "num_workers": workers,
         "persistent_workers": True,
@@ -385,8 +350,7 @@ def _waited(waits_s: Iterable[float]) -> float:
 
 def ideal_s(training: Training, dataset: Any, workers: int) -> tuple[float, int]:
     """The least seconds of an epoch, and the bytes of a batch's images."""
-    collate = training.collate or torch.utils.data.default_collate
-    batch = collate([dataset[index] for index in range(training.batch_size)])
+    batch = default_collate([dataset[index] for index in range(training.batch_size)])
     trainer = Trainer(training, len(dataset))
     batch = tuple(each.to(trainer.device) for each in batch[:2])
     trainer.step(batch)
@@ -429,16 +393,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=max(record.usable_cores() - 1, 1), metavar="N"
     )
-    parser.add_argument("--data", type=Path, default=FOLDER, help="what 'make data' has filled")
     options = parser.parse_args(arguments)
     on_gpu, repeats = torch.cuda.is_available(), report.repeats_of(options)
     batches, epochs = (2, 1) if options.short else (64, 3)
-    what, chosen = trainings(on_gpu, options.data)
     page = report.Page("gpu", options.out)
     page.add(
         HEAD.format(
             where=f"GPU: {torch.cuda.get_device_name()}." if on_gpu else NO_GPU,
-            what=what,
             how=f"Medians of {repeats} runs of {epochs} whole epochs of {batches} batches, after one that warms up.",
             workers=options.workers,
             waited=1e3 * WAITED_S,
@@ -447,8 +408,8 @@ def main(arguments: list[str] | None = None) -> int:
     head = ["network", "loader", "epoch (s)", "efficiency", "waited (%)", "idle (%)", "overlap (%)"]
     head += ["rate (GB/s)", "memory on the GPU (MiB)"]
     lines = []
-    for training in chosen:
-        dataset = training.load(batches * training.batch_size, options.data)
+    for training in ON_GPU if on_gpu else ON_CPU:
+        dataset = Augmented(batches * training.batch_size, training.shape)
         least_s, nbytes = ideal_s(training, dataset, options.workers)
         lines.append([training.name, "*ideal*", f"{least_s:.2f}", *[""] * 6])
         runs: dict[str, list[Measured]] = {}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +15,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from bench.harness import chart, record, report
+from bench.harness import chart, environments, record, report
 from bench.harness.datasets import SleepingWork, Vectors, Work
-from bench.harness.loaders import FEW_CORES, MINATO, TORCH, TORCH_ANY_ORDER, named
+from bench.harness.loaders import MINATO, TORCH, TORCH_ANY_ORDER, named
 from bench.harness.suite import Row, Spread, in_turn, measure
 from bench.harness.trial import WrongDeliveryError
 
@@ -188,6 +184,13 @@ def second_loader(loader: str, workers: str, method: str) -> float:
     return first_batch(loader, workers, method)
 
 
+def preloaded(loader: str, workers: str, method: str) -> float:
+    """The same with the server of multiprocessing, which has imported what the workers import."""
+    os.environ["MINATO_FORK_SERVER"] = "0"
+    multiprocessing.set_forkserver_preload(["minato.engine.worker_context", "bench.growth"])
+    return first_batch(loader, workers, method)
+
+
 class _Pids(Dataset[int]):
     """Samples of 1 ms that are the pid of their worker."""
 
@@ -280,14 +283,7 @@ def _private(pid: int, files: bool) -> int:
     return 1024 * sum(int(fields[name].split()[0]) for name in names)
 
 
-ROWS = ("curves", "first_batch", "second_loader", "replacement", "memory")
-FRESH: dict[str, Callable[..., float]] = {
-    "first_batch": first_batch,
-    "second_loader": second_loader,
-    "replacement": replacement,
-    "memory": memory,
-}
-"""What is measured in a process of its own, because what ran before would change it."""
+ROWS = ("curves", "first_batch", "preloaded", "second_loader", "replacement", "memory")
 
 
 def fresh(
@@ -297,17 +293,11 @@ def fresh(
     say: Callable[[str], None],
     loaders: Sequence[str],
 ) -> dict[tuple[str, ...], str]:
-    """Run one of ``FRESH`` for each case and loader, loaders in turn; returns median and range as text."""
+    """Call a function for each case and loader, loaders in turn, in processes of their own: median and range."""
     found: dict[tuple[str, ...], list[float]] = {}
     for case in cases:
         for _, loader in in_turn([*loaders], repeats):
-            command = [sys.executable, "-m", "bench.growth", "--fresh", what, loader, *case]
-            ended = subprocess.run(
-                command, cwd=record.ROOT, capture_output=True, text=True, timeout=_LIMIT_S
-            )
-            if ended.returncode:
-                raise RuntimeError(f"{what} of {loader} failed:\n{ended.stderr}")
-            value = float(json.loads(ended.stdout.splitlines()[-1]))
+            value = environments.call(f"bench.growth:{what}", loader, *case, limit_s=_LIMIT_S)
             found.setdefault((*case, loader), []).append(value)
             say(f"{what} {' '.join(case)} {loader}: {value:.0f}")
     return {key: report.spread_text(values, 0) for key, values in found.items()}
@@ -346,14 +336,7 @@ def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.growth", __doc__ or "", 3, ROWS)
-    parser.add_argument("--fresh", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.fresh:
-        warnings.filterwarnings("ignore", message=FEW_CORES)
-        what, *values = options.fresh
-        print(json.dumps(FRESH[what](*values)))
-        return 0
+    options = report.parser("bench.growth", __doc__ or "", 3, ROWS).parse_args(arguments)
     repeats = report.repeats_of(options)
     whole = options.rows == [*ROWS] and not options.short
     page = report.Page("growth", options.out or (record.PAGES if whole else None))
@@ -374,6 +357,15 @@ def main(arguments: list[str] | None = None) -> int:
             "With `forkserver`, most of the time is the import of torch by the server, once; with `spawn`, the import "
             "by the first worker that is ready.\n",
             fresh_table("first_batch", ["workers", "start method"], starts, repeats, page.say),
+        )
+    if "preloaded" in options.rows:
+        page.add(
+            "## The server of multiprocessing\n",
+            "The same with `forkserver` and the server of `multiprocessing` in place of minato's "
+            "(`MINATO_FORK_SERVER=0`); `set_forkserver_preload` names torch, minato and the dataset's module.\n",
+            fresh_table(
+                "preloaded", ["workers", "start method"], [("12", "forkserver")], repeats, page.say
+            ),
         )
     if "second_loader" in options.rows:
         page.add(

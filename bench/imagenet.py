@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
 from bench import jpegs, peers
-from bench.harness import environments, record, report
+from bench.harness import record, report
 from bench.harness.bare import BareProcesses
 from bench.harness.datasets import Sample
-from bench.harness.environments import PeerMissingError, TrialFailedError
 from bench.harness.loaders import (
     MINATO,
     MINATO_ANY_ORDER,
@@ -35,8 +32,7 @@ from bench.harness.loaders import (
     minato_loader,
     torch_loader,
 )
-from bench.harness.suite import Row, in_turn, run_trial
-from bench.harness.trial import Trial
+from bench.harness.suite import Row, RowResult
 
 FOLDER = record.ROOT / "build" / "images"
 SIZES = ((500, 375),) * 11 + ((375, 500),) * 4 + ((500, 333),) * 3 + ((333, 500),) * 2
@@ -241,12 +237,17 @@ def _native(name: str, label: str, build: Any) -> Contender:
     return Contender(name, label, build, keeps_order=True, content="alike")
 
 
-def _peer(name: str) -> peers.Peer:
-    known = peers.PEERS[name]
-    return peers.Peer(known.contenders, (*DECODERS, *known.requirements), known.imports)
+_FLOATS, _BYTES = "float32", "uint8"
 
 
-_BYTES = "dali-uint8"
+def _peer(name: str, *contenders: Contender, own: Sequence[str] = (), **more: Any) -> peers.Peer:
+    """A peer whose environment has decoders; with the loaders of ``bench.peers`` where none are given."""
+    known = peers.PEERS.get(name, peers.Peer(()))
+    requirements = (*DECODERS, *(own or known.requirements))
+    more = {"imports": known.imports, "folder": f"images-{name}", **more}
+    return peers.Peer(contenders or known.contenders, requirements, **more)
+
+
 PEERS = {
     "torch": peers.Peer((TORCH, TORCH_ANY_ORDER)),
     "minato": peers.Peer((MINATO, MINATO_ANY_ORDER, jpegs.THREADS), imports=("minato",)),
@@ -256,36 +257,39 @@ PEERS = {
             Contender("minato-pil", "minato, PIL", _with_pil(minato_loader()), True, "alike"),
         ),
         imports=("minato",),
+        rows=(_FLOATS,),
     ),
     "bare": peers.Peer((Contender("bare", "*bare processes*", _bare, False, "labels"),)),
     "torchdata": _peer("torchdata"),
     "spdl": _peer("spdl"),
-    "grain": peers.Peer(
-        peers.PEERS["grain"].contenders[:1], (*DECODERS, *peers.PEERS["grain"].requirements)
+    "grain": _peer("grain", peers.PEERS["grain"].contenders[0]),
+    "turboloader": _peer(
+        "turboloader",
+        _native("turboloader", "TurboLoader, native", _turboloader),
+        own=("turboloader==2.39.0",),
+        imports=("turboloader",),
+        rows=(_FLOATS,),
     ),
-    "turboloader": peers.Peer(
-        (_native("turboloader", "TurboLoader, native", _turboloader),),
-        (*DECODERS, jpegs.TURBO),
-        ("turboloader",),
+    "datago": _peer(
+        "datago",
+        Contender("datago", "datago, native decoder", _datago, False, "alike"),
+        own=("datago==2026.10.1",),
+        imports=("datago",),
     ),
-    "datago": peers.Peer(
-        (Contender("datago", "datago, native decoder", _datago, False, "alike"),),
-        (*DECODERS, "datago==2026.10.1"),
-        ("datago",),
-    ),
-    "dali": peers.Peer(
-        (
-            _native("dali-float32", "DALI, native", partial(_dali, as_bytes=False)),
-            _native(_BYTES, "DALI, native", partial(_dali, as_bytes=True)),
-        ),
-        (*DECODERS, *peers.PEERS["dali"].requirements),
-        ("nvidia.dali.plugin.pytorch",),
-    ),
+    **{
+        f"dali-{row}": _peer(
+            "dali",
+            _native(f"dali-{row}", "DALI, native", partial(_dali, as_bytes=row == _BYTES)),
+            imports=("nvidia.dali.plugin.pytorch",),
+            rows=(row,),
+        )
+        for row in (_FLOATS, _BYTES)
+    },
 }
 CONTENDERS = {one.name: one for peer in PEERS.values() for one in peer.contenders}
 
 
-def _row(name: str, make: type[jpegs.Photographs], *left_out: str) -> Row:
+def _row(name: str, make: type[jpegs.Photographs]) -> Row:
     return Row(
         name=name,
         title="",
@@ -295,69 +299,24 @@ def _row(name: str, make: type[jpegs.Photographs], *left_out: str) -> Row:
         batch_size=32,
         workers=2,
         epochs=3,
-        loaders=tuple(one for one in CONTENDERS if one not in left_out),
         unit="samples/s",
         persistent=True,
     )
 
 
-ROWS = {
-    "float32": _row("float32", jpegs.Simplejpeg, _BYTES),
-    "uint8": _row("uint8", jpegs.Bytes, "dali-float32", "turboloader", "torch-pil", "minato-pil"),
-}
+ROWS = {_FLOATS: _row(_FLOATS, jpegs.Simplejpeg), _BYTES: _row(_BYTES, jpegs.Bytes)}
 
 
-def trial(contender: str, row_name: str, seed: int, short: bool) -> None:
-    """In a peer's environment: run one trial and print its readings."""
-    row = ROWS[row_name].short() if short else ROWS[row_name]
-    (peer,) = (each for each in PEERS.values() if CONTENDERS[contender] in each.contenders)
-    for name in peer.imports:
-        __import__(name)  # before the clock starts
-    found = asdict(run_trial(CONTENDERS[contender], row, row.make(row.samples), seed))
-    names = [name.partition("==")[0] for name in peer.requirements]
-    environments.tell({**found, "versions": environments.versions((*names, "torch"))})
+def trial(contender: str, row_name: str, seed: int, short: bool) -> dict[str, Any]:
+    """In a peer's environment: one trial."""
+    return peers.trial_of(PEERS, ROWS, contender, row_name, seed, short)
 
 
-def measure(
-    row: Row, loaders: Sequence[str], repeats: int, short: bool, page: report.Page
-) -> tuple[dict[str, list[Trial]], dict[str, str], dict[str, str]]:
-    """Trials of all loaders in turn, notes on those that did not run, and versions."""
-    (row.short() if short else row).make((row.short() if short else row).samples)
-    found: dict[str, list[Trial]] = {}
-    notes: dict[str, str] = {}
-    versions: dict[str, str] = {}
-    pythons: dict[str, Path] = {}
-    for name, peer in PEERS.items():
-        wanted = [one.name for one in peer.contenders if one.name in loaders]
-        try:
-            if wanted:
-                python = environments.interpreter(f"images-{name}", peer.requirements)
-                pythons.update(dict.fromkeys(wanted, python))
-        except PeerMissingError as error:
-            notes[name] = f"could not be installed: {error}"
-    for repeat, name in in_turn([one for one in row.loaders if one in pythons], repeats):
-        if name in notes:
-            continue
-        try:
-            one, used = peers.trial_in_its_environment(
-                pythons[name], CONTENDERS[name], row, repeat, short, "bench.imagenet"
-            )
-        except TrialFailedError as error:
-            notes[name] = str(error)
-            found.pop(name, None)
-            continue
-        found.setdefault(name, []).append(one)
-        versions.update(used)
-        page.say(f"{row.name} {repeat + 1} {name}: {one.epoch_s(True):.3f} s")
-    return found, notes, versions
-
-
-def _table(row: Row, found: dict[str, list[Trial]]) -> str:
-    later = {name: [row.samples / one.epoch_s(True) for one in it] for name, it in found.items()}
+def _table(result: RowResult) -> str:
+    first, later = result.first_rates(), result.later_rates()
     lines = []
-    for name, trials in found.items():
-        first = [row.samples / (one.whole_s - sum(one.epochs_s[1:])) for one in trials]
-        cells = [report.spread_text(first, 0), report.spread_text(later[name], 0)]
+    for name in result.trials:
+        cells = [report.spread_text(first[name], 0), report.spread_text(later[name], 0)]
         for other in ("torch", "bare"):
             ratios = [a / b for a, b in zip(later[name], later.get(other, ()), strict=False)]
             cells.append(report.spread_text(ratios, 2) if ratios else "")
@@ -369,13 +328,10 @@ def _table(row: Row, found: dict[str, list[Trial]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = report.parser("bench.imagenet", __doc__ or "", 3, ROWS)
-    parser.add_argument("--loaders", type=report.names(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--trial", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--peers", type=report.names(PEERS), default=list(PEERS), help=", ".join(PEERS)
+    )
     options = parser.parse_args(arguments)
-    if options.trial:
-        contender, row_name, seed = options.trial
-        trial(contender, row_name, int(seed), options.short)
-        return 0
     repeats = report.repeats_of(options)
     page = report.Page("imagenet", options.out)
     rows = [ROWS[name] for name in options.rows]
@@ -393,16 +349,13 @@ def main(arguments: list[str] | None = None) -> int:
             epochs=rows[0].epochs,
         )
     )
-    versions: dict[str, str] = {}
+    chosen = {name: PEERS[name] for name in options.peers}
+    comparison = peers.Comparison(chosen, "bench.imagenet", repeats, options.short, page)
     for row in rows:
-        found, notes, used = measure(row, options.loaders, repeats, options.short, page)
-        versions.update(used)
-        page.add(f"## {row.name}\n", _table(row.short() if options.short else row, found))
-        if notes:
-            page.add(
-                "What did not run:\n", "".join(f"* {it}: {why}\n" for it, why in notes.items())
-            )
-    page.finish(conditions={f"version of {it}": one for it, one in sorted(versions.items())})
+        page.add(f"## {row.name}\n", _table(comparison.measure(row)))
+    if comparison.notes:
+        page.add("## What did not run\n", comparison.said)
+    page.finish(conditions=comparison.versions)
     return 0
 
 

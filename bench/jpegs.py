@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
 import random
-import tarfile
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +13,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from bench.harness import environments, report
+from bench.harness import report
 from bench.harness.datasets import Sample
-from bench.harness.environments import PeerMissingError, TrialFailedError
 from bench.harness.loaders import STANDARD, Contender, minato_loader, named
 from bench.harness.suite import Row, RowResult, measure
 
@@ -207,8 +201,6 @@ ROWS = {
         _row("uint8", "the same as uint8, colors last", Bytes, THREADS),
     )
 }
-TURBO = "turboloader==2.39.0"
-NATIVE_EPOCHS, TURBO_LIMIT_S = 3, 300.0
 HEAD = """\
 # JPEGs: the most common job
 
@@ -218,13 +210,6 @@ resized to 224 × 224. Each table decodes in another way; [Photographs](../how-t
 get the same dataset object; everything else stays at its default. Loaders take turns; every sample is checked. Figures
 are medians of {repeats} repeats, with the minimum and maximum in brackets. *Ideal*: the calls of `dataset[i]` alone,
 divided by the workers.
-"""
-NATIVE = """\
-## A native pipeline
-
-[TurboLoader](https://github.com/ALJainProjects/TurboLoader) reads the same files from a TAR archive. It decodes,
-crops, flips and normalises in threads of its own, with its own random numbers; samples are counted, not compared.
-Images per second of the epochs after the first; one run after each table above.
 """
 
 
@@ -241,81 +226,15 @@ def overview(results: Sequence[RowResult]) -> str:
     )
 
 
-def archive(folder: Path, count: int) -> Path:
-    """The photographs as a TAR archive."""
-    path = folder / "photographs.tar"
-    files = Photographs(count).files
-    with tarfile.open(path, "w") as tar:
-        for number in range(count):
-            member = tarfile.TarInfo(f"{number:06}.jpg")
-            member.size = len(files[number % len(files)])
-            tar.addfile(member, io.BytesIO(files[number % len(files)]))
-    return path
-
-
-def native(path: Path, count: int) -> list[float]:
-    """Images per second of TurboLoader's epochs after the first."""
-    python = environments.interpreter("turboloader", ["pillow", TURBO])
-    found = environments.run_in(
-        python, "bench.jpegs", ["--trial", str(path), str(count)], TURBO_LIMIT_S
-    )
-    return [reading["images/s"] for reading in found]
-
-
-def trial(path: str, count: int) -> None:
-    """In TurboLoader's environment: read the archive in some epochs."""
-    import turboloader
-
-    loader = turboloader.DataLoader(
-        path,
-        32,
-        num_workers=2,
-        image_size=CROP,
-        output_format="pytorch",
-        shuffle=True,
-        train_aug=True,
-        transform=turboloader.ImageNetNormalize(),
-    )
-    for epoch in range(NATIVE_EPOCHS):
-        loader.set_epoch(epoch)
-        begun_s = time.perf_counter()
-        # Batches come alone, or with what is known about their files.
-        seen = sum(len(batch[0] if isinstance(batch, tuple) else batch) for batch in loader)
-        taken_s = time.perf_counter() - begun_s
-        if seen != count:
-            raise AssertionError(f"{seen} of {count} images")
-        if epoch:
-            environments.tell({"images/s": count / taken_s})
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.jpegs", __doc__ or "", 5, ROWS)
-    parser.add_argument("--trial", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.trial:
-        trial(options.trial[0], int(options.trial[1]))
-        return 0
+    options = report.parser("bench.jpegs", __doc__ or "", 5, ROWS).parse_args(arguments)
     repeats = report.repeats_of(options)
     page = report.Page("jpegs", options.out)
     page.add(HEAD.format(repeats=repeats))
-    results: list[RowResult] = []
-    speeds: list[float] = []
-    note = "TurboLoader is left out of a smoke run."
-    with tempfile.TemporaryDirectory() as folder:
-        path = None if options.short else archive(Path(folder), ROWS["pil"].samples)
-        for row in [ROWS[name] for name in options.rows]:
-            sized = row.short() if options.short else row
-            results += measure([sized], CONTENDERS, repeats, page.say)
-            if path is None:
-                continue
-            try:
-                speeds += native(path, row.samples)
-            except (PeerMissingError, TrialFailedError) as error:
-                note = f"TurboLoader did not run: {error}."
+    rows = [ROWS[name].short() if options.short else ROWS[name] for name in options.rows]
+    results = measure(rows, CONTENDERS, repeats, page.say)
     page.add("## Images per second\n", overview(results))
-    found = f"{report.spread_text(speeds, 0)} images/s." if speeds else note
-    page.add(NATIVE, f"{found}\n")
     page.add("## All figures\n", *(report.details(result, CONTENDERS) for result in results))
     page.finish()
     return 0

@@ -6,13 +6,11 @@ process that makes the report has none of them.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import importlib.metadata
 import io
 import shutil
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,7 +25,13 @@ from torch.utils.dlpack import from_dlpack
 from bench import macro
 from bench.harness import record, report
 from bench.harness.datasets import Sample, SleepingWork
-from bench.harness.environments import PeerMissingError, TrialFailedError, interpreter, run_in, tell
+from bench.harness.environments import (
+    PeerMissingError,
+    TrialFailedError,
+    call,
+    interpreter,
+    versions_in,
+)
 from bench.harness.loaders import (
     MINATO,
     MINATO_ANY_ORDER,
@@ -55,16 +59,16 @@ and maximum in brackets.
 
 The samples of the first rows sleep, as if they waited for a network. That releases the interpreter's lock, so threads
 are as good as processes there, and start immediately; on work that holds the lock they would wait for each other. In
-`image` and `vector` there is almost no work, and the figures show the loader itself: threads move
-nothing between processes. The quick start is most of the gain of loaders with threads over minato's
-processes: twelve forks take about 70 ms here, also for bare processes (see the engine benchmark). minato
-also has threads, and uses processes by default, as torch does, because most transforms hold the lock.
+`image` there is almost no work, and the figures show the loader itself: threads move nothing between processes. The
+quick start is most of the gain of loaders with threads over minato's processes: twelve forks take about 70 ms here,
+also for bare processes (see the engine benchmark). minato also has threads, and uses processes by default, as torch
+does, because most transforms hold the lock.
 
 WebDataset and LitData read formats of their own through the worker processes of torch's `DataLoader` and schedule as
 it does: for a map-style dataset there is nothing of theirs to measure. `shards` is WebDataset's format, tar files
 that it reads from front to back; the others ask for single samples of the same files, so that they can shuffle them.
-Only LitData reads its format, so it would be measured on other files. Ray Data takes part in one row only,
-because it starts a process per worker that imports everything again, which takes minutes on two cores.
+Only LitData reads its format, so it would be measured on other files. Ray Data is not measured: it starts a process per
+worker that imports everything again, which takes minutes on two cores.
 """
 
 
@@ -331,30 +335,6 @@ def _webdataset(work: Any, arguments: dict[str, Any], seed: int) -> Any:
     )
 
 
-def _ray(work: Any, arguments: dict[str, Any], seed: int) -> Any:
-    import ray
-
-    workers = arguments["num_workers"]
-    # Tasks that sleep need no core of their own, so there may be as many as the others have workers.
-    ray.init(
-        num_cpus=workers + 1, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    shared = ray.put(work)
-
-    def sample(row: dict[str, Any]) -> dict[str, Any]:
-        payload, label = ray.get(shared)[int(row["item"])]
-        return {"payload": np.asarray(payload), "label": label}
-
-    def begin(epoch: int) -> Any:
-        order = order_of(work, arguments["shuffle"], seed, epoch)
-        rows = ray.data.from_items(order, override_num_blocks=4 * workers)
-        batches = rows.map(sample).iter_torch_batches(batch_size=arguments["batch_size"])
-        return ([batch["payload"], batch["label"]] for batch in batches)
-
-    return Epochs(begin)
-
-
 class _Samples:
     """What DALI calls in its workers, with the numbers of an epoch and of a sample in it."""
 
@@ -419,7 +399,7 @@ SHARDS = replace(
     unit="s/epoch",
     goals=(),
 )
-_SHARED = ("stragglers", "lognormal", "bimodal-35", "image", "vector")
+_SHARED = ("stragglers", "lognormal", "bimodal-35", "image")
 ROWS: dict[str, Row] = {
     **{name: replace(macro.ROWS[name], goals=()) for name in _SHARED},
     SHARDS.name: SHARDS,
@@ -434,13 +414,15 @@ class Peer:
         contenders: its loaders.
         requirements: what pip installs beside torch; nothing: it runs in this environment.
         imports: imported before the clock starts.
-        rows: names of the rows where it takes part.
+        rows: names of the rows where it takes part; empty: all of them.
+        folder: of its environment; its name when omitted.
     """
 
     contenders: tuple[Contender, ...]
     requirements: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
-    rows: tuple[str, ...] = tuple(ROWS)
+    rows: tuple[str, ...] = ()
+    folder: str = ""
 
 
 def _one(name: str, label: str, build: Any, keeps_order: bool = True, **own: Any) -> Contender:
@@ -537,13 +519,6 @@ PEERS = {
         ("webdataset",),
         (SHARDS.name,),
     ),
-    # It starts a process per worker that imports torch and pyarrow again: minutes a row, on two cores.
-    "ray": Peer(
-        (_one("ray", "Ray Data", _ray, keeps_order=False),),
-        ("ray[data]==2.60.0", "pydantic==2.12.3"),
-        ("ray.data",),
-        ("stragglers",),
-    ),
     "dali": Peer(
         (_one("dali", "DALI, processor only", _dali),),
         ("nvidia-dali-cuda120==2.4.0",),
@@ -553,67 +528,67 @@ PEERS = {
 CONTENDERS = {one.name: one for peer in PEERS.values() for one in peer.contenders}
 
 
-def trial_in_its_environment(
-    python: Path,
-    contender: Contender,
-    row: Row,
+def trial(contender: str, row_name: str, seed: int, short: bool) -> dict[str, Any]:
+    """In a peer's environment: one trial."""
+    return trial_of(PEERS, ROWS, contender, row_name, seed, short)
+
+
+def trial_of(
+    peers: Mapping[str, Peer],
+    rows: Mapping[str, Row],
+    name: str,
+    row_name: str,
     seed: int,
     short: bool,
-    module: str = "bench.peers",
-) -> tuple[Trial, dict[str, str]]:
-    """Run one trial of a module in a process of a peer's Python: the readings, and its packages' versions.
-
-    Raises:
-        TrialFailedError: it failed, or took too long.
-    """
-    arguments = ["--trial", contender.name, row.name, str(seed)]
-    said = run_in(python, module, [*arguments, *(["--short"] if short else [])], _TRIAL_S)
-    readings: dict[str, Any] = said[-1]
-    versions = readings.pop("versions")
-    for name in ("epochs_s", "waits_s"):
-        readings[name] = tuple(readings[name])
-    return Trial(**readings), versions
-
-
-def trial(contender: str, row_name: str, seed: int, short: bool) -> None:
-    """In a peer's environment: run one trial and print its readings."""
-    row = ROWS[row_name].short() if short else ROWS[row_name]
-    (peer,) = (each for each in PEERS.values() if CONTENDERS[contender] in each.contenders)
-    for name in peer.imports:
-        importlib.import_module(name)  # before the clock starts
-    names = [name.partition("==")[0].partition("[")[0] for name in peer.requirements]
-    found = asdict(run_trial(CONTENDERS[contender], row, row.make(row.samples), seed))
-    found["versions"] = {name: importlib.metadata.version(name) for name in (*names, "torch")}
-    tell(found)
+) -> dict[str, Any]:
+    """The clock readings of one loader."""
+    row = rows[row_name].short() if short else rows[row_name]
+    (peer,) = (each for each in peers.values() if name in [one.name for one in each.contenders])
+    (contender,) = (one for one in peer.contenders if one.name == name)
+    for module in peer.imports:
+        importlib.import_module(module)  # before the clock starts
+    return asdict(run_trial(contender, row, row.make(row.samples), seed))
 
 
 class Comparison:
     """The peers whose environments are there, on one row after the other.
+
+    Args:
+        peers: the projects by name.
+        module: of their ``trial``.
+        repeats: runs of each loader.
+        short: whether it is a smoke run.
+        page: says how it goes.
 
     Attributes:
         versions: of the packages in use.
         notes: what did not run, and why.
     """
 
-    def __init__(self, peers: Iterable[str], repeats: int, short: bool, page: report.Page) -> None:
+    def __init__(
+        self, peers: Mapping[str, Peer], module: str, repeats: int, short: bool, page: report.Page
+    ) -> None:
+        self._peers, self._module = peers, module
         self._repeats, self._short, self._page = repeats, short, page
         self._pythons: dict[str, Path] = {}
         self.versions: dict[str, str] = {}
         self.notes: dict[str, str] = {}
-        for peer in peers:
+        for name, peer in peers.items():
             try:
-                self._pythons[peer] = interpreter(peer, PEERS[peer].requirements)
-            except PeerMissingError as error:
-                self.notes[peer] = f"could not be installed: {error}"
-            page.say(f"{peer}: {self.notes.get(peer, 'ready')}")
+                python = self._pythons[name] = interpreter(peer.folder or name, peer.requirements)
+                packages = [each.partition("==")[0] for each in peer.requirements]
+                self.versions |= versions_in(python, [*packages, "torch"])
+            except (PeerMissingError, TrialFailedError) as error:
+                self.notes[name] = f"could not be installed: {error}"
+            page.say(f"{name}: {self.notes.get(name, 'ready')}")
 
     def measure(self, row: Row) -> RowResult:
         """All peers on one row, in turn; one that fails is left out of it, with a note."""
         pythons = {
             contender: python
             for peer, python in self._pythons.items()
-            if row.name in PEERS[peer].rows
-            for contender in PEERS[peer].contenders
+            if row.name in (self._peers[peer].rows or (row.name,))
+            for contender in self._peers[peer].contenders
         }
         sized = row.short() if self._short else row
         work: Any = sized.make(sized.samples)
@@ -624,20 +599,26 @@ class Comparison:
                 result.ideals.append(ideal_of(sized, work))
             if contender.name in failed:
                 continue
+            case = contender.name, row.name, repeat, self._short
             try:
-                found, versions = trial_in_its_environment(
-                    pythons[contender], contender, row, repeat, self._short
+                found = call(
+                    f"{self._module}:trial", *case, python=pythons[contender], limit_s=_TRIAL_S
                 )
             except TrialFailedError as error:
                 failed.add(contender.name)
                 result.trials.pop(contender.name, None)
                 self.notes[f"{contender.label}, {row.name}"] = str(error)
                 continue
-            self.versions.update(versions)
-            result.trials.setdefault(contender.name, []).append(found)
-            share = result.ideals[-1].epoch_s / found.epoch_s(sized.skips_first_epoch)
+            one = Trial(**found)
+            result.trials.setdefault(contender.name, []).append(one)
+            share = result.ideals[-1].epoch_s / one.epoch_s(sized.skips_first_epoch)
             self._page.say(f"{row.name} {repeat + 1} {contender.name}: {share:.3f} of the ideal")
         return result
+
+    @property
+    def said(self) -> str:
+        """A list of what did not run."""
+        return "".join(f"* {who}: {why}\n" for who, why in self.notes.items())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -646,26 +627,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--peers", type=report.names(PEERS), default=list(PEERS), help=", ".join(PEERS)
     )
-    parser.add_argument("--trial", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.trial:
-        contender, row, seed = options.trial
-        trial(contender, row, int(seed), options.short)
-        return 0
     repeats = report.repeats_of(options)
     whole = options.peers == [*PEERS] and options.rows == [*ROWS] and not options.short
     page = report.Page("peers", options.out or (record.PAGES if whole else None))
-    comparison = Comparison(options.peers, repeats, options.short, page)
+    chosen = {name: PEERS[name] for name in options.peers}
+    comparison = Comparison(chosen, "bench.peers", repeats, options.short, page)
     results = [comparison.measure(ROWS[name]) for name in options.rows]
     page.add(HEAD.format(repeats=repeats))
     page.add("## Efficiency\n", report.overview(results, CONTENDERS))
     page.add("## Where another loader is faster\n", report.losses(results, CONTENDERS))
     if comparison.notes:
-        page.add("## What did not run\n")
-        page.add("".join(f"* {who}: {why}\n" for who, why in comparison.notes.items()))
+        page.add("## What did not run\n", comparison.said)
     page.add("## All figures\n", *(report.details(result, CONTENDERS) for result in results))
-    versions = {f"version of {name}": it for name, it in sorted(comparison.versions.items())}
-    page.finish(conditions=versions)
+    page.finish(conditions=comparison.versions)
     return 0
 
 

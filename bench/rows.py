@@ -258,16 +258,11 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
 
 
 def _table(result: RowResult, rtt_s: float) -> str:
+    first, later = result.first_rates(), result.later_rates()
     lines = []
-    count = result.row.samples
-    later = {
-        name: [count / trial.epoch_s(skips_first_epoch=True) for trial in trials]
-        for name, trials in result.trials.items()
-    }
-    for name, trials in result.trials.items():
-        first = [count / trial.epochs_s[0] for trial in trials]
+    for name in result.trials:
         ratios = [a / b for a, b in zip(later[name], later["torch"], strict=True)]
-        cells = report.spread_text(first, 0), report.spread_text(later[name], 0)
+        cells = report.spread_text(first[name], 0), report.spread_text(later[name], 0)
         lines.append([LOADERS[name].label, *cells, report.spread_text(ratios, 2)])
     if rtt_s:
         lines.append(["*ideal*", "", f"{WORKERS * MANY_READS / rtt_s:.0f}", ""])

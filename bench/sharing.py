@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +12,11 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from bench.growth import memory_used
-from bench.harness import record, report
+from bench.harness import environments, record, report
 
 WORKERS = 8
 SAMPLES = 2048
 EPOCHS = (1, 3)
-_LIMIT_S = 600.0
 HEAD = """\
 # Datasets of Python objects
 
@@ -94,13 +89,13 @@ LOADERS = {
 }
 
 
-def memory(name: str, kind: str, method: str, count: str) -> dict[str, float]:
+def memory(name: str, kind: str, method: str, count: int) -> dict[str, float]:
     """MiB of objects and after epochs, and the seconds of an epoch; runs in a process of its own."""
     import minato
 
     this = psutil.Process()
     before = memory_used(this)
-    dataset = Objects(kind, int(count))
+    dataset = Objects(kind, count)
     found = {"objects": (memory_used(this) - before) / 2**20}
     if name.endswith("shared"):
         begun = time.perf_counter()
@@ -126,27 +121,13 @@ def memory(name: str, kind: str, method: str, count: str) -> dict[str, float]:
     return found
 
 
-def fresh(case: Sequence[str]) -> dict[str, float]:
-    """Measure one case in a process of its own."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "bench.sharing", "--fresh", *case],
-        cwd=record.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(case)} failed:\n{ended.stderr}")
-    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-    return found
-
-
 def memory_table(kind: str, methods: Sequence[str], count: int, repeats: int) -> str:
     """Loaders, one a line, for each start method."""
     lines = []
     for method in methods:
         for name, label in LOADERS.items():
-            runs = [fresh([name, kind, method, str(count)]) for _ in range(repeats)]
+            case = name, kind, method, count
+            runs = [environments.call("bench.sharing:memory", *case) for _ in range(repeats)]
             columns = ["objects", *(f"after_{epoch}" for epoch in EPOCHS)]
             cells = [report.spread_text([run[each] for run in runs], 0) for each in columns]
             seconds = report.spread_text([run["epoch_s"] for run in runs], 2)
@@ -195,12 +176,7 @@ def _access_line(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.sharing", __doc__ or "", 3)
-    parser.add_argument("--fresh", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.fresh:
-        print(json.dumps(memory(*options.fresh)))
-        return 0
+    options = report.parser("bench.sharing", __doc__ or "", 3).parse_args(arguments)
     repeats = report.repeats_of(options)
     page = report.Page("sharing", options.out or (None if options.short else record.PAGES))
     counts = {kind: count_of(kind, options.short) for kind in KINDS}

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -15,7 +10,8 @@ import psutil
 import torch
 
 from bench.growth import memory_used
-from bench.harness import record, report
+from bench.harness import report
+from bench.harness.environments import call
 from minato import DataLoader
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
@@ -126,19 +122,11 @@ def one_long_epoch(order: str, method: str, count: int) -> list[dict[str, float]
 RUNS = {"epochs": many_epochs, "samples": one_long_epoch}
 
 
-def fresh(case: Sequence[str]) -> dict[str, Any]:
-    """The readings of one case, and its seconds, from a process of its own."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "bench.soak", "--fresh", *case],
-        cwd=record.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(case)} failed:\n{ended.stderr}")
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+def timed(row: str, order: str, method: str, count: int) -> dict[str, Any]:
+    """The readings of one case, and its seconds."""
+    begun = time.perf_counter()
+    readings = RUNS[row](order, method, count)
+    return {"readings": readings, "seconds": time.perf_counter() - begun}
 
 
 def line(order: str, method: str, found: dict[str, Any]) -> list[str]:
@@ -161,15 +149,7 @@ def line(order: str, method: str, found: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the soak; returns the exit status."""
-    parser = report.parser("bench.soak", __doc__ or "", 1, ROWS)
-    parser.add_argument("--fresh", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.fresh:
-        row, order, method, count = options.fresh
-        begun = time.perf_counter()
-        readings = RUNS[row](order, method, int(count))
-        print(json.dumps({"readings": readings, "seconds": time.perf_counter() - begun}))
-        return 0
+    options = report.parser("bench.soak", __doc__ or "", 1, ROWS).parse_args(arguments)
     page = report.Page("soak", options.out)
     page.add(HEAD.format(workers=WORKERS, readings=READINGS))
     counts = {
@@ -179,7 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in options.rows:
         lines = []
         for order, method in product(ORDERS, METHODS):
-            lines.append(line(order, method, fresh([row, order, method, str(counts[row])])))
+            case = row, order, method, counts[row]
+            lines.append(line(order, method, call("bench.soak:timed", *case, limit_s=_LIMIT_S)))
             page.say(f"{row}: {', '.join(lines[-1])}")
         batch = EPOCH_BATCH if row == "epochs" else LONG_BATCH
         title = TITLES[row].format(count=counts[row], samples=EPOCH_SAMPLES, batch=batch)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import multiprocessing
 import resource
 import statistics
@@ -21,16 +19,14 @@ from bench.harness import report
 from bench.harness.environments import (
     PeerMissingError,
     TrialFailedError,
+    call,
     interpreter,
-    run_in,
-    tell,
-    versions,
+    versions_in,
 )
 from bench.harness.suite import in_turn
 from bench.workloads.payloads import ByteStrings, Payloads
 
 REQUIREMENTS = ("spdl==0.8.0", "psutil==7.2.2", "cloudpickle==3.1.2")
-ROWS = ("startup", "handoff", "transport")
 MIB = 1 << 20
 BATCH_SIZE = 256
 PASSES, SHORT_PASSES = 2, 1
@@ -225,20 +221,13 @@ def _transport_source(name: str, dataset: Payloads) -> Iterable[Any]:
     return DataLoader(dataset, **given)
 
 
-TRIALS: dict[str, Callable[..., dict[str, Any]]] = {
-    "startup": startup,
-    "handoff": handoff,
-    "transport": transport,
-}
-
-
 # ---- the table ------------------------------------------------------------------------------
 
 Readings = dict[tuple[Any, ...], list[dict[str, Any]]]
 
 
 class Bench:
-    """Runs trials in SPDL's environment and keeps their readings.
+    """Runs trials in SPDL's environment.
 
     Args:
         python: Of the environment.
@@ -248,7 +237,6 @@ class Bench:
 
     def __init__(self, python: Path, page: report.Page, repeats: int) -> None:
         self._python, self._page, self._repeats = python, page, repeats
-        self.versions: dict[str, str] = {}
 
     def readings(
         self, row: str, names: Iterable[str], settings: Iterable[tuple[Any, ...]]
@@ -257,14 +245,14 @@ class Bench:
         found: Readings = {}
         for setting in settings:
             for _, name in in_turn(list(names), self._repeats):
-                arguments = ["--trial", row, json.dumps([name, *setting])]
                 cell = found.setdefault((name, *setting), [])
                 try:
-                    [reading] = run_in(self._python, "bench.spdl", arguments, _TRIAL_S)
+                    reading = call(
+                        f"bench.spdl:{row}", name, *setting, python=self._python, limit_s=_TRIAL_S
+                    )
                 except TrialFailedError as error:
                     self._page.say(f"{row} {name} {setting}: {error}")
                     continue
-                self.versions.update(reading.pop("versions"))
                 cell.append(reading)
                 self._page.say(f"{row} {name} {setting}: {_brief(reading)}")
         return found
@@ -352,14 +340,7 @@ TABLES = {"startup": _startup_table, "handoff": _handoff_table, "transport": _tr
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; returns the exit status."""
-    parser = report.parser("bench.spdl", __doc__ or "", 1, ROWS)
-    parser.add_argument("--trial", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.trial:
-        row, given = options.trial
-        reading = TRIALS[row](*json.loads(given))
-        tell({**reading, "versions": versions(("spdl", "torch", "numpy"))})
-        return 0
+    options = report.parser("bench.spdl", __doc__ or "", 1, TABLES).parse_args(arguments)
     page = report.Page("spdl", options.out)
     try:
         python = interpreter("spdl-loaders", REQUIREMENTS)
@@ -368,8 +349,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     bench = Bench(python, page, report.repeats_of(options))
     tables = [TABLES[row](bench, options.short) for row in options.rows]
-    page.add(HEAD.format(version=bench.versions.get("spdl", "")), *tables)
-    page.finish(conditions={f"version of {name}": each for name, each in bench.versions.items()})
+    page.add(HEAD.format(version=REQUIREMENTS[0].partition("==")[2]), *tables)
+    page.finish(conditions=versions_in(python, ("spdl", "torch", "numpy")))
     return 0
 
 

@@ -27,14 +27,21 @@ workers.
 """
 
 
-class Numbers(Dataset[Sample]):
-    """Python code that uses nothing but its own objects: steps of a generator of pseudorandom numbers; int64, ()."""
+class Computed(Dataset[Sample]):
+    """Samples all of which is work."""
 
     def __init__(self, count: int) -> None:
         self.count = count
 
     def __len__(self) -> int:
         return self.count
+
+    def content(self, index: int) -> Sample:
+        return self[index]
+
+
+class Numbers(Computed):
+    """Python code that uses nothing but its own objects: steps of a generator of pseudorandom numbers; int64, ()."""
 
     def __getitem__(self, index: int) -> Sample:
         state = index + 1
@@ -42,12 +49,8 @@ class Numbers(Dataset[Sample]):
             state = (state * 48271) % 2147483647
         return torch.tensor(state), index
 
-    def content(self, index: int) -> Sample:
-        """The same: all of it is work."""
-        return self[index]
 
-
-class Lines(Dataset[Sample]):
+class Lines(Computed):
     """Lines split into words, which a dictionary maps to numbers, all shared by the threads; int64, (words,)."""
 
     def __init__(self, count: int) -> None:
@@ -55,10 +58,7 @@ class Lines(Dataset[Sample]):
         words = [f"w{number:x}" for number in range(WORDS)]
         self.numbers = {word: number for number, word in enumerate(words)}
         self.lines = [" ".join(draw.choices(words, k=50)) for _ in range(1024)]
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
+        super().__init__(count)
 
     def __getitem__(self, index: int) -> Sample:
         found = []
@@ -67,20 +67,13 @@ class Lines(Dataset[Sample]):
                 found.append(self.numbers[word.lower()])
         return torch.tensor(found), index
 
-    def content(self, index: int) -> Sample:
-        """The same: all of it is work."""
-        return self[index]
 
-
-class Patches(Dataset[Sample]):
+class Patches(Computed):
     """Small images, changed patch by patch with small calls of NumPy; float32, (3, 96, 96)."""
 
     def __init__(self, count: int) -> None:
         self.images = np.random.default_rng(0).random((64, 3, 96, 96), np.float32)
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
+        super().__init__(count)
 
     def __getitem__(self, index: int) -> Sample:
         image = self.images[index % len(self.images)].copy()
@@ -90,10 +83,6 @@ class Patches(Dataset[Sample]):
                 patch -= patch.mean()
                 patch /= patch.std() + np.float32(1e-3)
         return torch.from_numpy(image), index
-
-    def content(self, index: int) -> Sample:
-        """The same: all of it is work."""
-        return self[index]
 
 
 CONTENDERS = {

@@ -32,16 +32,12 @@ class Bars:
         groups: label of each group by its name.
         value: ``(group, loader)`` to the spread of the bar, or None for no bar.
         text: writes a median above its bar.
-        line: where a dashed line is drawn.
-        logarithmic: the scale.
     """
 
     title: str
     groups: Mapping[str, str]
     value: Callable[[str, str], Spread | None]
     text: Callable[[float], str]
-    line: float | None = 1.0
-    logarithmic: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,9 +54,7 @@ class Lines:
     curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
 
 
-def _figure(
-    widths: Sequence[int], rows: int, size: tuple[float, float], font: float = 7.5
-) -> tuple[Any, Any]:
+def _figure(widths: Sequence[int], rows: int, size: tuple[float, float]) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -71,7 +65,7 @@ def _figure(
     )
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=font)
+        axis.tick_params(labelsize=7.5)
     return figure, axes
 
 
@@ -87,23 +81,9 @@ def _save(figure: Any, path: Path, top: float = 1.0) -> None:
     few_colours.save(path, optimize=True)
 
 
-def bars(
-    panels: Sequence[Bars],
-    labels: Mapping[str, str],
-    note: str,
-    path: Path,
-    colours: Mapping[str, str] = COLOURS,
-    stacked: bool = False,
-) -> None:
-    """Draw panels side by side, or ``stacked`` for a narrow page; ``labels`` names the loaders in the legend."""
-    columns = 4 if stacked and len("".join(labels.values())) > 80 else len(labels)
-    legend = 0.1 + 0.2 * -(-len(labels) // columns)
-    if stacked:
-        height = 0.6 + 2.1 * len(panels) + legend
-        figure, axes = _figure([1], len(panels), (8.0, height), font=8.5)
-    else:
-        height = 4.0
-        figure, axes = _figure([len(panel.groups) for panel in panels], 1, (11.0, height))
+def bars(panels: Sequence[Bars], labels: Mapping[str, str], note: str, path: Path) -> None:
+    """Draw panels side by side; ``labels`` names the loaders in the legend."""
+    figure, axes = _figure([len(panel.groups) for panel in panels], 1, (11.0, 4.0))
     width = 0.84 / len(labels)
     for axis, panel in zip(axes.flat, panels, strict=True):
         for place, (loader, label) in enumerate(labels.items()):
@@ -116,24 +96,20 @@ def bars(
                 [x for x, _ in shown],
                 [spread.median for _, spread in shown],
                 width * 0.92,
-                color=colours[loader],
+                color=COLOURS[loader],
                 label=label,
                 yerr=[below, above],
                 error_kw={"elinewidth": 0.8, "ecolor": INK},
-                log=panel.logarithmic,
             )
             texts = [panel.text(spread.median) for _, spread in shown]
             axis.bar_label(drawn, texts, fontsize=7.5, padding=2)
-        if panel.line is not None:
-            axis.axhline(panel.line, color=INK, linewidth=0.8, linestyle="--")
+        axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
         axis.set_xticks(range(len(panel.groups)), list(panel.groups.values()))
         axis.set_title(panel.title, fontsize=10, loc="left")
-        if stacked:
-            axis.margins(x=0.01, y=0.12)
     handles, names = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="upper center", ncols=columns, frameon=False, fontsize=9)
-    figure.text(0.5, 0.01, note, ha="center", fontsize=8 if stacked else 7.5, color=INK)
-    _save(figure, path, top=1 - legend / height)
+    figure.legend(handles, names, loc="upper center", ncols=len(labels), frameon=False, fontsize=9)
+    figure.text(0.5, 0.01, note, ha="center", fontsize=7.5, color=INK)
+    _save(figure, path, top=0.925)
 
 
 def lines(panels: Sequence[Lines], path: Path) -> None:

@@ -1,12 +1,14 @@
-"""Environments with other projects' packages, and programs of this repository that run in them."""
+"""Processes of their own for single measurements, also with the packages of other projects."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from bench.harness import record
 ENVIRONMENTS = record.ROOT / "build" / "peers"
 COMMON = ("torch==2.13.0", "numpy==2.4.6")
 """In every environment; a peer that needs an older numpy gets it."""
-MARK = "TRIAL "
-"""Begins a line with readings; peers may print others."""
+MARK = "RESULT "
+"""Begins the line with the result; peers may print others."""
+_OPTIONS = ("-W", "ignore:This DataLoader will create", "-m", "bench.harness.environments")
 _INSTALLING_S = 900.0
 
 
@@ -25,15 +28,7 @@ class PeerMissingError(RuntimeError):
 
 
 class TrialFailedError(RuntimeError):
-    """A program in a peer's environment did not end well; the message says why.
-
-    Attributes:
-        readings: Those that it had printed before.
-    """
-
-    def __init__(self, message: str, readings: Sequence[dict[str, Any]] = ()) -> None:
-        super().__init__(message)
-        self.readings = list(readings)
+    """A call in a process of its own did not end well; the message says why."""
 
 
 def interpreter(name: str, own: Sequence[str], without_dependencies: Sequence[str] = ()) -> Path:
@@ -74,40 +69,46 @@ def _install(command: list[str]) -> None:
         raise PeerMissingError(f"not installed after {_INSTALLING_S:g} s") from error
 
 
-def run_in(
-    python: Path, module: str, arguments: Sequence[str], limit_s: float
-) -> list[dict[str, Any]]:
-    """Run ``python -m module`` there: its readings.
+def call(
+    target: str,
+    *arguments: Any,
+    python: Path | str = sys.executable,
+    limit_s: float = 600.0,
+    variables: Mapping[str, str] | None = None,
+) -> Any:
+    """Call ``module:function`` in a process of its own, with values that JSON can carry both ways.
+
+    Args:
+        target: The function; its module has no part that another Python lacks.
+        arguments: Of the function.
+        python: Of a peer's environment, or this one.
+        limit_s: The process is killed after this time.
+        variables: Of the environment, beside those of this process.
 
     Raises:
-        TrialFailedError: It failed, printed no reading, or took longer than ``limit_s``.
+        TrialFailedError: It failed, returned nothing, or took too long.
     """
     try:
         ended = subprocess.run(
-            [str(python), "-m", module, *arguments],
+            [str(python), *_OPTIONS, target, json.dumps(arguments)],
             cwd=record.ROOT,
+            env={**os.environ, **(variables or {})},
             capture_output=True,
             text=True,
             timeout=limit_s,
         )
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
-        raise TrialFailedError(f"not ready after {limit_s:g} s", _readings(said)) from None
-    found = _readings(ended.stdout)
+    except subprocess.TimeoutExpired:
+        raise TrialFailedError(f"not ready after {limit_s:g} s") from None
+    found = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
     if ended.returncode or not found:
         lines = ended.stderr.strip().splitlines() or ["nothing on stderr"]
-        raise TrialFailedError(f"exit code {ended.returncode}: {lines[-1][:200]}", found)
-    return found
+        raise TrialFailedError(f"exit code {ended.returncode}: {lines[-1][:200]}")
+    return json.loads(found[-1].removeprefix(MARK))
 
 
-def _readings(said: str) -> list[dict[str, Any]]:
-    marked = [line for line in said.splitlines() if line.startswith(MARK)]
-    return [json.loads(line.removeprefix(MARK)) for line in marked]
-
-
-def tell(reading: dict[str, Any]) -> None:
-    """In a peer's environment: print a reading for ``run_in``."""
-    print(MARK + json.dumps(reading), flush=True)
+def tell(result: Any) -> None:
+    """In the process of ``call``: its result."""
+    print(MARK + json.dumps(result), flush=True)
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -119,3 +120,14 @@ def versions(names: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def versions_in(python: Path | str, names: Sequence[str]) -> dict[str, str]:
+    """The same of another Python, as conditions of a page."""
+    found = call("bench.harness.environments:versions", names, python=python)
+    return {f"version of {name}": it for name, it in found.items()}
+
+
+if __name__ == "__main__":
+    module, _, function = sys.argv[1].partition(":")
+    tell(getattr(importlib.import_module(module), function)(*json.loads(sys.argv[2])))

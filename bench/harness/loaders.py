@@ -29,6 +29,7 @@ class Contender:
         keeps_order: whether it promises the sampler's order.
         content: what is compared with the dataset: the ``same`` batch; one ``alike``, where a pipeline draws random
             numbers of its own; or the ``labels`` alone.
+        deferred: reads from the loader how many samples it has deferred; None: it defers none.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Contender:
     build: Build
     keeps_order: bool
     content: Literal["same", "alike", "labels"] = "same"
+    deferred: Callable[[Any], int] | None = None
 
 
 def torch_loader(**own: Any) -> Build:

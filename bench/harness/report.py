@@ -210,6 +210,7 @@ def losses(results: Sequence[RowResult], contenders: Mapping[str, Contender]) ->
 def details(result: RowResult, contenders: Mapping[str, Contender]) -> str:
     """Every figure of one row."""
     own = any(ideal.call_s is not None for ideal in result.ideals)
+    defers = any(contenders[name].deferred is not None for name in result.trials)
     columns: dict[str, Callable[[Figures], str]] = {
         _UNITS[result.row.unit]: lambda f: spread_text(f.speed, 3),
         "efficiency": lambda f: spread_text(f.efficiency, 2),
@@ -221,6 +222,7 @@ def details(result: RowResult, contenders: Mapping[str, Contender]) -> str:
         "wait p50, ms": lambda f: f"{f.wait_p50_ms.median:.2f}",
         "wait p99, ms": lambda f: f"{f.wait_p99_ms.median:.1f}",
         **({"own, µs per sample": lambda f: spread_text(f.own_us, 2)} if own else {}),
+        **({"deferred samples": lambda f: spread_text(f.deferred, 0)} if defers else {}),
     }
     lines = [["*ideal*", spread_text(result.ideal_speed, 3), *[""] * (len(columns) - 1)]]
     for name in result.trials:

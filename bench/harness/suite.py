@@ -133,6 +133,7 @@ class Figures:
         wait_p50_ms: median wait for one batch.
         wait_p99_ms: 99th percentile of the waits.
         own_us: time per sample less the ideal of ``dataset[i]``; None where that is not the cost.
+        deferred: samples that were deferred in a run; None where the loader defers none.
     """
 
     loader: str
@@ -146,6 +147,7 @@ class Figures:
     wait_p50_ms: Spread
     wait_p99_ms: Spread
     own_us: Spread | None
+    deferred: Spread | None
 
 
 @dataclass
@@ -166,6 +168,7 @@ class RowResult:
 
     def figures(self, loader: str) -> Figures:
         trials, row = self.trials[loader], self.row
+        counts = [trial.deferred for trial in trials if trial.deferred is not None]
         epochs_s = [trial.epoch_s(row.skips_first_epoch) for trial in trials]
         return Figures(
             loader=loader,
@@ -179,6 +182,7 @@ class RowResult:
             wait_p50_ms=Spread.of([1e3 * statistics.median(trial.waits_s) for trial in trials]),
             wait_p99_ms=Spread.of([1e3 * percentile(trial.waits_s, 0.99) for trial in trials]),
             own_us=self._own_us(epochs_s),
+            deferred=Spread.of(counts) if counts else None,
         )
 
     @staticmethod
@@ -211,6 +215,20 @@ class RowResult:
         if self.row.unit == "samples/s":
             return self.row.samples / epoch_s
         return epoch_s
+
+    def first_rates(self) -> dict[str, list[float]]:
+        """Samples per second by loader, from before it is built to the end of the first epoch."""
+        return {
+            name: [self.row.samples / (one.whole_s - sum(one.epochs_s[1:])) for one in trials]
+            for name, trials in self.trials.items()
+        }
+
+    def later_rates(self) -> dict[str, list[float]]:
+        """Samples per second by loader, in the epochs after the first."""
+        return {
+            name: [self.row.samples / one.epoch_s(skips_first_epoch=True) for one in trials]
+            for name, trials in self.trials.items()
+        }
 
     @property
     def ideal_speed(self) -> Spread:

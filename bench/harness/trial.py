@@ -32,6 +32,7 @@ class Trial:
         first_batch_s: from ``iter()`` of the first epoch to its first batch, workers cold.
         epochs_s: each epoch, from ``iter()`` to its end.
         waits_s: time that the consumer waited for each batch, over all epochs.
+        deferred: samples that were deferred; None where the loader defers none.
     """
 
     loader: str
@@ -39,6 +40,7 @@ class Trial:
     first_batch_s: float
     epochs_s: tuple[float, ...]
     waits_s: tuple[float, ...]
+    deferred: int | None = None
 
     def epoch_s(self, skips_first_epoch: bool) -> float:
         """Time for one epoch: the mean over the whole run, or over all epochs but the first."""
@@ -150,12 +152,14 @@ class Run:
                 check_alike(self._last, self._work, who=who)
         if len(self._waits_s) % len(self._epochs_s):
             raise WrongDeliveryError(f"{who}: epochs differ in their number of batches")
+        deferred = self._contender.deferred
         return Trial(
             self._contender.name,
             self._whole_s,
             self._waits_s[0],
             tuple(self._epochs_s),
             tuple(self._waits_s),
+            None if deferred is None else deferred(self.loader),
         )
 
 

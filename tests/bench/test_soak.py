@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 pytest.importorskip("psutil")
 
 from bench import soak
-from minato import DataLoader
 from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -26,18 +24,8 @@ def test_epochs_leave_nothing_open(order: str) -> None:
     assert [last[key] for key in OPEN] == [first[key] for key in OPEN]
 
 
-class Complete(DataLoader[int]):
-    """All workers, and the thread that watches them, are there from the beginning: else the first wait starts them."""
-
-    def __iter__(self) -> Any:
-        iterator: Any = super().__iter__()
-        iterator._source._pool.grow(soak.WORKERS)
-        return iterator
-
-
 @pytest.mark.parametrize("order", mostly_slow(soak.ORDERS))
-def test_a_long_epoch_opens_no_more(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "DataLoader", Complete)
+def test_a_long_epoch_opens_no_more(order: str) -> None:
     readings = soak.one_long_epoch(order, "fork", 100_000)
     assert len(readings) == soak.READINGS
     first, middle = readings[soak.WARM_UP], readings[soak.READINGS // 2]
@@ -57,11 +45,11 @@ def test_lost_samples_are_found(row: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_page_shows_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fresh(case: Sequence[str]) -> dict[str, Any]:
+    def call(target: str, *case: Any, limit_s: float) -> dict[str, Any]:
         used = {"descriptors": 8, "threads": 2, "processes": 3}
         return {"readings": [{"mib": 100.0 + i, **used} for i in range(20)], "seconds": 7.0}
 
-    monkeypatch.setattr(soak, "fresh", fresh)
+    monkeypatch.setattr(soak, "call", call)
     assert soak.main(["--short", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "soak.md").read_text()
     line = "| 105.0 → 119.0 | 119.0 | 8 → 8 | 2 → 2 | 3 → 3 | 7 |"

@@ -6,7 +6,6 @@ import importlib.util
 import plistlib
 import random
 import tarfile
-import wave
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import minato
+from bench.everyday import Held
 
 _absent = [name for name in ("scipy", "nibabel", "PIL") if importlib.util.find_spec(name) is None]
 if _absent:
@@ -62,50 +61,21 @@ def clip(seconds: float, index: int = 0) -> Clip:
     return Clip(index, wave_form.astype(np.float32), RATE)
 
 
-class Made(Dataset[Any]):
-    """Samples from a function of the index, so that it fits every workload."""
-
-    def __init__(self, make: Any) -> None:
-        self.make = make
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
-
-
 def through(transforms: list[Any], sample: Any) -> Any:
     for transform in transforms:
         sample = transform(sample)
     return sample
 
 
-def test_resampling_brings_volumes_to_one_spacing():
-    done = segmentation.Resample()(volume(10, 12, 14))
-    assert done.image.shape == done.label.shape == (10, 12, 7)
-    assert done.spacing == segmentation.SPACING
-    assert set(np.unique(done.label)) == {0, 1}
-
-
-def test_the_offline_part_pads_clips_and_normalises():
+def test_the_offline_part_resamples_pads_clips_and_normalises():
+    resampled = segmentation.Resample()(volume(10, 12, 14))
+    assert resampled.image.shape == resampled.label.shape == (10, 12, 7)
+    assert set(np.unique(resampled.label)) == {0, 1}
     done = segmentation.prepared(volume(6, 20, 40), (8, 8, 32))
     assert done.image.shape == done.label.shape == (8, 20, 32)
-    assert done.image.dtype == np.float32
-    assert abs(done.image.mean()) < 1e-3
-    assert abs(done.image.std() - 1) < 1e-3
+    assert (abs(done.image.mean()) < 1e-3, abs(done.image.std() - 1) < 1e-3) == (True, True)
     fixed = segmentation.ClipNormalise()(volume(2, 20, 20)).image
-    assert fixed.min() == pytest.approx((0 - 101) / 76.9)
     assert fixed.max() == pytest.approx((304 - 101) / 76.9)
-
-
-def test_segmentation_delivers_one_shape_whatever_it_draws():
-    for _ in range(30):
-        done = through(segmentation.segmentation_chain(PATCH), scan())
-        assert done.image.shape == done.label.shape == PATCH
-        assert (done.image.dtype, done.label.dtype) == (np.float32, np.uint8)
-        assert done.image.flags.c_contiguous
-        assert done.label.flags.c_contiguous
 
 
 def test_flip_turns_image_and_label_alike():
@@ -113,35 +83,15 @@ def test_flip_turns_image_and_label_alike():
     flipped = segmentation.RandomFlip(probability=1.0)(before)
     assert np.array_equal(flipped.image, before.image[::-1, ::-1, ::-1])
     assert np.array_equal(flipped.label, before.label[::-1, ::-1, ::-1])
-    assert segmentation.RandomFlip(probability=0.0)(before) is before
 
 
-def test_balanced_crop_finds_a_small_piece():
+def test_balanced_crop_finds_a_small_piece_if_there_is_one():
     label = np.zeros((64, 64, 64), np.uint8)
+    crop = segmentation.RandomBalancedCrop((32, 32, 32), oversampling=1.0)
+    assert not crop(Scan(0, label.astype(np.float32), label)).label.any()
     label[60:62, 1:3, 30:32] = 1
-    sample = Scan(0, label.astype(np.float32), label)
-    crop = segmentation.RandomBalancedCrop
     for _ in range(20):
-        assert crop((32, 32, 32), oversampling=1.0)(sample).label.any()
-    found = sum(crop((32, 32, 32), oversampling=0.0)(sample).label.any() for _ in range(20))
-    assert found < 20
-
-
-def test_balanced_crop_of_background_alone():
-    empty = np.zeros((10, 10, 10), np.uint8)
-    sample = Scan(0, empty.astype(np.float32), empty)
-    assert segmentation.RandomBalancedCrop(PATCH, oversampling=1.0)(sample).label.shape == PATCH
-
-
-@pytest.mark.parametrize(
-    "transform", [segmentation.RandomBrightness(), segmentation.GaussianNoise()]
-)
-def test_intensities_change_for_about_a_tenth(transform):
-    small = Scan(0, np.ones((4, 4, 4), np.float32), np.ones((4, 4, 4), np.uint8))
-    done = [transform(small) for _ in range(1000)]
-    changed = sum(not np.array_equal(other.image, small.image) for other in done)
-    assert 60 < changed < 140
-    assert all(other.image.dtype == np.float32 for other in done)
+        assert crop(Scan(0, label.astype(np.float32), label)).label.any()
 
 
 @pytest.mark.parametrize(
@@ -151,60 +101,30 @@ def test_resizing_keeps_the_sides_in_bounds_and_boxes_in_place(size, want):
     done = detection.Resize(10, 30)(picture(*size))
     assert done.size == want
     assert done.boxes[0].tolist() == pytest.approx([0, 0, want[0] / 2, want[1]])
-    tensor = through([detection.ToTensor(), detection.Resize(10, 30)], picture(*size))
+    tensor = detection.Resize(10, 30)(detection.ToTensor()(picture(*size)))
     assert tensor.size == want
     assert np.array_equal(tensor.boxes, done.boxes)
 
 
-@pytest.mark.parametrize("before", [[], [detection.ToTensor()]], ids=["picture", "tensor"])
+@pytest.mark.parametrize("before", [False, True])
 def test_boxes_follow_flips(before):
-    done = through([*before, detection.RandomHorizontalFlip(1.0)], picture(20, 10))
+    steps = [detection.RandomHorizontalFlip(1.0), detection.ToTensor()]
+    done = through(steps[:: -1 if before else 1], picture(20, 10))
     assert done.boxes.tolist() == [[10, 0, 20, 10]]
-    image = done.image if before else detection.ToTensor()(done).image
+    image = done.image
     assert image[:, :, 10:].eq(1).all()
     assert image[:, :, :10].eq(0).all()
-    same = picture(20, 10)
-    assert detection.RandomHorizontalFlip(0.0)(same) is same
 
 
-def test_detection_ends_in_a_normalised_tensor():
+def test_detection_ends_in_normalised_tensors_that_make_a_batch():
     done = through(detection.detection_chain(10, 30), picture(40, 20))
-    assert done.image.shape == (3, 10, 20)
-    assert done.image.dtype == torch.float32
-    white = torch.tensor(
-        [(1 - m) / d for m, d in zip(detection.MEAN, detection.DEVIATION, strict=True)]
-    )
-    assert done.image.amax((1, 2)).tolist() == pytest.approx(white.tolist(), rel=1e-4)
-
-
-def test_boxes_are_drawn_inside_the_picture():
-    for index in range(20):
-        boxes = detection.drawn_boxes(index, (40, 30))
-        assert np.array_equal(boxes, detection.drawn_boxes(index, (40, 30)))
-        assert (boxes[:, :2] <= boxes[:, 2:]).all()
-        assert (boxes >= 0).all()
-        assert (boxes <= (40, 30, 40, 30)).all()
-
-
-def test_pictures_of_different_sizes_make_a_batch():
-    chain = [detection.ToTensor()]
-    both = [through(chain, picture(*size))._replace(key=4) for size in ((4, 6), (5, 3))]
-    indices, images, boxes = detection.padded_pictures(both)
-    assert indices.tolist() == [4, 4]
-    assert images.shape == (2, 3, 6, 5)
+    assert (done.image.shape, done.image.dtype) == ((3, 10, 20), torch.float32)
+    white = [(1 - m) / d for m, d in zip(detection.MEAN, detection.DEVIATION, strict=True)]
+    assert done.image.amax((1, 2)).tolist() == pytest.approx(white, rel=1e-4)
+    both = [detection.ToTensor()(picture(*size)) for size in ((4, 6), (5, 3))]
+    _, images, boxes = detection.padded_pictures(both)
+    assert (images.shape, len(boxes)) == ((2, 3, 6, 5), 2)
     assert images[1, :, 3:].eq(0).all()
-    assert len(boxes) == 2
-
-
-@pytest.mark.parametrize("seconds", [0.2, 1.0, 6.5])
-def test_speech_ends_in_spliced_frames(seconds):
-    done = through(speech.speech_chain(scale=0.0), clip(seconds))
-    frames, features = done.audio.shape
-    assert features == speech.FILTERS * speech.SPLICED
-    least = speech.LEAST_S if seconds < speech.LEAST_S else seconds
-    assert frames == pytest.approx(least / speech.HOP_S / speech.SPLICED, abs=1)
-    assert done.audio.dtype == np.float32
-    assert np.isfinite(done.audio).all()
 
 
 def test_a_tone_is_in_the_band_of_its_frequency():
@@ -213,46 +133,34 @@ def test_a_tone_is_in_the_band_of_its_frequency():
     assert power.shape == (257, 99)
     assert power.mean(1).argmax() == 64  # 1000 Hz, 4000 Hz being the 256th
     bands = speech.mel_filters(20, 257, RATE)
-    assert (bands.sum(1) > 0).all()
     assert np.argmax(bands @ power.mean(1)) == np.argmax(bands[:, 64])
 
 
-def test_masks_leave_most_of_the_spectrum():
-    done = speech.SpecAugment(1, 20, 1, 0.1)(clip(2.0)).audio
-    assert 0.6 < (done > 0).mean() <= 1
-    unmasked = speech.SpecAugment(0, 20, 0, 0.1)(clip(2.0)).audio
-    assert np.array_equal(unmasked, speech.spectrum(clip(2.0).audio, RATE))
-
-
-def test_every_fifth_sample_takes_the_heavy_step():
-    light, heavy = speech.speech_chain(3.0, scale=0.1)[-2:]
-    assert [light.seconds_of(4), heavy.seconds_of(4)] == pytest.approx([0.05, 0.25])
-    assert [bool(heavy.seconds_of(i)) for i in range(10)] == [i % 5 == 4 for i in range(10)]
-
-
 @pytest.mark.parametrize(
-    ("make", "chain", "collate"),
+    ("samples", "chain", "collate", "shape"),
     [
-        (scan, segmentation.segmentation_chain(PATCH), None),
+        ([scan(i) for i in range(6)], segmentation.segmentation_chain(PATCH), None, PATCH),
         (
-            lambda i: picture(30 + i, 20),
+            [picture(30 + i, 20) for i in range(6)],
             detection.detection_chain(10, 30),
             detection.padded_pictures,
+            (),
         ),
-        (lambda i: clip(0.5, i), speech.speech_chain(scale=0.0), None),
+        ([clip(0.5, i) for i in range(6)], speech.speech_chain(scale=0.0), None, (167, 240)),
     ],
     ids=["segmentation", "detection", "speech"],
 )
-def test_a_seed_makes_the_same_samples_with_any_number_of_workers(make, chain, collate):
+def test_a_seed_makes_the_same_samples_with_any_number_of_workers(samples, chain, collate, shape):
     def epoch(workers: int) -> list[Any]:
         loader = minato.DataLoader(
-            Made(make), 2, num_workers=workers, seed=5, transforms=chain, collate_fn=collate
+            Held(samples), 2, num_workers=workers, seed=5, transforms=chain, collate_fn=collate
         )
-        # Copies: what is handed out is used again.
-        return [batch[1].clone() for batch in loader]
+        return [batch[1].clone() for batch in loader]  # memory that is handed out is used again
 
-    for one, other in zip(epoch(0), epoch(2), strict=True):
-        assert torch.equal(one, other)
+    alone, others = epoch(0), epoch(2)
+    assert all(map(torch.equal, alone, others))
+    if collate is None:  # one shape and type, whatever is drawn
+        assert {(each.dtype, each.shape[1:]) for each in alone} == {(torch.float32, shape)}
 
 
 def test_volumes_of_packages_are_read_prepared_and_served(tmp_path):
@@ -272,16 +180,16 @@ def test_volumes_of_packages_are_read_prepared_and_served(tmp_path):
         for name in ("main.plist", "matrix.dat"):
             archive.add(tmp_path / name, f"skull/{name}")
     found = dict(volumes(tmp_path))
-    assert sorted(found) == ["brain", "skull"]
-    assert found["brain"].spacing == (2, 2, 2)
-    assert found["skull"].spacing == (1, 0.5, 0.5)
+    assert {name: each.spacing for name, each in found.items()} == {
+        "brain": (2, 2, 2),
+        "skull": (1, 0.5, 0.5),
+    }
     assert np.array_equal(found["skull"].image, matrix)
     assert found["brain"].label.mean() == pytest.approx(0.1, abs=0.01)
     assert segmentation.store(found.items(), tmp_path / "scans", PATCH) == 2
     scans = segmentation.Scans(tmp_path / "scans", length=5)
-    assert len(scans) == 5
+    assert (len(scans), scans[3].key) == (5, 3)
     assert scans[3].image.shape == scans[3].label.shape == scans[1].image.shape
-    assert scans[3].key == 3
 
 
 def test_photographs_are_pictures_in_colours_and_no_icons(tmp_path):
@@ -289,23 +197,9 @@ def test_photographs_are_pictures_in_colours_and_no_icons(tmp_path):
     Image.new("RGB", (70, 80)).save(tmp_path / "below" / "photo.png")
     Image.new("RGB", (16, 16)).save(tmp_path / "icon.png")
     Image.new("L", (70, 80)).save(tmp_path / "grey.png")
-    (tmp_path / "notes.txt").write_text("no picture")
     photographs = detection.Photographs(tmp_path, length=2)
     assert [path.name for path in photographs.paths] == ["photo.png"]
-    assert photographs[1].size == (70, 80)
-    assert photographs[1].key == 1
-
-
-def test_recordings_are_waves_from_minus_one_to_one(tmp_path):
-    with wave.open(str(tmp_path / "clip.wav"), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(RATE)
-        file.writeframes(np.array([0, 16384, -32768], "<i2").tobytes())
-    recordings = speech.Recordings(tmp_path)
-    assert len(recordings) == 1
-    assert recordings[0].audio.tolist() == [0, 0.5, -1]
-    assert recordings[0].rate == RATE
+    assert (photographs[1].size, photographs[1].key) == ((70, 80), 1)
 
 
 @pytest.mark.parametrize("dataset", [segmentation.Scans, detection.Photographs, speech.Recordings])
@@ -327,16 +221,10 @@ def test_packages_are_unpacked_once_and_only_in_part(tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "_run", pip)
     for _ in range(2):
         folder = packages.fetch(package, tmp_path)
-        assert folder == tmp_path / "photographs" / "some"
         assert [path.name for path in folder.iterdir()] == ["photo.png"]
-    assert len(runs) == 1
-    assert runs[0][-1] == "some==1"
-    assert [path.name for path in folder.parent.iterdir()] == ["some"]
-
-
-def test_a_registry_that_brings_nothing_is_told(tmp_path, monkeypatch):
+    assert [run[-1] for run in runs] == ["some==1"]
+    nothing = packages.Package("speech", "apt", "nothing", "none")
     monkeypatch.setattr(packages, "_run", lambda *command, cwd: None)
-    package = packages.Package("speech", "apt", "nothing", "none")
     with pytest.raises(packages.CannotFetchError, match="0 files came"):
-        packages.fetch(package, tmp_path)
+        packages.fetch(nothing, tmp_path)
     assert not (tmp_path / "speech" / "nothing").exists()
