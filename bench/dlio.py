@@ -16,7 +16,6 @@ from typing import Any
 
 from bench.harness import report
 from bench.harness.environments import (
-    PeerMissingError,
     TrialFailedError,
     call,
     interpreter,
@@ -269,11 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     page = report.Page("dlio", options.out)
-    try:
-        python = interpreter("dlio", REQUIREMENTS, ITSELF)
-    except PeerMissingError as error:
-        page.say(f"DLIO could not be installed: {error}")
-        return 1
+    python = interpreter("dlio", REQUIREMENTS, ITSELF)
     cells = measure(python, options, page)
     page.add(
         HEAD.format(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -283,39 +283,82 @@ def _private(pid: int, files: bool) -> int:
     return 1024 * sum(int(fields[name].split()[0]) for name in names)
 
 
-ROWS = ("curves", "first_batch", "preloaded", "second_loader", "replacement", "memory")
+class Section(NamedTuple):
+    """A table of what is measured in a process of its own, because what ran before would change it.
+
+    Attributes:
+        title: the heading.
+        about: the text below it.
+        columns: heads of the cases.
+        cases: arguments of the function that measures.
+        loaders: names of the loaders; None: all.
+    """
+
+    title: str
+    about: str
+    columns: tuple[str, str]
+    cases: Sequence[tuple[str, str]]
+    loaders: Sequence[str] | None = None
+
+    def table(self, what: str, short: bool, repeats: int, say: Callable[[str], None]) -> str:
+        """Median and range by case and loader, loaders in turn; the first case alone in a ``short`` run."""
+        names = self.loaders or [*CONTENDERS]
+        lines = []
+        for case in self.cases[:1] if short else self.cases:
+            found: dict[str, list[float]] = {name: [] for name in names}
+            for _, name in in_turn(names, repeats):
+                value = environments.call(f"bench.growth:{what}", name, *case, limit_s=_LIMIT_S)
+                found[name].append(value)
+                say(f"{what} {' '.join(case)} {name}: {value:.0f}")
+            lines.append([*case, *(report.spread_text(values, 0) for values in found.values())])
+        return report.table([*self.columns, *(CONTENDERS[name].label for name in names)], lines)
 
 
-def fresh(
-    what: str,
-    cases: Sequence[tuple[str, ...]],
-    repeats: int,
-    say: Callable[[str], None],
-    loaders: Sequence[str],
-) -> dict[tuple[str, ...], str]:
-    """Call a function for each case and loader, loaders in turn, in processes of their own: median and range."""
-    found: dict[tuple[str, ...], list[float]] = {}
-    for case in cases:
-        for _, loader in in_turn([*loaders], repeats):
-            value = environments.call(f"bench.growth:{what}", loader, *case, limit_s=_LIMIT_S)
-            found.setdefault((*case, loader), []).append(value)
-            say(f"{what} {' '.join(case)} {loader}: {value:.0f}")
-    return {key: report.spread_text(values, 0) for key, values in found.items()}
-
-
-def fresh_table(
-    what: str,
-    columns: list[str],
-    cases: Sequence[tuple[str, ...]],
-    repeats: int,
-    say: Callable[[str], None],
-    loaders: Sequence[str] = (),
-) -> str:
-    """The same as a table with a column per loader; no ``loaders`` stands for all."""
-    loaders = loaders or [*CONTENDERS]
-    found = fresh(what, cases, repeats, say, loaders)
-    lines = [[*case, *(found[(*case, name)] for name in loaders)] for case in cases]
-    return report.table([*columns, *(CONTENDERS[name].label for name in loaders)], lines)
+_STARTS = ("workers", "start method")
+SECTIONS = {
+    "first_batch": Section(
+        "Cold first batch",
+        """\
+Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has imported torch and
+minato. With `forkserver`, most of the time is the import of torch by the server, once; with `spawn`, the import by the
+first worker that is ready.
+""",
+        _STARTS,
+        [(str(workers), method) for method in METHODS for workers in WORKERS],
+    ),
+    "preloaded": Section(
+        "The server of multiprocessing",
+        """\
+The same with the server of `multiprocessing` in place of minato's (`MINATO_FORK_SERVER=0`); `set_forkserver_preload`
+names the modules of the workers and of the dataset.
+""",
+        _STARTS,
+        [("12", "forkserver")],
+    ),
+    "second_loader": Section(
+        "Later loaders",
+        "The same for the second loader of a process.\n",
+        _STARTS,
+        [(str(workers), method) for method in METHODS for workers in WORKERS[:2]],
+    ),
+    "replacement": Section(
+        "A killed worker",
+        """\
+Milliseconds from the end of a worker to the first batch of the one that replaces it; the batches before come from the
+others. torch raises an error instead.
+""",
+        _STARTS,
+        [("2", method) for method in METHODS],
+        ["minato"],
+    ),
+    "memory": Section(
+        "Memory",
+        MEMORY,
+        ("workers", "bytes of a sample"),
+        [("4", str(nbytes)) for nbytes in SAMPLE_BYTES],
+    ),
+}
+ROWS = ("curves", *SECTIONS)
 
 
 def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
@@ -346,53 +389,10 @@ def main(arguments: list[str] | None = None) -> int:
         sizes = curve.sizes[:2] if options.short else curve.sizes
         found[curve.name] = points_of(curve, sizes, repeats, page.say)
         page.add(curve_table(curve, found[curve.name]))
-    few = 1 if options.short else None
-    starts = [(str(workers), method) for method in METHODS[:few] for workers in WORKERS[:few]]
-    early = [(workers, method) for workers, method in starts if int(workers) <= WORKERS[1]]
-    if "first_batch" in options.rows:
-        page.add(
-            "## Cold first batch\n",
-            "Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has "
-            "imported torch and minato.\n",
-            "With `forkserver`, most of the time is the import of torch by the server, once; with `spawn`, the import "
-            "by the first worker that is ready.\n",
-            fresh_table("first_batch", ["workers", "start method"], starts, repeats, page.say),
-        )
-    if "preloaded" in options.rows:
-        page.add(
-            "## The server of multiprocessing\n",
-            "The same with `forkserver` and the server of `multiprocessing` in place of minato's "
-            "(`MINATO_FORK_SERVER=0`); `set_forkserver_preload` names torch, minato and the dataset's module.\n",
-            fresh_table(
-                "preloaded", ["workers", "start method"], [("12", "forkserver")], repeats, page.say
-            ),
-        )
-    if "second_loader" in options.rows:
-        page.add(
-            "## Later loaders\n",
-            "The same for the second loader of a process.\n",
-            fresh_table("second_loader", ["workers", "start method"], early, repeats, page.say),
-        )
-    if "replacement" in options.rows:
-        page.add(
-            "## A killed worker\n",
-            "Milliseconds from the end of a worker to the first batch of the one that replaces it; the batches before "
-            "come from the others. torch raises an error instead.\n",
-            fresh_table(
-                "replacement",
-                ["workers", "start method"],
-                [("2", method) for method in METHODS[:few]],
-                repeats,
-                page.say,
-                ("minato",),
-            ),
-        )
-    if "memory" in options.rows:
-        sizes_of = [("4", str(nbytes)) for nbytes in SAMPLE_BYTES[:few]]
-        page.add(
-            f"## Memory\n\n{MEMORY}",
-            fresh_table("memory", ["workers", "bytes of a sample"], sizes_of, repeats, page.say),
-        )
+    for what, section in SECTIONS.items():
+        if what in options.rows:
+            page.add(f"## {section.title}\n\n{section.about}")
+            page.add(section.table(what, options.short, repeats, page.say))
     page.finish((lambda path: draw(found, path)) if found else None)
     return 0
 

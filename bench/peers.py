@@ -579,7 +579,7 @@ class Comparison:
                 packages = [each.partition("==")[0] for each in peer.requirements]
                 self.versions |= versions_in(python, [*packages, "torch"])
             except (PeerMissingError, TrialFailedError) as error:
-                self.notes[name] = f"could not be installed: {error}"
+                self.notes[name] = str(error)
             page.say(f"{name}: {self.notes.get(name, 'ready')}")
 
     def measure(self, row: Row) -> RowResult:

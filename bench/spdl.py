@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from torch.utils.data import DataLoader as TorchLoader
 
 from bench.harness import report
 from bench.harness.environments import (
-    PeerMissingError,
     TrialFailedError,
     call,
     interpreter,
     versions_in,
 )
-from bench.harness.suite import in_turn
+from bench.harness.suite import in_turn, percentile
 from bench.workloads.payloads import ByteStrings, Payloads
 
 REQUIREMENTS = ("spdl==0.8.0", "psutil==7.2.2", "cloudpickle==3.1.2")
 MIB = 1 << 20
 BATCH_SIZE = 256
-PASSES, SHORT_PASSES = 2, 1
+PASSES = 2
 METHODS = ("spawn", "forkserver", "fork")
 SIZES_MIB, WORKERS = (16, 128), (1, 8)
-SHORT_SIZES_MIB, SHORT_WORKERS = (1,), (1,)
 STARTUP = {"torch": "torch", "spdl": "SPDL", "minato": "minato", "minato-share": "minato, share"}
-STEPS_MS, SHORT_STEPS_MS = (0, 6, 15, 30), (0, 2)
+STEPS_MS = (0, 6, 15, 30)
 ITEMS, SHORT_ITEMS, WARM_UP = 200, 30, 20
 HANDOFF = {
     "spdl": "SPDL, threads",
@@ -43,8 +42,8 @@ HANDOFF = {
     "torch": "torch, process",
     "minato": "minato, process",
 }
-PAYLOADS, SHORT_PAYLOADS = 16, 4
-TRANSPORT_MIB, SHORT_TRANSPORT_MIB = (2, 32), (1,)
+KINDS = ("bytes", "numpy", "torch")
+PAYLOADS, TRANSPORT_MIB = 16, (2, 32)
 TRANSPORT_PASSES = 10
 TRANSPORT = {
     "torch": "torch",
@@ -64,21 +63,21 @@ START_HEAD = """\
 ## Start-up
 
 A dataset holds byte strings of 64 bytes; a sample is the length of one. Seconds from before the loader is built to its
-first batch, after which the loop is left: the first loader of a process, then the median of the next {passes}. The
-dataset travels to each worker unless it is forked. *minato, share*: the dataset is `minato.share(dataset)`; sharing it,
-{share_s:.1f} s for {share_mib} MiB, is done once before.
+first batch, after which the loop is left: the first loader of a process, then the median of the next ones. The dataset
+travels to each worker unless it is forked. *minato, share*: the dataset is `minato.share(dataset)`, which takes the
+time after the plus, once before.
 """
 HANDOFF_HEAD = """\
 ## Hand-off
 
 One worker yields numbers, and the loop computes for some milliseconds after each: microseconds that `next()` takes,
-median and 99th percentile of {items}.
+median and 99th percentile.
 """
 TRANSPORT_HEAD = """\
 ## Transport
 
-One worker process yields {count} payloads in a pass; the loop only takes them. MB/s of {passes} passes (median, least
-and greatest), CPU seconds of both processes for all passes, and the peak memory (RSS) of the main process.
+One worker process yields payloads in passes; the loop only takes them. MB/s of a pass (median, least and greatest),
+CPU seconds of both processes for all passes, and the peak memory (RSS) of the main process.
 """
 
 
@@ -223,132 +222,101 @@ def _transport_source(name: str, dataset: Payloads) -> Iterable[Any]:
 
 # ---- the table ------------------------------------------------------------------------------
 
-Readings = dict[tuple[Any, ...], list[dict[str, Any]]]
+Readings = list[dict[str, Any]]
 
 
-class Bench:
-    """Runs trials in SPDL's environment.
+class Measurement(NamedTuple):
+    """One of the three.
 
-    Args:
-        python: Of the environment.
-        page: Says how it goes.
-        repeats: Processes for each figure.
+    Attributes:
+        about: heading and text.
+        labels: the loaders.
+        names: heads of the columns that name a setting.
+        settings: arguments of the function that measures, and the same in a smoke run.
+        cell: shows the readings of a loader.
     """
 
-    def __init__(self, python: Path, page: report.Page, repeats: int) -> None:
-        self._python, self._page, self._repeats = python, page, repeats
-
-    def readings(
-        self, row: str, names: Iterable[str], settings: Iterable[tuple[Any, ...]]
-    ) -> Readings:
-        """All trials of a row: readings by name and setting; none where a loader failed."""
-        found: Readings = {}
-        for setting in settings:
-            for _, name in in_turn(list(names), self._repeats):
-                cell = found.setdefault((name, *setting), [])
-                try:
-                    reading = call(
-                        f"bench.spdl:{row}", name, *setting, python=self._python, limit_s=_TRIAL_S
-                    )
-                except TrialFailedError as error:
-                    self._page.say(f"{row} {name} {setting}: {error}")
-                    continue
-                cell.append(reading)
-                self._page.say(f"{row} {name} {setting}: {_brief(reading)}")
-        return found
+    about: str
+    labels: Mapping[str, str]
+    names: tuple[str, ...]
+    settings: tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
+    cell: Callable[[Readings], str]
 
 
-def _brief(reading: dict[str, Any]) -> str:
-    short = {
-        key: statistics.median(value) if isinstance(value, list) else value
-        for key, value in reading.items()
-    }
-    return ", ".join(f"{key} {value:.3g}" for key, value in short.items())
+def _startup_cell(readings: Readings) -> str:
+    cold = statistics.median(one["cold_s"] for one in readings)
+    later = statistics.median(taken for one in readings for taken in one["next_s"])
+    share = statistics.median(one["share_s"] for one in readings)
+    return f"{cold:.2f}, {later:.2f}" + (f" + {share:.2f}" if share else "")
 
 
-def _startup_table(bench: Bench, short: bool) -> str:
-    passes = SHORT_PASSES if short else PASSES
-    sizes, workers = (SHORT_SIZES_MIB, SHORT_WORKERS) if short else (SIZES_MIB, WORKERS)
-    settings = [(*each, passes) for each in product(METHODS, sizes, workers)]
-    found = bench.readings("startup", STARTUP, settings)
+def _handoff_cell(readings: Readings) -> str:
+    taken = [us for one in readings for us in one["us"]]
+    return f"{statistics.median(taken):.0f}, {percentile(taken, 0.99):.0f}"
+
+
+def _transport_cell(readings: Readings) -> str:
+    rates = [rate for one in readings for rate in one["rates"]]
+    cpu_s, peak = (statistics.median(one[key] for one in readings) for key in ("cpu_s", "peak_mb"))
+    return f"{report.spread_text(rates, 0)}, {cpu_s:.2f} s, {peak:.0f} MB"
+
+
+MEASUREMENTS = {
+    "startup": Measurement(
+        START_HEAD,
+        STARTUP,
+        ("start method", "MiB", "workers"),
+        (
+            [*product(METHODS, SIZES_MIB, WORKERS, [PASSES])],
+            [(method, 1, 1, 1) for method in METHODS],
+        ),
+        _startup_cell,
+    ),
+    "handoff": Measurement(
+        HANDOFF_HEAD,
+        HANDOFF,
+        ("step, ms",),
+        ([(step, ITEMS) for step in STEPS_MS], [(step, SHORT_ITEMS) for step in (0, 2)]),
+        _handoff_cell,
+    ),
+    "transport": Measurement(
+        TRANSPORT_HEAD,
+        TRANSPORT,
+        ("payload", "MiB"),
+        (
+            [*product(KINDS, TRANSPORT_MIB, [PAYLOADS], [TRANSPORT_PASSES])],
+            [(kind, 1, 4, 1) for kind in KINDS],
+        ),
+        _transport_cell,
+    ),
+}
+
+
+def table(row: str, python: Path, options: argparse.Namespace, page: report.Page) -> str:
+    """The table of a measurement: all loaders in turn, for each setting."""
+    measured = MEASUREMENTS[row]
     lines = []
-    for setting in settings:
-        cells = []
-        for name in STARTUP:
-            readings = found[(name, *setting)]
-            cold = [one["cold_s"] for one in readings]
-            later = [taken for one in readings for taken in one["next_s"]]
-            cells.append(
-                f"{statistics.median(cold):.2f}, {statistics.median(later):.2f}"
-                if cold
-                else "failed"
-            )
-        lines.append([setting[0], f"{setting[1]} MiB", str(setting[2]), *cells])
-    shares = [
-        one["share_s"] for one in found[("minato-share", METHODS[0], sizes[-1], workers[0], passes)]
-    ]
-    head = START_HEAD.format(
-        passes=passes, share_s=statistics.median(shares or [0]), share_mib=sizes[-1]
-    )
-    names = ["start method", "dataset", "workers", *STARTUP.values()]
-    return f"{head}\n{report.table(names, lines)}"
-
-
-def _handoff_table(bench: Bench, short: bool) -> str:
-    items = SHORT_ITEMS if short else ITEMS
-    settings = [(step, items) for step in (SHORT_STEPS_MS if short else STEPS_MS)]
-    found = bench.readings("handoff", HANDOFF, settings)
-    lines = []
-    for setting in settings:
-        cells = []
-        for name in HANDOFF:
-            taken = sorted(us for one in found[(name, *setting)] for us in one["us"])
-            cells.append(
-                f"{statistics.median(taken):.0f}, {taken[int(len(taken) * 0.99)]:.0f}"
-                if taken
-                else "failed"
-            )
-        lines.append([f"{setting[0]} ms", *cells])
-    return f"{HANDOFF_HEAD.format(items=items)}\n{report.table(['step', *HANDOFF.values()], lines)}"
-
-
-def _transport_table(bench: Bench, short: bool) -> str:
-    count, passes = (SHORT_PAYLOADS, 1) if short else (PAYLOADS, TRANSPORT_PASSES)
-    sizes = SHORT_TRANSPORT_MIB if short else TRANSPORT_MIB
-    settings = [(*each, count, passes) for each in product(("bytes", "numpy", "torch"), sizes)]
-    found = bench.readings("transport", TRANSPORT, settings)
-    lines = []
-    for setting in settings:
-        cells = []
-        for name in TRANSPORT:
-            readings = found[(name, *setting)]
-            if readings:
-                rates = [rate for one in readings for rate in one["rates"]]
-                cpu_s, peak = (
-                    statistics.median(one[key] for one in readings) for key in ("cpu_s", "peak_mb")
-                )
-                cells.append(f"{report.spread_text(rates, 0)}, {cpu_s:.2f} s, {peak:.0f} MB")
-            else:
-                cells.append("failed")
-        lines.append([setting[0], f"{setting[1]} MiB", *cells])
-    head = TRANSPORT_HEAD.format(count=count, passes=passes)
-    return f"{head}\n{report.table(['payload', 'size', *TRANSPORT.values()], lines)}"
-
-
-TABLES = {"startup": _startup_table, "handoff": _handoff_table, "transport": _transport_table}
+    for setting in measured.settings[options.short]:
+        found: dict[str, Readings] = {name: [] for name in measured.labels}
+        for _, name in in_turn([*found], report.repeats_of(options)):
+            try:
+                one = call(f"bench.spdl:{row}", name, *setting, python=python, limit_s=_TRIAL_S)
+            except TrialFailedError as error:
+                page.say(f"{row} {name} {setting}: {error}")
+                continue
+            found[name].append(one)
+            page.say(f"{row} {name} {setting}: {measured.cell([one])}")
+        cells = [measured.cell(each) if each else "failed" for each in found.values()]
+        lines.append([*map(str, setting[: len(measured.names)]), *cells])
+    return f"{measured.about}\n{report.table([*measured.names, *measured.labels.values()], lines)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; returns the exit status."""
-    options = report.parser("bench.spdl", __doc__ or "", 1, TABLES).parse_args(arguments)
+    options = report.parser("bench.spdl", __doc__ or "", 1, MEASUREMENTS).parse_args(arguments)
     page = report.Page("spdl", options.out)
-    try:
-        python = interpreter("spdl-loaders", REQUIREMENTS)
-    except PeerMissingError as error:
-        page.say(f"SPDL could not be installed: {error}")
-        return 1
-    bench = Bench(python, page, report.repeats_of(options))
-    tables = [TABLES[row](bench, options.short) for row in options.rows]
+    python = interpreter("spdl-loaders", REQUIREMENTS)
+    tables = [table(row, python, options, page) for row in options.rows]
     page.add(HEAD.format(version=REQUIREMENTS[0].partition("==")[2]), *tables)
     page.finish(conditions=versions_in(python, ("spdl", "torch", "numpy")))
     return 0

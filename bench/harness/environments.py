@@ -61,12 +61,15 @@ def interpreter(name: str, own: Sequence[str], without_dependencies: Sequence[st
 
 
 def _install(command: list[str]) -> None:
+    wanted = command[-1]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALLING_S)
     except subprocess.CalledProcessError as error:
-        raise PeerMissingError(f"{error.stderr.strip().splitlines()[-1]}") from error
+        why = error.stderr.strip().splitlines()[-1]
+        raise PeerMissingError(f"{wanted} could not be installed: {why}") from error
     except subprocess.TimeoutExpired as error:
-        raise PeerMissingError(f"not installed after {_INSTALLING_S:g} s") from error
+        why = f"not ready after {_INSTALLING_S:g} s"
+        raise PeerMissingError(f"{wanted} could not be installed: {why}") from error
 
 
 def call(

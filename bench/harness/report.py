@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from bench.harness import record
+from bench.harness.environments import PeerMissingError, TrialFailedError
 from bench.harness.loaders import Contender
 from bench.harness.suite import BASELINE, Figures, Goal, RowResult, Spread
 
@@ -65,11 +66,14 @@ def _positive(text: str) -> int:
 
 
 def program(main: Callable[[], int]) -> NoReturn:
-    """Run ``main`` as the program of this process, which ends if it is stuck."""
+    """Run ``main`` as the program of this process, which ends if it is stuck, or if what it needs is missing."""
     global _is_program
     _is_program = True
     faulthandler.enable()
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (PeerMissingError, TrialFailedError) as error:
+        sys.exit(f"{error}")
 
 
 class Page:

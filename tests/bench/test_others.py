@@ -121,6 +121,6 @@ def test_a_loader_of_spdls_rows_that_fails_is_named(
     monkeypatch.setattr(spdl, "call", call)
     assert spdl.main(["--short", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "spdl.md").read_text()
-    assert "| spawn | 1 MiB | 1 | 2.00, 1.00 | 2.00, 1.00 |" in page
-    assert "| 2 ms | 2, 3 |" in page
+    assert "| spawn | 1 | 1 | 2.00, 1.00 + 0.50 | 2.00, 1.00 + 0.50 |" in page
+    assert "| 2 | 2, 3 |" in page
     assert "| 100, 0.25 s, 300 MB | failed |" in page
