@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
 
 from bench.harness import record, report
 from bench.harness.datasets import (
+    Held,
     Pictures,
     SleepingTransforms,
     SleepingWork,
@@ -302,19 +302,6 @@ OVERHEADS = (_measuring("measuring", 2), _measuring("measuring-inline", 0))
 CONTENDERS = {**STANDARD, **named(*FIXED.values(), CHANGING, UNMEASURED)}
 
 
-class Tensors(Dataset[Any]):
-    """Tensors of 16 numbers and a label."""
-
-    def __init__(self, count: int) -> None:
-        self.rows = list(torch.rand(count, 16))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index], index
-
-
 def tensor_us(direct: bool, workers: int, samples: int) -> float:
     """In a process of its own: microseconds per sample, with or without direct reading of the fields of tensors."""
     if not direct:
@@ -324,7 +311,8 @@ def tensor_us(direct: bool, workers: int, samples: int) -> float:
     from minato import DataLoader
 
     persistent = bool(workers)
-    loader = DataLoader(Tensors(samples), 256, num_workers=workers, persistent_workers=persistent)
+    dataset = Held([(row, index) for index, row in enumerate(torch.rand(samples, 16))])
+    loader = DataLoader(dataset, 256, num_workers=workers, persistent_workers=persistent)
     for epoch in range(TENSOR_EPOCHS + 1):
         if epoch == 1:  # the first one warms up
             begun_s = time.perf_counter()

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
-    Dataset,
     IterableDataset,
     Subset,
     TensorDataset,
@@ -25,7 +24,7 @@ from torch.utils.data import (
 )
 
 from bench.harness import record, report
-from bench.harness.datasets import compute
+from bench.harness.datasets import Held, compute
 from bench.harness.loaders import MINATO, TORCH
 from bench.harness.suite import Spread, in_turn
 from bench.harness.trial import WrongDeliveryError, same, unwarned
@@ -122,19 +121,6 @@ LARGE = (
 
 
 # ---- datasets -------------------------------------------------------------------------------
-
-
-class Held(Dataset[Any]):
-    """Samples from a list in memory."""
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
 
 
 class Listed(Held):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -180,6 +180,19 @@ class Vectors(Dataset[Sample]):
         copy_s = _best_s(lambda: np.copyto(batch, source)) * total / source.nbytes
         few = Vectors(min(self.length, 100_000), self.vector.nbytes)
         return Ideal(max(_call_s(few) * self.length / max(workers, 1), copy_s))
+
+
+class Held(Dataset[Any]):
+    """Samples from a list in memory."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
 
 
 class Pictures(Dataset[Any]):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import minato
-from bench.everyday import Held
+from bench.harness.datasets import Held
 
 _absent = [name for name in ("scipy", "nibabel", "PIL") if importlib.util.find_spec(name) is None]
 if _absent:
