@@ -19,7 +19,7 @@ from functools import cache
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from pathlib import Path
-from select import POLLOUT, poll
+from select import POLLIN, POLLOUT, poll
 from typing import Any
 
 from minato._support.threads import start_thread
@@ -179,6 +179,10 @@ class Channel:
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):  # it has ended already, or is in another namespace
                 self._process = os.pidfd_open(self.pid)
+        self._news = poll()
+        for descriptor in (self._connection.fileno(), self._process):
+            if descriptor is not None:
+                self._news.register(descriptor, POLLIN)
         self._sending = threading.Lock()
         self._room = poll()
         self._room.register(connection, POLLOUT)
@@ -239,11 +243,8 @@ class Channel:
 
     def wait(self, timeout_s: float) -> bool:
         """Receive one message, for which it waits up to ``timeout_s`` seconds; return whether there was news."""
-        watched: list[Any] = [self._connection]
-        if self._process is not None:
-            watched.append(self._process)
-        ready = wait(watched, timeout_s)
-        if self._connection in ready:
+        ready = {descriptor for descriptor, _ in self._news.poll(timeout_s * 1000)}
+        if self._connection.fileno() in ready:
             self._receive()
         elif ready:  # the process has ended, and all its messages have been received
             self.over = True
