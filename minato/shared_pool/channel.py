@@ -197,6 +197,7 @@ class Channel:
             TimeoutError: The other process does not respond in time.
             ConnectionError: It has closed the connection.
             WrongKeyError: It does not know the key.
+            ValueError: Python 3.11 proves the key by MD5, which this OpenSSL does not allow.
         """
         self._limit_waits(max(timeout_s, 0.01))
         steps = [deliver_challenge, answer_challenge]
@@ -207,7 +208,7 @@ class Channel:
             raise TimeoutError from None
         except (EOFError, ConnectionError):
             raise ConnectionResetError from None
-        except (AuthenticationError, AssertionError, ValueError, OSError):
+        except (AuthenticationError, AssertionError, OSError):
             raise WrongKeyError from None
         finally:
             self._limit_waits(_STALL_S)
@@ -399,7 +400,7 @@ class RankListener:
         """Authenticate a process, and pass on its messages until it is gone."""
         try:
             channel.authenticate(self._key, _HANDSHAKE_S, is_server=True)
-        except OSError:  # it is no rank of this job
+        except (OSError, ValueError):  # it is no rank of this job, or there is no MD5
             self._forget(channel)
             return
         del self._pending[channel]
