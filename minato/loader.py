@@ -78,9 +78,9 @@ if TYPE_CHECKING:  # imported by the methods that return them
     from minato.engine.factory import EngineFactory, RankSession
     from minato.engine.history import History
     from minato.engine.inspector import Inspector, SlowSamples
-    from minato.observe.report.headroom import Headroom
-    from minato.observe.report.live import Live
-    from minato.observe.report.report import Report
+    from minato.observe.headroom import Headroom
+    from minato.observe.live import Live
+    from minato.observe.report import Report
 
 __all__ = ["DataLoader"]
 
@@ -202,11 +202,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
         recorder = None
         if trace is not None:
-            from minato.observe.trace.track import Trace
+            from minato.observe.trace import Trace
 
             recorder = Trace(os.fspath(trace), options.name)
         elif environment("MINATO_TRACE") and get_worker_info() is None:
-            from minato.observe.trace.track import trace_of_environment
+            from minato.observe.trace import trace_of_environment
 
             recorder = trace_of_environment(options.name)
         if options.errors.log_path is not None:
@@ -473,7 +473,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError: ``steps`` is less than 1, or iteration starts and the sampler cannot be copied.
         """
-        from minato.observe.report.headroom import Headroom
+        from minato.observe.headroom import Headroom
 
         self._inspector().refuse_ranks("headroom()")
         self._refuse_data_pipes("headroom()")

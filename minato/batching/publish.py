@@ -24,7 +24,7 @@ from minato.batching.layout import read_layout
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import Store, damaged, stored_indices
 from minato.errors import not_the_end
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.workers.current_sample import describe_indices
 
 __all__ = ["BatchPublisher", "Bind", "RunAgain"]

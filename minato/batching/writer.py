@@ -16,7 +16,7 @@ from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layo
 from minato.batching.plain import are_plain
 from minato.batching.publish import BatchPublisher, Bind, RunAgain
 from minato.batching.serialization import DamagedError, Store
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.scheduling.handover import Handover
 from minato.workers.fetch import Rows
 

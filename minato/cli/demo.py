@@ -16,7 +16,7 @@ import torch
 from minato._core import now_ns
 from minato._support.loader_class import TorchDataLoader
 from minato.loader import DataLoader
-from minato.observe.report.text import format_value
+from minato.observe.text import format_value
 
 __all__ = ["SleepingSamples", "add_to", "compare"]
 

@@ -32,9 +32,9 @@ from minato._support.text import message_of, printable
 from minato._version import __version__
 from minato.cli import demo, doctor, run
 from minato.loader import DataLoader
-from minato.observe.report import text
-from minato.observe.report.report import Report
-from minato.observe.report.text import format_value
+from minato.observe import text
+from minato.observe.report import Report
+from minato.observe.text import format_value
 from minato.sources.connections import Env
 from minato.sources.ingest import JournalError, ingest
 from minato.sources.stores import open_store

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from minato.observe.report.at_exit import print_at_exit
+from minato.observe.at_exit import print_at_exit
 from minato.patching import patch
 
 __all__ = ["add_to", "divided"]

@@ -16,7 +16,7 @@ from minato._compat import has_cuda_context
 from minato._support.objects import attribute
 from minato.batching.arena import Arena, Slot
 from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.tracer import NULL_TRACER, Tracer
 
 __all__ = [
     "Accelerator",

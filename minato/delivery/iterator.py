@@ -23,7 +23,7 @@ from minato.batching.pinned_slots import MemoryPinner
 from minato.delivery.device import memory_pinner
 from minato.delivery.pinning import Pin
 from minato.errors import not_the_end
-from minato.observe.trace.tracer import in_profile
+from minato.observe.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing

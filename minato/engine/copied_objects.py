@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from minato._support.objects import Search, path_of
 from minato.errors import warn
+from minato.observe.observers import Observer
 from minato.sharing import is_looked_through
 
 __all__ = ["CopiedObjects"]
@@ -29,7 +30,7 @@ class _Processes(Protocol):
     def processes(self) -> Sequence[BaseProcess]: ...
 
 
-class CopiedObjects:
+class CopiedObjects(Observer):
     """Compares the private memory of forked workers with what a dataset keeps in Python objects, three times.
 
     Args:
@@ -47,13 +48,8 @@ class CopiedObjects:
         self._pool = pool
         self._batches = 0
 
-    def _ignore(self, *_: object) -> None:
-        """Nothing is to be done."""
-
-    begin = started = enter = pinned = finish = _ignore
-
     def leave(self, *_: object) -> None:
-        """The loop gets a batch."""
+        """``next()`` returns a batch."""
         self._batches += 1
         if self._batches in _AFTER_BATCHES and not CopiedObjects.warned:
             with suppress(Exception):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from minato._core import Histogram
 from minato.batching.arena import Arena
 from minato.engine.history import History
 from minato.engine.plan import Plan
-from minato.observe.observers import Observer
-from minato.observe.stats.costs import CostHistoryStore
-from minato.observe.trace.loop import LoopTrack
-from minato.observe.trace.track import Track
+from minato.observe.cost_history import CostHistory
+from minato.observe.meters import CostStats, Meters
 from minato.workers.signals import exiting
 
-__all__ = ["cost_history", "end_engine", "if_alive", "observers_of"]
+__all__ = ["cost_history", "end_engine", "if_alive", "save_costs"]
 
 
 def end_engine(
@@ -44,23 +43,21 @@ def if_alive(
     return call
 
 
-def cost_history(plan: Plan, history: History) -> CostHistoryStore | None:
+def cost_history(plan: Plan, history: History) -> CostHistory | None:
     """The directory of the costs of earlier programs, if there is one; a new history begins with them."""
     if plan.cost_history is None:
         return None
     if history.cost_history is None:  # once: the dataset may change itself
         dataset, steps = plan.worker.pipeline.dataset, plan.worker.pipeline.transforms.steps
-        history.cost_history = CostHistoryStore(plan.cost_history, dataset, steps)
+        history.cost_history = CostHistory(plan.cost_history, dataset, steps)
     if history.costs is None:
         history.costs = history.cost_history.costs()
     return history.cost_history
 
 
-def observers_of(history: History, track: Track | None) -> list[Observer]:
-    """The observers of an engine."""
-    observers: list[Observer] = []
-    if history.epoch_log is not None:
-        observers.append(history.epoch_log)
-    if track is not None:
-        observers.append(LoopTrack(track))
-    return observers
+def save_costs(
+    stored: CostHistory, costs: CostStats, meters: Sequence[Meters], recent: Histogram
+) -> None:
+    """Save the costs of recent samples for the next program; of all, where none are recent."""
+    costs.update(meters)
+    stored.save(recent if recent.count else costs.run["total"])

@@ -18,7 +18,7 @@ from minato.delivery.device import device_copier
 from minato.delivery.pinning import Pin, PinCopier
 from minato.delivery.prefetch import Copier, PrefetchReader
 from minato.engine.copied_objects import CopiedObjects
-from minato.engine.ending import cost_history, end_engine, if_alive, observers_of
+from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
@@ -26,11 +26,10 @@ from minato.engine.pools import make_pool
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError, Postponed, not_the_end
-from minato.observe.observers import Observers, settle
-from minato.observe.stats.costs import CostStats
-from minato.observe.stats.histograms import merged
-from minato.observe.stats.snapshot import LoaderSnapshot
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.meters import CostStats, merged
+from minato.observe.observers import LoaderSnapshot, Observer, Observers
+from minato.observe.trace import LoopTrack
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.resume import DatasetStates
@@ -122,10 +121,10 @@ class Engine:
         self._pool = make_pool(plan, context, state, restart_policy, wait_stats)
         track = None if worker.tracks is None else worker.tracks.loop()
         tracer: Tracer = NULL_TRACER if track is None else track
-        observers = observers_of(history, track)
+        observers: list[Observer] = [] if track is None else [LoopTrack(track)]
         if worker.in_processes and plan.pool.context.get_start_method() == "fork":
             observers.append(CopiedObjects(worker.pipeline.dataset, self._pool))
-        self._observers = Observers(observers)
+        self._observers = Observers(history.observers, observers)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
         self._num_prefetched = plan.prefetch.to_device if pin is None else 1
         copier = _copier(plan, arena, pin, tracer)
@@ -215,8 +214,7 @@ class Engine:
             self.afterwards.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
         if worker.hands_over:
             self.afterwards.append(if_alive(History.learn, history, state.handover))
-        if history.epoch_log is not None:
-            self.afterwards.append(if_alive(settle, history.epoch_log, self._metrics))
+        self.afterwards.append(self._observers.ending(self._metrics))
         self._end = functools.partial(end_engine, self._pool.shut_down, arena, self.afterwards)
         self._finalizer = weakref.finalize(self, self._end)
 
@@ -317,7 +315,9 @@ class Engine:
                 if self._failures is not None:
                     self._failures.end()
                 if self._cost_history is not None:
-                    self._cost_history.save(self.profile(), self.slow_threshold.recent)
+                    save_costs(
+                        self._cost_history, self._costs, self.meters, self.slow_threshold.recent
+                    )
             finally:
                 self._observers.finish()
             raise
@@ -399,11 +399,6 @@ class Engine:
     def workers(self) -> list[Any]:
         """The worker processes that have been started, if workers are processes of this machine."""
         return [process for process in self._pool.processes if process.pid is not None]
-
-    def profile(self) -> CostStats:
-        """Costs of all samples so far, and of those since the last call."""
-        self._costs.update(self.meters)
-        return self._costs
 
     def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # all stages: the first iterator loads them
     from minato.engine.history import History
     from minato.engine.inline import InlineEngine
     from minato.engine.plan import WorkerPlan
-    from minato.observe.trace.track import Trace, Tracks
+    from minato.observe.trace import Trace, Tracks
 
 __all__ = ["EngineFactory", "RankSession"]
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 from minato._core import Histogram
 from minato.engine.spec import LoaderSpec
 from minato.errors import warn
-from minato.observe.stats.costs import CostHistoryStore
-from minato.observe.stats.epoch_log import EpochLog
+from minato.observe.cost_history import CostHistory
+from minato.observe.epoch_log import EpochLog
+from minato.observe.observers import Observer
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.handover import Handover
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
@@ -18,7 +19,7 @@ from minato.workers.current_sample import CurrentSample
 from minato.workers.runner import CostEstimate
 
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
-    from minato.observe.monitor.endpoint import ServedMetrics
+    from minato.observe.endpoint import ServedMetrics
     from minato.workers.autoscale import AutoscaleState
 
 __all__ = ["History", "RunningEngine"]
@@ -47,6 +48,7 @@ class History:
         cost_estimate: The cost estimate of the worker in the main process.
         autoscale: The number of active workers and its controller; None: all workers are active.
         epoch_log: The log of epochs that reports read; None: nothing is measured.
+        observers: Follow all engines: the log, and the views of the program.
         served_metrics: The metrics at an HTTP address; None for none.
         may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
         engine: A weak reference to the newest engine.
@@ -55,11 +57,12 @@ class History:
 
     cost_model: CostModel = field(default_factory=CostModel)
     costs: Histogram | None = None
-    cost_history: CostHistoryStore | None = None
+    cost_history: CostHistory | None = None
     decision: ThresholdDecision = SlowThreshold().decision
     cost_estimate: CostEstimate = field(default_factory=CostEstimate)
     autoscale: AutoscaleState | None = None
     epoch_log: EpochLog | None = None
+    observers: list[Observer] = field(default_factory=list)
     served_metrics: ServedMetrics | None = None
     may_travel: bool | None = None
     engine: Callable[[], RunningEngine | None] = _no_engine
@@ -94,4 +97,5 @@ class History:
 
             count = spec.workers.count
             autoscale = AutoscaleState.of(scale.controller, count, scale.min, scale.max)
-        return cls(autoscale=autoscale, epoch_log=EpochLog() if options.stats else None)
+        log = EpochLog() if options.stats else None
+        return cls(autoscale=autoscale, epoch_log=log, observers=[] if log is None else [log])

@@ -21,17 +21,17 @@ from minato.batching.builder import BatchBuilder
 from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.sample_error import SampleError
 from minato.delivery.device import device_copier
-from minato.engine.ending import cost_history, end_engine, if_alive, observers_of
+from minato.engine.ending import cost_history, end_engine, save_costs
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan, WorkerPlan
 from minato.engine.worker_parts import fetcher_of, generators_of, restore
 from minato.errors import ErrorBudgetError, not_the_end
-from minato.observe.observers import Observers, settle
-from minato.observe.stats.costs import CostStats, Meters
-from minato.observe.stats.lateness import InOrderLateness
-from minato.observe.stats.snapshot import LoaderSnapshot
-from minato.observe.trace.tracer import NULL_TRACER, Tracer, in_profile
+from minato.observe.lateness import InOrderLateness
+from minato.observe.meters import CostStats, Meters
+from minato.observe.observers import LoaderSnapshot, Observer, Observers
+from minato.observe.trace import LoopTrack
+from minato.observe.tracer import NULL_TRACER, Tracer, in_profile
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.resume import DatasetStates
@@ -187,7 +187,8 @@ class InlineEngine:
         self._cost_history = cost_history(plan, history)
         track = None if worker.tracks is None else worker.tracks.loop()
         self._tracer: Tracer = NULL_TRACER if track is None else track
-        self._observers = Observers(observers_of(history, track))
+        own: list[Observer] = [] if track is None else [LoopTrack(track)]
+        self._observers = Observers(history.observers, own)
         self._builder = BatchBuilder(arena, pipeline.collate_fn, pipeline.batched)
         if pipeline.refetches:  # what a replaced fetcher has made is collated
             self._builder = BatchBuilder(arena, _as_it_is, pipeline.batched)
@@ -227,8 +228,7 @@ class InlineEngine:
         self._current = _Current()
         self._is_over = False
         self.afterwards: list[Callable[[], object]] = [self._current.keep_state]
-        if history.epoch_log is not None:
-            self.afterwards.append(if_alive(settle, history.epoch_log, self._metrics))
+        self.afterwards.append(self._observers.ending(self._metrics))
         self._end = functools.partial(end_engine, _nothing_to_end, arena, self.afterwards)
         self._finalizer = weakref.finalize(self, self._end)
 
@@ -399,7 +399,9 @@ class InlineEngine:
             if self._failures is not None:
                 self._failures.end()
             if self._cost_history is not None:
-                self._cost_history.save(self.profile(), self.slow_threshold.recent)
+                save_costs(
+                    self._cost_history, self._costs, [self._meters], self.slow_threshold.recent
+                )
         finally:
             self._observers.finish()
         self._is_over = True
@@ -692,11 +694,6 @@ class InlineEngine:
         if self._finalizer.alive:
             self._end()
             self._finalizer.detach()
-
-    def profile(self) -> CostStats:
-        """Costs of all samples so far, and of those since the last call."""
-        self._costs.update([self._meters])
-        return self._costs
 
     def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Worker, sample and time in ns of the sample that runs, if it has run for at least ``least_ns``."""

@@ -14,7 +14,7 @@ from minato.engine.factory import RankSession
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
 from minato.errors import warn
-from minato.observe.stats.lateness import Lateness
+from minato.observe.lateness import Lateness
 from minato.options import parse_address
 from minato.sampling.epoch import Position, Seeds
 from minato.sampling.progress import Coverage
@@ -22,15 +22,15 @@ from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 
 if TYPE_CHECKING:  # each method imports its own view: most loaders need none of them
-    from minato.observe.monitor.machine import MachineMonitor
-    from minato.observe.report.figures import Setup
-    from minato.observe.report.live import Live
-    from minato.observe.report.report import Report
-    from minato.observe.stats.epoch_log import EpochLog
+    from minato.observe.epoch_log import EpochLog
+    from minato.observe.figures import Setup
+    from minato.observe.live import Live
+    from minato.observe.machine import MachineMonitor
+    from minato.observe.report import Report
 
 __all__ = ["Inspector", "RunningSample", "SlowSamples"]
 
-_AT_EXIT = "minato.observe.report.at_exit"
+_AT_EXIT = "minato.observe.at_exit"
 """Imported only where reports at the end of the process are wanted."""
 
 
@@ -73,14 +73,14 @@ class Inspector:
 
     def report(self) -> Report:
         """See ``DataLoader.report``."""
-        from minato.observe.report.report import report_of
+        from minato.observe.report import report_of
 
         return report_of(self._setup(), self._spec.stages, self._measured())
 
     def _setup(self) -> Setup:
         """What a report says about the loader itself."""
-        from minato.observe.report.decoding import uses_pil
-        from minato.observe.report.figures import Setup
+        from minato.observe.decoding import uses_pil
+        from minato.observe.figures import Setup
 
         spec = self._spec if self._session is None else self._session.pooled(self._spec)
         workers, options = spec.workers, spec.options
@@ -106,10 +106,11 @@ class Inspector:
 
     def live(self) -> Live:
         """See ``DataLoader.live``."""
-        from minato.observe.report.live import Live
+        from minato.observe.live import Live
 
         self.watch_gpus()
-        return Live(self._measured(), self._spec.options.name, self._stages)
+        log = self._measured()
+        return Live(self._history.observers, log, self._spec.options.name, self._stages)
 
     @property
     def _stages(self) -> list[str]:
@@ -117,9 +118,9 @@ class Inspector:
 
     def metrics(self) -> dict[str, float]:
         """See ``DataLoader.metrics``."""
-        from minato.observe.stats.catalog import values_of
+        from minato.observe.metrics import values_of
 
-        return values_of(self._measured("metrics()"))
+        return values_of(self._measured("metrics()").totals())
 
     def _measured(self, method: str = "a report") -> EpochLog:
         self._refuse_attached(method)
@@ -141,11 +142,9 @@ class Inspector:
         _open("the figures of the machine", self._watch_machine, self._history.epoch_log)
         rank = local_rank()
         if environment("MINATO_LIVE") and rank == 0:
-            from minato.observe.report.live import Live
+            from minato.observe.live import Live
 
-            if not any(
-                isinstance(observer, Live) for observer in self._history.epoch_log.observers
-            ):
+            if not any(isinstance(observer, Live) for observer in self._history.observers):
                 _open("the live view", self.live)
         address, variable = self._spec.options.metrics_address, "MINATO_METRICS_PORT"
         if address is None and (text := environment(variable)) is not None:
@@ -166,7 +165,7 @@ class Inspector:
             return
         if self._session is not None and not self._session.hosts:
             return
-        from minato.observe.report import at_exit
+        from minato.observe import at_exit
 
         if path is not None:
             at_exit.write_at_exit(path)
@@ -174,8 +173,7 @@ class Inspector:
 
     def _watch_machine(self, epoch_log: EpochLog) -> MachineMonitor:
         """Start to record the use of the machine."""
-        from minato.observe.monitor.machine import MachineMonitor
-        from minato.observe.monitor.storage import StorageCounters
+        from minato.observe.machine import MachineMonitor, StorageCounters
 
         if not isinstance(epoch_log.machine, MachineMonitor):
             epoch_log.machine = MachineMonitor()
@@ -187,12 +185,12 @@ class Inspector:
         """Start to record the use of the GPUs, only in local rank 0, which sees those of the other ranks too."""
         machine = self._watch_machine(self._measured())
         if machine.gpus is None and local_rank() == 0:
-            from minato.observe.monitor.gpus import gpu_monitor
+            from minato.observe.gpus import gpu_table
 
-            machine.gpus = gpu_monitor()
+            machine.gpus = gpu_table()
 
     def _serve_metrics(self, address: tuple[str, int], rank: int) -> None:
-        from minato.observe.monitor.endpoint import ServedMetrics
+        from minato.observe.endpoint import ServedMetrics
 
         host, port = address
         port += rank if port else 0

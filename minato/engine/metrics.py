@@ -9,9 +9,8 @@ from typing import Protocol
 
 from minato._core import now_ns
 from minato._core.codes import Activity
-from minato.observe.stats.costs import CostStats, Meters
-from minato.observe.stats.slowest import SlowSample
-from minato.observe.stats.snapshot import Metrics, WorkerActivity
+from minato.observe.meters import CostStats, Meters, SlowSample
+from minato.observe.observers import Metrics
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
 from minato.scheduling.waiting import ConsumerWait
@@ -82,17 +81,12 @@ class EngineMetrics:
         )
         return Metrics(counts, self.costs.run)
 
-    def activity(self) -> WorkerActivity:
-        """Total times of all workers; any thread may call it, because it only reads shared memory."""
-        worked = [self.activities.activity(worker) for worker in range(len(self.meters))]
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """``(samples, ns)`` of each stage; any thread may call it, because it only reads shared memory."""
         stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
-        return WorkerActivity(
-            sum(each.busy_ns for each in worked),
-            sum(each.idle_ns for each in worked),
-            tuple(
-                (sum(each.count for each in stage), sum(each.total for each in stage))
-                for stage in stages
-            ),
+        return tuple(
+            (sum(each.count for each in stage), sum(each.total for each in stage))
+            for stage in stages
         )
 
     def quick_counts(self) -> dict[str, int]:

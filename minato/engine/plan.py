@@ -15,8 +15,8 @@ from minato._core.limits import explaining_limits
 from minato._support.objects import attribute, takes_lists
 from minato._system import local_ranks, recent_available_memory_bytes
 from minato.engine.spec import LoaderSpec
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
-from minato.observe.trace.track import Tracks
+from minato.observe.trace import Tracks
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions, Options
 from minato.sampling.epoch import Epoch
 from minato.sampling.resume import DatasetStates

@@ -26,8 +26,8 @@ from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
 from minato.engine.worker_parts import fetcher_of, generators_of, restore
 from minato.errors import not_the_end
-from minato.observe.stats.costs import Meters
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.meters import Meters
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.scheduling.handover import Handover
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators

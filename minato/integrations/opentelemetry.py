@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from minato._version import __version__
 from minato.integrations.logged import MeasuredLoader
-from minato.observe.stats.catalog import CATALOG, Metric
+from minato.observe.metrics import CATALOG, Metric
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observation

@@ -1,23 +1,171 @@
-"""The observers of an engine, switched off one by one where they raise: what is measured never stops what is loaded."""
+"""What an engine tells its observers. One that raises is switched off: what is measured never stops what is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
+from minato._core import Histogram
 from minato._support.text import message_of, type_name
 from minato.errors import warn
-from minato.observe.stats.epoch_log import EpochLog, EpochState, MetricsSource
-from minato.observe.stats.snapshot import LoaderSnapshot
+from minato.observe.lateness import Lateness
+from minato.observe.meters import EMPTY, SlowSample
 
-__all__ = ["Observer", "Observers", "settle"]
+__all__ = [
+    "EpochState",
+    "LoaderSnapshot",
+    "Metrics",
+    "MetricsSource",
+    "Observer",
+    "Observers",
+    "SlowThresholdState",
+]
 
 
-class Observer(Protocol):
-    """Follows the calls of an engine: an :class:`EpochLog`, the loop's track of a trace."""
+@dataclass
+class Metrics:
+    """Counters and histograms, which only grow; those of several runs can be added.
+
+    Attributes:
+        counts: By name, with the unit in the name.
+        histograms: By name; read-only.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+
+    def since(self, older: Metrics) -> Metrics:
+        """The increase since an older snapshot of the same metrics."""
+        counts = Counter({name: count - older.counts[name] for name, count in self.counts.items()})
+        histograms = {}
+        for name, values in self.histograms.items():
+            before = older.histograms.get(name, EMPTY)
+            if before is values:
+                histograms[name] = EMPTY
+            else:
+                histograms[name] = values.subtract(before) if before.count else values
+        return Metrics(counts, histograms)
+
+    def __add__(self, other: Metrics) -> Metrics:
+        whole = Metrics()
+        whole += self
+        whole += other
+        return whole
+
+    def __iadd__(self, other: Metrics) -> Metrics:
+        """Add other metrics to a sum, which owns its histograms."""
+        self.counts.update(other.counts)
+        for name, values in other.histograms.items():
+            self.histograms.setdefault(name, Histogram()).merge(values)
+        return self
+
+
+class LoaderSnapshot(NamedTuple):
+    """Workers and batches of a loader.
+
+    Attributes:
+        workers: Active workers.
+        in_flight: Batches that are open or ready.
+        ready: Batches that are ready.
+        limit: The largest number of batches in flight.
+        memory_bytes: Approximate memory of the batches in flight.
+        budget_bytes: The memory budget.
+    """
+
+    workers: int
+    in_flight: int
+    ready: int
+    limit: int
+    memory_bytes: int
+    budget_bytes: int
+
+
+class _Count(Protocol):
+    """A number of samples."""
+
+    @property
+    def samples(self) -> int: ...
+
+
+class _Coverage(Protocol):
+    """Samples of an epoch by their fate."""
+
+    @property
+    def requested(self) -> _Count: ...
+    @property
+    def delivered(self) -> _Count: ...
+    @property
+    def outstanding(self) -> _Count: ...
+
+
+class EpochState(Protocol):
+    """The progress of an epoch, from the sampler's side."""
+
+    @property
+    def lateness(self) -> Lateness:
+        """The lags of its samples."""
+
+    def coverage(self) -> _Coverage:
+        """The numbers of requested, returned and outstanding samples."""
+
+    def length(self) -> int | None:
+        """The number of batches; None if unknown."""
+
+
+class SlowThresholdState(Protocol):
+    """The threshold above which samples are slow."""
+
+    @property
+    def threshold_ns(self) -> int:
+        """Samples that take longer are slow; 0: none is."""
+
+    @property
+    def percentile(self) -> float:
+        """The share of samples below it, as is in force."""
+
+    @property
+    def slow_share(self) -> float:
+        """The share of slow samples among the latest."""
+
+    @property
+    def phase(self) -> str:
+        """``warm-up``, ``uniform``, ``following`` or ``fixed``."""
+
+
+class MetricsSource(Protocol):
+    """The metrics of an engine; readable after its end."""
+
+    def metrics(self) -> Metrics:
+        """All counters and histograms now."""
+
+    def quick_counts(self) -> Mapping[str, int]:
+        """The counts that cost little to read: a subset of those of ``metrics()``; callable in any thread."""
+
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """``(samples, ns)`` of each stage, for the samples that were timed, since the workers started.
+
+        The dataset comes first, then the transforms; callable in any thread.
+        """
+
+    def slowest(self) -> list[SlowSample]:
+        """The slowest samples of each worker."""
+
+    def decision(self) -> SlowThresholdState:
+        """The present threshold of slow samples."""
+
+    @property
+    def held_by_budget(self) -> bool:
+        """Whether the memory budget keeps more batches from being opened."""
+
+
+class Observer:
+    """Follows the calls of an engine. Each method does nothing, and is there to be overridden."""
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        """An epoch begins."""
+        """An epoch begins; an unfinished one is abandoned."""
 
     def started(self) -> None:
         """The workers of the epoch have started."""
@@ -26,7 +174,13 @@ class Observer(Protocol):
         """``next()`` is called."""
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        """``next()`` returns a batch."""
+        """``next()`` returns a batch.
+
+        Args:
+            samples: Number of its samples.
+            nbytes: Bytes of its samples.
+            loader: Returns the state of the loader; to be called rarely.
+        """
 
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""
@@ -34,33 +188,24 @@ class Observer(Protocol):
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``."""
 
-
-def settle(log: EpochLog, source: MetricsSource) -> None:
-    """End a log's epoch because its engine ends; an error is a warning, as the end of the engine goes on."""
-    try:
-        log.settle(source)
-    except Exception as error:
-        if isinstance(error, Warning):
-            raise
-        _warn(log, error)
-
-
-def _warn(observer: object, error: Exception) -> None:
-    warn(
-        f"{type_name(observer)} of this loader is switched off, because it raised {type_name(error)}: "
-        f"{message_of(error)}. Batches come as before, and what it shows ends here",
-        stacklevel=5,
-    )
+    def end(self, source: MetricsSource) -> None:
+        """The engine ends that has this source, and with it its epoch."""
 
 
 class Observers:
     """Calls all observers. One that raises is switched off, with a warning; the training loop gets its batch.
 
     Where warnings are errors, the next call of ``next()`` raises the warning, before it takes a batch.
+
+    Args:
+        of_loader: Observers of all engines of a loader; the list may change between two epochs.
+        own: Observers of this engine.
     """
 
-    def __init__(self, observers: Iterable[Observer]) -> None:
-        self._all: Sequence[Observer] = tuple(observers)
+    def __init__(self, of_loader: list[Observer], own: Iterable[Observer] = ()) -> None:
+        self._of_loader, self._own = of_loader, list(own)
+        self._all = (*of_loader, *self._own)
+        self._references: list[weakref.ref[Observer]] = []
         self._late: Exception | None = None
 
     def __bool__(self) -> bool:
@@ -68,6 +213,8 @@ class Observers:
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
         """An epoch begins."""
+        self._all = (*self._of_loader, *self._own)
+        self._references[:] = map(weakref.ref, self._of_loader)
         self._call("begin", epoch, progress, source)
 
     def started(self) -> None:
@@ -80,34 +227,34 @@ class Observers:
         Raises:
             Warning: Warnings are errors, and an observer warned since the last call.
         """
-        if self._late is not None:
-            self._raise_late()
-        for observer in self._all:
-            try:
-                observer.enter()
-            except Exception as error:
-                self._failed(observer, error)
+        self._raise_late()
+        self._call("enter")
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
         """``next()`` returns a batch."""
-        for observer in self._all:
-            try:
-                observer.leave(samples, nbytes, loader)
-            except Exception as error:
-                self._failed(observer, error)
+        self._call("leave", samples, nbytes, loader)
 
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""
         self._call("pinned", duration_ns)
 
     def finish(self) -> None:
-        """The epoch ends, in a call of ``next()``.
-
-        Raises:
-            Warning: Warnings are errors, and an observer warned since the last call.
-        """
+        """The epoch ends, in a call of ``next()``; raises as ``enter`` does."""
         self._call("finish")
         self._raise_late()
+
+    def ending(self, source: MetricsSource) -> Callable[[], None]:
+        """A function for the end of the engine: it calls those of the loader's observers that live, and keeps none."""
+        references = self._references
+
+        def end() -> None:
+            alive = Observers(
+                [each for reference in references if (each := reference()) is not None]
+            )
+            alive._call("end", source)
+            alive._raise_late()
+
+        return end
 
     def _call(self, name: str, *arguments: Any) -> None:
         for observer in self._all:
@@ -117,8 +264,8 @@ class Observers:
                 self._failed(observer, error)
 
     def _raise_late(self) -> None:
-        error, self._late = self._late, None
-        if error is not None:
+        if self._late is not None:
+            error, self._late = self._late, None
             raise error.with_traceback(None)
 
     def _failed(self, observer: Observer, error: Exception) -> None:
@@ -126,7 +273,14 @@ class Observers:
             self._late = error
             return
         self._all = tuple(each for each in self._all if each is not observer)
+        for listed in (self._of_loader, self._own):
+            if observer in listed:
+                listed.remove(observer)
         try:
-            _warn(observer, error)
+            warn(
+                f"{type_name(observer)} of this loader is switched off, because it raised {type_name(error)}: "
+                f"{message_of(error)}. Batches come as before, and what it shows ends here",
+                stacklevel=5,
+            )
         except Exception as raised:
             self._late = raised

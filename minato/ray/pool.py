@@ -13,7 +13,7 @@ from minato._compat import kill_actor
 from minato._core import Lease, now_ns
 from minato._support.threads import start_thread
 from minato.errors import warn
-from minato.observe.stats.costs import Meters
+from minato.observe.meters import Meters
 from minato.ray.actor import ActorSpec, SampleResult, SampleServer, unpack
 from minato.transforms.rng import current
 from minato.workers.local_pools import ThreadPool, ThreadSettings

@@ -16,8 +16,8 @@ import torch
 from minato._compat import fetcher_is_replaced
 from minato._core import spread_seed
 from minato._support.objects import takes_lists
-from minato.observe.stats.lateness import Lateness
-from minato.observe.stats.size import length_of
+from minato.observe.lateness import Lateness
+from minato.observe.size import length_of
 from minato.sampling.distributed import InterleavedRanks, epoch_of, nested, set_sampler_epoch
 from minato.sampling.progress import (
     NOTHING,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from minato._core import Arrivals, sum_of_hashes
 from minato.errors import CoverageError
-from minato.observe.stats.lateness import Lateness
+from minato.observe.lateness import Lateness
 from minato.sampling.replay import OrderRecord
 from minato.sampling.samplers import hash_of, marked, unmarked
 

@@ -28,7 +28,7 @@ from minato._support.hashes import index_hash
 from minato._support.objects import attribute, is_exactly
 from minato._support.text import message_of
 from minato._support.values import integer_of
-from minato.observe.stats.size import length_of
+from minato.observe.size import length_of
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.sampling.distributed import InterleavedRanks, RankSampler
 from minato.sampling.replay import RecordedOrder

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from minato._core import ConsumerLedger, EventCount
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato.errors import warn
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import NextEpoch
 from minato.sampling.progress import Progress
 from minato.sampling.samplers import Drawn, IndexBatches, unmarked

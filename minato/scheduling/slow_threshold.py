@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minato._core import Histogram
-from minato.observe.stats.histograms import merged, share_above
+from minato.observe.meters import merged, share_above
 
 __all__ = ["SlowThreshold", "SlowThresholdSettings", "ThresholdDecision"]
 

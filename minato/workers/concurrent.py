@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minato._core import Claim, Histogram, SharedWords, now_ns
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SampleRetry

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minato._core import WorkerLedger, now_ns
-from minato.observe.stats.costs import Meters
+from minato.observe.meters import Meters
 
 __all__ = ["Deferral", "DeferredSample"]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from minato._core import EventCount
 from minato._fork_safety import check_owner
 from minato._support.threads import start_thread
-from minato.observe.trace.tracer import in_profile
+from minato.observe.tracer import in_profile
 from minato.workers.pool import CpuUsage, thread_usage
 from minato.workers.runner import Kinds
 from minato.workers.worker import Worker

@@ -37,7 +37,7 @@ from minato._core.limits import explaining_limits
 from minato._fork_safety import check_owner, forget_in_children, starting_worker
 from minato._support.pickling import holding_descriptors
 from minato.errors import warn
-from minato.observe.trace.tracer import in_profile
+from minato.observe.tracer import in_profile
 from minato.workers.pool import CpuUsage, process_usage
 from minato.workers.sample_timeout import SampleWatchdog
 from minato.workers.signals import exiting, signals_deferred

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 from minato._core import Lease, now_ns, run_samples
 from minato._fork_safety import end_copy
 from minato._support.hashes import index_hash
-from minato.observe.stats.costs import Meters
-from minato.observe.stats.slowest import UNKNOWN
-from minato.observe.trace.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
+from minato.observe.meters import UNKNOWN, Meters
+from minato.observe.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness
 from minato.workers.deferral import DeferredSample

@@ -8,9 +8,9 @@ from time import thread_time_ns
 from typing import Any
 
 from minato._core import Lease, now_ns, run_steps
-from minato.observe.stats.costs import Meters
-from minato.observe.stats.size import nbytes_of
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.meters import Meters
+from minato.observe.size import nbytes_of
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.transforms.compose import Transforms
 from minato.workers.deferral import Deferral, DeferredSample
 

@@ -32,7 +32,7 @@ from minato._support.text import text_of
 from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import WorkerDiedError
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.current_sample import Collation, CurrentSample
 from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from minato._core import Claim, EventCount, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
-from minato.observe.trace.tracer import NULL_TRACER, Tracer
+from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.samplers import LISTS
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample

@@ -25,11 +25,10 @@ from minato._support.hashes import fingerprint, index_hash
 from minato._support.pickling import check_picklable
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
 from minato.errors import MinatoError, MinatoWarning, NotPicklableError
-from minato.observe.observers import Observers
-from minato.observe.stats.epoch_log import EpochLog
-from minato.observe.stats.size import length_of
-from minato.observe.trace.loop import LoopTrack
-from minato.observe.trace.track import EventFile
+from minato.observe.epoch_log import EpochLog
+from minato.observe.observers import Observer, Observers
+from minato.observe.size import length_of
+from minato.observe.trace import EventFile, LoopTrack
 from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError
 from minato.sources.ingest import ingest
@@ -202,7 +201,7 @@ def check_views(loader: DataLoader[Any]) -> None:
     assert str(loader.slow_samples()).encode()
     assert loader.coverage().complete
     assert all(isinstance(value, float) for value in loader.metrics().values())
-    assert loader.live().progress() is None
+    assert loader.live().rows() == []
     for each in report.slowest:
         assert len(str(each.index)) < 100
 
@@ -676,27 +675,28 @@ def test_a_trace_that_ends_loses_no_batch(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert loader.report().run.throughput.samples == SIZE
 
 
-@pytest.mark.parametrize("event", ["started", "ended"])
+@pytest.mark.parametrize("event", ["started", "finish"])
 def test_a_view_that_raises_is_switched_off_alone(event: str) -> None:
-    class View:
+    class View(Observer):
         def __init__(self) -> None:
             self.seen: list[str] = []
 
         def started(self) -> None:
             self.seen.append("started")
 
-        def ended(self) -> None:
-            self.seen.append("ended")
+        def finish(self) -> None:
+            self.seen.append("finish")
 
     loader = DataLoader(Numbers(SIZE), BATCH)
     broken, sound = View(), View()
     setattr(broken, event, fails)
-    log: Any = loader._history.epoch_log  # type: ignore[attr-defined]
-    log.observers += [broken, sound]
+    observers: Any = loader._history.observers  # type: ignore[attr-defined]
+    observers += [broken, sound]
     with pytest.warns(MinatoWarning, match="View of this loader is switched off"):
         assert all_of(loader) == (list(range(SIZE)), [])
     assert all_of(loader) == (list(range(SIZE)), [])
-    assert sound.seen == ["started", "ended"] * 2
+    assert sound.seen == ["started", "finish"] * 2
+    assert broken not in observers
     assert loader.report().run.epochs == 2
 
 
@@ -704,7 +704,7 @@ def test_the_end_of_an_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(Numbers(SIZE), BATCH)
     batches = iter(loader)
     next(batches)
-    monkeypatch.setattr(EpochLog, "settle", fails)
+    monkeypatch.setattr(EpochLog, "end", fails)
     with pytest.warns(MinatoWarning, match="EpochLog of this loader is switched off"):
         loader.close()
 

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from minato import DataLoader
 from minato._support.objects import Search
 from minato.engine.copied_objects import large_containers
-from minato.observe.stats.size import nbytes_of
+from minato.observe.size import nbytes_of
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.workers import fetch

@@ -23,7 +23,7 @@ import torch
 import minato
 from minato import DataLoader
 from minato.engine.copied_objects import large_containers
-from minato.observe.stats.size import nbytes_of
+from minato.observe.size import nbytes_of
 from minato.transforms.owned import OwnedGenerators
 from tests.datasets import TOO_MANY_WORKERS, Numbers
 from tests.pairwise import pairwise

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 import minato
 from minato import DataLoader
 from minato.caching import MemoryCache
-from minato.observe.report import at_exit
+from minato.observe import at_exit
 from tests.datasets import TOO_MANY_WORKERS, Numbers
 from tests.pairwise import pairwise
 

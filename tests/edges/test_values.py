@@ -23,9 +23,7 @@ from minato import CostBatchSampler, DataLoader, ErrorPolicy, StragglerPolicy
 from minato._support.hashes import index_hash
 from minato._support.values import integer_of, items_of, number_of, plain
 from minato.checks import check_number, check_whole
-from minato.observe.report.live_progress import ProgressEstimator
-from minato.observe.stats.slowest import SlowestSamples
-from minato.observe.stats.snapshot import EpochSnapshot
+from minato.observe.meters import SlowestSamples
 from minato.scheduling.cost_model import CostModel, integers_of
 from minato.sources.splits import folds, load_splits, save_splits, split
 from tests.datasets import Numbers, forked
@@ -561,19 +559,3 @@ def test_a_class_may_transform_and_collate() -> None:
 def test_what_is_no_port(value: Any) -> None:
     with pytest.raises(ValueError, match="^metrics_address=.* is no port: give a number"):
         DataLoader(Numbers(8), metrics_address=value)
-
-
-def test_epochs_of_one_number_are_told_apart() -> None:
-    estimator = ProgressEstimator("loader", ["dataset"])
-    first = EpochSnapshot(epoch=0, at_ns=10**9, batches=100, length=100, samples=1000)
-    estimator.add(first)
-    again = [
-        first._replace(at_ns=10**8, batches=5, samples=50),
-        first._replace(at_ns=2 * 10**9, batches=5, samples=50, began_ns=1),
-    ]
-    for snapshot in again:
-        estimator.add(first)
-        found = estimator.add(snapshot)
-        assert found.samples_per_s == pytest.approx(50 / (snapshot.at_ns / 1e9))
-        assert found.remaining_s is not None
-        assert found.remaining_s >= 0

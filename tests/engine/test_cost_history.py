@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minato import DataLoader, StragglerPolicy
-from minato.observe.stats.costs import CostStats
+from minato.observe.cost_history import from_words
 from minato.scheduling.slow_threshold import SlowThreshold
 from tests.datasets import Sleepy, flat, indices, plus_one
 from tests.disks import small_disk
@@ -33,19 +33,9 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
     assert threshold_ns(first) == 0
     assert sorted(flat(indices(first))) == list(range(80))
     (file,) = folder.iterdir()
-    assert json.loads(file.read_text())["names"] == [
-        "total",
-        "cpu",
-        "bytes",
-        "transforms",
-        "dataset",
-        "deferred",
-        "window_full",
-    ]
     known = threshold_ns(loader(order="fast_first", cost_history=folder))
-    kept = CostStats.load(folder, file.stem)
-    assert kept is not None
-    assert known == SlowThreshold(None, kept[1]).decision.threshold_ns > 1_000_000
+    kept = from_words(json.loads(file.read_text())["recent"])
+    assert known == SlowThreshold(None, kept).decision.threshold_ns > 1_000_000
     other = loader(order="fast_first", cost_history=folder, transforms=[plus_one])
     assert threshold_ns(other) == 0
 

@@ -79,9 +79,9 @@ MOST_MODULES = 112
 ON_DEMAND = [
     *(
         "minato.observe.report",
-        "minato.observe.monitor.endpoint",
-        "minato.observe.monitor.endpoint",
-        "minato.observe.monitor.gpus",
+        "minato.observe.live",
+        "minato.observe.endpoint",
+        "minato.observe.gpus",
     ),
     *(
         "minato.shared_pool.session",
@@ -104,9 +104,6 @@ ON_DEMAND = [
 """What an ordinary epoch does not use."""
 IMPORTED_LATE = {
     "minato.integrations",
-    "minato.observe.monitor",
-    "minato.observe.monitor.machine",
-    "minato.observe.monitor.storage",
     "minato.workers.fork_server",
 }
 """Of minato, by the first epoch."""

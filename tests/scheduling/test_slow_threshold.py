@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato._core import Histogram
-from minato.observe.stats.histograms import share_above
+from minato.observe.meters import share_above
 from minato.scheduling.slow_threshold import SlowThreshold, SlowThresholdSettings, ThresholdDecision
 
 MS = 1_000_000

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from minato.caching import DiskCache
 from tests.behaviour import test_failures, test_files_written
 from tests.caching import test_faults
-from tests.observe.stats import test_costs
+from tests.observe import test_cost_history
 from tests.sampling import test_damaged_states
 
 pytestmark = pytest.mark.stress
@@ -54,7 +54,9 @@ def logs(folder: Path) -> Any:
 
 
 def histories(folder: Path) -> Any:
-    return test_costs.HISTORIES, lambda text: test_costs.check_cost_history(text, folder)
+    return test_cost_history.HISTORIES, lambda text: test_cost_history.check_cost_history(
+        text, folder
+    )
 
 
 def entries(folder: Path) -> Any:

@@ -20,7 +20,7 @@ from minato._core import WORK_EVENTS_OFFSET, EventCount, WorkerLedger
 from minato._core.codes import READY
 from minato._support.counters import shared_integers
 from minato.engine.engine import Engine
-from minato.observe.stats.costs import Meters
+from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.deferral import Deferral, DeferredSample

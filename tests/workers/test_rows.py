@@ -15,7 +15,7 @@ from minato import DataLoader
 from minato.batching.layout import Layout
 from minato.workers.fetch import has_rows, rows_of
 from tests.datasets import ORDERS, assert_same
-from tests.observe.trace.events import check_nesting, read
+from tests.observe.events import check_nesting, read
 
 COUNT = 50
 TORCH_DTYPES = (

@@ -10,7 +10,7 @@ import pytest
 
 from minato import DataLoader
 from minato._core import Lease, now_ns
-from minato.observe.stats.costs import Meters
+from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.workers import runner
 from minato.workers.deferral import DeferredSample
@@ -165,13 +165,13 @@ def test_what_samples_cost_is_measured_in_all_workers() -> None:
     iterator: Any = iter(DataLoader(Numbers(LENGTH), 4, transforms=chain, num_workers=2))
     engine = iterator._source
     assert len(list(iterator)) == LENGTH // 4
-    profile = engine.profile()
-    assert profile.run["total"].count == LENGTH
-    assert profile.run["0 Pause"].count == profile.run["1 str"].count == LENGTH
-    assert profile.run["dataset"].count == profile.run["cpu"].count == LENGTH
-    assert profile.run["bytes"].total == LENGTH * 8
-    assert 4_000_000 <= profile.run["0 Pause"].percentile(0.5) <= profile.run["total"].max
-    assert profile.run["1 str"].total < profile.run["0 Pause"].total
+    costs = engine._metrics.metrics().histograms
+    assert costs["total"].count == LENGTH
+    assert costs["0 Pause"].count == costs["1 str"].count == LENGTH
+    assert costs["dataset"].count == costs["cpu"].count == LENGTH
+    assert costs["bytes"].total == LENGTH * 8
+    assert 4_000_000 <= costs["0 Pause"].percentile(0.5) <= costs["total"].max
+    assert costs["1 str"].total < costs["0 Pause"].total
 
 
 def test_of_rather_expensive_samples_every_eighth_is_measured(
@@ -183,15 +183,15 @@ def test_of_rather_expensive_samples_every_eighth_is_measured(
     iterator: Any = iter(DataLoader(Numbers(400), 4, transforms=[Pause(0.001)], **workers))
     engine = iterator._source
     assert len(list(iterator)) == 100
-    profile = engine.profile()
-    assert profile.run["total"].count == 400
-    assert profile.run["0 Pause"].count == 400 // 8
+    costs = engine._metrics.metrics().histograms
+    assert costs["total"].count == 400
+    assert costs["0 Pause"].count == 400 // 8
 
 
 def test_of_cheap_samples_few_are_measured() -> None:
     iterator: Any = iter(DataLoader(Numbers(20_000), 50, transforms=[str, int], num_workers=1))
     engine = iterator._source
     assert len(list(iterator)) == 400
-    profile = engine.profile()
-    assert profile.run["total"].count == 20_000
-    assert 0 < profile.run["0 str"].count < 2_000
+    costs = engine._metrics.metrics().histograms
+    assert costs["total"].count == 20_000
+    assert 0 < costs["0 str"].count < 2_000

@@ -9,7 +9,7 @@ import pytest
 
 from minato._core import WORK_EVENTS_OFFSET, EventCount
 from minato._core.codes import READY
-from minato.observe.stats.costs import Meters
+from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.fetch import Fetcher

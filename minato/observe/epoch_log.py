@@ -1,0 +1,319 @@
+"""A log of a loader's epochs, as the training process sees them: waiting, batches, and the state over time."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from minato._core import Histogram, now_ns
+from minato.observe.machine import MachineSnapshot
+from minato.observe.meters import SlowSample, slowest_of
+from minato.observe.observers import (
+    EpochState,
+    LoaderSnapshot,
+    Metrics,
+    MetricsSource,
+    Observer,
+    SlowThresholdState,
+)
+
+__all__ = ["EpochLog", "EpochRecord", "LoaderUse", "Totals"]
+
+_KEPT_EPOCHS = 64
+"""Finished epochs that are kept one by one; the run is the sum of all."""
+_LOOK_NS, _LOOKS = 20_000_000, 128
+"""The state of a loader is looked at after this time, and after this part of the time since the start."""
+_QUICK = ("busy_ns", "idle_ns", "deaths", "retries", "skipped")
+"""Counts of a source that cost little to read."""
+
+
+class LoaderUse:
+    """The state of a loader over an epoch: at most every 20 ms, and rarely in a long one.
+
+    Attributes:
+        last: The latest state; None before the first.
+        memory_bytes: The largest memory of the batches in flight.
+        workers: The smallest and the largest number of active workers.
+    """
+
+    def __init__(self) -> None:
+        self.last: LoaderSnapshot | None = None
+        self.memory_bytes = 0
+        self.workers = (0, 0)
+        self._at_ns = self._due_ns = self._sum_ns = 0
+        self._occupancy_ns = self._in_flight_ns = 0.0
+
+    def is_due(self, at_ns: int) -> bool:
+        """Whether to look at the loader, at a time in ns since the start of the epoch."""
+        return at_ns >= self._due_ns
+
+    def add(self, at_ns: int, state: LoaderSnapshot) -> None:
+        """Add a state, which counts for the time since the one before it."""
+        duration_ns = max(at_ns - self._at_ns, 1)
+        self._occupancy_ns += duration_ns * state.ready / max(state.limit, 1)
+        self._in_flight_ns += duration_ns * state.in_flight
+        self._sum_ns += duration_ns
+        self._at_ns, self._due_ns = at_ns, at_ns + max(_LOOK_NS, at_ns // _LOOKS)
+        self.memory_bytes = max(self.memory_bytes, state.memory_bytes)
+        low, high = self.workers if self.last is not None else (state.workers, state.workers)
+        self.workers = min(low, state.workers), max(high, state.workers)
+        self.last = state
+
+    @property
+    def occupancy(self) -> float:
+        """The share of the prefetch window that holds ready batches, on average."""
+        return self._occupancy_ns / max(self._sum_ns, 1)
+
+    @property
+    def in_flight(self) -> float:
+        """The number of batches in flight, on average."""
+        return self._in_flight_ns / max(self._sum_ns, 1)
+
+
+@dataclass
+class EpochRecord:
+    """One epoch as the training process sees it.
+
+    Attributes:
+        epoch: Its number.
+        wall_ns: From its start to the last return of ``next()``.
+        start_ns: Time in ``iter()``.
+        first_ns: Time in ``next()`` for the first batch.
+        waits: Time inside each ``next()``, in ns.
+        steps: Time between two of them, in ns.
+        metrics: Of the workers, and of all of the above.
+        use: The state of the loader over time.
+        machine: The machine, as of the last update.
+        decision: The last threshold of slow samples.
+        held_by_budget: Whether the memory budget kept more batches from being opened.
+        finished: Whether it ended regularly.
+    """
+
+    epoch: int
+    wall_ns: int = 0
+    start_ns: int = 0
+    first_ns: int = 0
+    waits: Histogram = field(default_factory=Histogram)
+    steps: Histogram = field(default_factory=Histogram)
+    metrics: Metrics = field(default_factory=Metrics)
+    use: LoaderUse = field(default_factory=LoaderUse)
+    machine: MachineSnapshot = field(default_factory=MachineSnapshot)
+    decision: SlowThresholdState | None = None
+    held_by_budget: bool = False
+    finished: bool = False
+
+
+_NO_LOADER = LoaderSnapshot(0, 0, 0, 0, 0, 0)
+
+
+class Totals(NamedTuple):
+    """Totals over all epochs, and the newest epoch so far.
+
+    Attributes:
+        counts: Totals, the newest epoch included: ``batches``, ``samples``, ``bytes``, ``waited_ns``, ``wall_ns``,
+            ``busy_ns``, ``idle_ns``, ``deaths``, ``retries``, ``skipped``.
+        epoch: Number of the newest epoch.
+        running: Whether it has not ended.
+        wall_ns: Its duration so far.
+        waited_ns: Time in ``next()`` and ``iter()`` in it.
+        batches, samples: Returned in it.
+        loader: The loader after a recent batch of it.
+    """
+
+    counts: Mapping[str, int]
+    epoch: int = 0
+    running: bool = False
+    wall_ns: int = 0
+    waited_ns: int = 0
+    batches: int = 0
+    samples: int = 0
+    loader: LoaderSnapshot = _NO_LOADER
+
+
+class EpochLog(Observer):
+    """Follows a loader through its epochs; one per loader, for all of its iterators.
+
+    Attributes:
+        past: Epochs that have ended or were abandoned, the latest last.
+        forgotten: Metrics of epochs that are no longer kept.
+        slow: The slowest samples of all epochs.
+        machine: Returns the state of the machine, in any thread.
+        storage: Returns the counters of sources, reads and the cache.
+    """
+
+    def __init__(self) -> None:
+        self.past: deque[EpochRecord] = deque(maxlen=_KEPT_EPOCHS)
+        self.forgotten = Metrics()
+        self.slow: list[SlowSample] = []
+        self.machine: Callable[[], MachineSnapshot] = MachineSnapshot
+        self.storage: Callable[[], Counter[str]] = Counter
+        self._loader: LoaderSnapshot | None = None
+        self._loader_wanted = False
+        self._current: EpochRecord | None = None
+        self._ended = Totals(
+            dict.fromkeys(("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK), 0)
+        )
+        self._newest_ended: EpochRecord | None = None
+        self._progress: EpochState | None = None
+        self._source: MetricsSource | None = None
+        self._before = Metrics()
+        self._began_ns = self._entered_ns = self._left_ns = 0
+        self._samples = self._bytes = self._pinned_ns = 0
+
+    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
+        """An epoch begins; an unfinished one is abandoned."""
+        self._settle()
+        self._source, self._progress = source, progress
+        self._before, _ = self._metrics(source)
+        self._samples = self._bytes = self._pinned_ns = 0
+        self._loader, self._loader_wanted = None, False
+        self._began_ns = self._entered_ns = self._left_ns = now_ns()
+        self._current = EpochRecord(epoch)  # last: other threads read the rest if it is there
+
+    def started(self) -> None:
+        """The workers of the epoch have started."""
+        if self._current is not None:
+            self._left_ns = now_ns()
+            self._current.wall_ns = self._current.start_ns = self._left_ns - self._began_ns
+
+    def enter(self) -> None:
+        """``next()`` is called."""
+        self._entered_ns = now = now_ns()
+        record = self._current
+        if record is not None and record.waits.count:
+            record.steps.record(now - self._left_ns)
+
+    def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
+        """``next()`` returns a batch."""
+        self._left_ns = now = now_ns()
+        record = self._current
+        if record is None:
+            return
+        record.waits.record(now - self._entered_ns)
+        record.wall_ns = now - self._began_ns
+        self._samples += samples
+        self._bytes += nbytes
+        if record.waits.count == 1:
+            record.first_ns = now - self._entered_ns
+        if record.use.is_due(record.wall_ns):
+            record.use.add(record.wall_ns, loader())
+        if self._loader_wanted:
+            self._loader_wanted, self._loader = False, loader()
+
+    def pinned(self, duration_ns: int) -> None:
+        """A batch was copied to pinned memory, after ``next()`` of the engine."""
+        self._pinned_ns += duration_ns
+
+    def finish(self) -> None:
+        """The epoch ends, in a call of ``next()``."""
+        if self._current is not None:
+            self._current.wall_ns = now_ns() - self._began_ns
+            self._current.finished = True
+            self._settle()
+
+    def end(self, source: MetricsSource) -> None:
+        """The engine ends that has this source, and with it its epoch."""
+        if source is self._source:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Update the current epoch for the last time."""
+        if self._current is None:
+            return
+        record = self._updated()
+        self._ended = self._with(record, record.metrics.counts, running=False)
+        self._newest_ended, self._current = record, None
+        if len(self.past) == self.past.maxlen:
+            self.forgotten += self.past[0].metrics
+        self.past.append(record)
+        self._source = self._progress = None
+
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """``(samples, ns)`` of each stage since the workers started; empty between two epochs; in any thread."""
+        source = self._source
+        return () if source is None else source.stages()
+
+    def totals(self) -> Totals:
+        """Totals over all epochs, and the newest one; changes nothing, so any thread may call it.
+
+        It takes microseconds, however many samples there were.
+        """
+        while True:
+            ended, record, source, before = self._ended, self._current, self._source, self._before
+            if record is None or source is None or record is self._newest_ended:
+                found = ended
+            else:
+                start = before.counts
+                counts = {n: count - start[n] for n, count in source.quick_counts().items()}
+                found = self._with(record, counts, running=True)
+            self._loader_wanted = True
+            if ended is self._ended:  # else an epoch has ended meanwhile
+                return found
+
+    def _with(self, record: EpochRecord, counts: Mapping[str, int], *, running: bool) -> Totals:
+        """Totals over the epochs that have ended, and one more, with the present call of ``next()``."""
+        entered_ns, left_ns = self._entered_ns, self._left_ns
+        wall_ns, waited_ns = record.wall_ns, record.start_ns + record.waits.total
+        if entered_ns > left_ns:
+            now = now_ns()
+            wall_ns = max(wall_ns, now - self._began_ns)
+            waited_ns += max(now - entered_ns, 0)
+        total = dict(self._ended.counts)
+        for name in _QUICK:
+            total[name] += counts.get(name, 0)
+        total["batches"] += record.waits.count
+        total["samples"] += self._samples
+        total["bytes"] += self._bytes
+        total["wall_ns"] += wall_ns
+        total["waited_ns"] += waited_ns
+        loader = self._loader or record.use.last or _NO_LOADER
+        return Totals(
+            counts=total,
+            epoch=record.epoch,
+            running=running,
+            wall_ns=wall_ns,
+            waited_ns=waited_ns,
+            batches=record.waits.count,
+            samples=self._samples,
+            loader=loader,
+        )
+
+    def records(self) -> list[EpochRecord]:
+        """All epochs that are kept, the current one last."""
+        return [*self.past, *([] if self._current is None else [self._updated()])]
+
+    def _updated(self) -> EpochRecord:
+        record, source, progress = self._current, self._source, self._progress
+        assert record is not None
+        assert source is not None
+        assert progress is not None
+        metrics, record.machine = self._metrics(source)
+        record.metrics = metrics.since(self._before)
+        record.decision, record.held_by_budget = source.decision(), source.held_by_budget
+        coverage = progress.coverage()
+        record.metrics.counts.update(
+            asked=coverage.requested.samples,
+            delivered=coverage.delivered.samples,
+            outstanding=coverage.outstanding.samples,
+            epochs=1,
+            batches=record.waits.count,
+            samples=self._samples,
+            bytes=self._bytes,
+            wall_ns=record.wall_ns,
+            start_ns=record.start_ns,
+            first_ns=record.first_ns,
+            pinned_ns=self._pinned_ns,
+        )
+        lateness = progress.lateness
+        record.metrics.histograms.update(wait=record.waits, step=record.steps, lag=lateness.latest)
+        self.slow = slowest_of([*self.slow, *source.slowest()])
+        return record
+
+    def _metrics(self, source: MetricsSource) -> tuple[Metrics, MachineSnapshot]:
+        """All metrics, those of the machine and of the storage included."""
+        metrics, machine = source.metrics(), self.machine()
+        metrics.counts.update(machine.counts)
+        metrics.counts.update(self.storage())
+        return metrics, machine

@@ -1,0 +1,205 @@
+"""The use of the GPUs, sampled ten times a second by a separate process, which runs this file.
+
+A process of its own keeps slow calls of the driver out of the training process. It imports nothing of minato, so that
+it starts quickly, adds the values in shared memory, and ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["INTERVAL_S", "NBYTES", "Gpu", "GpuTable", "gpu_table", "run", "visible"]
+
+INTERVAL_S = 0.1
+_FIELDS = ("samples", "idle", "busy_percent", "used_mib", "total_mib")
+"""Of each GPU: samples, samples in which it was idle, sums of its utilization in percent and of the MiB in use, and
+its total MiB."""
+_MOST_GPUS = 32
+_NAME = 64
+_ROW = 8 * len(_FIELDS)
+NBYTES = 8 + _MOST_GPUS * (_ROW + _NAME)
+"""Bytes of the shared memory."""
+_DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Device files of a driver, on Linux and in WSL."""
+_GRACE_S = 5.0
+"""Time limit for the end of the process."""
+
+
+class Gpu(Protocol):
+    """A GPU that can be sampled."""
+
+    name: str
+
+    def look(self) -> tuple[float, int, int]:
+        """Utilization in percent, bytes in use, total bytes."""
+
+
+class GpuTable:
+    """The counters of the GPUs, in memory of :data:`NBYTES` bytes; zeros are an empty table."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory: Any = memoryview(memory).cast("B")
+        self._count: Any = self._memory[:8].cast("q")
+
+    def row(self, number: int) -> Any:
+        """The counters of a GPU: samples, idle ones, sums of busy percent and used MiB, and total MiB."""
+        start = 8 + number * (_ROW + _NAME)
+        return self._memory[start : start + _ROW].cast("d")
+
+    def _name(self, number: int) -> Any:
+        end = 8 + (number + 1) * (_ROW + _NAME)
+        return self._memory[end - _NAME : end]
+
+    def enter(self, gpus: Sequence[Gpu]) -> None:
+        """Initialize the table for these GPUs."""
+        for number, gpu in enumerate(gpus):
+            self._name(number)[:] = gpu.name.encode()[:_NAME].ljust(_NAME, b"\0")
+        self._count[0] = len(gpus)
+
+    def add(self, number: int, gpu: Gpu) -> None:
+        """Add a sample of a GPU."""
+        percent, used, total = gpu.look()
+        row = self.row(number)
+        row[1] += percent == 0
+        row[2] += percent
+        row[3] += used / 2**20
+        row[4] = total / 2**20
+        row[0] += 1
+
+    def gpus(self) -> tuple[tuple[str, int], ...]:
+        """Name and bytes of each; empty until the process has started."""
+        return tuple(
+            (
+                bytes(self._name(i)).rstrip(b"\0").decode(errors="replace"),
+                round(self.row(i)[-1] * 2**20),
+            )
+            for i in range(self._count[0])
+        )
+
+    def counts(self) -> Counter[str]:
+        """By ``gpu0_samples``, ``gpu0_idle``, ``gpu0_busy_percent``, ``gpu0_used_mib``, ``gpu1_samples`` and so on."""
+        return Counter(
+            {
+                f"gpu{i}_{name}": round(value)
+                for i in range(self._count[0])
+                for name, value in zip(_FIELDS[:-1], self.row(i), strict=False)
+            }
+        )
+
+
+# ---- the training process -------------------------------------------------------------------
+
+_present: weakref.ref[GpuTable] | None = None
+
+
+def gpu_table() -> GpuTable | None:
+    """The table of this process, whose GPUs are sampled until its last reference ends; None without a driver."""
+    global _present
+    table = None if _present is None else _present()
+    if table is None and any(path.exists() for path in _DRIVER) and hasattr(os, "memfd_create"):
+        table = _started()
+        _present = None if table is None else weakref.ref(table)
+    return table
+
+
+def _started() -> GpuTable | None:
+    descriptor = os.memfd_create("minato-gpus")
+    try:
+        os.ftruncate(descriptor, NBYTES)
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(descriptor), str(os.getpid())],
+            pass_fds=[descriptor],
+            stdin=null,
+            stdout=null,
+            stderr=null,
+        )
+        table = GpuTable(mmap.mmap(descriptor, NBYTES))
+    except OSError:  # no process can be started: no monitoring
+        return None
+    finally:
+        os.close(descriptor)
+    weakref.finalize(table, _end, process, os.getpid())
+    return table
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked child, which has a copy
+        process.kill()  # it has nothing to clean up
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs also blocks the kill
+            process.wait(_GRACE_S)
+
+
+# ---- the separate process -------------------------------------------------------------------
+
+
+class _Nvml:
+    """A GPU through NVML."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        name = nvml.nvmlDeviceGetName(handle)
+        self.name = name.decode() if isinstance(name, bytes) else str(name)
+
+    def look(self) -> tuple[float, int, int]:
+        use = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        return float(use.gpu), int(memory.used), int(memory.total)
+
+
+def visible(nvml: Any, named: str | None) -> list[Gpu]:
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` names, all without it; only those that report their use."""
+    if named is None:
+        named = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))
+    found: list[Gpu] = []
+    try:
+        for name in filter(None, map(str.strip, named.split(","))):
+            by_number = name.lstrip("-").isdigit()
+            handle = (
+                nvml.nvmlDeviceGetHandleByIndex(int(name))
+                if by_number
+                else nvml.nvmlDeviceGetHandleByUUID(name)
+            )
+            gpu = _Nvml(nvml, handle)
+            gpu.look()
+            found.append(gpu)
+    except nvml.NVMLError:  # like CUDA: the devices before an invalid one
+        pass
+    return found[:_MOST_GPUS]
+
+
+def run(gpus: Sequence[Gpu], table: GpuTable, wanted: Callable[[], bool]) -> None:
+    """Sample GPUs while ``wanted()`` is true."""
+    table.enter(gpus)
+    while wanted():
+        for number, gpu in enumerate(gpus):
+            table.add(number, gpu)
+        time.sleep(INTERVAL_S)
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Fill the table in a memory file while the parent process lives."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        gpus = visible(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if gpus:
+            table = GpuTable(mmap.mmap(descriptor, NBYTES))
+            run(gpus, table, lambda: os.getppid() == parent)
+    except (pynvml.NVMLError, KeyboardInterrupt):
+        pass  # without a driver there are no GPUs
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

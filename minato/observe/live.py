@@ -1,0 +1,384 @@
+"""The live view of a loader, drawn by a thread while an epoch runs: a panel of rich, or lines."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from minato._compat import active_progress_bars
+from minato._core import now_ns
+from minato._fork_safety import at_work, forget_in_children
+from minato._support.text import printable
+from minato.errors import warn
+from minato.observe.epoch_log import EpochLog, Totals
+from minato.observe.machine import MachineSnapshot
+from minato.observe.observers import EpochState, MetricsSource, Observer
+from minato.observe.text import format_value
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live as RichLive
+
+__all__ = ["Live"]
+
+_RECENT_NS = 5_000_000_000
+"""Rates are averages over this time."""
+_DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 5.0
+_COST = 0.01
+"""Share of a core that drawing may take; expensive views are drawn less often, but once a second."""
+
+
+class _Look(NamedTuple):
+    """The loader at one moment."""
+
+    at_ns: int
+    totals: Totals
+    stages: tuple[tuple[int, int], ...]
+    machine: MachineSnapshot
+
+
+class Live(Observer):
+    """The result of ``loader.live()``: shows the progress of each epoch while it runs.
+
+    Attributes:
+        title: The loader and the epoch.
+        batches: Returned so far.
+        length: Batches of the whole epoch; None if unknown.
+        began_ns: When the epoch began.
+
+    Args:
+        observers: Of the loader; this view adds itself.
+        name: Of the loader.
+        stages: Names of the dataset's stage and of the transforms.
+    """
+
+    def __init__(
+        self, observers: list[Observer], log: EpochLog, name: str, stages: Sequence[str]
+    ) -> None:
+        self._log, self._name, self._stages = log, name, stages
+        self._source: MetricsSource | None = None
+        self._recent: deque[_Look] = deque()
+        self.title, self.batches, self.began_ns = name, 0, 0
+        self.length: int | None = None
+        self._observers = observers
+        observers.append(self)
+
+    def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
+        """An epoch begins; an unfinished one is shown no more."""
+        _board.remove(self)
+        self.title = f"{self._name}, epoch {epoch}"
+        self._source, self.length, self.began_ns = source, progress.length(), now_ns()
+        self._recent.clear()
+        self.rows()
+
+    def started(self) -> None:
+        """Show the epoch, whose workers have started."""
+        _board.add(self)
+
+    def finish(self) -> None:
+        """Replace the view by a summary: the epoch has ended."""
+        _board.remove(self)
+
+    def end(self, source: MetricsSource) -> None:
+        """Replace the view by a summary, if the epoch ends with its engine."""
+        if source is self._source:
+            _board.remove(self)
+
+    def close(self) -> None:
+        """End the view."""
+        if self in self._observers:
+            self._observers.remove(self)
+            _board.remove(self, summarize=False)
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What the view shows of the last seconds: names and texts; empty between two epochs."""
+        now = _Look(now_ns(), self._log.totals(), self._log.stages(), self._log.machine())
+        if not now.totals.running:
+            return []
+        recent = self._recent
+        recent.append(now)
+        while len(recent) > 2 and now.at_ns - recent[1].at_ns >= _RECENT_NS:
+            recent.popleft()
+        self.batches = now.totals.batches
+        return list(self._rows(recent[0], now))
+
+    def _rows(self, first: _Look, now: _Look) -> Iterator[tuple[str, str]]:
+        seconds = max(now.at_ns - first.at_ns, 1) / 1e9
+        before, counts = first.totals.counts, now.totals.counts
+        added = {name: count - before[name] for name, count in counts.items()}
+        samples, batches = added["samples"] / seconds, added["batches"] / seconds
+        rate = f"{samples:.3g} samples/s, {batches:.3g} batches/s"
+        if added["bytes"]:
+            rate += f", {format_value(added['bytes'] / seconds, 'bytes per s')}"
+        yield "throughput", rate
+        waiting = min(max(added["waited_ns"] / 1e9 / seconds, 0.0), 1.0)
+        yield "waiting", f"{format_value(waiting, 'share')} of the loop's time"
+        busy = added["busy_ns"] / max(added["busy_ns"] + added["idle_ns"], 1)
+        loader = now.totals.loader
+        yield "workers", f"{loader.workers}, busy {format_value(busy, 'share')} of their time"
+        yield "prefetch", f"{loader.ready} of at most {loader.limit} batches ready"
+        yield "slowest", self._slowest(first, now)
+        yield "machine", _machine_text(first.machine, now.machine, seconds)
+        if now.machine.gpus:
+            yield "GPUs", _gpu_text(first.machine, now.machine)
+
+    def _slowest(self, first: _Look, now: _Look) -> str:
+        """The stage that took most time in the last seconds, or else since the workers started."""
+        added = [
+            (count - earlier, total - earlier_total)
+            for (count, total), (earlier, earlier_total) in zip(
+                now.stages, first.stages, strict=False
+            )
+        ]
+        times = added if any(count for count, _ in added) else list(now.stages)
+        whole_ns = sum(total for _, total in times)
+        if whole_ns <= 0:
+            return "–"
+        number = max(range(len(times)), key=lambda i: times[i][1])
+        count, total = times[number]
+        return (
+            f"{self._stages[number]}, {format_value(total / whole_ns, 'share')} of the workers' time, "
+            f"{format_value(total / max(count, 1) / 1e9, 's')} per sample"
+        )
+
+    def summary(self) -> str:
+        """The last epoch in a line."""
+        record = self._log.past[-1]
+        counts = record.metrics.counts
+        wall_s = counts["wall_ns"] / 1e9
+        waited_s = (counts["start_ns"] + record.waits.total) / 1e9
+        return (
+            f"{self._name}, epoch {record.epoch}{'' if record.finished else ' (not finished)'}: "
+            f"{counts['batches']} batches, {counts['samples']} samples in {format_value(wall_s, 's')}, "
+            f"{counts['samples'] / max(wall_s, 1e-9):.3g} samples/s, "
+            f"waiting {format_value(waited_s / max(wall_s, 1e-9), 'share')}"
+        )
+
+
+def _machine_text(before: MachineSnapshot, now: MachineSnapshot, seconds: float) -> str:
+    """Cores, disks and memory."""
+    used, total, read = (
+        now.counts.get(name, 0) - before.counts.get(name, 0)
+        for name in ("cores_used_ns", "cores_there_ns", "disk_read_bytes")
+    )
+    cores = f"cores {format_value(min(used / total, 1.0), 'share')}, " if total > 0 else ""
+    return (
+        f"{cores}disks {format_value(read / seconds, 'bytes per s')}, "
+        f"{format_value(now.available_bytes, 'bytes')} of {format_value(now.limit_bytes, 'bytes')} free"
+        + ("" if now.gpus else ", no GPU")
+    )
+
+
+def _gpu_text(before: MachineSnapshot, now: MachineSnapshot) -> str:
+    """Utilization and memory of each GPU."""
+    found = []
+    for number, (_, total_bytes) in enumerate(now.gpus):
+        samples, idle, busy_percent, used_mib = (
+            now.counts.get(f"gpu{number}_{field}", 0) - before.counts.get(f"gpu{number}_{field}", 0)
+            for field in ("samples", "idle", "busy_percent", "used_mib")
+        )
+        if samples > 0:
+            busy = busy_percent / 100 / max(samples - idle, 1)
+            memory = format_value(used_mib / samples * 2**20, "bytes")
+            found.append(
+                f"{number}: idle {format_value(idle / samples, 'share')}, busy {format_value(busy, 'share')} "
+                f"otherwise, {memory} of {format_value(total_bytes, 'bytes')}"
+            )
+    return "; ".join(found)
+
+
+# ---- the terminal ---------------------------------------------------------------------------
+
+
+class _Board:
+    """The live views of this process, and the thread that draws them."""
+
+    def __init__(self) -> None:
+        self._views: list[Live] = []
+        self._stream: TextIO = sys.stderr
+        self._panel: RichLive | None = None
+        self._streams: tuple[Any, Any] = (None, None)
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def add(self, view: Live) -> None:
+        """Show a loader's epoch."""
+        if view in self._views or sys.stderr is None or sys.stderr.closed:
+            return
+        self._views.append(view)
+        if self._thread is None:
+            self._stream, self._streams = sys.stderr, (sys.stdout, sys.stderr)
+            self._panel = _panel_on(self._stream)
+            self._stop = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop,), name="minato-live", daemon=True
+            )
+            self._thread.start()
+
+    def remove(self, view: Live, summarize: bool = True) -> None:
+        """Remove a loader's view, and print its summary if ``summarize``."""
+        if view not in self._views:
+            return
+        self._views.remove(view)
+        if summarize:
+            _quietly(self._print, view.summary())
+        if not self._views:
+            self.close()
+
+    def close(self) -> None:
+        """End the thread and remove the panel."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._stop.set()
+        # The collection of an iterator may end its epoch in this thread.
+        if thread is not threading.current_thread():
+            thread.join()
+        if self._panel is not None:
+            _quietly(self._panel.stop)
+        self._panel = None
+
+    def forget(self) -> None:
+        """Forget everything in a forked child, which writes to the terminal itself: its parent owns the panel."""
+        if self._panel is not None:
+            sys.stdout, sys.stderr = self._streams
+        self._views, self._thread, self._panel = [], None, None
+
+    def _print(self, line: str) -> None:
+        """Print a line, above the panel or tqdm's progress bars if there are any."""
+        line = printable(line)
+        if self._panel is not None:
+            self._panel.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif active_progress_bars(bars := _tqdm()):
+            bars.write(line, file=self._stream)
+        else:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+
+    def _run(self, stop: threading.Event) -> None:
+        panel = self._panel
+        every_s = pause_s = _LINE_EVERY_S if panel is None else _DRAW_EVERY_S
+        while not stop.wait(pause_s):
+            start_s = time.thread_time()
+            with at_work() as may_run:
+                if not may_run:
+                    continue
+                shown = [(view, rows) for view in list(self._views) if (rows := view.rows())]
+                if stop.is_set():
+                    return
+                if panel is not None:
+                    if not _quietly(panel.update, _drawn(shown), refresh=True):
+                        return
+                else:
+                    for view, rows in shown:
+                        if not _quietly(self._print, _line(view, rows)):
+                            return
+            least_s = (time.thread_time() - start_s) / _COST
+            pause_s = max(every_s, min(least_s, 1.0))
+
+
+def _tqdm() -> Any:
+    return getattr(sys.modules.get("tqdm"), "tqdm", None)
+
+
+def _panel_on(stream: TextIO) -> RichLive | None:
+    """A panel of rich in the lowest rows of a terminal; None: only lines can be printed."""
+    if not stream.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
+        return None
+    if active_progress_bars(_tqdm()):  # rich's panel and tqdm's bars would overwrite each other
+        return None
+    try:
+        from rich.console import Console
+        from rich.file_proxy import FileProxy
+        from rich.live import Live as RichLive
+    except ImportError:
+        warn(
+            "the live view prints a line every few seconds, because rich is not installed: for a panel, "
+            'pip install "minatoloader[report]"',
+            stacklevel=2,
+        )
+        return None
+    if isinstance(sys.stdout, FileProxy) or isinstance(sys.stderr, FileProxy):
+        return None  # the program has a panel of its own
+    panel = RichLive(
+        console=Console(file=stream, force_jupyter=False),
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+    )
+    return panel if _quietly(panel.start) else None
+
+
+def _drawn(shown: Sequence[tuple[Live, list[tuple[str, str]]]]) -> RenderableType:
+    """The views for rich."""
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    panels: list[RenderableType] = []
+    for view, rows in shown:
+        table = Table.grid(padding=(0, 2))
+        for name, words in rows:
+            table.add_row(f"[dim]{name}[/]", escape(printable(words)))
+        bar = Table.grid(expand=True)  # ends the line
+        bar.add_row(ProgressBar(view.length or 1, min(view.batches, view.length or 0)))
+        title = f"[bold]{escape(printable(view.title))}[/]"
+        panels.append(Panel(Group(bar, table), title=title, subtitle=_progress(view)))
+    return Group(*panels)
+
+
+def _line(view: Live, rows: Sequence[tuple[str, str]]) -> str:
+    """A view in one line."""
+    return f"{view.title}: " + "; ".join([_progress(view), *map(" ".join, rows)])
+
+
+def _progress(view: Live) -> str:
+    """Batches and time so far, and the time left at the average rate."""
+    elapsed_s = (now_ns() - view.began_ns) / 1e9
+    if not view.length:
+        return f"{view.batches} batches in {_clock(elapsed_s)}"
+    words = f"{view.batches} of {view.length} batches in {_clock(elapsed_s)}"
+    if not view.batches:
+        return words
+    return f"{words}, {_clock(elapsed_s * max(view.length / view.batches - 1, 0.0))} left"
+
+
+def _clock(seconds: float) -> str:
+    """A duration as 0:42 or 1:02:03."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _quietly(write: Callable[..., object], *values: object, **options: object) -> bool:
+    """Write, and return whether that succeeded: a closed stream must not end the training."""
+    try:
+        write(*values, **options)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+_board = _Board()
+atexit.register(_board.close)
+forget_in_children(_board.forget)

@@ -1,0 +1,120 @@
+"""The state of the machine, and the counters of sources and caches, while a loader runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+from minato._core import now_ns
+from minato._support.counters import Counters
+from minato._support.objects import Search
+from minato._system import (
+    disk_read_bytes,
+    machine_usage,
+    memory_limit_bytes,
+    recent_available_memory_bytes,
+)
+
+if TYPE_CHECKING:
+    from minato.observe.gpus import GpuTable
+
+__all__ = ["MachineMonitor", "MachineSnapshot", "StorageCounters", "measure"]
+
+_RECENT_NS = 100_000_000
+"""The kernel's counters have a tenth of this resolution."""
+
+
+class MachineSnapshot(NamedTuple):
+    """Counters and memory of the whole machine.
+
+    Attributes:
+        counts: Counters with an arbitrary start: ``cores_used_ns``, ``cores_there_ns``, ``disk_read_bytes``, and of
+            each GPU ``gpu0_samples``, ``gpu0_idle`` (samples in which it was idle), ``gpu0_busy_percent`` (sum of its
+            utilization), ``gpu0_used_mib`` (sum of the memory in use).
+        available_bytes: Memory that is available.
+        limit_bytes: Total memory within the limits of the control groups.
+        gpus: Name and bytes of each.
+    """
+
+    counts: Mapping[str, int] = {}
+    available_bytes: int = 0
+    limit_bytes: int = 0
+    gpus: tuple[tuple[str, int], ...] = ()
+
+
+class MachineMonitor:
+    """Takes snapshots of the machine, at most ten per second: one epoch often starts when another ends.
+
+    Attributes:
+        gpus: The counters of the GPUs; None for none.
+    """
+
+    def __init__(self) -> None:
+        self.gpus: GpuTable | None = None
+        self._last_ns, self._last = 0, MachineSnapshot()
+
+    def __call__(self) -> MachineSnapshot:
+        """A recent snapshot."""
+        if now_ns() - self._last_ns > _RECENT_NS:
+            with contextlib.suppress(OSError):  # without free descriptors, training goes on
+                self._last_ns, self._last = now_ns(), measure(self.gpus)
+        return self._last
+
+
+def measure(gpus: GpuTable | None) -> MachineSnapshot:
+    """A new snapshot."""
+    used_s, there_s = machine_usage()
+    counts = Counter(
+        cores_used_ns=round(1e9 * used_s),
+        cores_there_ns=round(1e9 * there_s),
+        disk_read_bytes=disk_read_bytes(),
+    )
+    if gpus is not None:
+        counts.update(gpus.counts())
+    names = () if gpus is None else gpus.gpus()
+    return MachineSnapshot(counts, recent_available_memory_bytes(), _limit_bytes(), names)
+
+
+@functools.cache
+def _limit_bytes() -> int:
+    return memory_limit_bytes()
+
+
+class StorageCounters:
+    """The counters of a loader's storage, in all processes.
+
+    Args:
+        dataset: A source, or a dataset with sources in its attributes, at any depth.
+        cache: The loader's, or None.
+        reads: The counters of concurrent reads, or None.
+    """
+
+    def __init__(self, dataset: object, cache: Any, reads: Counters | None) -> None:
+        self._counters = [("source", counters) for counters in _counters_of(dataset)]
+        if cache is not None:
+            self._counters.append(("cache", cache.counters))
+        if reads is not None:
+            self._counters.append(("fetch", reads))
+
+    def counts(self) -> Counter[str]:
+        """All of them so far, by name."""
+        found: Counter[str] = Counter()
+        for kind, counters in self._counters:
+            found.update({f"{kind}_{name}": n for name, n in counters.by_name().items()})
+        return found
+
+
+def _counters_of(dataset: object) -> list[Counters]:
+    if "minato.sources.base" not in sys.modules:  # there is no source, and searching takes time
+        return []
+    search = Search(
+        lambda kind: issubclass(kind.kind, Counters),
+        opens=lambda kind: issubclass(kind.kind, Dataset),
+    )
+    return [node.thing for node in search.run({"dataset": dataset})]

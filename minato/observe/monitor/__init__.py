@@ -1,1 +1,0 @@
-"""Cores, disks, memory and GPUs of the machine; and the Prometheus endpoint."""

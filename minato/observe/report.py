@@ -1,0 +1,323 @@
+"""Report: the figures of a loader from its epoch log, and every way to show them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minato._core import Histogram
+from minato.observe import text
+from minato.observe.epoch_log import EpochLog, EpochRecord, LoaderUse
+from minato.observe.figures import (
+    Errors,
+    Gpu,
+    Machine,
+    Period,
+    Reads,
+    ReportFigures,
+    Setup,
+    SlowSample,
+    Stage,
+    Stragglers,
+    Throughput,
+    Waiting,
+    WindowFigures,
+    Workers,
+)
+from minato.observe.observers import Metrics
+from minato.observe.verdict import judge
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from rich.console import RenderableType
+
+__all__ = ["Report", "report_of"]
+
+
+@dataclass(frozen=True, repr=False)
+class Report(ReportFigures):
+    """The result of ``loader.report()``: text for ``print``, colour for ``rich.print``."""
+
+    def to_pandas(self) -> DataFrame:
+        """The figures of each epoch that is kept, and of the run in the last row, as a table of pandas.
+
+        The index is ``epoch 0``, …, ``run``. Columns are ``waiting.share``, ``throughput.samples_per_s`` and so on, as
+        in ``to_dict()``, with ``stages.NAME.mean_s`` for stages and ``gpus.NAME.busy_share`` for GPUs. A stage or GPU
+        that is not in an epoch is NaN there.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "to_pandas() needs pandas: pip install pandas; to_dict() has the same figures"
+            ) from error
+        rows = [_flat(each) for each in (*self.epochs, self.run)]
+        return pandas.DataFrame(rows, index=[each.name for each in (*self.epochs, self.run)])
+
+    def __repr__(self) -> str:
+        return (
+            f"<Report: {self.run.epochs} epochs, {self.run.throughput.batches} batches, waiting "
+            f"{text.format_value(self.run.waiting.share, 'share')}, bottleneck {self.verdict.bottleneck!r}>"
+        )
+
+    def __str__(self) -> str:
+        return text.plain(self)
+
+    def __rich__(self) -> RenderableType:
+        return text.rich_of(self)
+
+
+def report_of(setup: Setup, steps: Sequence[str], log: EpochLog) -> Report:
+    """The report of all epochs of a loader so far.
+
+    Args:
+        steps: Names of the transforms.
+    """
+    records = log.records()
+    whole = EpochRecord(-1)
+    if records:
+        last = records[-1]
+        whole = dataclasses.replace(last, epoch=-1)
+    whole.metrics = sum((each.metrics for each in records), log.forgotten)
+    run = _period(whole, "run", steps)
+    return Report(
+        setup=setup,
+        verdict=judge(setup, run),
+        run=run,
+        epochs=tuple(_period(each, f"epoch {each.epoch}", steps) for each in records),
+        slowest=tuple(
+            SlowSample(
+                index=each.key,
+                cost_s=each.cost_ns / 1e9,
+                epoch=each.epoch,
+                stage=_stage_name(each.stage, steps),
+                stage_s=each.stage_ns / 1e9,
+            )
+            for each in log.slow
+        ),
+    )
+
+
+def _flat(period: Period) -> dict[str, object]:
+    """The figures of a period by dotted names."""
+    row: dict[str, object] = {"epochs": period.epochs, "finished": period.finished}
+    parts = {
+        each.name: getattr(period, each.name)
+        for each in dataclasses.fields(period)
+        if dataclasses.is_dataclass(getattr(period, each.name))
+    }
+    parts.update({f"stages.{stage.name}": stage for stage in period.stages})
+    parts.update({f"gpus.{gpu.name}": gpu for gpu in period.gpus})
+    for part, figures in parts.items():
+        for each in dataclasses.fields(figures):
+            if each.name != "name":
+                row[f"{part}.{each.name}"] = getattr(figures, each.name)
+    return row
+
+
+def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
+    metrics, counts = record.metrics, record.metrics.counts
+    return Period(
+        name=name,
+        epochs=counts["epochs"],
+        finished=record.finished,
+        waiting=_waiting(metrics),
+        throughput=_throughput(metrics),
+        workers=_workers(metrics, record.use),
+        prefetch_window=_prefetch_window(record),
+        stragglers=_stragglers(record),
+        errors=Errors(**{each.name: counts[each.name] for each in dataclasses.fields(Errors)}),
+        reads=_reads(counts),
+        machine=Machine(
+            gpus=len(record.machine.gpus),
+            disk_bytes_per_s=_ratio(counts["disk_read_bytes"], counts["wall_ns"] / 1e9),
+            available_bytes=record.machine.available_bytes,
+            limit_bytes=record.machine.limit_bytes,
+        ),
+        gpus=_gpus(record),
+        stages=_stages(metrics, steps),
+    )
+
+
+def _waiting(metrics: Metrics) -> Waiting:
+    counts, waits = metrics.counts, _histogram(metrics, "wait")
+    waited_ns = counts["start_ns"] + waits.total
+    return Waiting(
+        total_s=waited_ns / 1e9,
+        share=_ratio(waited_ns, counts["wall_ns"]),
+        p50_s=waits.percentile(0.5) / 1e9,
+        p99_s=waits.percentile(0.99) / 1e9,
+        max_s=waits.max / 1e9,
+        start_s=_ratio(counts["start_ns"] / 1e9, counts["epochs"]),
+        first_batch_s=_ratio(counts["first_ns"] / 1e9, counts["epochs"]),
+        starved_s=counts["slept_ns"] / 1e9,
+        pin_memory_s=counts["pinned_ns"] / 1e9,
+    )
+
+
+def _throughput(metrics: Metrics) -> Throughput:
+    counts, step = metrics.counts, _histogram(metrics, "step")
+    wall_s = counts["wall_ns"] / 1e9
+    return Throughput(
+        wall_s=wall_s,
+        batches=counts["batches"],
+        samples=counts["samples"],
+        nbytes=counts["bytes"],
+        batches_per_s=_ratio(counts["batches"], wall_s),
+        samples_per_s=_ratio(counts["samples"], wall_s),
+        bytes_per_s=_ratio(counts["bytes"], wall_s),
+        step_p50_s=step.percentile(0.5) / 1e9,
+        step_mean_s=step.mean / 1e9,
+        coverage=_ratio(counts["delivered"], counts["asked"]),
+    )
+
+
+def _workers(metrics: Metrics, use: LoaderUse) -> Workers:
+    counts, busy_ns = metrics.counts, metrics.counts["busy_ns"]
+    count = 0 if use.last is None else use.last.workers
+    # Workers that stay are idle between two epochs, too, which is not the loader's doing.
+    idle_ns = min(counts["idle_ns"], max(count * counts["wall_ns"] - busy_ns, 0))
+    total_ns = busy_ns + idle_ns
+    window_full_ns = min(_histogram(metrics, "window_full").total, idle_ns)
+    # The clock of a thread does not advance while the thread is queued for a core.
+    queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
+    on_core = _ratio(_histogram(metrics, "cpu").total, _timed_ns(metrics)) * (1 + queued)
+    if not _timed_ns(metrics):  # whole batches are loaded by one call, which is not timed like this
+        on_core = _ratio(max(counts["ran_ns"], 0) * (1 + queued), busy_ns)
+    return Workers(
+        count=count,
+        fewest=use.workers[0],
+        most=use.workers[1],
+        busy_s=busy_ns / 1e9,
+        busy_share=_ratio(busy_ns, total_ns),
+        no_work_share=_ratio(idle_ns - window_full_ns, total_ns),
+        window_full_share=_ratio(window_full_ns, total_ns),
+        on_core_share=min(on_core, 1.0),
+        cores_share=min(_ratio(counts["cores_used_ns"], counts["cores_there_ns"]), 1.0),
+        deaths=counts["deaths"],
+    )
+
+
+def _prefetch_window(record: EpochRecord) -> WindowFigures:
+    use = record.use
+    return WindowFigures(
+        occupancy=use.occupancy,
+        in_flight=use.in_flight,
+        limit=0 if use.last is None else use.last.limit,
+        memory_bytes=use.memory_bytes,
+        budget_bytes=0 if use.last is None else use.last.budget_bytes,
+        held_by_budget=record.held_by_budget,
+    )
+
+
+def _stragglers(record: EpochRecord) -> Stragglers:
+    decision = record.decision
+    deferred, lag = _histogram(record.metrics, "deferred"), _histogram(record.metrics, "lag")
+    return Stragglers(
+        phase="" if decision is None else decision.phase,
+        threshold_s=0.0 if decision is None else decision.threshold_ns / 1e9,
+        percentile=0.0 if decision is None else decision.percentile,
+        slow_share=0.0 if decision is None else decision.slow_share,
+        deferrals=deferred.count,
+        deferred_p99_s=deferred.percentile(0.99) / 1e9,
+        lag_p50=lag.percentile(0.5),
+        lag_max=lag.max,
+    )
+
+
+def _reads(counts: Mapping[str, int]) -> Reads:
+    hits, misses = counts["cache_hits"], counts["cache_misses"]
+    return Reads(
+        retries=counts["source_retries"],
+        hedged=counts["fetch_hedged"],
+        hedges_won=counts["fetch_hedges_won"],
+        cache_hits=hits,
+        cache_misses=misses,
+        cache_hit_rate=_ratio(hits, hits + misses),
+        cache_damaged=counts["cache_damaged"],
+        cache_errors=counts["cache_errors"],
+        cache_full=counts["cache_full"],
+        cache_stored_bytes=counts["cache_stored_bytes"],
+    )
+
+
+def _gpus(record: EpochRecord) -> tuple[Gpu, ...]:
+    counts, found = record.metrics.counts, []
+    for number, (name, total_bytes) in enumerate(record.machine.gpus):
+        samples, idle, busy_percent, used_mib = (
+            counts[f"gpu{number}_{field}"]
+            for field in ("samples", "idle", "busy_percent", "used_mib")
+        )
+        found.append(
+            Gpu(
+                name=f"{number} {name}",
+                samples=samples,
+                idle_share=_ratio(idle, samples),
+                busy_share=_ratio(busy_percent / 100, samples - idle),
+                memory_bytes=round(_ratio(used_mib, samples) * 2**20),
+                total_bytes=total_bytes,
+            )
+        )
+    return tuple(found)
+
+
+def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[Stage, ...]:
+    """The dataset, each transform, and collate and copy."""
+    total = _histogram(metrics, "total")
+    busy_ns = max(metrics.counts["busy_ns"], total.total)
+    if not busy_ns:
+        return ()
+    timed_ns = _timed_ns(metrics)
+    named = [("dataset", "source", "dataset")]
+    named += [(name, "transform", f"{number} {name}") for number, name in enumerate(steps)]
+    stages = []
+    if timed_ns:
+        for name, kind, key in named:
+            values = _histogram(metrics, key)
+            share = values.total / timed_ns * total.total / busy_ns
+            stages.append(_stage(name, kind, values, share))
+    else:
+        stages.append(_stage("samples", "source", total, total.total / busy_ns))
+    rest_ns = busy_ns - total.total
+    mean_s = _ratio(rest_ns / 1e9, total.count)
+    collate = Stage(
+        name="collate and copy",
+        kind="collate",
+        count=total.count,
+        mean_s=mean_s,
+        p50_s=mean_s,
+        p90_s=mean_s,
+        p99_s=mean_s,
+        share=rest_ns / busy_ns,
+    )
+    return (*stages, collate)
+
+
+def _stage(name: str, kind: str, values: Histogram, share: float) -> Stage:
+    p50, p90, p99 = (values.percentile(q) / 1e9 for q in (0.5, 0.9, 0.99))
+    return Stage(name, kind, values.count, values.mean / 1e9, p50, p90, p99, share)
+
+
+def _timed_ns(metrics: Metrics) -> int:
+    """Time of all stages of the samples that were timed stage by stage."""
+    names = ["dataset", *(name for name in metrics.histograms if name[:1].isdigit())]
+    return sum(_histogram(metrics, name).total for name in names)
+
+
+def _stage_name(stage: int, steps: Sequence[str]) -> str:
+    if stage == -1:
+        return "dataset"
+    return steps[stage] if 0 <= stage < len(steps) else ""
+
+
+def _histogram(metrics: Metrics, name: str) -> Histogram:
+    return metrics.histograms.get(name) or Histogram()
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else 0.0

@@ -1,1 +1,0 @@
-"""Reports and the live view: tables, verdicts, charts and pages."""

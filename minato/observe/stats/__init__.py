@@ -1,1 +1,0 @@
-"""Counters, histograms and the epoch log: the stages write them, the report reads them."""

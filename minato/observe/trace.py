@@ -1,0 +1,401 @@
+"""A trace: its file, its tracks, one for each thread, and the track of the training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from minato._core import now_ns
+from minato._support.files import open_lines, open_regular, write_all
+from minato._support.text import text_of
+from minato._support.values import integer_of
+from minato._system import environment, local_rank
+from minato.errors import warn
+from minato.observe.observers import LoaderSnapshot, Observer
+from minato.observe.tracer import REPEATED, SAMPLE, Args
+
+__all__ = [
+    "LIMIT_BYTES",
+    "EventFile",
+    "LoopTrack",
+    "Trace",
+    "Track",
+    "Tracks",
+    "trace_of_environment",
+]
+
+LIMIT_BYTES = 256 << 20
+"""Size limit of a trace: about half a million samples with three transforms, which the viewer opens easily."""
+_LOOP, _FIRST_WORKER, _TRACKS = 1, 10, 10_000
+"""Numbers of the training loop's track and the first worker's; how many numbers an iterator has."""
+_LONGEST_TEXT = 200
+_EXACT = 1 << 53
+"""Larger integers are texts: the viewer has floats."""
+
+
+class Trace:
+    """A loader's trace.
+
+    Args:
+        path: The file; checked now, and truncated at the first iteration.
+        name: Of the loader.
+
+    Raises:
+        ValueError: The file is no trace; it stays unchanged.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        self._path = os.path.abspath(path)
+        self._name = name
+        self._begun = False
+        self._taken: set[int] = set()
+        try:
+            _check(self._path)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"trace={path!r} cannot be written ({error.strerror}): give a file in a directory where you may write",
+            ) from None
+
+    def take(self) -> Tracks:
+        """Tracks for a new engine; those of an engine that has ended are reused."""
+        if not self._begun:
+            # The tracks will report the error: they cannot be written either.
+            with contextlib.suppress(OSError):
+                _begin(self._path)
+                self._begun = True
+        number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
+        self._taken.add(number)
+        return Tracks(self._path, LIMIT_BYTES, os.getpid(), number, self._name)
+
+    def give_back(self, tracks: Tracks) -> None:
+        """An engine has ended."""
+        self._taken.discard(tracks.number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_taken": set()}
+
+
+_numbers = itertools.count(1)
+_MOST_TRACES = 16
+"""A program may make a loader for each epoch; later ones are not recorded."""
+
+
+def trace_of_environment(name: str) -> Trace | None:
+    """The trace that ``MINATO_TRACE`` asks for, in a file for each loader of this process.
+
+    The second loader writes ``NAME-2.json``, local rank 1 ``NAME.rank1.json``. A file that cannot be written, or has
+    other content, is a warning.
+
+    Args:
+        name: Of the loader.
+    """
+    given = environment("MINATO_TRACE")
+    if given is None or (number := next(_numbers)) > _MOST_TRACES:
+        return None
+    stem, suffix = os.path.splitext(given)
+    rank = local_rank()
+    path = f"{stem}{f'-{number}' if number > 1 else ''}{f'.rank{rank}' if rank else ''}{suffix}"
+    try:
+        return Trace(path, name)
+    except (OSError, ValueError) as error:
+        words = f"a loader is not traced: MINATO_TRACE={given!r}: {error}"
+        warn(words, stacklevel=3)
+        return None
+
+
+class Tracks(NamedTuple):
+    """The tracks of one engine; travels to its workers.
+
+    Attributes:
+        pid: Of the training process, under which all tracks are shown.
+        number: 0, unless several iterators of the loader live at once.
+        name: Of the loader.
+    """
+
+    path: str
+    limit_bytes: int
+    pid: int
+    number: int
+    name: str
+
+    def loop(self) -> Track:
+        """The track of the training loop."""
+        return self._track(_LOOP, "training loop")
+
+    def worker(self, number: int) -> Track:
+        """The track of a worker."""
+        return self._track(_FIRST_WORKER + number, f"worker {number}")
+
+    def _track(self, number: int, name: str) -> Track:
+        suffix = f" of iterator {self.number}" if self.number else ""
+        file = EventFile(self.path, self.limit_bytes)
+        return Track(file, self.pid, self.number * _TRACKS + number, name, suffix, self.name)
+
+
+class Track:
+    """A :class:`Tracer` that records in a file. Nothing is written before ``flush``.
+
+    Attributes:
+        file: The trace's file.
+    """
+
+    enabled = True
+    now = staticmethod(now_ns)
+
+    def __init__(
+        self,
+        file: EventFile,
+        pid: int,
+        number: int,
+        name: str,
+        suffix: str = "",
+        loader: str = "loader",
+    ) -> None:
+        self.file = file
+        self._suffix = suffix
+        self._where = f'"pid":{pid},"tid":{number}'
+        self._number = number
+        self._samples: dict[int, int] = {}  # event of the sample at each position
+        self._count = 0
+        named = (
+            self._meta("process_name", name=f"minato, {loader}, process {pid}")
+            + self._meta("thread_name", name=name + suffix)
+            + self._meta("thread_sort_index", sort_index=number)
+        )
+        self._events = [(0, 0, named)]  # begin, minus end, line
+
+    def _meta(self, kind: str, **args: object) -> str:
+        return f'{{"ph":"M",{self._where},"name":"{kind}","args":{json.dumps(args)}}},\n'
+
+    def slice(
+        self, name: str, begin_ns: int, end_ns: int | None = None, args: Args | None = None
+    ) -> None:
+        """Record work that has ended."""
+        if end_ns is None:
+            end_ns = now_ns()
+        self._events.append(
+            (
+                begin_ns,
+                -end_ns,
+                f'{{"ph":"X",{self._where},"ts":{begin_ns / 1e3:.3f},"dur":{(end_ns - begin_ns) / 1e3:.3f},'
+                f'"name":{_quoted(name)},"args":{{{_members(args)}}}}},\n',
+            )
+        )
+
+    def sample(self, position: int, name: str, begin_ns: int, args: Args) -> None:
+        """Record a sample; if it ran in this lease before, that result is not used."""
+        if name != REPEATED:
+            earlier = self._samples.get(position)
+            if earlier is not None:
+                begin, end, line = self._events[earlier]
+                line = line.replace(_quoted(SAMPLE), _quoted(REPEATED))
+                self._events[earlier] = begin, end, line
+            self._samples[position] = len(self._events)
+        self.slice(name, begin_ns, None, args)
+
+    def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
+        """Record work that may overlap with other slices."""
+        self._count += 1
+        identity = f'"cat":"minato","id":"{self._number}.{os.getpid()}.{self._count}","name":{_quoted(name)}'
+        lines = (
+            f'{{"ph":"b",{self._where},"ts":{begin_ns / 1e3:.3f},{identity},"args":{{{_members(args)}}}}},\n'
+            f'{{"ph":"e",{self._where},"ts":{end_ns / 1e3:.3f},{identity},"args":{{}}}},\n'
+        )
+        self._events.append((begin_ns, -end_ns, lines))
+
+    def instant(self, name: str) -> None:
+        """Record that something happens now."""
+        now = now_ns()
+        self._events.append((now, -now, self._instant(name, now)))
+
+    def _instant(self, name: str, at_ns: int) -> str:
+        return (
+            f'{{"ph":"i","s":"t",{self._where},"ts":{at_ns / 1e3:.3f},"name":{_quoted(name)}}},\n'
+        )
+
+    def counter(self, name: str, at_ns: int, **values: int) -> None:
+        """Record several counts, which the viewer stacks."""
+        line = (
+            f'{{"ph":"C",{self._where},"ts":{at_ns / 1e3:.3f},"name":{_quoted(name + self._suffix)},'
+            f'"args":{json.dumps(values)}}},\n'
+        )
+        self._events.append((at_ns, -at_ns, line))
+
+    def flush(self) -> None:
+        """Write the recorded events."""
+        if self._events:
+            self._events.sort()  # a slice comes before those inside it, which were recorded before it
+            lines = "".join([line for _, _, line in self._events])
+            full = f"the trace is full ({self.file.limit_bytes} bytes): nothing more of this track"
+            self.file.append(lines, self._instant(full, now_ns()))
+            self._events.clear()
+        self._samples.clear()
+
+
+def _members(args: Args | None) -> str:
+    """The members of a JSON object."""
+    if args is None:
+        return ""
+    return ",".join(
+        [
+            f'"{name}":{value if type(value) is int else _in_json(value)}'
+            for name, value in args.items()
+        ]
+    )
+
+
+def _in_json(value: object) -> str:
+    if type(value) is bool:
+        return "true" if value else "false"
+    number = integer_of(value)
+    if number is not None and abs(number) < _EXACT:
+        return str(number)
+    return json.dumps((value if type(value) is str else text_of(value))[:_LONGEST_TEXT])
+
+
+@functools.lru_cache(maxsize=1000)
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+# ---- the file, to which several processes append ---------------------------------------------
+
+
+def _begin(path: str) -> None:
+    """Truncate or create a trace, and open its array of events, which the format allows to stay open.
+
+    Raises:
+        ValueError: The file is no trace; it stays unchanged.
+        OSError: It cannot be written.
+    """
+    descriptor = _opened(path)
+    try:
+        os.ftruncate(descriptor, 0)
+        write_all(descriptor, b"[\n", path)
+    finally:
+        os.close(descriptor)
+
+
+def _check(path: str) -> None:
+    """Create the file with mode 0600 if it does not exist; raises like ``_begin``."""
+    os.close(_opened(path))
+
+
+def _opened(path: str) -> int:
+    return open_lines(path, b'[\n{"ph":', "a trace (trace=)")
+
+
+class EventFile:
+    """A trace's file, as one thread of one process appends to it.
+
+    Events are appended by a single system call, so that lines do not mix and survive the process. If the file cannot
+    be written, recording ends, and ``error`` holds the reason.
+
+    Args:
+        limit_bytes: Limit of the file's size. Concurrent writes of other processes can exceed it slightly.
+    """
+
+    def __init__(self, path: str, limit_bytes: int) -> None:
+        self.error: OSError | None = None
+        self.open = False
+        """Whether events are still written."""
+        self.limit_bytes = limit_bytes
+        try:
+            self._descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            self.error = error
+            return
+        self.open = True
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def append(self, lines: str, at_the_end: str) -> None:
+        """Append lines; if they would exceed the limit, append ``at_the_end`` instead, and then nothing more."""
+        if not self.open:
+            return
+        data = lines.encode("ascii")
+        try:
+            if os.fstat(self._descriptor).st_size + len(data) > self.limit_bytes:
+                self.open = False
+                data = at_the_end.encode("ascii")
+            if os.write(self._descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.open, self.error = False, error
+
+
+_COUNT_EVERY_NS = 5_000_000
+"""Minimum interval between two records of the counters."""
+
+
+class LoopTrack(Observer):
+    """Records the calls of an engine: steps, waiting, and the state of the loader."""
+
+    def __init__(self, track: Track) -> None:
+        self._track = track
+        self._epoch = self._batches = 0
+        self._entered_ns = self._counted_ns = 0
+        self._left_ns: int | None = None  # when a batch was returned, until the next is asked for
+        self._warned = False
+
+    def begin(self, epoch: int, _progress: object, _source: object) -> None:
+        """An epoch begins."""
+        self._epoch, self._batches, self._left_ns = epoch, 0, None
+        self._entered_ns = now_ns()
+
+    def started(self) -> None:
+        """The workers of the epoch have started."""
+        self._track.slice("iter()", self._entered_ns, args={"epoch": self._epoch})
+        self._track.flush()
+
+    def enter(self) -> None:
+        """``next()`` is called."""
+        self._entered_ns = now = now_ns()
+        if self._left_ns is not None:
+            self._track.slice("step", self._left_ns, now, self._batch())
+            self._left_ns = None
+
+    def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
+        """``next()`` returns a batch."""
+        self._batches += 1
+        track, now = self._track, now_ns()
+        args = {**self._batch(), "samples": samples, "bytes": nbytes}
+        track.slice("next()", self._entered_ns, now, args)
+        if now - self._counted_ns >= _COUNT_EVERY_NS:
+            self._counted_ns, state = now, loader()
+            loading = state.in_flight - state.ready
+            track.counter("batches in flight", now, ready=state.ready, loading=loading)
+            track.counter("prefetch window (batches)", now, limit=state.limit)
+            track.counter("workers", now, active=state.workers)
+            track.counter("memory in flight (bytes)", now, bytes=state.memory_bytes)
+        track.flush()
+        self._left_ns = now_ns()
+        self._warn()
+
+    def pinned(self, duration_ns: int) -> None:
+        """A batch was copied to pinned memory, after ``next()`` of the engine."""
+        now = now_ns()
+        self._track.slice("pin memory", now - duration_ns, now, self._batch())
+        self._left_ns = now
+
+    def finish(self) -> None:
+        """The epoch ends, in a call of ``next()``."""
+        self._track.slice("next()", self._entered_ns, args={"epoch": self._epoch, "end": True})
+        self._track.flush()
+
+    def _batch(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "batch": self._batches - 1}
+
+    def _warn(self) -> None:
+        error = self._track.file.error
+        if error is not None and not self._warned:
+            self._warned = True
+            warn(f"the trace ends here: {error}", stacklevel=2)

@@ -1,1 +1,0 @@
-"""Traces: the events of a run in a file for https://ui.perfetto.dev."""

@@ -1,0 +1,297 @@
+"""The bottleneck of a run: the evidence, the change to make, and the estimated speed-up.
+
+The model: batches come as fast as the slower of two allows. One is the training process (its step, and its own work
+for each batch). The other is the workers (their time for a batch, divided by their number).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from minato.observe.figures import Period, Setup, Stage, Verdict
+
+__all__ = ["judge"]
+
+_MIN_BATCHES = 8
+"""Fewer batches are no evidence."""
+_ENOUGH = 0.05
+"""A loop that waits for at most this share of its time is its own bottleneck."""
+_BUSY = 0.7
+"""Workers that are busy for this share of their time are the bottleneck."""
+_ALL_CORES = 0.9
+"""From this use of the cores on, further workers only compete for them …"""
+_ON_CORE = 0.2
+"""… if they need a core for at least this share of their time."""
+_MARGIN = 1.2
+"""Factor on the number of workers that just suffices: costs vary."""
+_CHEAPER = 0.5
+"""The cost of an optimized stage, relative to the present one."""
+_PER_CORE, _MOST = 8, 32
+"""Limits of the advised number of workers, where they wait for a disk or a network."""
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Seconds per batch.
+
+    Attributes:
+        whole: From one batch to the next.
+        step: The training step.
+        pinned: Copying to pinned memory.
+        transfer: ``next()`` in the training process, without sleeping.
+        work: Of all workers together.
+        source: The share of the workers' time that the dataset takes, 0 to 1.
+        start: Starting the workers.
+    """
+
+    whole: float
+    step: float
+    pinned: float
+    transfer: float
+    work: float
+    source: float
+    start: float
+
+    @property
+    def serial(self) -> float:
+        """The part that only the training process can do."""
+        return self.step + self.pinned + self.transfer
+
+    def speedup(self, workers: int, work: float | None = None, start_factor: float = 1.0) -> float:
+        """Estimated speed-up.
+
+        Args:
+            workers: Number of workers after the change.
+            work: Seconds of all workers together for a batch after the change; by default unchanged.
+            start_factor: Number of workers after the change, relative to the present one: their start takes longer.
+        """
+        busy = (self.work if work is None else work) / max(workers, 1)
+        return max(self.whole / max(max(self.serial, busy) + start_factor * self.start, 1e-9), 1.0)
+
+
+def judge(setup: Setup, run: Period) -> Verdict:
+    """The verdict on a run."""
+    waiting, batches = run.waiting, run.throughput.batches
+    if batches < _MIN_BATCHES:
+        return Verdict(
+            "unknown", "", f"{batches} batches are too few for a verdict.", (), "Run it for longer."
+        )
+    started_s = waiting.start_s * run.epochs
+    in_main_process = setup.num_workers == 0
+    transfer_s = (
+        0.0 if in_main_process else max(waiting.total_s - waiting.starved_s - started_s, 0.0)
+    )
+    step_s = max(run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s, 0.0)
+    costs = _Costs(
+        whole=run.throughput.wall_s / batches,
+        step=step_s / batches,
+        pinned=waiting.pin_memory_s / batches,
+        transfer=transfer_s / batches,
+        work=run.workers.busy_s / batches,
+        source=sum(stage.share for stage in run.stages if stage.kind == "source"),
+        start=started_s / batches,
+    )
+    lost_s = waiting.total_s + waiting.pin_memory_s
+    lost = (
+        f"The loop waits {waiting.share:.0%} of its time: {_ms(waiting.total_s / batches)} of "
+        f"{_ms(costs.whole)} per batch; its own work takes {_ms(costs.step)}."
+    )
+    wall_s = run.throughput.wall_s
+    first_s = 0.0 if in_main_process else (waiting.start_s + waiting.first_batch_s) * run.epochs
+    steady_s = max(lost_s - first_s, 0.0)
+    starts_often = run.epochs > 1 and not setup.persistent_workers
+    started = f"It waits {_ms(first_s / max(run.epochs, 1))} for the first batch of an epoch."
+    if lost_s < _ENOUGH * wall_s or (steady_s < _ENOUGH * (wall_s - first_s) and not starts_often):
+        evidence = (
+            (lost,)
+            if lost_s < _ENOUGH * wall_s
+            else (lost, f"{started} After it, batches are ready in time.")
+        )
+        return Verdict(
+            "step",
+            "",
+            "Your loader is not the bottleneck: the training step is.",
+            evidence,
+            speedup=wall_s / max(wall_s - steady_s, 1e-9),
+        )
+    if starts_often and first_s >= lost_s / 2:
+        later_s = first_s * (run.epochs - 1) / run.epochs
+        return Verdict(
+            "start",
+            "",
+            "The bottleneck is the start of the workers in each epoch.",
+            (lost, started),
+            "Keep the workers: persistent_workers=True.",
+            {"persistent_workers": True},
+            wall_s / max(wall_s - later_s, 1e-9),
+        )
+    if max(waiting.pin_memory_s, transfer_s) >= lost_s / 2:
+        return _transfer(run, costs, lost, waiting.pin_memory_s >= transfer_s)
+    if in_main_process or run.workers.busy_share >= _BUSY:
+        return _workers_busy(setup, run, costs, lost)
+    return _workers_idle(setup, run, costs, lost)
+
+
+def _transfer(run: Period, costs: _Costs, lost: str, pins: bool) -> Verdict:
+    if pins:
+        evidence = f"Copying a batch to pinned memory takes {_ms(costs.pinned)}."
+        advice, changes = (
+            "Omit it: pin_memory=False; or use smaller batches.",
+            {"pin_memory": False},
+        )
+        saved = costs.pinned
+    else:
+        evidence = f"The training process needs {_ms(costs.transfer)} to receive a finished batch."
+        advice, changes = (
+            "Return tensors or NumPy arrays from the dataset and collate_fn: they are not pickled.",
+            None,
+        )
+        if run.throughput.nbytes and run.workers.cores_share >= _ALL_CORES:
+            evidence += (
+                f" All cores are in use ({run.workers.cores_share:.0%}), so it waits for one."
+            )
+            advice = (
+                "Leave it a core: fewer workers, fewer threads of the training step (torch.set_num_threads), or fewer "
+                "other programs."
+            )
+        saved = costs.transfer
+    speedup = max(costs.whole / max(costs.whole - saved, 1e-9), 1.0)
+    summary = "The bottleneck is the transfer of batches to the training process."
+    return Verdict("transfer", "", summary, (lost, evidence), advice, changes, speedup)
+
+
+def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
+    """The workers are at their limit."""
+    workers = run.workers
+    now = max(workers.count, 1)
+    on_core = workers.on_core_share or 1.0
+    own_share = workers.busy_s * on_core / max(run.throughput.wall_s * setup.cores, 1e-9)
+    in_cluster = setup.worker_method == "ray"
+    all_used = max(workers.cores_share, own_share) >= _ALL_CORES and on_core >= _ON_CORE
+    crowded = all_used and not in_cluster
+    cap = max(int(setup.cores), min(int(_PER_CORE * setup.cores), _MOST))
+    useful = min(max(int(setup.cores / on_core), 1), cap)
+    wanted = math.ceil(_MARGIN * costs.work / max(costs.serial, 1e-9))
+    wanted = min(wanted, _MOST * now if in_cluster else useful)
+    largest = max(run.stages, key=lambda stage: stage.share, default=None)
+    stage = "" if largest is None else largest.name
+    busy = (
+        f"{workers.count} workers are busy {workers.busy_share:.0%} of their time, "
+        f"{_ms(costs.work)} per batch"
+    )
+    if setup.num_workers == 0:
+        busy = f"The training process itself works {_ms(costs.work)} per batch"
+    evidence = [lost, f"{busy}; {_share_of(largest)}."]
+    concurrency = math.ceil(wanted / now)
+    waits = on_core < 0.5 and costs.source >= 0.5
+    if (
+        waits
+        and setup.may_fetch_more
+        and setup.num_workers > 0
+        and concurrency > setup.fetch_concurrency
+    ):
+        work = costs.work * (1 - costs.source + costs.source / concurrency)
+        evidence.append(f"They are on a core {on_core:.0%} of it: they wait for their reads.")
+        return Verdict(
+            "source",
+            "dataset",
+            "The bottleneck is the source: its latency, not its bandwidth.",
+            tuple(evidence),
+            f"Read several samples concurrently in each worker: fetch_concurrency={concurrency}.",
+            {"fetch_concurrency": concurrency},
+            costs.speedup(now, work),
+        )
+    if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
+        evidence.append(
+            "They run in a cluster, which can run more of them if it has free cores."
+            if in_cluster
+            else f"They need a core for {on_core:.0%} of that, and there are {setup.cores:g}: more of them can run."
+        )
+        return Verdict(
+            "workers",
+            stage,
+            "There are too few workers.",
+            tuple(evidence),
+            f"num_workers={wanted}.",
+            {"num_workers": wanted},
+            costs.speedup(wanted, start_factor=wanted / now),
+        )
+    if largest is None:
+        return Verdict("unknown", "", "The workers are the bottleneck.", tuple(evidence))
+    if not in_cluster:
+        evidence.append(f"More workers would not help: {setup.cores:g} cores are in use.")
+    summary = {
+        "source": "The bottleneck is the work of dataset[i].",
+        "transform": f"The bottleneck is the transform {stage}.",
+        "collate": "The bottleneck is collating and copying batches.",
+    }[largest.kind]
+    saved = (1 - _CHEAPER) * largest.share * costs.work
+    speedup = costs.speedup(now, costs.work - saved)
+    if setup.num_workers == 0:
+        speedup = costs.whole / max(costs.whole - saved, 1e-9)
+    advice = f"Optimize {stage}, or precompute it; the estimate assumes half of its cost."
+    if largest.kind == "source" and not any(each.kind == "transform" for each in run.stages):
+        advice += (
+            " Transforms inside of it are timed one by one if the loader has them (transforms=)."
+        )
+    in_samples = sum(each.share for each in run.stages if each.kind != "collate")
+    if setup.uses_pil and (largest.kind != "collate" or in_samples >= 0.5):
+        advice = (
+            "Photographs: have PIL decode fewer pixels (Image.draft), or decode with libjpeg-turbo, resize with OpenCV "
+            "and return uint8; the page Photographs of the documentation has the code. The estimate assumes half of "
+            "the cost."
+        )
+    return Verdict(largest.kind, stage, summary, tuple(evidence), advice, None, speedup)
+
+
+def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
+    """The workers are idle although the loop waits."""
+    workers, window = run.workers, run.prefetch_window
+    evidence = (
+        lost,
+        f"Yet {workers.count} workers are busy only {workers.busy_share:.0%} of their time, with "
+        f"{window.in_flight:.1f} of {window.limit} batches in flight.",
+    )
+    speedup = costs.speedup(max(workers.count, 1))
+    if window.held_by_budget:
+        batch_bytes = window.memory_bytes / max(window.in_flight, 1.0)
+        wanted = math.ceil(4 * max(workers.count, 1) * batch_bytes)
+        return Verdict(
+            "memory",
+            "",
+            "The bottleneck is the memory for batches that are prefetched.",
+            evidence,
+            f"memory_budget={wanted}.",
+            {"memory_budget": wanted},
+            speedup,
+        )
+    if setup.prefetch_factor is not None:
+        return Verdict(
+            "memory",
+            "",
+            "Too few batches are prefetched.",
+            evidence,
+            f"Omit prefetch_factor={setup.prefetch_factor}: the prefetch window then grows as needed.",
+            {"prefetch_factor": None},
+            speedup,
+        )
+    if setup.in_order:
+        return Verdict(
+            "order",
+            "",
+            "Slow samples delay the batches behind them.",
+            evidence,
+            "Take batches when they are complete: order='batch', or 'arrival' if batches may mix.",
+            {"order": "batch"},
+            speedup,
+        )
+    return Verdict("unknown", "", "The workers are idle for an unknown reason.", evidence)
+
+
+def _share_of(stage: Stage | None) -> str:
+    return "no stage was timed" if stage is None else f"{stage.share:.0%} of it in {stage.name}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

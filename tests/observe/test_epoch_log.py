@@ -1,0 +1,167 @@
+"""What is noted of the epochs of a loader."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from minato._core import Histogram
+from minato.observe.epoch_log import EpochLog, LoaderUse
+from minato.observe.machine import MachineSnapshot
+from minato.observe.meters import SlowSample
+from minato.observe.observers import LoaderSnapshot, Metrics
+from minato.sampling.progress import Progress
+from minato.scheduling.slow_threshold import ThresholdDecision
+
+MACHINE = MachineSnapshot({"disk_read_bytes": 9}, 5, 10, (("A", 7),))
+STANDING = LoaderSnapshot(2, 4, 1, 6, 1000, 10_000)
+
+
+class MetricsSource:
+    """Counters that grow by what they are told."""
+
+    def __init__(self) -> None:
+        self.busy_ns = 0
+        self.times = Histogram()
+        self.held_by_budget = False
+
+    def work(self, duration_ns: int) -> None:
+        self.busy_ns += duration_ns
+        self.times.record(duration_ns)
+
+    def metrics(self) -> Metrics:
+        return Metrics(Counter(busy_ns=self.busy_ns), {"total": self.times.snapshot()})
+
+    def slowest(self) -> list[SlowSample]:
+        return [SlowSample(3, self.times.max, 0, -1, 0)]
+
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        return ((self.times.count, self.busy_ns),)
+
+    def quick_counts(self) -> dict[str, int]:
+        return {"busy_ns": self.busy_ns}
+
+    def decision(self) -> Any:
+        return ThresholdDecision(0, 0.0, 0.0, "uniform")
+
+
+def epoch(journal: EpochLog, source: MetricsSource, number: int, batches: int) -> None:
+    journal.begin(number, Progress(number), source)
+    journal.started()
+    for _ in range(batches):
+        journal.enter()
+        source.work(100)
+        journal.leave(4, 50, lambda: STANDING)
+
+
+def test_an_epoch_holds_what_was_added_during_it() -> None:
+    journal, source = EpochLog(), MetricsSource()
+    journal.machine = lambda: MACHINE
+    source.work(7)
+    for number in (0, 1):
+        epoch(journal, source, number, 3)
+        journal.enter()
+        journal.finish()
+    for notes in journal.records():
+        counts = notes.metrics.counts
+        assert (counts["batches"], counts["samples"], counts["bytes"]) == (3, 12, 150)
+        assert counts["busy_ns"] == 300
+        assert notes.metrics.histograms["total"].count == 3
+        assert notes.metrics.histograms["wait"].count == 3
+        assert notes.metrics.histograms["step"].count == 3  # the last one ends with the epoch
+        assert counts["wall_ns"] >= counts["start_ns"] + notes.waits.total + notes.steps.total
+        assert notes.finished
+        assert notes.use.last == STANDING
+        assert notes.machine == MACHINE
+    assert journal.slow == [SlowSample(3, 100, 0, -1, 0)]
+    whole = sum((notes.metrics for notes in journal.records()), journal.forgotten)
+    assert whole.counts["epochs"] == 2
+    assert whole.histograms["total"].count == 6
+
+
+def test_an_abandoned_epoch_is_kept_when_its_engine_goes_or_the_next_begins() -> None:
+    journal, source, others = EpochLog(), MetricsSource(), MetricsSource()
+    epoch(journal, source, 0, 2)
+    journal.end(others)  # another engine's end
+    assert not journal.past
+    journal.end(source)
+    epoch(journal, others, 1, 1)
+    epoch(journal, others, 2, 1)
+    assert [(each.epoch, each.finished) for each in journal.records()] == [
+        (0, False),
+        (1, False),
+        (2, False),
+    ]
+    journal.end(others)
+    journal.enter()  # an iterator that outlives its engine's notes
+    journal.leave(1, 1, lambda: STANDING)
+    journal.finish()
+    assert len(journal.records()) == 3
+
+
+def test_old_epochs_become_part_of_the_run_alone() -> None:
+    journal, source = EpochLog(), MetricsSource()
+    for number in range(70):
+        epoch(journal, source, number, 1)
+        journal.finish()
+    assert [each.epoch for each in journal.records()] == list(range(6, 70))
+    whole = sum((notes.metrics for notes in journal.records()), journal.forgotten)
+    assert whole.counts["batches"] == 70
+
+
+def test_the_state_of_a_loader_is_averaged_over_time() -> None:
+    use, looks = LoaderUse(), 0
+    for at_ns in range(0, 10_000_000_000, 1_000_000):
+        if use.is_due(at_ns):
+            looks += 1
+            late = at_ns > 8_000_000_000
+            use.add(at_ns, LoaderSnapshot(4 if late else 2, 6, 3, 6, 100 * looks, 0))
+    assert 200 < looks < 800
+    assert (use.workers, use.in_flight, use.memory_bytes) == ((2, 4), 6, 100 * looks)
+    assert use.occupancy == pytest.approx(0.5)
+    use.add(20_000_000_000, LoaderSnapshot(1, 6, 6, 6, 0, 0))
+    assert use.occupancy == pytest.approx(0.75, abs=0.01)
+    assert use.workers == (1, 4)
+
+
+def test_an_epoch_can_be_looked_at_while_it_runs() -> None:
+    journal, source = EpochLog(), MetricsSource()
+    assert not journal.totals().running
+    assert journal.stages() == ()
+    epoch(journal, source, 5, 3)
+    first = journal.totals()
+    assert (first.epoch, first.running, first.batches, first.samples) == (5, True, 3, 12)
+    assert (first.counts["bytes"], first.counts["busy_ns"]) == (150, 300)
+    assert (first.loader, journal.stages()) == (STANDING, ((3, 300),))
+    assert first.waited_ns <= first.wall_ns
+    journal.enter()
+    inside, later = journal.totals(), journal.totals()
+    # The call that has not returned counts.
+    assert later.waited_ns > inside.waited_ns > first.waited_ns
+    journal.finish()
+    ended = journal.totals()
+    assert (ended.running, ended.batches, ended.counts["batches"]) == (False, 3, 3)
+    assert journal.stages() == ()
+
+
+def test_how_things_stand_is_looked_up_only_for_those_who_look() -> None:
+    journal, source = EpochLog(), MetricsSource()
+    looks: list[int] = []
+
+    def loader() -> LoaderSnapshot:
+        looks.append(1)
+        return STANDING
+
+    journal.begin(0, Progress(0), source)
+    journal.started()
+    for _ in range(100):
+        journal.enter()
+        journal.leave(1, 1, loader)
+    assert len(looks) < 100  # for the time line
+    journal.totals()
+    before = len(looks)
+    journal.enter()
+    journal.leave(1, 1, loader)
+    assert len(looks) > before

@@ -1,0 +1,272 @@
+"""GPUs are watched from a process beside this one; here they are made up."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import psutil
+import pytest
+
+import minato
+from minato.observe import gpus
+from minato.observe.gpus import NBYTES, GpuTable, gpu_table, run, visible
+from minato.observe.machine import measure
+from tests.datasets import Numbers
+
+LONGEST_S = 20.0
+FAKE = '''
+"""Two GPUs: one that is idle at every second look, one that always works."""
+from types import SimpleNamespace
+
+looks = [0, 0]
+
+class NVMLError(Exception):
+    pass
+
+def nvmlInit():
+    pass
+
+def nvmlDeviceGetCount():
+    return 2
+
+def nvmlDeviceGetHandleByIndex(number):
+    if number not in (0, 1):
+        raise NVMLError("invalid")
+    return number
+
+def nvmlDeviceGetHandleByUUID(uuid):
+    return {"GPU-a": 0, "GPU-b": 1}[uuid]
+
+def nvmlDeviceGetName(handle):
+    return [b"Made up", "Other"][handle]
+
+def nvmlDeviceGetUtilizationRates(handle):
+    looks[handle] += 1
+    return SimpleNamespace(gpu=80 if handle else 50 * (looks[handle] % 2))
+
+def nvmlDeviceGetMemoryInfo(handle):
+    return SimpleNamespace(used=(handle + 1) << 30, total=16 << 30)
+'''
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose driver is made up."""
+    (tmp_path / "pynvml.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "_DRIVER", (tmp_path,))
+    return tmp_path
+
+
+def nvml() -> Any:
+    module = SimpleNamespace()
+    exec(FAKE, vars(module))
+    return module
+
+
+def until_looked(watch: GpuTable, times: int) -> None:
+    until(lambda: watch.counts()["gpu1_samples"] >= times)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def side_processes() -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if any("observe/gpus.py" in part for part in each.cmdline()):
+                found.append(each)
+    return found
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("named", "names"),
+    [
+        (None, ["Made up", "Other"]),
+        ("1", ["Other"]),
+        ("1, 0", ["Other", "Made up"]),
+        ("GPU-b", ["Other"]),
+        ("", []),
+        ("-1", []),
+        ("0,7,1", ["Made up"]),
+    ],
+)
+def test_those_that_the_program_may_use(named: str | None, names: list[str]) -> None:
+    assert [gpu.name for gpu in visible(nvml(), named)] == names
+
+
+def test_a_gpu_that_does_not_tell_its_use_is_left_out() -> None:
+    module = nvml()
+
+    def silent(handle: int) -> Any:
+        raise module.NVMLError("not supported")
+
+    module.nvmlDeviceGetUtilizationRates = silent
+    assert visible(module, None) == []
+
+
+def test_what_is_seen_is_added_up() -> None:
+    class Gpu:
+        name = "a name that is much longer than what fits into the row of a table, é"
+        percents = iter([0, 40, 0, 60])
+
+        def look(self) -> tuple[float, int, int]:
+            return next(self.percents), 3 << 20, 8 << 20
+
+    table, looks = GpuTable(bytearray(NBYTES)), iter([True] * 4 + [False])
+    run([Gpu()], table, lambda: next(looks))
+    assert table.gpus() == ((Gpu.name[:64], 8 << 20),)
+    assert list(table.row(0)) == [4, 2, 100, 12, 8]
+
+
+def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> None:
+    watch = gpu_table()
+    assert watch is not None
+    assert gpu_table() is watch
+    until_looked(watch, 4)
+    assert len(side_processes()) == 1
+    assert watch.gpus() == (("Made up", 16 << 30), ("Other", 16 << 30))
+    counts = watch.counts()
+    assert abs(2 * counts["gpu0_idle"] - counts["gpu0_samples"]) <= 1
+    assert counts["gpu1_idle"] == 0
+    assert counts["gpu1_busy_percent"] == pytest.approx(80 * counts["gpu1_samples"], abs=80)
+    machine = measure(watch)
+    assert machine.gpus == watch.gpus()
+    assert machine.counts["gpu1_samples"] >= 4
+    assert 0 < machine.available_bytes <= machine.limit_bytes
+    assert machine.counts["disk_read_bytes"] >= 0
+    del watch
+    assert side_processes() == []
+
+
+def test_it_ends_with_the_process_that_started_it(driver: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        watch = gpu_table()
+        time.sleep(60)
+        del watch
+        os._exit(0)
+    try:
+        until(lambda: bool(psutil.Process(pid).children()))
+        (side,) = psutil.Process(pid).children()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    until(lambda: has_ended(side))
+
+
+class Stuck(subprocess.Popen[bytes]):
+    """A process in the hands of a driver that hangs."""
+
+    def kill(self) -> None:
+        pass
+
+
+def test_one_that_cannot_be_ended_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_GRACE_S", 0.01)
+    with Stuck([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        gpus._end(process, os.getpid())
+        assert process.poll() is None
+        subprocess.Popen.kill(process)
+
+
+@pytest.mark.parametrize("stats", [True, "gpu"])
+def test_the_report_tells_of_them(driver: Path, stats: Literal[True, "gpu"]) -> None:
+    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, stats=stats)
+    if stats is True:
+        loader.watch_gpus()
+    for number, _ in enumerate(loader):
+        if number == 3:
+            watch = gpu_table()
+            assert watch is not None
+            until_looked(watch, 6)
+            del watch
+    report = loader.report()
+    assert report.run.machine.gpus == 2
+    first, second = report.run.gpus
+    assert (first.name, second.name) == ("0 Made up", "1 Other")
+    assert first.idle_share == pytest.approx(0.5, abs=0.1)
+    assert first.busy_share == pytest.approx(0.5)
+    assert (second.idle_share, second.busy_share) == (0, pytest.approx(0.8))
+    assert second.memory_bytes == 2 << 30
+    assert "1 Other" in str(report)
+    del loader
+    gc.collect()
+    assert side_processes() == []
+
+
+def test_without_a_driver_nobody_watches_and_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "_DRIVER", (tmp_path / "none",))
+    assert gpu_table() is None
+    loader = minato.DataLoader(Numbers(4), 2, stats="gpu")
+    list(loader)
+    report = loader.report()
+    assert report.run.gpus == ()
+    assert report.run.machine.gpus == 0
+    assert "none found" in str(report)
+    assert 0 < report.run.machine.available_bytes <= report.run.machine.limit_bytes
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_gpus_are_not_watched_unasked(driver: Path, measure: bool) -> None:
+    loader = minato.DataLoader(Numbers(4), 2, stats=measure)
+    list(loader)
+    assert side_processes() == []
+    assert not measure or loader.report().run.machine.gpus == 0
+
+
+@pytest.mark.parametrize("asked", ["stats", "live", "MINATO_LIVE", "metrics_address"])
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_one_process_of_the_node_watches_where_somebody_reads_it(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, asked: str, local_rank: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    if asked == "metrics_address":
+        pytest.importorskip("prometheus_client")
+    options: dict[str, Any] = {"stats": {"stats": "gpu"}, "metrics_address": {"metrics_address": 0}}
+    loaders = [minato.DataLoader(Numbers(4), 2, **options.get(asked, {})) for _ in range(2)]
+    if asked == "MINATO_LIVE":
+        monkeypatch.setenv("MINATO_LIVE", "1")
+    views = []
+    for loader in loaders:
+        views += [loader.live()] if asked == "live" else []
+        list(loader)
+    watched = asked != "MINATO_LIVE" or local_rank == 0
+    assert len(side_processes()) == (1 if watched and local_rank == 0 else 0)
+    while views:
+        views.pop().close()
+    del loaders, loader
+    gc.collect()
+    until(lambda: side_processes() == [])
+
+
+def test_a_side_process_that_cannot_start_is_done_without(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(driver / "no python"))
+    assert gpu_table() is None

@@ -1,0 +1,460 @@
+"""The live view: what it shows while an epoch runs, and that it leaves the terminal whole."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.console
+import rich.file_proxy
+import torch.utils.data
+import tqdm
+
+import minato
+from minato.cli.main import main
+from minato.observe import live
+from minato.observe.text import plain
+from tests.datasets import Numbers
+from tests.observe.terminals import Terminal, terminal
+from tests.subprocesses import environment
+
+LONGEST_S = 30.0
+ENDED = r"Numbers, epoch 0: 40 batches, 80 samples in \S+ m?s, \S+ samples/s, waiting \S+ %"
+
+
+@pytest.fixture(autouse=True)
+def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # a thread of tqdm's that stays
+
+
+@pytest.fixture
+def term(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal(rows=40, columns=100) as it:
+        yield it
+
+
+def use(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called by a test itself, as pytest sets both streams once more when it begins."""
+    monkeypatch.setattr(sys, "stderr", term.stream)
+    monkeypatch.setattr(sys, "stdout", term.stream)
+
+
+def loader_of(size: int = 80, **options: object) -> minato.DataLoader[int]:
+    return minato.DataLoader(Numbers(size), 2, transforms=[float], **options)  # type: ignore[arg-type]
+
+
+def until(true: Callable[[], bool], term: Terminal) -> None:
+    deadline = time.monotonic() + LONGEST_S
+    while not true():
+        assert time.monotonic() < deadline, "\n".join(term.look())
+        time.sleep(0.02)
+
+
+def panels(term: Terminal) -> int:
+    return sum(row.startswith("╭─") for row in term.look())
+
+
+def until_panels(term: Terminal, count: int) -> None:
+    until(lambda: panels(term) == count, term)
+
+
+def assert_gone(term: Terminal) -> None:
+    assert panels(term) == 0
+    assert not [each for each in threading.enumerate() if each.name == "minato-live"]
+    assert sys.stdout is sys.stderr is term.stream
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_is_shown_and_leaves_a_line(
+    num_workers: int, term: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(term, monkeypatch)
+    loader = loader_of(num_workers=num_workers)
+    with loader.live():
+        for number, _ in enumerate(loader):
+            if number == 3:
+                until_panels(term, 1)
+                words = "\n".join(term.look())
+                for shown in (
+                    r"Numbers, epoch 0",
+                    r"\d of 40 batches in 0:\d\d, \S+ left",
+                    r"throughput +\S+ samples/s, \S+ batches/s, \S+ \S?B/s",
+                    r"waiting +\S+ % of the loop's time",
+                    rf"workers +{max(num_workers, 1)}, busy \S+ % of their time",
+                    r"prefetch +\d+ of at most \d+ batches ready",
+                    r"slowest +(dataset|float|–)",
+                    r"machine +.*free, no GPU",
+                ):
+                    assert re.search(shown, words), words
+        assert_gone(term)
+    list(loader)
+    assert [bool(re.fullmatch(ENDED, row)) for row in term.all() if row] == [True]
+
+
+def test_the_output_of_the_program_scrolls_above(
+    term: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(term, monkeypatch)
+    loader = loader_of(num_workers=1)
+    with loader.live():
+        for number, _ in enumerate(loader):
+            if number == 3:
+                until_panels(term, 1)
+            print(f"line {number}")
+            print(f"error {number}", file=sys.stderr)
+            term.look()
+            if number == 20:
+                until_panels(term, 1)
+    rows = [row for row in term.all() if row]
+    expected = [f"{name} {number}" for number in range(40) for name in ("line", "error")]
+    assert rows[:-1] == expected
+    assert re.fullmatch(ENDED, rows[-1])
+
+
+def test_output_that_is_redirected_stays_there(
+    term: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(term, monkeypatch)
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", log)
+    loader = loader_of(num_workers=1)
+    with loader.live():
+        for number, _ in enumerate(loader):
+            if number == 3:
+                until_panels(term, 1)
+                print("for the log")
+    assert log.getvalue() == "for the log\n"
+    assert "for the log" not in "\n".join(term.all())
+
+
+def test_a_progress_bar_stays_whole(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(term, monkeypatch)
+    loader = loader_of(num_workers=1)
+    with loader.live():
+        bar = tqdm.tqdm(loader, ncols=60, mininterval=0, file=term.stream)
+        assert bar.total == len(loader) == 40
+        for _ in bar:
+            assert panels(term) == 0
+    rows = [row for row in term.all() if row]
+    assert len(rows) == 2
+    assert re.fullmatch(ENDED, rows[0])
+    assert re.match(r"100%\|█+\| 40/40 ", rows[1])
+
+
+@pytest.mark.parametrize("how", ["break", "error", "close"])
+def test_an_epoch_that_is_left_is_shown_no_more(
+    how: str, term: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(term, monkeypatch)
+    loader = loader_of(num_workers=1)
+    view = loader.live()
+    try:
+        for _ in loader:
+            until_panels(term, 1)
+            if how == "close":
+                view.close()
+                assert_gone(term)
+                return
+            if how == "break":
+                break
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    assert_gone(term)
+    assert "Numbers, epoch 0 (not finished): 1 batches, 2 samples" in term.all()[0]
+
+
+def test_two_loaders_share_the_screen(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(term, monkeypatch)
+    monkeypatch.setenv("MINATO_LIVE", "1")
+    train, evaluate = loader_of(num_workers=1), loader_of(num_workers=1)
+    for first, _ in enumerate(train):
+        until_panels(term, 1)
+        if first == 0:
+            for second, _ in enumerate(evaluate):  # its workers are forked while the panel is drawn
+                if second == 0:
+                    until_panels(term, 2)
+    assert_gone(term)
+    assert [bool(re.fullmatch(ENDED, row)) for row in term.all() if row] == [True, True]
+
+
+class Redirected(Numbers):
+    def __getitem__(self, index: int) -> int:
+        return int(isinstance(sys.stdout, rich.file_proxy.FileProxy))
+
+
+def test_a_forked_child_writes_to_the_terminal_itself(
+    term: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(term, monkeypatch)
+    loader, other = loader_of(num_workers=1), minato.DataLoader(Redirected(2), 2, num_workers=1)
+    with loader.live():
+        for number, _ in enumerate(loader):
+            if number == 0:
+                until_panels(term, 1)
+                assert isinstance(sys.stdout, rich.file_proxy.FileProxy)
+                assert [batch.tolist() for batch in other] == [[0, 0]]
+    assert_gone(term)
+
+
+@pytest.mark.parametrize("kind", ["dumb", "no terminal", "no rich", "another panel"])
+def test_without_a_capable_terminal_there_are_lines(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_LINE_EVERY_S", 0.05)
+    monkeypatch.setenv("TERM", "dumb" if kind == "dumb" else "xterm")
+    if kind == "no rich":
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == "rich":
+                monkeypatch.delitem(sys.modules, name)
+        real = builtins.__import__
+
+        def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
+            if name.startswith("rich"):
+                raise ImportError(name)
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", without_rich)
+    with terminal(rows=40, columns=1000) as term:
+        stream = io.StringIO() if kind == "no terminal" else term.stream
+        monkeypatch.setattr(sys, "stderr", stream)
+        if kind == "another panel":
+            console = rich.console.Console(file=io.StringIO())
+            monkeypatch.setattr(sys, "stdout", rich.file_proxy.FileProxy(console, sys.stdout))
+
+        def lines() -> list[str]:
+            text = stream.getvalue() if isinstance(stream, io.StringIO) else "\n".join(term.all())
+            return [row for row in text.splitlines() if row]
+
+        loader = loader_of()
+        with loader.live():
+            batches = iter(loader)
+            if kind == "no rich":
+                with pytest.warns(minato.MinatoWarning, match=r"minatoloader\[report\]"):
+                    batches = iter(loader)
+            next(batches)
+            until(lambda: any("batches ready" in row for row in lines()), term)
+            list(batches)
+        assert all(row.startswith("Numbers, epoch") for row in lines())
+        (line, *_) = [row for row in lines() if "batches ready" in row]
+        assert re.match(r"Numbers, epoch \d: \d+ of 40 batches in .*; waiting \S+ % of the", line)
+        assert panels(term) == 0
+
+
+def test_in_a_log_there_is_a_line_for_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    loader = loader_of()
+    view = loader.live()
+    for number in range(2):
+        list(loader)
+        assert re.fullmatch(
+            ENDED, log.getvalue().splitlines()[number].replace("epoch 1", "epoch 0")
+        )
+    log.close()
+    assert list(loader)  # a stream that is closed stops nothing
+    view.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "lines"),
+    [
+        ("MINATO_LIVE", "0", 0),
+        ("MINATO_LIVE", "", 0),
+        ("MINATO_LIVE", "1", 2),
+        ("LOCAL_RANK", "1", 0),
+    ],
+)
+def test_the_environment_decides(
+    name: str,
+    value: str,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MINATO_LIVE", "1")
+    monkeypatch.setenv(name, value)
+    loader = loader_of(4)
+    for _ in range(2):
+        list(loader)
+    list(loader_of(4, stats=False))
+    assert capsys.readouterr().err.count("Numbers, epoch") == lines
+
+
+def test_what_is_not_measured_cannot_be_shown() -> None:
+    with pytest.raises(ValueError, match="stats=False"):
+        loader_of(stats=False).live()
+
+
+def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(8))
+
+    with (loader := minato.DataLoader(Stream(), 2)).live() as view:
+        batches = iter(loader)
+        next(batches)
+        assert view.rows()
+        assert (view.length, view.batches) == (None, 1)
+        list(batches)
+    assert "4 batches, 8 samples" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("drop_last", "batches"), [(False, 5), (True, 4)])
+def test_the_length_is_what_is_left(drop_last: bool, batches: int) -> None:
+    loader = loader_of(9, drop_last=drop_last)
+    with loader.live() as view:
+        batch = iter(loader)
+        next(batch)
+        assert view.rows()
+        assert view.length == batches
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        list(batch)
+        assert view.rows() == []
+        batch = iter(loader)
+        next(batch)
+        assert view.rows()
+        assert (view.batches, view.length) == (1, batches - 1)
+        list(batch)
+
+
+def test_epochs_of_one_number_are_told_apart() -> None:
+    loader = loader_of(8)
+    with loader.live() as view:
+        for _ in range(3):
+            loader.set_epoch(7)
+            for count, _ in enumerate(loader, 1):
+                rows = dict(view.rows())
+                assert (view.title, view.batches) == ("Numbers, epoch 7", count)
+                assert float(rows["throughput"].partition(" ")[0]) > 0
+                assert not rows["waiting"].startswith("-")
+
+
+def test_rates_are_those_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_RECENT_NS", 100_000_000)
+    loader = loader_of(200)
+    with loader.live() as view:
+        for number, _ in enumerate(loader):
+            if number == 50:
+                time.sleep(0.5)
+            rows = dict(view.rows())
+            if number == 50:
+                slow = float(rows["throughput"].partition(" ")[0])
+        assert float(rows["throughput"].partition(" ")[0]) > 5 * slow
+
+
+INTERRUPTED = """
+import time
+import minato
+from tests.datasets import Numbers
+
+if __name__ == "__main__":
+    for _ in minato.DataLoader(Numbers(1000), 2, num_workers=1):
+        time.sleep(0.05)
+"""
+
+
+def test_the_terminal_is_whole_after_ctrl_c(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(INTERRUPTED)
+    with terminal() as term:
+        with subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**environment(), "MINATO_LIVE": "1", "TERM": "xterm"},
+            stderr=term.stream,
+            start_new_session=True,
+        ) as process:
+            until_panels(term, 1)
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(LONGEST_S)
+        rows = [row for row in term.all() if row]
+        assert "KeyboardInterrupt" in rows
+        assert panels(term) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0, "0:00"), (59.7, "1:00"), (725, "12:05"), (3661, "1:01:01")]
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert live._clock(seconds) == words
+
+
+# ---- names that hold control characters ------------------------------------------------------
+
+EVIL = "cat\x1b[2J\x1b]0;owned\x07\x9b31m\rdog\nrow"
+CONTROLS = {chr(code) for code in [*range(0x20), *range(0x7F, 0xA0)]} - {"\n"}
+
+
+class Named(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, key: Any) -> int:
+        time.sleep(0.02)
+        return 1
+
+
+def evil_loader() -> minato.DataLoader[int]:
+    def transform(sample: int) -> int:
+        return sample
+
+    transform.__qualname__ = transform.__name__ = EVIL
+    return minato.DataLoader(Named(), 1, sampler=[EVIL, "a"], transforms=[transform], name=EVIL)
+
+
+def test_names_do_not_steer_the_terminal(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(term, monkeypatch)
+    loader = evil_loader()
+    with loader.live():
+        for _ in loader:
+            until_panels(term, 1)
+            assert any("cat" in row and "dog row" in row for row in term.look())
+    assert any("cat" in row and "dog row" in row for row in term.all())
+
+
+def test_lines_do_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_LINE_EVERY_S", 0.02)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    loader = evil_loader()
+    with loader.live():
+        for _ in loader:
+            time.sleep(0.1)
+    assert stream.getvalue().count("\n") >= 2
+    assert not CONTROLS & set(stream.getvalue())
+
+
+def test_a_report_does_not_steer_the_terminal() -> None:
+    loader = evil_loader()
+    list(loader)
+    report = loader.report()
+    assert EVIL in [stage.name for stage in report.run.stages][1]
+    told = plain(report)
+    assert "cat" in told
+    assert not CONTROLS & set(told)
+    console = rich.console.Console(file=io.StringIO(), force_terminal=False, width=300)
+    console.print(report)
+    assert not CONTROLS & set(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_the_command_line_does_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "evil_loaders.py").write_text(f"def f():\n    raise RuntimeError({EVIL!r})\n")
+    assert main(["profile", f"{tmp_path / 'evil_loaders.py'}:f"]) == 2
+    assert main(["ingest", EVIL, "sqlite:x"]) == 2
+    assert main(["ingest", str(tmp_path), f"{EVIL}:x"]) == 2
+    assert not CONTROLS & set(capsys.readouterr().err)

@@ -1,0 +1,169 @@
+"""The flat metrics of a loader."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minato
+from minato.observe.epoch_log import EpochLog
+from minato.observe.metrics import CATALOG, values_of
+from minato.observe.observers import LoaderSnapshot, Metrics
+from minato.sampling.progress import Progress
+from minato.scheduling.slow_threshold import ThresholdDecision
+from tests.datasets import Numbers, double
+
+NAMES = [each.name for each in CATALOG]
+COUNTERS = [each.name for each in CATALOG if each.kind == "counter"]
+
+
+def loader_of(**options: Any) -> minato.DataLoader[int]:
+    return minato.DataLoader(Numbers(12), 2, transforms=[double], **options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_values_before_during_and_after_epochs(num_workers: int) -> None:
+    loader = loader_of(num_workers=num_workers)
+    assert loader.metrics() == dict.fromkeys(NAMES, 0.0)
+    start = time.perf_counter()
+    for epoch in range(2):
+        for number, _ in enumerate(loader, 1):
+            values = loader.metrics()
+            assert list(values) == NAMES
+            assert {type(value) for value in values.values()} == {float}
+            assert values["batches_total"] == 6 * epoch + number
+            assert values["samples_total"] == 12 * epoch + 2 * number
+            assert values["epoch"] == epoch
+            assert 0 < values["wait_seconds_total"] <= values["epoch_seconds_total"]
+            assert 0 < values["wait_ratio"] <= 1
+            assert values["samples_per_second"] > 0
+            assert values["workers"] == max(num_workers, 1)
+            assert values["memory_budget_bytes"] > 0
+    values, run = loader.metrics(), loader.report().run
+    assert values["batches_total"] == run.throughput.batches == 12
+    assert values["batch_bytes_total"] == run.throughput.nbytes > 0
+    assert values["epoch"] == 1
+    # The end of an epoch takes time too, which no figure of the report has.
+    assert run.throughput.wall_s <= values["epoch_seconds_total"] <= time.perf_counter() - start
+    # The call of next() that finds the end is waiting too, and no batch of the report.
+    assert run.waiting.total_s <= values["wait_seconds_total"] <= values["epoch_seconds_total"]
+    assert values["worker_busy_seconds_total"] == pytest.approx(run.workers.busy_s, rel=0.05)
+
+
+def test_counters_never_fall() -> None:
+    loader = loader_of(num_workers=2, persistent_workers=True)
+    seen: list[dict[str, float]] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            seen.append(loader.metrics())
+            time.sleep(0)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for epoch in range(12):
+            for number, _ in enumerate(loader):
+                if epoch % 3 == 0 and number == 2:
+                    break  # an epoch that is abandoned
+    finally:
+        ended.set()
+        watcher.join(60)
+    assert not watcher.is_alive()
+    seen.append(loader.metrics())
+    for before, after in zip(seen, seen[1:], strict=False):
+        assert [n for n in COUNTERS if after[n] < before[n]] == []
+    assert seen[-1]["batches_total"] == 4 * 3 + 8 * 6
+
+
+def test_failures_are_counted() -> None:
+    loader = minato.DataLoader(Broken(), 2, num_workers=1, errors="skip")
+    with pytest.warns(minato.MinatoWarning, match="1 samples of this epoch were skipped"):
+        list(loader)
+    assert loader.metrics()["skipped_samples_total"] == 1
+    with pytest.warns(minato.MinatoWarning, match="1 samples of this epoch were skipped"):
+        list(loader)
+    assert loader.metrics()["skipped_samples_total"] == 2
+
+
+class Broken(Numbers):
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise ValueError("broken")
+        return super().__getitem__(index)
+
+
+def test_without_measuring_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="stats=False: nothing was measured"):
+        loader_of(stats=False).metrics()
+
+
+def test_a_call_scans_no_samples() -> None:
+    """Its time depends neither on the length of the dataset nor on the samples so far."""
+    taken: list[float] = []
+    for length in (10, 1_000_000):
+        loader = minato.DataLoader(range(length), 10)  # type: ignore[arg-type]
+        batches = iter(loader)
+        next(batches)
+        tries = []
+        for _ in range(200):
+            start = time.perf_counter()
+            loader.metrics()
+            tries.append(time.perf_counter() - start)
+        taken.append(statistics.median(tries))
+    assert max(taken) < 0.001  # about 15 µs on an idle core
+    assert taken[1] < 10 * taken[0]
+
+
+def test_the_reference_lists_every_metric() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]+) \|$", page.read_text("utf-8"), re.MULTILINE
+    )
+    assert rows == [(each.name, each.kind, each.unit, each.meaning) for each in CATALOG]
+
+
+class Source:
+    """An engine that has done nothing."""
+
+    held_by_budget = False
+
+    def metrics(self) -> Metrics:
+        return Metrics()
+
+    def slowest(self) -> list[Any]:
+        return []
+
+    def decision(self) -> Any:
+        return ThresholdDecision(0, 0.0, 0.0, "uniform")
+
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        return ((0, 0),)
+
+    def quick_counts(self) -> dict[str, int]:
+        return {}
+
+
+def test_the_loader_is_that_of_a_recent_batch() -> None:
+    log = EpochLog()
+    log.begin(0, Progress(0), Source())
+    log.started()
+    for ready in range(5):
+        log.enter()
+        log.leave(4, 50, lambda ready=ready: LoaderSnapshot(2, 4, ready, 6, 1000, 10_000))
+        values = values_of(log.totals())
+        assert values["ready_batches"] == ready
+        assert values["in_flight_bytes"] == 1000
+    log.enter()
+    log.finish()
+    assert values_of(log.totals())["ready_batches"] == 4

@@ -1,0 +1,334 @@
+"""The report of loaders that ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import rich.console
+import torch
+
+from minato import DataLoader, ErrorPolicy, FetchOptions, StragglerPolicy
+from minato.caching import MemoryCache
+from minato.observe import report as report_module
+from minato.observe.epoch_log import LoaderUse
+from minato.observe.figures import PARTS, legend
+from minato.observe.observers import LoaderSnapshot, Metrics
+from minato.observe.report import Report
+from minato.sources.base import KeyedSource, Retry
+from tests.datasets import Filled, Journal, Numbers, Sleepy, wait_until
+
+
+def pause(sample: Any) -> Any:
+    """Long enough for each sample to be timed stage by stage."""
+    time.sleep(0.004)
+    return sample
+
+
+def stall_at_5(sample: Any) -> Any:
+    if sample == 5:
+        time.sleep(0.06)
+    return sample
+
+
+def run(loader: Any, epochs: int = 1) -> Report:
+    for _ in range(epochs):
+        for _ in loader:
+            pass
+    return loader.report()
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    dataset = Sleepy(64, 0.001, {9: 0.05})
+    transforms = [pause, stall_at_5]
+    return run(DataLoader(dataset, 4, num_workers=2, transforms=transforms), 2)
+
+
+def test_the_run_is_the_sum_of_its_epochs(report: Report) -> None:
+    assert [each.name for each in report.epochs] == ["epoch 0", "epoch 1"]
+    assert report.run.epochs == 2
+    assert report.run.finished
+    for name in ("batches", "samples", "nbytes"):
+        parts = [getattr(each.throughput, name) for each in report.epochs]
+        assert getattr(report.run.throughput, name) == sum(parts) > 0
+    assert report.run.throughput.batches == 32
+    assert report.run.throughput.samples == 128
+    assert report.run.throughput.coverage == 1
+    assert report.run.waiting.total_s == pytest.approx(
+        sum(each.waiting.total_s for each in report.epochs)
+    )
+    assert 0 < report.run.waiting.share <= 1
+    assert report.run.waiting.total_s <= report.run.throughput.wall_s
+
+
+def test_every_stage_has_its_costs(report: Report) -> None:
+    stages = {stage.name: stage for stage in report.run.stages}
+    assert list(stages) == ["dataset", "pause", "stall_at_5", "collate and copy"]
+    assert [stage.kind for stage in report.run.stages] == [
+        "source",
+        "transform",
+        "transform",
+        "collate",
+    ]
+    assert sum(stage.share for stage in report.run.stages) == pytest.approx(1, abs=0.02)
+    assert stages["pause"].count == 128
+    assert stages["pause"].p50_s >= 0.0039
+    assert stages["stall_at_5"].p50_s < stages["pause"].p50_s
+    assert stages["dataset"].p99_s > 0.045
+
+
+def test_the_slowest_samples_are_named_with_their_dearest_stage(report: Report) -> None:
+    slowest = {each.index: each for each in report.slowest}
+    assert len(slowest) == len(report.slowest) == 20
+    assert slowest[5].stage == "stall_at_5"
+    assert slowest[9].stage == "dataset"
+    assert slowest[9].cost_s >= slowest[9].stage_s >= 0.05
+    costs = [each.cost_s for each in report.slowest]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_workers_and_window(report: Report) -> None:
+    workers, window = report.run.workers, report.run.prefetch_window
+    assert (workers.count, workers.fewest, workers.most) == (2, 2, 2)
+    shares = workers.busy_share, workers.no_work_share, workers.window_full_share
+    assert sum(shares) == pytest.approx(1)
+    assert workers.busy_s > 0.2
+    assert 0 <= window.occupancy <= 1
+    assert 0 < window.in_flight <= window.limit
+
+
+def test_text(report: Report) -> None:
+    text = str(report)
+    assert text.startswith(report.verdict.summary)
+    for line in ("collate and copy", "Slowest samples", "samples per s"):
+        assert line in text
+    screen = io.StringIO()
+    rich.console.Console(file=screen, width=120).print(report)
+    shown = " ".join(screen.getvalue().split())
+    assert report.verdict.summary in shown
+    assert "how to read it" in shown
+
+
+def test_plain_data(report: Report) -> None:
+    plain = json.loads(report.to_json())
+    assert plain == json.loads(json.dumps(report.to_dict()))
+    assert plain["run"]["waiting"]["share"] == report.run.waiting.share
+    assert plain["legend"]["Waiting"]["share"]["unit"] == "share"
+
+
+def test_each_figure_has_a_unit_and_a_reading() -> None:
+    figures = [(part, each.name) for part in PARTS for each in dataclasses.fields(part)]
+    assert len(figures) > 50
+    for part, name in figures:
+        told = legend()[part.__name__][name]
+        assert told["unit"]
+        assert told["reading"]
+
+
+class Lists(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(40)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments"),
+    [
+        (Numbers(40), {"num_workers": 0}),
+        (Numbers(40), {"num_workers": 2, "workers": "thread"}),
+        (Filled(40, 8), {"num_workers": 2, "order": "fast_first"}),
+        (Filled(40, 8), {"num_workers": 2, "persistent_workers": True, "seed": 1}),
+        (Lists(40), {"num_workers": 1}),
+        (Stream(), {"num_workers": 1}),
+        (Numbers(40), {"num_workers": 1, "compat": "torch"}),
+        (Sleepy(40, 0.001), {"num_workers": 1, "fetch_concurrency": 8, "transforms": [pause]}),
+    ],
+)
+def test_every_kind_of_loader_has_a_report(dataset: Any, arguments: dict[str, Any]) -> None:
+    report = run(DataLoader(dataset, 4, **arguments), 2)
+    assert report.run.throughput.batches == 20
+    assert report.run.throughput.samples == 80
+    assert report.run.finished
+    assert all(stage.share >= 0 for stage in report.run.stages)
+    assert str(report)
+
+
+def test_reads_at_once_are_costs_of_the_dataset() -> None:
+    report = run(DataLoader(Sleepy(40, 0.004), 4, num_workers=1, fetch_concurrency=8))
+    dataset = report.run.stages[0]
+    assert (dataset.name, dataset.count) == ("dataset", 40)
+    assert dataset.mean_s >= 0.0039
+    assert dataset.share > 0.8
+
+
+def test_before_between_and_in_the_middle() -> None:
+    loader = DataLoader(Numbers(40), 4)
+    assert loader.report().epochs == ()
+    assert loader.report().verdict.bottleneck == "unknown"
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    (epoch,) = loader.report().epochs
+    assert (epoch.throughput.batches, epoch.finished) == (3, False)
+    del iterator
+    assert [each.throughput.batches for each in loader.report().epochs] == [3]
+    assert [each.throughput.batches for each in run(loader).epochs] == [3, 10]
+
+
+def test_time_between_epochs_is_no_idle_time() -> None:
+    """Workers that stay are idle while the program validates its model."""
+    metrics = Metrics(Counter(busy_ns=8, idle_ns=100, wall_ns=5))
+    use = LoaderUse()
+    use.add(0, LoaderSnapshot(2, 0, 0, 4, 0, 0))
+    workers = report_module._workers(metrics, use)
+    assert (workers.busy_share, workers.no_work_share) == pytest.approx((0.8, 0.2))
+
+
+def test_failures_are_counted() -> None:
+    class Bad(Numbers):
+        def __getitem__(self, index: int) -> int:
+            if index % 10 == 0:
+                raise ValueError
+            return index
+
+    loader = DataLoader(Bad(40), 4, errors=ErrorPolicy(on_error="skip", retries=2))
+    with pytest.warns(RuntimeWarning, match="4 samples of this epoch were skipped"):
+        report = run(loader)
+    assert report.run.errors.skipped == 4
+    assert report.run.errors.retries == 8
+
+
+def test_deferrals_and_lag_are_counted() -> None:
+    def sometimes_slow(sample: Any) -> Any:
+        if sample % 10 == 9:
+            time.sleep(0.03)
+        return sample
+
+    loader = DataLoader(
+        Sleepy(80, 0.001),
+        2,
+        num_workers=2,
+        workers="thread",
+        order="fast_first",
+        stragglers=StragglerPolicy(after_s=0.01),
+        transforms=[sometimes_slow, pause],
+    )
+    stragglers = run(loader).run.stragglers
+    assert stragglers.phase == "fixed"
+    assert stragglers.deferrals >= 1
+    assert stragglers.lag_max >= 1
+
+
+class Overtaken(Journal):
+    """Sample 0 is done when sample 12 has begun."""
+
+    def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
+        if index == 0:
+            wait_until(lambda: 12 in self.begun(), 60)
+        return index
+
+
+def test_batches_that_are_overtaken_are_late() -> None:
+    # No more than two batches are open, so that others have been delivered when sample 12 begins.
+    dataset = Overtaken(24)
+    loader = DataLoader(dataset, 2, num_workers=2, order="batch", prefetch_factor=1)
+    stragglers = run(loader).run.stragglers
+    assert stragglers.lag_max >= 1
+    assert stragglers.lag_p50 == 0
+
+
+class Unsteady(KeyedSource):
+    """Every read fails once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(retry=Retry(first_s=0.001))
+        self.size = size
+        self.tried: set[int] = set()
+
+    def _fetch(self, key: int) -> int:
+        if key not in self.tried:
+            self.tried.add(key)
+            raise ConnectionError
+        return key
+
+    def _list(self) -> range:
+        return range(self.size)
+
+
+class Holding(Numbers):
+    """Reads from a source that it keeps."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.parts = [torch.utils.data.Subset(Unsteady(size), range(size))]
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.parts[0][index])
+
+
+def test_what_sources_reads_and_the_cache_did() -> None:
+    fetching = FetchOptions(2, hedge_percentile=95)
+    dataset, cache = Holding(8), MemoryCache(1 << 20, version="1")
+    loader = DataLoader(dataset, 4, cache=cache, fetch_concurrency=fetching)
+    report = run(loader, 2)
+    first, second = (each.reads for each in report.epochs)
+    assert (first.retries, first.cache_hits, first.cache_misses) == (8, 0, 8)
+    assert (second.retries, second.cache_hits, second.cache_misses) == (0, 8, 0)
+    assert (first.cache_hit_rate, second.cache_hit_rate) == (0, 1)
+    assert first.cache_stored_bytes > 0 == second.cache_stored_bytes
+    assert report.run.reads.cache_hit_rate == 0.5
+    assert fetching.counters is not None
+    fetching.counters.add(hedged=2, hedges_won=1)
+    assert "Reads and cache" in str(report)
+    iterator = iter(loader)
+    next(iterator)
+    fetching.counters.add(hedged=3, hedges_won=1)
+    assert loader.report().epochs[-1].reads.hedged == 3
+    assert "Reads and cache" not in str(run(DataLoader(Numbers(4))))
+
+
+def test_nothing_is_measured_on_request() -> None:
+    loader = DataLoader(Numbers(8), 4, stats=False)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="stats=False"):
+        loader.report()
+
+
+def test_large_batches_count_in_bytes() -> None:
+    report = run(DataLoader(Filled(20, 1000), 5, num_workers=1))
+    assert report.run.throughput.nbytes >= 20 * np.dtype(np.float32).itemsize * 1000
+    assert report.run.prefetch_window.memory_bytes > 0
+
+
+def test_a_table_of_pandas() -> None:
+    pytest.importorskip("pandas")
+    loader = DataLoader(Numbers(12), 2, transforms=[stall_at_5])
+    for _ in range(2):
+        list(loader)
+    report = loader.report()
+    table = report.to_pandas()
+    assert list(table.index) == ["epoch 0", "epoch 1", "run"]
+    assert list(table["throughput.samples"]) == [12, 12, 24]
+    assert table.loc["run", "waiting.share"] == report.run.waiting.share
+    assert table.loc["run", "stages.dataset.count"] == report.run.stages[0].count
+    assert not [name for name in table.columns if name.endswith(".name")]
+
+
+def test_a_table_without_pandas_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"to_pandas\(\) needs pandas: pip install pandas"):
+        DataLoader(Numbers(12), 2).report().to_pandas()

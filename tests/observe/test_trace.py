@@ -1,0 +1,514 @@
+"""``trace=``: every run leaves a file that viewers read, in which each sample is told once."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import IterableDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from minato import DataLoader, ErrorPolicy, StragglerPolicy
+from minato._core import now_ns
+from minato.delivery import device
+from minato.observe import trace as trace_module
+from minato.observe.observers import LoaderSnapshot
+from minato.observe.trace import EventFile, LoopTrack, Track
+from minato.observe.tracer import NullTracer
+from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
+from tests.delivery.recorder import Recorder
+from tests.disks import file_size_limit, small_disk
+from tests.observe.events import check_nesting, names, parents, read, samples, tracks
+
+SIZE, BATCH = 24, 4
+
+
+class Lists(Numbers):
+    """Gives whole batches."""
+
+    def __getitems__(self, keys: list[int]) -> list[int]:
+        return keys
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(SIZE))
+
+
+class DrawsLate(Numbers):
+    """Draws random numbers, but not at first, so that minato believes that it never does."""
+
+    def __getitem__(self, index: int) -> int:
+        if index > 200:
+            random.random()
+        return index
+
+
+class Failing(Numbers):
+    """Sample 3 raises."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise ValueError(index)
+        return index
+
+
+class Unsendable(Sleepy):
+    """Gives functions that no other process can be sent, from a sample on."""
+
+    first = 0
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return (lambda: index) if index >= self.first else index
+
+
+class DiesOnce(Sleepy):
+    """Sample 7 kills the first worker that runs it."""
+
+    def __init__(self, size: int, mark: Path) -> None:
+        super().__init__(size, 0.001)
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def slow_step(value: Any) -> Any:
+    time.sleep(0.02 if value % 5 == 0 else 0.001)
+    return value
+
+
+def called(functions: list[Any]) -> list[Any]:
+    return [function() if callable(function) else function for function in functions]
+
+
+def once(epochs: int, size: int = SIZE) -> Counter[tuple[int, int]]:
+    return Counter(itertools.product(range(epochs), range(size)))
+
+
+def run(loader: Any, epochs: int = 1) -> None:
+    for _ in range(epochs):
+        for _ in loader:
+            pass
+
+
+def loader() -> LoaderSnapshot:
+    return LoaderSnapshot(
+        workers=1, in_flight=2, ready=1, limit=2, memory_bytes=64, budget_bytes=1024
+    )
+
+
+def train_until_killed(path: Path) -> None:
+    loader: Any = DataLoader(Sleepy(400, 0.001), BATCH, num_workers=2, trace=path)
+    for number, _ in enumerate(loader):
+        if number == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+WORKERS = [
+    pytest.param({}, id="none"),
+    pytest.param({"num_workers": 2, "workers": "thread"}, id="thread"),
+    pytest.param(
+        {"num_workers": 2, "persistent_workers": True, "prefetch_next_epoch": True},
+        id="fork, persistent, next epoch ahead",
+    ),
+    pytest.param({"num_workers": 2, "seed": 1, "order": "arrival"}, id="fork, arrival"),
+    *(
+        pytest.param({"num_workers": 1, "multiprocessing_context": method}, id=method)
+        for method in ("spawn", "forkserver")
+    ),
+]
+
+
+def test_waiting_for_a_batch_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(Sleepy(8, 0.03), 4, num_workers=1, trace=path)
+    run(loader, 1)
+    del loader
+    assert set(parents(tracks(read(path))["training loop"], "wait")) == {"next()"}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(
+        Filled(SIZE, 8), BATCH, trace=path, transforms=[double, plus_one], **workers
+    )
+    epochs = 1 if "multiprocessing_context" in workers else 2
+    run(loader, epochs)
+    del loader
+    events = read(path)
+    check_nesting(events)
+    told_samples = samples(events)
+    assert set(told_samples.values()) == {1}
+    # Of the next epoch, which may have been begun ahead, some too.
+    assert {key for key in told_samples if key[0] < epochs} == set(once(epochs))
+    by_track = tracks(events)
+    used = {f"worker {number}" for number in range(workers.get("num_workers", 1))}
+    assert {"training loop"} < by_track.keys() <= {"training loop", *used}
+    for name in ("dataset", "double", "plus_one"):
+        found = [each for track in by_track.values() for each in parents(track, name)]
+        assert found == ["sample"] * told_samples.total()
+    loop = by_track["training loop"]
+    batches = epochs * SIZE // BATCH
+    told = Counter(each.name for each in loop)
+    assert (told["next()"], told["step"], told["iter()"]) == (batches + epochs, batches, epochs)
+    assert parents(loop, "read") == ["next()"] * batches
+    assert set(parents(loop, "load")) == (set() if workers else {"next()"})
+    assert set(parents(loop, "wait")) <= {"next()"}  # nobody waits where workers are ahead
+    handed = [each.args for each in loop if each.name == "next()" and "end" not in each.args]
+    assert [each["batch"] for each in handed] == [*range(batches // epochs)] * epochs
+    assert {each["samples"] for each in handed} == {BATCH}
+    assert names(events, "b") == names(events, "e") == {"batch": batches}
+    counters = names(events, "C")
+    assert counters.keys() == {
+        "batches in flight",
+        "prefetch window (batches)",
+        "workers",
+        "memory in flight (bytes)",
+    }
+
+
+@pytest.mark.parametrize("order", ["batch", "fast_first"])
+def test_a_sample_that_was_deferred_is_told_once(order: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(
+        Numbers(120),
+        BATCH,
+        num_workers=2,
+        order=order,
+        stragglers=StragglerPolicy(after_s=0.01),
+        transforms=[slow_step, plus_one],
+        trace=path,
+    )
+    run(loader)
+    events = read(path)
+    check_nesting(events)
+    assert samples(events) == once(1, 120)
+    if order == "fast_first":
+        assert samples(events, "sample (deferred)")
+
+
+def test_samples_that_are_run_again_are_told_as_such(tmp_path: Path) -> None:
+    # Only cheap samples are run before it is known whether they draw: on a busy machine they may not look cheap.
+    for attempt in range(10):
+        path = tmp_path / f"run-{attempt}.json"
+        run(DataLoader(DrawsLate(2000), 250, seed=1, trace=path, shuffle=False))
+        events = read(path)
+        check_nesting(events)
+        assert samples(events) == once(1, 2000)
+        if samples(events, "sample (repeated)"):
+            return
+    pytest.fail("no sample was run again")
+
+
+def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    dataset = Unsendable(SIZE, 0.003)
+    dataset.first = SIZE // 2 + 1
+    loader: Any = DataLoader(dataset, BATCH, num_workers=2, collate_fn=called, trace=path)
+    assert [value for batch in loader for value in batch] == [*range(SIZE)]
+    del loader
+    events = read(path)
+    check_nesting(events)
+    assert samples(events) == once(1)
+    assert samples(events, "sample (repeated)")
+
+
+def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(
+        Failing(SIZE), BATCH, errors=ErrorPolicy(on_error="skip", retries=1), trace=path
+    )
+    with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
+        run(loader)
+    events = read(path)
+    check_nesting(events)
+    assert samples(events, "sample (failed)") == {(0, 3): 2}
+    errors = [event["args"]["error"] for event in events if "error" in event.get("args", {})]
+    assert errors == ["ValueError"] * 2
+    assert samples(events) == once(1) - Counter([(0, 3)])
+
+
+@pytest.mark.parametrize("dataset", [Lists(SIZE), Stream()], ids=["lists", "stream"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_that_come_as_a_whole(dataset: Any, num_workers: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    run(DataLoader(dataset, BATCH, num_workers=num_workers, trace=path))
+    events = read(path)
+    check_nesting(events)
+    counts = [event["args"]["count"] for event in events if event["name"] == "samples"]
+    assert counts == [BATCH] * (SIZE // BATCH)
+    assert names(events)["copy"] == SIZE // BATCH
+
+
+def test_reads_that_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    dataset = Sleepy(SIZE, 0.01)
+    loader: Any = DataLoader(
+        dataset, BATCH, num_workers=1, fetch_concurrency=4, transforms=[double], trace=path
+    )
+    run(loader)
+    events = read(path)
+    check_nesting(events)
+    assert samples(events) == once(1)
+    assert names(events, "b") == {"read": SIZE, "batch": SIZE // BATCH}
+    worker = tracks(events)["worker 0"]
+    assert parents(worker, "double") == ["sample"] * SIZE
+    assert "wait (for reads)" in {each.name for each in worker}
+
+
+def test_keys_that_are_no_integers_and_own_collation(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    dataset: Any = {'a "b"': 1, "é": 2}
+    run(DataLoader(dataset, 2, sampler=list(dataset), collate_fn=list, trace=path))
+    events = read(path)
+    assert samples(events) == {(0, 'a "b"'): 1, (0, "é"): 1}
+    assert names(events)["collate"] == 1
+
+
+def test_two_iterators_at_once_have_tracks_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(Filled(SIZE, 2), BATCH, num_workers=1, trace=path)
+    for _ in zip(loader, loader, strict=True):
+        pass
+    run(loader)
+    events = read(path)
+    check_nesting(events)
+    assert tracks(events).keys() == {
+        "training loop",
+        "worker 0",
+        "training loop of iterator 1",
+        "worker 0 of iterator 1",
+    }
+
+
+def test_a_worker_that_is_killed_leaves_a_readable_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    dataset = DiesOnce(80, tmp_path / "mark")
+    with pytest.warns(RuntimeWarning, match="is killed by signal"):
+        run(DataLoader(dataset, BATCH, num_workers=2, trace=path))
+    events = read(path)
+    check_nesting(events)
+    assert set(samples(events)) == set(once(1, 80))
+    instants = [name for name in names(events, "i") if "has died" in name]
+    assert len(instants) == 1
+    assert "exit code -9" in instants[0]
+
+
+def test_a_training_process_that_is_killed_leaves_a_readable_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    process = multiprocessing.get_context("fork").Process(target=train_until_killed, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    # Its workers live a little longer, and tell of a sample after they have handed it on.
+    wait_until(lambda: set(samples(read(path))) >= set(once(1, 21 * BATCH)))
+    events = read(path)
+    check_nesting(events)
+    told = [event for event in events if event["name"] == "next()"]
+    assert [event["args"]["batch"] for event in told] == [*range(21)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_file_is_bounded(
+    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 20_000
+    monkeypatch.setattr(trace_module, "LIMIT_BYTES", limit)
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(
+        Sleepy(200, 0.0005), BATCH, num_workers=num_workers, order="batch", trace=path
+    )
+    run(loader, 2)
+    # The last line of each track says that it is one, and two workers may look at the size at once.
+    assert limit - 3000 < path.stat().st_size < limit + 5000
+    events = read(path)
+    check_nesting(events)
+    last = f"the trace is full ({limit} bytes): nothing more of this track"
+    assert names(events, "i")[last] >= 1 + num_workers
+
+
+def test_an_epoch_that_is_abandoned(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(
+        Sleepy(60, 0.001), BATCH, num_workers=2, persistent_workers=True, trace=path
+    )
+    for _ in range(3):
+        next(iter(loader))
+    run(loader)
+    del loader
+    events = read(path)
+    check_nesting(events)
+    assert all(samples(events)[3, index] == 1 for index in range(60))
+
+
+def test_headroom_is_not_traced(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(Filled(SIZE, 2), BATCH, trace=path)
+    run(loader)
+    before = path.read_text()
+    run(loader.headroom(2))
+    assert path.read_text() == before
+
+
+def test_the_file_is_made_anew_when_iteration_starts(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    run(DataLoader(Numbers(6), 2, trace=path))
+    another = path.read_text()
+    loader: Any = DataLoader(Numbers(4), 2, trace=path)
+    assert path.read_text() == another
+    assert loader.trace == path
+    run(loader)
+    assert samples(read(path)) == once(1, 4)
+
+
+def test_without_a_trace_no_call_is_made_for_single_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        method = getattr(NullTracer, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("now", "slice", "sample", "span", "instant", "flush"):
+        monkeypatch.setattr(NullTracer, name, counted(name))
+    counts = []
+    for batch_size in (4, 400):
+        calls.clear()
+        run(DataLoader(Numbers(20 * batch_size), batch_size, compat="torch"))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] <= 20 * 8
+
+
+def test_without_measure(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    run(DataLoader(Numbers(SIZE), BATCH, stats=False, trace=path))
+    assert samples(read(path)) == once(1)
+
+
+def test_pinning_is_part_of_neither_next_nor_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("[\n")
+    track = Track(EventFile(str(path), 1 << 20), 1, 1, "training loop")
+    loop = LoopTrack(track)
+    loop.begin(0, None, None)
+    loop.started()
+    for _ in range(2):
+        loop.enter()
+        loop.leave(4, 16, loader)
+        begun_ns = now_ns()
+        loop.pinned(now_ns() - begun_ns)
+    loop.finish()
+    events = read(path)
+    check_nesting(events)
+    assert names(events)["pin memory"] == 2
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="trace='.*missing.*' cannot be written .No such"):
+        DataLoader(Numbers(4), trace=tmp_path / "missing" / "run.json")
+    with pytest.raises(IsADirectoryError):
+        DataLoader(Numbers(4), trace=tmp_path)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(b"[\n")
+    track = Track(EventFile(str(tmp_path / "run.json"), 1 << 20), 1, 1, "training loop")
+    loop = LoopTrack(track)
+    loop.begin(0, None, None)
+    loop.started()
+    loop.enter()
+    with (
+        file_size_limit(10),
+        pytest.warns(RuntimeWarning, match="the trace ends here: .*(No space left|File too large)"),
+    ):
+        loop.leave(1, 1, loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("message", ["No space left", "Read-only file system"])
+def test_a_disk_that_fails_from_the_start_costs_the_trace(
+    message: str, num_workers: int, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        loader: Any = DataLoader(
+            Numbers(40), 4, trace=disk.path / "run.json", num_workers=num_workers
+        )
+        disk.fill()
+        if "Read-only" in message:
+            disk.make_read_only()
+        with pytest.warns(RuntimeWarning, match=f"the trace ends here: .*{message}"):
+            found = [value for batch in loader for value in batch.tolist()]
+        assert found == list(range(40))
+
+
+def test_data_pipes_are_refused(tmp_path: Path) -> None:
+    loader: Any = DataLoader(IterableWrapper(range(4)), trace=tmp_path / "run.json")
+    with pytest.raises(ValueError, match="trace= is not for data pipes"):
+        iter(loader)
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ({}, "minato: load samples"),
+        ({"num_workers": 1, "workers": "thread"}, "minato: wait for workers"),
+        ({"num_workers": 1}, "minato: wait for workers"),
+    ],
+)
+def test_ranges_in_the_profiler(workers: dict[str, Any], expected: str) -> None:
+    loader: Any = DataLoader(Sleepy(8, 0.002), 4, **workers)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        run(loader)
+    found = {each.key: each.count for each in recorded.key_averages()}
+    assert found["enumerate(DataLoader)#BatchIterator.__next__"] == 3
+    assert found[expected] >= 1
+    assert not [name for name in found if name.startswith("minato") and name != expected]
+
+
+def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a range was made")
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", refuse)
+    loader: Any = DataLoader(Filled(8, 2), 4)
+    assert len([np.asarray(batch) for batch in loader]) == 2
+
+
+def test_copies_to_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(device, "accelerator_of", lambda device: recorder)
+    path = tmp_path / "run.json"
+    loader: Any = DataLoader(Filled(SIZE, 8), BATCH, num_workers=1, device="meta", trace=path)
+    for number, _ in enumerate(loader):
+        if number % 2:
+            recorder.run()
+    del loader
+    events = read(path)
+    check_nesting(events)
+    sends = parents(tracks(events)["training loop"], "send to device")
+    assert len(sends) == SIZE // BATCH
+    assert set(sends) <= {"next()", "read"}
+    assert 0 < names(events, "b")["copy to device"] <= SIZE // BATCH
