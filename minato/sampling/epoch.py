@@ -225,7 +225,7 @@ class Epoch:
             return self._after(
                 state, lambda restores: map(make, self.draw.redraw(state.draw, restores))
             )
-        return self._drawn(self.draw.redraw(self.draw.to_plain()))
+        return self._drawn(self.draw.redraw(self.draw.taken()))
 
     def _after(self, state: LoaderState, drawn: Callable[[bool], Iterator[Any]]) -> Source:
         """The remaining batches of the epoch in which a state was taken.
@@ -443,7 +443,7 @@ class Position:
             self._chosen = None
             return None
         assert chosen is not None
-        drawn = last.draw.to_plain()
+        drawn = last.draw.taken()
         state = LoaderState({}, chosen, False, drawn, None, last.base_seed, chosen)
         _set_seeded(sampler, chosen)
         other = Epoch(
@@ -470,7 +470,7 @@ class Position:
                 plain = DatasetStates.alone(spec.dataset.state_dict())
             return LoaderState(facts, epoch, True, draw.idle_state(), plain).to_plain()
         done = progress.done()  # first: it records the last batch
-        plain, drawn = None if states is None else states.to_plain(), last.draw.to_plain()
+        plain, drawn = None if states is None else states.to_plain(), last.draw.taken()
         seeds = last.base_seed, last.drawn_epoch
         return LoaderState(facts, last.number, False, drawn, plain, *seeds, done).to_plain()
 

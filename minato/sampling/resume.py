@@ -110,23 +110,23 @@ class SamplerState:
             with self._keeping_errors():
                 self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
-    def redraw(self, plain: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
+    def redraw(self, state: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
         """Return ``iter(sampler)`` with all states as they were; its next index is the first of the epoch.
 
         torch's default generator has its earlier state for the draws of the sampler, and its present one otherwise.
 
         Args:
-            plain: Result of :meth:`to_plain`.
+            state: Result of :meth:`taken`.
             samplers: Whether stateful samplers get their states.
         """
-        self._state = _decoded(plain)
+        self._state = state
         outside = torch.default_generator.get_state()
         try:
             if samplers:
                 self._load_samplers()
             self._load_generators("before_iter")
             iterator: Any = iter(self._sampler)
-            if (saved := self._state["iterator"]) is not None:
+            if (saved := self._state.get("iterator")) is not None:
                 if not is_stateful(iterator):
                     raise _damaged("iterator", saved)
                 iterator.load_state_dict(copy.deepcopy(saved))
@@ -139,12 +139,13 @@ class SamplerState:
         finally:
             torch.default_generator.set_state(outside)
 
-    def check(self, plain: dict[str, Any]) -> None:
-        """Check that a state fits these generators and samplers.
+    def opened(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """Return the states that were written as plain data.
 
         Raises:
-            ValueError: It does not; the message names the part.
+            ValueError: They do not fit these generators and samplers; the message names the part.
         """
+        state = copy.deepcopy(plain)
         epoch, samplers = plain.get("epoch"), plain.get("samplers")
         if not (epoch is None or isinstance(epoch, int)):
             raise _damaged("epoch", epoch)
@@ -156,27 +157,30 @@ class SamplerState:
                 continue
             if not isinstance(states, list) or len(states) != len(self._generators):
                 raise _damaged(name, states)
-            for generator, state in zip(self._generators, states, strict=True):
+            for number, (generator, text) in enumerate(zip(self._generators, states, strict=True)):
                 try:
-                    if state is not None:
-                        torch.Generator(generator.device).set_state(_bytes_of(state))
+                    if text is not None:
+                        found = bytearray(base64.b64decode(text))
+                        state[name][number] = torch.frombuffer(found, dtype=torch.uint8)
+                        torch.Generator(generator.device).set_state(state[name][number])
                 except (ValueError, TypeError, RuntimeError):
-                    raise _damaged(name, state) from None
+                    raise _damaged(name, text) from None
+        return state
 
-    def load(self, plain: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`idle_state` into generators and samplers."""
-        self._state = _decoded(plain)
+        self._state = state
         self._load_samplers()
         self._load_generators("before_iter")
 
     def idle_state(self) -> dict[str, Any]:
-        """Return the present states as plain data. Between epochs, they decide the order of the next one."""
+        """Return the present states. Between epochs, they decide the order of the next one."""
         # torch's default generator belongs to the program.
         own = [None, *self._generator_states()[1:]]
-        return _encoded({"before_iter": own, "samplers": self._sampler_states()})
+        return {"before_iter": own, "samplers": self._sampler_states()}
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the states as plain data.
+    def taken(self) -> dict[str, Any]:
+        """Return the states that were taken.
 
         Raises:
             Exception: ``state_dict()`` of a sampler or its iterator raised it.
@@ -184,9 +188,9 @@ class SamplerState:
         if self._error is not None:
             self._error.reraise()
         state = dict(self._state)
-        if state["before_first"] is None and state["before_iter"] is not None:
+        if state.get("before_first") is None and state.get("before_iter") is not None:
             state["before_first"] = self._generator_states()
-        return _encoded(state)
+        return state
 
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:
@@ -205,7 +209,7 @@ class SamplerState:
         return [copy.deepcopy(sampler.state_dict()) for sampler in self._stateful]
 
     def _load_generators(self, when: str) -> None:
-        for generator, state in zip(self._generators, self._state[when] or (), strict=False):
+        for generator, state in zip(self._generators, self._state.get(when) or (), strict=False):
             if state is not None:
                 generator.set_state(state)
 
@@ -237,31 +241,12 @@ def _isolated(iterator: Iterator[Any], state: torch.Tensor, once: bool) -> Itera
             return
 
 
-def _encoded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state, with the bytes of generators as strings."""
-    plain = {}
-    for name, value in state.items():
-        if name.startswith("before") and value is not None:
-            value = [None if one is None else _text_of(one) for one in value]
-        plain[name] = copy.deepcopy(value)
-    return plain
-
-
-def _decoded(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that ``_encoded`` has made plain."""
-    state = {"before_iter": None, "before_first": None, "iterator": None, **plain}
-    for name in ("before_iter", "before_first"):
-        if state[name] is not None:
-            state[name] = [None if one is None else _bytes_of(one) for one in state[name]]
-    return state
-
-
-def _text_of(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _bytes_of(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _encoded(states: list[torch.Tensor | None] | None) -> list[str | None] | None:
+    """Return states of generators as strings."""
+    if states is None:
+        return None
+    known = (one is not None and base64.b64encode(one.numpy().tobytes()) for one in states)
+    return [one.decode() if one else None for one in known]
 
 
 def _damaged(name: str, value: Any) -> ValueError:
@@ -400,7 +385,7 @@ class LoaderState:
         loader: Facts that must be the same in the loader that saves the state and the one that loads it.
         epoch: Number of the epoch: the present one, or the last.
         finished: No epoch has begun, or the last one has ended.
-        draw: The states of generators and samplers, a result of ``SamplerState``.
+        draw: The states of generators and samplers, of ``SamplerState``.
         dataset_states: Result of ``DatasetStates``; None: the dataset has none, or starts afresh.
         base_seed: torch's draw for the workers.
         drawn_epoch: Number of the epoch in which the random numbers of samples are drawn from that seed.
@@ -419,7 +404,9 @@ class LoaderState:
     def to_plain(self) -> dict[str, Any]:
         """Return a copy as plain data, apart from the ``state_dict()`` of samplers and datasets."""
         plain = copy.deepcopy(vars(self))
-        done = plain.pop("done")
+        draw, done = plain["draw"], plain.pop("done")
+        for name in {"before_iter", "before_first"} & draw.keys():
+            draw[name] = _encoded(draw[name])
         if self.finished:
             del plain["base_seed"], plain["drawn_epoch"]
             return plain
@@ -462,7 +449,7 @@ class LoaderState:
                 raise ValueError(f"the state is damaged: it has no {name!r}")
             if not fits(plain[name]):
                 raise ValueError(f"the state is damaged: {name!r} is {reprlib.repr(plain[name])}")
-        draw.check(plain["draw"])
+        drawn = draw.opened(plain["draw"])
         known = plain["dataset_states"]
         if known is not None and len(known["each"]) != copies:
             raise ValueError(
@@ -475,7 +462,7 @@ class LoaderState:
             ranges = tuple((first, end) for first, end in done["ranges"])
             tallies = Tally(*done["delivered"]), Tally(*done["skipped"])
             found["done"] = Completed(ranges, done["batches"], *tallies)
-        return cls(**found)
+        return cls(**{**found, "draw": drawn})
 
 
 def _check_family(plain: dict[str, Any]) -> None:

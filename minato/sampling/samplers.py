@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import operator
 from collections import deque
@@ -313,24 +312,22 @@ def batch_maker(
         divided: Why single indices are all that is kept of a batch; None: its container is kept.
         copies: Indices are used after the next ones are drawn: those that a sampler may change are copied.
     """
-    if not batched:
-        return _copied_alone if copies else _alone
-    if whole:
-        return functools.partial(_as_given, divided, copies)
-    return _copied_list if copies else list
 
+    def make(given: Any) -> Any:
+        kind = type(given)
+        if batched and whole and kind is not list and hasattr(kind, "__len__"):  # not an iterator
+            if divided is not None and kind not in LISTS:
+                raise ValueError(
+                    f"the batch sampler yields a {kind.__qualname__}, which the dataset's __getitems__ must get as it "
+                    f"is, and {divided}"
+                )
+            return _copied(given) if copies else given
+        batch = list(given) if batched else [given]
+        if copies and batch and type(batch[0]) not in (int, str):
+            return list(map(_copied, batch))
+        return batch
 
-def _alone(index: object) -> list[Any]:
-    return [index]
-
-
-def _copied_alone(index: object) -> list[Any]:
-    return [_copied(index)]
-
-
-def _copied_list(indices: Any) -> list[Any]:
-    batch = list(indices)
-    return batch if not batch or type(batch[0]) in (int, str) else list(map(_copied, batch))
+    return make
 
 
 def _copied(index: Any) -> Any:
@@ -338,19 +335,6 @@ def _copied(index: Any) -> Any:
     if type(index) is torch.Tensor:
         return index.clone()
     return index.copy() if type(index) in (np.ndarray, list, dict, set) else index
-
-
-def _as_given(divided: str | None, copies: bool, indices: Any) -> Any:
-    """Return the indices of a batch in the container that the dataset gets."""
-    kind = type(indices)
-    if kind is list or not hasattr(kind, "__len__"):  # iterators have no length
-        return _copied_list(indices) if copies else list(indices)
-    if divided is not None and kind not in LISTS:
-        raise ValueError(
-            f"the batch sampler yields a {kind.__qualname__}, which the dataset's __getitems__ must get as it is, and "
-            f"{divided}"
-        )
-    return _copied(indices) if copies else indices
 
 
 # ---- indices that come more than once in an epoch -------------------------------------------------
