@@ -31,26 +31,26 @@ class BatchReader:
     """Makes the batches that ``next()`` returns, without copying their arrays.
 
     Args:
-        ledger: Holds the batches.
+        ledger: Holds the batches; an attribute too.
         arena: Holds their slots.
         store: Holds objects without a layout.
     """
 
     def __init__(self, ledger: Ledger, arena: Arena, store: Store) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._arena = arena
         self._store = store
         self._held: tuple[Slot, Any] | None = None  # the last leased slot and its view
 
     def failure(self, batch: int, slot: Slot) -> BaseException | None:
         """Return what a sample of the batch, or its collation, has raised; None if nothing was raised."""
-        contents = self._ledger.contents(batch)
+        contents = self.ledger.contents(batch)
         flags, nbytes = contents.flags, contents.result_nbytes
         kind, result = contents.result & KIND_MASK, contents.result & ~KIND_MASK
         if not flags & FAILED and kind != ERROR_BLOB:
             return None
         if flags & FAILED:
-            result, nbytes = self._first_error(batch)
+            result, nbytes = self.first_error(batch)
         if not result:
             return exception_of(slot_overflow_error(slot))
         return exception_of(self._store.get(result, nbytes, None, ERROR_BLOB))
@@ -63,7 +63,7 @@ class BatchReader:
         Raises:
             Exception: A sample of the batch, or its collation, raised it.
         """
-        contents = self._ledger.contents(batch)
+        contents = self.ledger.contents(batch)
         flags = contents.flags
         kind, result = contents.result & KIND_MASK, contents.result & ~KIND_MASK
         if flags & FAILED or kind == ERROR_BLOB:
@@ -76,7 +76,7 @@ class BatchReader:
                 raise error
             finally:
                 del error  # its traceback holds this frame
-        lease = self._leased(slot, contents.used_nbytes)
+        lease = self.leased(slot, contents.used_nbytes)
         if result:
             return self._store.get(result, contents.result_nbytes, lease, SAMPLE_BLOB)
         fields, count, layout = read_layout(self._arena.segment, contents.layout, slot)
@@ -84,12 +84,12 @@ class BatchReader:
         if flags & TEXTS:
             texts = [
                 self._store.get(offset, nbytes, None, kind) if kind == TEXT_BLOB else []
-                for kind, offset, nbytes in self._ledger.blobs(batch)
+                for kind, offset, nbytes in self.ledger.blobs(batch)
             ]
         check_texts(layout, count, texts)
         return layout.batch(lease, fields - slot.start, count, texts)
 
-    def _leased(self, slot: Slot, used: int) -> Any:
+    def leased(self, slot: Slot, used: int) -> Any:
         """Lease a slot; again, the same view, if the last call was interrupted."""
         if self._held is None or self._held[0] != slot:
             self._held = slot, self._arena.view(slot)
@@ -101,7 +101,7 @@ class BatchReader:
         None if the batch has none. Called before ``read``.
         """
         state: tuple[int, Any] | None = None
-        for kind, offset, nbytes in self._ledger.blobs(batch):
+        for kind, offset, nbytes in self.ledger.blobs(batch):
             if kind == STATE_BLOB:
                 state = self._store.get(offset, nbytes, None, kind)
             elif offset and kind == END_BLOB:
@@ -112,18 +112,18 @@ class BatchReader:
 
     def discard(self, batch: int, slot: Slot) -> None:
         """Drop the objects of a batch, and free its slot, unless it is leased."""
-        contents = self._ledger.contents(batch)
+        contents = self.ledger.contents(batch)
         if contents.result or contents.flags != _FIELDS_ALONE:
             self._store.drop(contents.result & ~KIND_MASK)
-            for _, offset, _ in self._ledger.blobs(batch):
+            for _, offset, _ in self.ledger.blobs(batch):
                 self._store.drop(offset)
         if self._held is not None and self._held[0] == slot:
             self._held = None
         self._arena.release(slot, contents.used_nbytes)
 
-    def _first_error(self, batch: int) -> tuple[int, int]:
+    def first_error(self, batch: int) -> tuple[int, int]:
         """Return offset and size of the first error of a batch."""
-        for kind, offset, nbytes in self._ledger.blobs(batch):
+        for kind, offset, nbytes in self.ledger.blobs(batch):
             if kind == ERROR_BLOB:
                 return offset, nbytes
         raise damaged("the error of a sample")

@@ -69,21 +69,21 @@ class DescriptorReader(BatchReader):
 
     def read(self, batch: int, slot: Slot) -> LeasedBatch:
         """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
-        contents = self._ledger.contents(batch)
+        contents = self.ledger.contents(batch)
         flags, nbytes, used = contents.flags, contents.result_nbytes, contents.used_nbytes
         kind, offset = contents.result & KIND_MASK, contents.result & ~KIND_MASK
         failed = bool(flags & FAILED) or kind == ERROR_BLOB
         if flags & FAILED:
-            offset, nbytes = self._first_error(batch)
+            offset, nbytes = self.first_error(batch)
         texts: tuple[tuple[int, int], ...] = ()
         if flags & TEXTS and not (failed or offset):
             texts = tuple(
                 (start, size) if kind == TEXT_BLOB else (0, 0)
-                for kind, start, size in self._ledger.blobs(batch)
+                for kind, start, size in self.ledger.blobs(batch)
             )
         return LeasedBatch(
             BatchDescriptor(slot, contents.layout, (offset, nbytes), failed, texts, used),
-            self._leased(slot, used),
+            self.leased(slot, used),
         )
 
 
