@@ -57,7 +57,7 @@ class Record:
 def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run every test with both packers; layouts that hold one are not carried over."""
     half = "py" if request.param == "pure" else "c"
-    twin = importlib.import_module(f"minato._core._copy_{half}").Packer
+    twin = importlib.import_module(f"minato._core._packing_{half}").Packer
     monkeypatch.setattr(layout_module, "Packer", twin)
     layout_module._load.cache_clear()
     yield
