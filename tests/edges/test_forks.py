@@ -654,7 +654,7 @@ UNUSED = {
     "_core._ledger_py": "workers attach their own; a child of the program cannot use a ledger with workers",
     "_fork_safety": "held or renewed around each fork",
     "delivery.iterator": "renewed when a child goes on with the iterator",
-    "observe.report.live": "forgotten in children",
+    "observe.live": "forgotten in children",
     "ray.pool": "a child does not have the threads",
     "shared_pool.channel": "a child is no rank: refused, or nothing is sent",
     "shared_pool.client": "a child is no rank: refused",
