@@ -110,14 +110,7 @@ def ingest(
     run: _Run = partial(_in_threads, workers=workers)
     if chunks.count is not None:
         run = partial(_in_workers, workers=workers, worker_method=worker_method)
-    about = {
-        "what": name,
-        "store": repr(store),
-        "columns": {column: kind.__name__ for column, kind in store.columns.items()},
-        "chunk_samples": chunk_samples,
-        "samples": chunks.count,
-        "keys": chunks.check_keys(),
-    }
+    about = {"what": name, **chunks.about()}
     with Journal(_journal_path(about) if journal is None else Path(journal), about) as notes:
         before = notes.num_samples
         try:
@@ -256,6 +249,16 @@ class _Chunks:
         self._keys: Sequence[Any] | None = None if callable(keys) else keys
         self._size = chunk_samples
         self._users_encode = encode
+
+    def about(self) -> dict[str, Any]:
+        """What must be the same when a call resumes, for JSON; raises like ``check_keys``."""
+        return {
+            "store": repr(self.store),
+            "columns": {name: kind.__name__ for name, kind in self.store.columns.items()},
+            "chunk_samples": self._size,
+            "samples": self.count,
+            "keys": self.check_keys(),
+        }
 
     def check_keys(self) -> str | None:
         """A digest of the dataset's keys in the store; None if they are numbers.
