@@ -578,13 +578,11 @@ class PrivateName(NamedTuple):
 
     Attributes:
         name: Where it stands, as a dotted name.
-        why: What minato needs it for.
         without: What happens where it is missing.
         package: The optional package that defines it; None for torch, NumPy and Python.
     """
 
     name: str
-    why: str
     without: str
     probe: Callable[[], bool]
     package: str | None = None
@@ -689,31 +687,26 @@ _TORCH_BUILDS = "torch's default_collate builds the batches, and they are pickle
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch._utils.ExceptionWrapper",
-        "carries a worker's exception with torch's words; programs look for the class",
         _IMPORT_FAILS,
         _has("torch._utils", "ExceptionWrapper", "reraise"),
     ),
     PrivateName(
         "torch.utils.data.dataloader._BaseDataLoaderIter",
-        "base of minato's iterator: trainers look for the class, its fields and its methods",
         f"{_IMPORT_FAILS}; a missing field raises an AttributeError at iter(loader)",
         _iterator_is_known,
     ),
     PrivateName(
         "torch.utils.data.DataLoader's _index_sampler, _auto_collation, _iterator, _get_iterator, __initialized",
-        "the loader extends torch's class, whose constructor decides on the sampler",
         "an AttributeError at iter(loader); without __initialized a loader's attributes stay fixed",
         _loader_is_known,
     ),
     PrivateName(
         "torch.utils.data.dataloader._DatasetKind",
-        "tells iterable datasets from others, as torch does",
         _IMPORT_FAILS,
         _has("torch.utils.data.dataloader", "_DatasetKind", "Iterable"),
     ),
     PrivateName(
         "torch.utils.data._utils.fetch._MapDatasetFetcher, _BaseDatasetFetcher, _DatasetKind.create_fetcher",
-        "the fetcher that a program has put in their place makes the batches",
         _IMPORT_FAILS,
         lambda: (
             not fetcher_is_replaced() and hasattr(make_fetcher([0], True, list, False), "fetch")
@@ -723,7 +716,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.utils.data.dataloader._SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter, "
         "DataLoader._get_iterator, _BaseDataLoaderIter._next_index, torch.utils.data._utils.worker._worker_loop, "
         "torch.utils.data._utils.pin_memory._pin_memory_loop, torch.utils.data._utils.fetch._IterableDatasetFetcher",
-        "where a program has replaced one of them, torch's engine uses it",
         "a warning names the missing part, and torch's engine loads",
         lambda: (
             not any(
@@ -736,122 +728,102 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "torch.utils.data.dataloader._InfiniteConstantSampler",
-        "the sampler that torch gives to iterable datasets has no state",
         _IMPORT_FAILS,
         _has("torch.utils.data.dataloader", "_InfiniteConstantSampler"),
     ),
     PrivateName(
         "torch.utils.data._utils.worker._worker_info, WorkerInfo",
-        "get_worker_info() describes minato's workers",
         _IMPORT_FAILS,
         _worker_info_is_known,
     ),
     PrivateName(
         "torch.utils.data._utils.worker._generate_state",
-        "NumPy's seed in a worker is torch's",
         _IMPORT_FAILS,
         lambda: numpy_seed(7, 3) == numpy_seed(7, 3) != numpy_seed(7, 4),
     ),
     PrivateName(
         "torch.utils.data._utils.pin_memory.pin_memory",
-        "pins batches by torch's rules for containers",
         _IMPORT_FAILS,
         _has("torch.utils.data._utils.pin_memory", "pin_memory"),
     ),
     PrivateName(
         "torch.utils.data._utils.collate.default_collate_fn_map",
-        "batches are built in shared memory only by the rules that default_collate has",
         _TORCH_BUILDS,
         collates_by_default,
     ),
     PrivateName(
         "torch.utils.data._utils.collate.collate, torch._utils._element_size",
-        "batches that torch's rules build in a worker take no shared memory with a name",
         "a worker killed at that moment may leave a file in /dev/shm, as with torch",
         lambda: hasattr(collate, "collate") and hasattr(_utils, "_element_size"),
     ),
     PrivateName(
         "torch._C._len_torch_function_stack",
-        "asks cheaply whether a default device may be set",
         "each sample makes an empty tensor to find out: a microsecond",
         _has("torch", "_C", "_len_torch_function_stack"),
     ),
     PrivateName(
         "torch._C._set_worker_signal_handlers",
-        "a worker that crashes says so in torch's words",
         "the words are missing; the worker is replaced all the same",
         _has("torch", "_C", "_set_worker_signal_handlers"),
     ),
     PrivateName(
         "torch.multiprocessing._set_thread_name",
-        "names worker processes for top and debuggers",
         "workers keep the name of the program",
         _has("torch.multiprocessing", "_set_thread_name"),
     ),
     PrivateName(
         "torch._C._cuda_hasPrimaryContext",
-        "asks for work on a device without beginning to use the device",
         "devices that the process does not use are asked, too, which takes memory there",
         # Torch without CUDA lacks it, and needs it for nothing.
         lambda: not torch.version.cuda or hasattr(torch._C, "_cuda_hasPrimaryContext"),
     ),
     PrivateName(
         "torch.autograd.profiler._is_profiler_enabled",
-        "ranges are opened only while the profiler records",
         "every batch opens them: some microseconds",
         lambda: isinstance(profiler._is_profiler_enabled, bool),
     ),
     PrivateName(
         "torch.UntypedStorage._new_shared_fd_cpu",
-        "counters in shared memory without a name that a killed process could leave behind",
         "torch's share_memory_() makes them, with a name",
         _has("torch", "UntypedStorage", "_new_shared_fd_cpu"),
     ),
     PrivateName(
         "torch.storage.TypedStorage(_internal=), _untyped_storage",
-        "typed storages in samples travel without a warning of deprecation",
         "a sample that holds one raises a TypeError or AttributeError",
         _storages_are_known,
     ),
     PrivateName(
         "torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor",
-        "quantized tensors travel beside the pickle",
         "torch pickles them its own way, with a warning",
         lambda: quantized_per_tensor() is not None and quantized_per_channel() is not None,
     ),
     PrivateName(
         "torch.Tensor._cdata, torch._efficientzerotensor",
-        "_core/tensor_memory.py finds fields of tensors",
         "four attributes of each tensor are asked for: 0.15 µs a tensor",
         _has("torch", "_efficientzerotensor"),
     ),
     PrivateName(
         "random._inst",
-        "the random numbers of a sample reach the functions of random, of which a test may have replaced some",
         "the generator of random.random, as it is when minato is imported",
         lambda: isinstance(cast(Any, random)._inst, random.Random),
     ),
     PrivateName(
         "numpy.random.mtrand._rand, RandomState._bit_generator",
-        "the random numbers of a sample reach numpy.random's functions",
         "a loader with seed= raises an AttributeError",
         _numpy_state_is_known,
     ),
     PrivateName(
         "concurrent.futures.thread._threads_queues",
-        "a worker forked by an executor's thread must not join that thread at its end",
         "such a worker is ended by a signal after some seconds",
         lambda: hasattr(cast(Any, executor)._threads_queues, "clear"),
     ),
     PrivateName(
         "multiprocessing.process._children",
-        "a forked child of the program must not end its parent's workers",
         "multiprocessing asserts in that child's end that they are its own, and prints an error",
         lambda: isinstance(cast(Any, process_module)._children, set),
     ),
     PrivateName(
         "multiprocessing.popen_fork.Popen.finalizer, multiprocessing.util.Finalize._args",
-        "workers end with the training process, although another child of it lives on",
         "such a child keeps workers that are stuck in a sample until it ends",
         lambda: (
             "self.finalizer = util.Finalize("
@@ -861,26 +833,21 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "multiprocessing.reduction.ForkingPickler._extra_reducers",
-        "objects of samples are sent by the functions that are registered there",
         "pipes, sockets and objects of packages that register a function cannot be sent",
         _reducers_are_known,
     ),
     PrivateName(
         "multiprocessing.resource_sharer._resource_sharer",
-        "a worker that has sent an end of a pipe stays until the loop has received it",
         "the worker may have ended before, and the loop raises an OSError",
         _has("multiprocessing.resource_sharer", "_resource_sharer", "_listener"),
     ),
     PrivateName(
         "multiprocessing.context.set_spawning_popen",
-        "finds the attribute that cannot be pickled, for the error of a worker that is not forked",
         "that error becomes an AttributeError",
         _child_can_be_faked,
     ),
     PrivateName(
         "multiprocessing.process.BaseProcess._inheriting",
-        "the fork server imports the main module as a child would, with the error that names the missing guard; "
-        "children import less than the training process",
         "a script without a guard ends its workers by another error; workers start more slowly",
         lambda: (
             "_inheriting" in inspect.getsource(spawn.get_preparation_data)
@@ -889,7 +856,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "multiprocessing.forkserver._forkserver._preload_modules",
-        "minato's fork server imports what set_forkserver_preload names",
         "the workers import these modules themselves",
         lambda: (
             isinstance(user_preload(), list) and _has("multiprocessing.forkserver", "_forkserver")()
@@ -897,7 +863,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "multiprocessing.forkserver.main's authkey, authkey_r",
-        "the fork server begins again without a main module that it cannot import",
         "such a script's loader raises an EOFError or a ConnectionError from Python 3.14 on",
         lambda: (
             "authkey_r" not in inspect.signature(forkserver.main).parameters
@@ -906,13 +871,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "multiprocessing.pool.ExceptionWithTraceback",
-        "an exception of a Ray actor keeps its traceback",
         _IMPORT_FAILS,
         _has("multiprocessing.pool", "ExceptionWithTraceback"),
     ),
     PrivateName(
         "ray.kill.__wrapped__",
-        "ends an actor without opening another connection",
         "ray.kill itself is called, and may connect again at the end of a loader",
         _defines("ray", "_private/worker.py", "@client_mode_hook\ndef kill("),
         "ray",
@@ -920,7 +883,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "accelerate.data_loader: DataLoader, prepare_data_loader, skip_first_batches, DataLoaderShard, "
         "DataLoaderDispatcher, DataLoaderAdapter",
-        "accelerator.prepare(loader) keeps minato's engine",
         "a warning; the prepared loader loads with torch's engine",
         _defines(
             "accelerate",
@@ -935,7 +897,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         f"lightning.pytorch.loops.training_epoch_loop.{LIGHTNING_TRAINING_LOOP}.on_run_start",
-        "an epoch that follows a checkpoint of the last step of another one is whole",
         "a warning; Lightning may skip that epoch",
         _defines(
             "lightning",
@@ -947,7 +908,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         f"ray.train.torch.train_loop_utils: DataLoader, {RAY_ACCELERATOR}",
-        "Ray Train's prepare_data_loader keeps minato's engine",
         "a warning; the prepared loader loads with torch's engine",
         _defines(
             "ray",
@@ -959,7 +919,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         f"lightning.pytorch.overrides.distributed.{LIGHTNING_PREDICT_SAMPLER}",
-        "Trainer.predict relies on the sequence of the batches",
         "predictions of a loader with another order than strict are assigned to the wrong indices",
         _defines(
             "lightning",
@@ -970,7 +929,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "tqdm.tqdm._instances",
-        "lines are written around progress bars, not through them",
         "a line may stand in the middle of a bar",
         _defines("tqdm", "std.py", "_instances"),
         "tqdm",

@@ -146,8 +146,14 @@ def test_each_is_as_expected_here(name: _compat.PrivateName) -> None:
     if not name.is_installed():
         pytest.skip(f"{name.package} is not installed")
     assert name.is_present()
-    assert name.why
     assert name.without
+
+
+def test_the_reference_says_what_each_is_for() -> None:
+    page = Path(__file__).parents[1] / "docs" / "reference" / "doctor.md"
+    _, _, table = page.read_text("utf-8").partition("## Private names")
+    rows = re.findall(r"^\| `(.+?)` \| \S.* \|$", table, re.MULTILINE)
+    assert rows == [name.name for name in _compat.PRIVATE_NAMES]
 
 
 def test_probes_change_nothing() -> None:

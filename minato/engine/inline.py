@@ -308,7 +308,7 @@ class InlineEngine:
             )
         randomness = functools.partial(_randomness, plan, self._history)
         settings = RunnerSettings(
-            in_main_process=True, catches=self._current.catches, tracks_slowest=plan.measure
+            in_main_process=True, catches=self._current.catches, stats=plan.stats
         )
         self._runner = Runner(
             settings,

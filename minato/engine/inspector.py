@@ -79,8 +79,8 @@ class Inspector:
 
     def _setup(self) -> Setup:
         """What a report says about the loader itself."""
-        from minato.observe.decoding import uses_pil
         from minato.observe.figures import Setup
+        from minato.observe.verdict import uses_pil
 
         spec = self._spec if self._session is None else self._session.pooled(self._spec)
         workers, options = spec.workers, spec.options

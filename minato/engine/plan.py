@@ -83,7 +83,7 @@ class WorkerPlan(NamedTuple):
         state_every: Number of batches after which a stream's worker sends its state again; None: never; ``auto``: as
             often as that is cheap.
         fetching: How samples are read concurrently.
-        measure: Times are measured for a report.
+        stats: Times are measured for a report, and the slowest samples are kept.
         tracks: Of the trace, or None.
     """
 
@@ -99,7 +99,7 @@ class WorkerPlan(NamedTuple):
     dataset_states: DatasetStates | None
     state_every: int | Literal["auto"] | None
     fetching: FetchOptions
-    measure: bool
+    stats: bool
     tracks: Tracks | None
 
     def tracer(self, number: int) -> Tracer:
@@ -283,7 +283,7 @@ class Plan:
             dataset_states=dataset_states,
             state_every=options.snapshot_every_n_steps or None,
             fetching=options.fetch_concurrency,
-            measure=bool(options.stats),
+            stats=bool(options.stats),
             tracks=tracks,
         )
         pool = PoolSettings(

@@ -156,7 +156,7 @@ class WorkerContext:
                 tracer=tracer,
             )
         runner = Runner(
-            RunnerSettings(catches=catches, tracks_slowest=plan.measure, failure=failure),
+            RunnerSettings(catches=catches, stats=plan.stats, failure=failure),
             lease=lease,
             meters=meters,
             make_randomness=make_randomness if plan.seeds_samples else None,

@@ -30,7 +30,6 @@ from minato.observe.observers import Metrics
 from minato.observe.verdict import judge
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
     from rich.console import RenderableType
 
 __all__ = ["Report", "report_of"]
@@ -39,25 +38,6 @@ __all__ = ["Report", "report_of"]
 @dataclass(frozen=True, repr=False)
 class Report(ReportFigures):
     """The result of ``loader.report()``: text for ``print``, colour for ``rich.print``."""
-
-    def to_pandas(self) -> DataFrame:
-        """The figures of each epoch that is kept, and of the run in the last row, as a table of pandas.
-
-        The index is ``epoch 0``, …, ``run``. Columns are ``waiting.share``, ``throughput.samples_per_s`` and so on, as
-        in ``to_dict()``, with ``stages.NAME.mean_s`` for stages and ``gpus.NAME.busy_share`` for GPUs. A stage or GPU
-        that is not in an epoch is NaN there.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "to_pandas() needs pandas: pip install pandas; to_dict() has the same figures"
-            ) from error
-        rows = [_flat(each) for each in (*self.epochs, self.run)]
-        return pandas.DataFrame(rows, index=[each.name for each in (*self.epochs, self.run)])
 
     def __repr__(self) -> str:
         return (
@@ -101,23 +81,6 @@ def report_of(setup: Setup, steps: Sequence[str], log: EpochLog) -> Report:
             for each in log.slow
         ),
     )
-
-
-def _flat(period: Period) -> dict[str, object]:
-    """The figures of a period by dotted names."""
-    row: dict[str, object] = {"epochs": period.epochs, "finished": period.finished}
-    parts = {
-        each.name: getattr(period, each.name)
-        for each in dataclasses.fields(period)
-        if dataclasses.is_dataclass(getattr(period, each.name))
-    }
-    parts.update({f"stages.{stage.name}": stage for stage in period.stages})
-    parts.update({f"gpus.{gpu.name}": gpu for gpu in period.gpus})
-    for part, figures in parts.items():
-        for each in dataclasses.fields(figures):
-            if each.name != "name":
-                row[f"{part}.{each.name}"] = getattr(figures, each.name)
-    return row
 
 
 def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:

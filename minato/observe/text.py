@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._support.text import printable
@@ -98,93 +99,86 @@ def sections(report: ReportFigures) -> list[Section]:
 
 def _sections(report: ReportFigures) -> list[Section]:
     run = report.run
-    figures = [
-        Section(title, ("figure", "value", "how to read it"), _figures(part))
-        for title, part in (
-            ("Waiting", run.waiting),
-            ("Throughput", run.throughput),
-            ("Workers", run.workers),
-            ("Prefetch window", run.prefetch_window),
-            ("Machine", run.machine),
-            ("Stragglers", run.stragglers),
-            ("Errors", run.errors),
-            *([("Reads and cache", run.reads)] if any(vars(run.reads).values()) else []),
-        )
-    ]
+    parts: dict[str, Any] = {
+        "Waiting": run.waiting,
+        "Throughput": run.throughput,
+        "Workers": run.workers,
+        "Prefetch window": run.prefetch_window,
+        "Machine": run.machine,
+        "Stragglers": run.stragglers,
+        "Errors": run.errors,
+    }
+    if any(vars(run.reads).values()):
+        parts["Reads and cache"] = run.reads
     return [
-        *figures,
-        Section(
+        *(
+            Section(title, ("figure", "value", "how to read it"), _figures(part))
+            for title, part in parts.items()
+        ),
+        _table_of(
             "GPUs",
-            ("GPU", "idle", "busy otherwise", "memory", "of", "samples"),
-            [
-                (
-                    each.name,
-                    format_value(each.idle_share, "share"),
-                    format_value(each.busy_share, "share"),
-                    format_value(each.memory_bytes, "bytes"),
-                    format_value(each.total_bytes, "bytes"),
-                    str(each.samples),
-                )
-                for each in run.gpus
-            ],
+            run.gpus,
+            {
+                "GPU": lambda gpu: gpu.name,
+                "idle": lambda gpu: format_value(gpu.idle_share, "share"),
+                "busy otherwise": lambda gpu: format_value(gpu.busy_share, "share"),
+                "memory": lambda gpu: format_value(gpu.memory_bytes, "bytes"),
+                "of": lambda gpu: format_value(gpu.total_bytes, "bytes"),
+                "samples": lambda gpu: str(gpu.samples),
+            },
         ),
-        Section(
+        _table_of(
             "Stages",
-            ("stage", "share", "mean", "P50", "P90", "P99", "timed"),
-            [
-                (
-                    stage.name,
-                    format_value(stage.share, "share"),
-                    *(
-                        format_value(value, "s")
-                        for value in (stage.mean_s, stage.p50_s, stage.p90_s, stage.p99_s)
-                    ),
-                    str(stage.count),
-                )
-                for stage in run.stages
-            ],
+            run.stages,
+            {
+                "stage": lambda stage: stage.name,
+                "share": lambda stage: format_value(stage.share, "share"),
+                "mean": lambda stage: format_value(stage.mean_s, "s"),
+                "P50": lambda stage: format_value(stage.p50_s, "s"),
+                "P90": lambda stage: format_value(stage.p90_s, "s"),
+                "P99": lambda stage: format_value(stage.p99_s, "s"),
+                "timed": lambda stage: str(stage.count),
+            },
         ),
-        Section(
+        *_tables_of_samples(report),
+    ]
+
+
+def _tables_of_samples(report: ReportFigures) -> list[Section]:
+    return [
+        _table_of(
             "Slowest samples",
-            ("index", "time", "epoch", "slowest stage", "of it"),
-            [
-                (
-                    str(each.index),
-                    format_value(each.cost_s, "s"),
-                    str(each.epoch),
-                    each.stage or "–",
-                    format_value(each.stage_s, "s") if each.stage else "–",
-                )
-                for each in report.slowest
-            ],
+            report.slowest,
+            {
+                "index": lambda each: str(each.index),
+                "time": lambda each: format_value(each.cost_s, "s"),
+                "epoch": lambda each: str(each.epoch),
+                "slowest stage": lambda each: each.stage or "–",
+                "of it": lambda each: format_value(each.stage_s, "s") if each.stage else "–",
+            },
         ),
-        Section(
+        _table_of(
             "Epochs",
-            (
-                "epoch",
-                "time",
-                "batches",
-                "samples",
-                "samples per s",
-                "waiting",
-                "first batch",
-                "workers",
-            ),
-            [
-                (
-                    each.name + ("" if each.finished else " (not finished)"),
-                    format_value(each.throughput.wall_s, "s"),
-                    str(each.throughput.batches),
-                    str(each.throughput.samples),
-                    format_value(each.throughput.samples_per_s, ""),
-                    format_value(each.waiting.share, "share"),
-                    format_value(each.waiting.first_batch_s, "s"),
-                    _span(each.workers.fewest, each.workers.most),
-                )
-                for each in report.epochs[-_KEPT_EPOCHS:]
-            ],
+            report.epochs[-_KEPT_EPOCHS:],
+            {
+                "epoch": lambda each: each.name + ("" if each.finished else " (not finished)"),
+                "time": lambda each: format_value(each.throughput.wall_s, "s"),
+                "batches": lambda each: str(each.throughput.batches),
+                "samples": lambda each: str(each.throughput.samples),
+                "samples per s": lambda each: format_value(each.throughput.samples_per_s, ""),
+                "waiting": lambda each: format_value(each.waiting.share, "share"),
+                "first batch": lambda each: format_value(each.waiting.first_batch_s, "s"),
+                "workers": lambda each: _span(each.workers.fewest, each.workers.most),
+            },
         ),
     ]
+
+
+def _table_of(
+    title: str, items: Sequence[Any], columns: dict[str, Callable[[Any], str]]
+) -> Section:
+    rows = [tuple(text(item) for text in columns.values()) for item in items]
+    return Section(title, tuple(columns), rows)
 
 
 def _figures(part: Any) -> list[tuple[str, ...]]:

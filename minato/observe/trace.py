@@ -19,7 +19,7 @@ from minato._support.values import integer_of
 from minato._system import environment, local_rank
 from minato.errors import warn
 from minato.observe.observers import LoaderSnapshot, Observer
-from minato.observe.tracer import REPEATED, SAMPLE, Args
+from minato.observe.tracer import REPEATED, SAMPLE, Args, Tracer
 
 __all__ = [
     "LIMIT_BYTES",
@@ -141,8 +141,8 @@ class Tracks(NamedTuple):
         return Track(file, self.pid, self.number * _TRACKS + number, name, suffix, self.name)
 
 
-class Track:
-    """A :class:`Tracer` that records in a file. Nothing is written before ``flush``.
+class Track(Tracer):
+    """A tracer that records in a file. Nothing is written before ``flush``.
 
     Attributes:
         file: The trace's file.

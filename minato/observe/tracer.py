@@ -1,16 +1,16 @@
-"""The interface with which components record their work, its null object, and ranges in torch's profiler."""
+"""What components record their work with, and ranges in torch's profiler."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torch.autograd import profiler
 
 from minato._compat import is_profiling
 
-__all__ = ["NULL_TRACER", "REPEATED", "SAMPLE", "Args", "NullTracer", "Tracer", "in_profile"]
+__all__ = ["NULL_TRACER", "REPEATED", "SAMPLE", "Args", "Tracer", "in_profile"]
 
 SAMPLE = "sample"
 """Name of the slice in which a sample became complete: one for each returned sample."""
@@ -21,17 +21,20 @@ Args: TypeAlias = Mapping[str, Any]
 """Shown with an event: integers, bools and short strings; the ``repr`` of anything else."""
 
 
-class Tracer(Protocol):
+class Tracer:
     """Records what one thread does. Times are in ns, on the clock of :func:`minato._core.now_ns`.
+
+    This one records nothing, and is what components have without a trace.
 
     Attributes:
         enabled: Whether events are recorded; checked where even the construction of an event is expensive.
     """
 
-    enabled: bool
+    enabled = False
 
     def now(self) -> int:
         """The time; 0 if events are not recorded."""
+        return 0
 
     def slice(
         self, name: str, begin_ns: int, end_ns: int | None = None, args: Args | None = None
@@ -59,34 +62,7 @@ class Tracer(Protocol):
         """Write the recorded events."""
 
 
-class NullTracer:
-    """Records nothing."""
-
-    enabled = False
-
-    def now(self) -> int:
-        """0."""
-        return 0
-
-    def slice(
-        self, name: str, begin_ns: int, end_ns: int | None = None, args: Args | None = None
-    ) -> None:
-        """Nothing."""
-
-    def sample(self, position: int, name: str, begin_ns: int, args: Args) -> None:
-        """Nothing."""
-
-    def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Nothing."""
-
-    def instant(self, name: str) -> None:
-        """Nothing."""
-
-    def flush(self) -> None:
-        """Nothing."""
-
-
-NULL_TRACER = NullTracer()
+NULL_TRACER = Tracer()
 
 _NO_RANGE: AbstractContextManager[object] = nullcontext()
 

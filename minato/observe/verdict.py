@@ -7,11 +7,16 @@ for each batch). The other is the workers (their time for a batch, divided by th
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
 
+from minato._support.objects import attribute, mro_of
 from minato.observe.figures import Period, Setup, Stage, Verdict
 
-__all__ = ["judge"]
+__all__ = ["judge", "uses_pil"]
 
 _MIN_BATCHES = 8
 """Fewer batches are no evidence."""
@@ -70,6 +75,22 @@ class _Costs:
         return max(self.whole / max(max(self.serial, busy) + start_factor * self.start, 1e-9), 1.0)
 
 
+def _costs_of(setup: Setup, run: Period) -> _Costs:
+    waiting, batches = run.waiting, run.throughput.batches
+    started_s = waiting.start_s * run.epochs
+    transfer_s = max(waiting.total_s - waiting.starved_s - started_s, 0.0)
+    step_s = max(run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s, 0.0)
+    return _Costs(
+        whole=run.throughput.wall_s / batches,
+        step=step_s / batches,
+        pinned=waiting.pin_memory_s / batches,
+        transfer=transfer_s / batches if setup.num_workers > 0 else 0.0,
+        work=run.workers.busy_s / batches,
+        source=sum(stage.share for stage in run.stages if stage.kind == "source"),
+        start=started_s / batches,
+    )
+
+
 def judge(setup: Setup, run: Period) -> Verdict:
     """The verdict on a run."""
     waiting, batches = run.waiting, run.throughput.batches
@@ -77,21 +98,8 @@ def judge(setup: Setup, run: Period) -> Verdict:
         return Verdict(
             "unknown", "", f"{batches} batches are too few for a verdict.", (), "Run it for longer."
         )
-    started_s = waiting.start_s * run.epochs
     in_main_process = setup.num_workers == 0
-    transfer_s = (
-        0.0 if in_main_process else max(waiting.total_s - waiting.starved_s - started_s, 0.0)
-    )
-    step_s = max(run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s, 0.0)
-    costs = _Costs(
-        whole=run.throughput.wall_s / batches,
-        step=step_s / batches,
-        pinned=waiting.pin_memory_s / batches,
-        transfer=transfer_s / batches,
-        work=run.workers.busy_s / batches,
-        source=sum(stage.share for stage in run.stages if stage.kind == "source"),
-        start=started_s / batches,
-    )
+    costs = _costs_of(setup, run)
     lost_s = waiting.total_s + waiting.pin_memory_s
     lost = (
         f"The loop waits {waiting.share:.0%} of its time: {_ms(waiting.total_s / batches)} of "
@@ -126,8 +134,8 @@ def judge(setup: Setup, run: Period) -> Verdict:
             {"persistent_workers": True},
             wall_s / max(wall_s - later_s, 1e-9),
         )
-    if max(waiting.pin_memory_s, transfer_s) >= lost_s / 2:
-        return _transfer(run, costs, lost, waiting.pin_memory_s >= transfer_s)
+    if max(costs.pinned, costs.transfer) >= lost_s / batches / 2:
+        return _transfer(run, costs, lost, costs.pinned >= costs.transfer)
     if in_main_process or run.workers.busy_share >= _BUSY:
         return _workers_busy(setup, run, costs, lost)
     return _workers_idle(setup, run, costs, lost)
@@ -217,9 +225,16 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
             {"num_workers": wanted},
             costs.speedup(wanted, start_factor=wanted / now),
         )
+    return _dearest_stage(setup, run, costs, evidence)
+
+
+def _dearest_stage(setup: Setup, run: Period, costs: _Costs, evidence: list[str]) -> Verdict:
+    """More workers would not help: the stage that takes most of their time would."""
+    largest = max(run.stages, key=lambda stage: stage.share, default=None)
     if largest is None:
         return Verdict("unknown", "", "The workers are the bottleneck.", tuple(evidence))
-    if not in_cluster:
+    stage = largest.name
+    if setup.worker_method != "ray":
         evidence.append(f"More workers would not help: {setup.cores:g} cores are in use.")
     summary = {
         "source": "The bottleneck is the work of dataset[i].",
@@ -227,7 +242,7 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
         "collate": "The bottleneck is collating and copying batches.",
     }[largest.kind]
     saved = (1 - _CHEAPER) * largest.share * costs.work
-    speedup = costs.speedup(now, costs.work - saved)
+    speedup = costs.speedup(max(run.workers.count, 1), costs.work - saved)
     if setup.num_workers == 0:
         speedup = costs.whole / max(costs.whole - saved, 1e-9)
     advice = f"Optimize {stage}, or precompute it; the estimate assumes half of its cost."
@@ -295,3 +310,47 @@ def _share_of(stage: Stage | None) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
+
+
+# ---- photographs ----------------------------------------------------------------------------
+
+_NESTED = ("dataset", "datasets")
+"""Attributes with the datasets that a dataset wraps, in torch's Subset and ConcatDataset and in classes like them."""
+_DEEPEST = 4
+
+
+def uses_pil(objects: Iterable[object]) -> bool:
+    """Whether the code of a dataset or transform refers to PIL, as far as its module shows.
+
+    Args:
+        objects: Datasets, transforms and functions.
+    """
+    try:
+        return _uses_pil(objects, 0)
+    except Exception:  # of a property of the user's
+        return False
+
+
+def _uses_pil(objects: Iterable[object], depth: int) -> bool:
+    for each in objects:
+        kinds = (each,) if type(each) is FunctionType else mro_of(type(each))
+        if any(_module_refers_to_pil(attribute(kind, "__module__")) for kind in kinds):
+            return True
+        inner = [attribute(each, name) for name in _NESTED]
+        nested = [one for value in inner for one in _listed(value)]
+        if nested and depth < _DEEPEST and _uses_pil(nested, depth + 1):
+            return True
+    return False
+
+
+def _listed(value: Any) -> list[Any]:
+    if issubclass(type(value), (list, tuple)):
+        return list(value)
+    return [] if value is None else [value]
+
+
+def _module_refers_to_pil(name: object) -> bool:
+    module = sys.modules.get(name) if type(name) is str else None
+    values = () if type(module) is not ModuleType else list(vars(module).values())
+    origins = [attribute(value, each) for value in values for each in ("__module__", "__name__")]
+    return any(type(origin) is str and origin.partition(".")[0] == "PIL" for origin in origins)

@@ -72,13 +72,13 @@ class RunnerSettings(NamedTuple):
     Attributes:
         in_main_process: Samples run in the consumer's thread, which must find its generators unchanged.
         catches: Returns what a sample may raise without ending the worker.
-        tracks_slowest: Keep the slowest samples.
+        stats: Keep the slowest samples, for a report.
         failure: What ``worker_init_fn`` raised; then every sample raises it.
     """
 
     in_main_process: bool = False
     catches: Callable[[], Kinds] = lambda: (Exception,)
-    tracks_slowest: bool = True
+    stats: bool = True
     failure: BaseException | None = None
 
 
@@ -108,7 +108,7 @@ class Runner:
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._tracer = tracer
-        self._tracks_slowest = settings.tracks_slowest
+        self._stats = settings.stats
         self._occurrences = occurrences
         self._lease = lease
         self._make_randomness = make_randomness
@@ -457,7 +457,7 @@ class Runner:
             for i, sample in enumerate(samples):
                 if type(sample) is not DeferredSample:
                     total.record(durations[i])
-        if self._tracks_slowest and self.longest_ns > slowest.floor_ns:
+        if self._stats and self.longest_ns > slowest.floor_ns:
             self._note_slowest(samples, indices, epoch)
 
     def _note_slowest(self, samples: list[Any], indices: list[Any], epoch: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Subset
 
 from minato import DataLoader
-from minato.observe.decoding import uses_pil
+from minato.observe.verdict import uses_pil
 from tests.datasets import Numbers
 
 pytest.importorskip("PIL")

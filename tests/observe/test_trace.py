@@ -25,7 +25,7 @@ from minato.delivery import device
 from minato.observe import trace as trace_module
 from minato.observe.observers import LoaderSnapshot
 from minato.observe.trace import EventFile, LoopTrack, Track
-from minato.observe.tracer import NullTracer
+from minato.observe.tracer import Tracer
 from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
 from tests.delivery.recorder import Recorder
 from tests.disks import file_size_limit, small_disk
@@ -384,7 +384,7 @@ def test_without_a_trace_no_call_is_made_for_single_samples(
     calls: list[str] = []
 
     def counted(name: str) -> Any:
-        method = getattr(NullTracer, name)
+        method = getattr(Tracer, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
@@ -393,7 +393,7 @@ def test_without_a_trace_no_call_is_made_for_single_samples(
         return call
 
     for name in ("now", "slice", "sample", "span", "instant", "flush"):
-        monkeypatch.setattr(NullTracer, name, counted(name))
+        monkeypatch.setattr(Tracer, name, counted(name))
     counts = []
     for batch_size in (4, 400):
         calls.clear()
