@@ -69,7 +69,7 @@ def ledger(module: ModuleType) -> Operations:
         while (run := worker.claim(most)) is not None:
             worker.describe(batch)
             worker.fill_run(batch, run.k, run.count)
-        book.contents(batch)
+        book.describe(batch)
         book.occupants(batch)
         book.retire(batch)
 
@@ -79,7 +79,7 @@ def ledger(module: ModuleType) -> Operations:
         while (run := worker.claim(1)) is not None:
             position = worker.describe(batch).first + run.k
             worker.fill(position, worker.reserve(position)[0])
-        book.contents(batch)
+        book.describe(batch)
         book.occupants(batch)
         book.retire(batch)
 

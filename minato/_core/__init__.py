@@ -21,7 +21,6 @@ __all__ = [
     "USE_EXTENSIONS",
     "WORK_EVENTS_OFFSET",
     "Arrivals",
-    "BatchContents",
     "BatchRecord",
     "Claim",
     "ConsumerLedger",
@@ -88,7 +87,6 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._ledger_py import (
         READY_EVENTS_OFFSET,
         WORK_EVENTS_OFFSET,
-        BatchContents,
         BatchRecord,
         Claim,
         ConsumerLedger,
@@ -116,7 +114,6 @@ else:
     from minato._core._ledger_c import (
         READY_EVENTS_OFFSET,
         WORK_EVENTS_OFFSET,
-        BatchContents,
         BatchRecord,
         Claim,
         ConsumerLedger,

@@ -29,7 +29,6 @@ from minato._core.layout cimport (
     MN_MAGIC,
     MN_MAX_WORKERS,
     MN_NUMBER,
-    MN_RAGGED,
     MN_STOPPING,
     mn_batch,
     mn_header,
@@ -84,7 +83,6 @@ from minato._core.limits import slot_overflow
 __all__ = [
     "READY_EVENTS_OFFSET",
     "WORK_EVENTS_OFFSET",
-    "BatchContents",
     "BatchRecord",
     "Claim",
     "ConsumerLedger",
@@ -116,38 +114,33 @@ cdef class Claim:
 @cython.auto_pickle(False)
 @cython.freelist(8)
 cdef class BatchRecord:
-    """What a worker must know of a batch.
+    """A batch as it is now; what it says of its content holds once it is full.
 
-    The generation changes with each use of the record, first is the position of sample 0, bound says whether each
-    sample has its own place, and the indices are pickled in the arena unless their offset is 0.
+    Attributes:
+        generation: Changes with each use of the record.
+        first: Position of its sample 0.
+        count: Number of its samples.
+        bound: Whether each sample has its own place in it.
+        indices_offset: Arena offset of its pickled indices; 0: the positions hold them.
+        layout: Arena offset of the layout of its fields; 0: none yet.
+        flags: 1 << kind for each kind of blob at its places.
+        result: Arena offset of the collated batch, with its kind in the low bits; 0: the fields are the result.
+        used_nbytes: Bytes of its slot that are in use.
     """
 
     cdef readonly uint64_t generation
     cdef readonly uint64_t first
     cdef readonly uint32_t count
+    cdef readonly uint32_t epoch_slot
     cdef readonly bint bound
     cdef readonly int64_t epoch
     cdef readonly int64_t seed
     cdef readonly uint64_t indices_offset
     cdef readonly uint64_t indices_nbytes
-    cdef readonly uint32_t epoch_slot
-
-
-@cython.final
-@cython.auto_pickle(False)
-@cython.freelist(8)
-cdef class BatchContents:
-    """What lies in a full batch.
-
-    The flags are 1 << kind for each kind of blob at its places, layout and result are arena offsets, 0 for none, and
-    the kind of the result lies in the low bits of its offset.
-    """
-
-    cdef readonly uint64_t flags
     cdef readonly uint64_t layout
+    cdef readonly uint64_t flags
     cdef readonly uint64_t result
     cdef readonly uint64_t result_nbytes
-    cdef readonly uint32_t count
     cdef readonly uint64_t used_nbytes
 
 
@@ -259,7 +252,7 @@ cdef class Ledger:
         return mn_tail(&self.ledger) - (mn_load_seq_cst_u64(&self.ledger.header.head) & MN_NUMBER)
 
     def describe(self, uint32_t batch):
-        """What a worker must know of a batch; its generation changes with each use of the record."""
+        """What the record of a batch says."""
         cdef mn_batch *record = self.batch_at(batch)
         cdef BatchRecord found = BatchRecord.__new__(BatchRecord)
         found.generation = mn_load_relaxed_u64(&record.state) >> 16
@@ -271,6 +264,11 @@ cdef class Ledger:
         found.indices_offset = mn_load_relaxed_u64(&record.indices)
         found.indices_nbytes = mn_load_relaxed_u64(&record.indices_nbytes)
         found.epoch_slot = mn_load_relaxed_u32(&record.epoch_slot)
+        found.flags = mn_load_relaxed_u64(&record.flags)
+        found.layout = mn_load_acquire_u64(&record.layout)
+        found.result = mn_load_acquire_u64(&record.result)
+        found.result_nbytes = mn_load_relaxed_u64(&record.result_nbytes)
+        found.used_nbytes = mn_load_relaxed_u64(&record.cursor) - mn_load_relaxed_u64(&record.slot)
         return found
 
     @staticmethod
@@ -325,18 +323,6 @@ cdef class Ledger:
             <int64_t>(mn_load_acquire_u64(&mn_at(&self.ledger, seq).place) & MN_NUMBER) - 1
             for seq in range(first, first + mn_load_relaxed_u32(&record.count))
         ]
-
-    def contents(self, uint32_t batch):
-        """What lies in a full batch."""
-        cdef mn_batch *record = self.batch_at(batch)
-        cdef BatchContents found = BatchContents.__new__(BatchContents)
-        found.flags = mn_load_relaxed_u64(&record.flags)
-        found.layout = mn_load_acquire_u64(&record.layout)
-        found.result = mn_load_acquire_u64(&record.result)
-        found.result_nbytes = mn_load_relaxed_u64(&record.result_nbytes)
-        found.count = mn_load_relaxed_u32(&record.count)
-        found.used_nbytes = mn_load_relaxed_u64(&record.cursor) - mn_load_relaxed_u64(&record.slot)
-        return found
 
     def blobs(self, uint32_t batch):
         """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
@@ -509,15 +495,6 @@ cdef class WorkerLedger(Ledger):
             )
         return offset
 
-    def fields(self, uint32_t batch):
-        """``(generation, layout, count)``: what a worker needs to find a place in the batch's fields."""
-        cdef mn_batch *record = self.batch_at(batch)
-        return (
-            mn_load_relaxed_u64(&record.state) >> 16,
-            mn_load_acquire_u64(&record.layout),
-            mn_load_relaxed_u32(&record.count),
-        )
-
     def publish_layout(self, uint32_t batch, uint64_t offset):
         """Offer a layout for the batch; returns the offset of the one that holds, the first offered."""
         self.batch_at(batch)
@@ -687,37 +664,23 @@ cdef class ConsumerLedger(Ledger):
             if mn_load_acquire_u64(&mn_at(&self.ledger, seq).ticket) == MN_DONE
         ]
 
-    def samples(self, uint32_t batch):
-        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch.
+    def costs(self, uint32_t batch):
+        """``(index, cost in ns)`` of the samples at the places of a full batch.
 
-        Samples without an integer index or a known cost are left out, and those whose own batch is long gone; bytes are
-        0 for one that fits the layout.
+        Samples without an integer index or a known cost are left out, and those whose own batch is long gone.
         """
         cdef mn_batch *record = self.batch_at(batch)
         cdef mn_position *sample
-        cdef mn_position *there
         cdef uint64_t place, seq, cost_ns, first = mn_load_relaxed_u64(&record.first)
-        cdef bint ragged
+        cdef int64_t index
         found = []
         for place in range(first, first + mn_load_relaxed_u32(&record.count)):
-            there = mn_at(&self.ledger, place)
-            seq = (mn_load_acquire_u64(&there.place) & MN_NUMBER) - 1
+            seq = (mn_load_acquire_u64(&mn_at(&self.ledger, place).place) & MN_NUMBER) - 1
             sample = mn_at(&self.ledger, seq)
             cost_ns = mn_load_relaxed_u64(&sample.cost_ns)
-            if (
-                mn_load_relaxed_u64(&sample.position) == seq
-                and cost_ns
-                and <int64_t>mn_load_relaxed_u64(&sample.index) != INT64_MIN
-            ):
-                ragged = 1 << (mn_load_relaxed_u64(&there.blob) & MN_KIND_MASK) == MN_RAGGED
-                found.append(
-                    (
-                        seq,
-                        <int64_t>mn_load_relaxed_u64(&sample.index),
-                        cost_ns,
-                        mn_load_relaxed_u64(&there.blob_nbytes) if ragged else 0,
-                    )
-                )
+            index = <int64_t>mn_load_relaxed_u64(&sample.index)
+            if mn_load_relaxed_u64(&sample.position) == seq and cost_ns and index != INT64_MIN:
+                found.append((index, cost_ns))
         return found
 
     def num_slow(self, uint32_t batch):
@@ -859,13 +822,3 @@ cdef class ConsumerLedger(Ledger):
             mn_load_relaxed_u64(&record.busy_ns),
             mn_load_relaxed_u64(&record.idle_ns),
         )
-
-    def begun(self):
-        """Start times of the workers' current samples, in ns of ``now_ns``, oldest first."""
-        cdef uint32_t worker
-        cdef list found = []
-        for worker in range(self.ledger.header.num_workers):
-            if mn_load_acquire_u64(&self.ledger.workers[worker].position):
-                found.append(mn_load_relaxed_u64(&self.ledger.workers[worker].started_ns))
-        found.sort()
-        return found

@@ -45,7 +45,6 @@ if sys.platform != "win32":  # which has threads only
 __all__ = [
     "READY_EVENTS_OFFSET",
     "WORK_EVENTS_OFFSET",
-    "BatchContents",
     "BatchRecord",
     "Claim",
     "ConsumerLedger",
@@ -155,37 +154,33 @@ class Claim:
 @final
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """What a worker must know of a batch.
+    """A batch as it is now; what it says of its content holds once it is full.
 
-    The generation changes with each use of the record, first is the position of sample 0, bound says whether each
-    sample has its own place, and the indices are pickled in the arena unless their offset is 0.
+    Attributes:
+        generation: Changes with each use of the record.
+        first: Position of its sample 0.
+        count: Number of its samples.
+        bound: Whether each sample has its own place in it.
+        indices_offset: Arena offset of its pickled indices; 0: the positions hold them.
+        layout: Arena offset of the layout of its fields; 0: none yet.
+        flags: 1 << kind for each kind of blob at its places.
+        result: Arena offset of the collated batch, with its kind in the low bits; 0: the fields are the result.
+        used_nbytes: Bytes of its slot that are in use.
     """
 
     generation: int
     first: int
     count: int
+    epoch_slot: int
     bound: bool
     epoch: int
     seed: int
     indices_offset: int
     indices_nbytes: int
-    epoch_slot: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class BatchContents:
-    """What lies in a full batch.
-
-    The flags are 1 << kind for each kind of blob at its places, layout and result are arena offsets, 0 for none, and
-    the kind of the result lies in the low bits of its offset.
-    """
-
-    flags: int
     layout: int
+    flags: int
     result: int
     result_nbytes: int
-    count: int
     used_nbytes: int
 
 
@@ -278,7 +273,7 @@ class Ledger:
         return int(self._header["tail"]) - int(self._header["head"])
 
     def describe(self, batch: int) -> BatchRecord:
-        """What a worker must know of a batch; its generation changes with each use of the record."""
+        """What the record of a batch says."""
         with self._lock:
             record = self._batches[batch]
             return BatchRecord(
@@ -291,6 +286,11 @@ class Ledger:
                 indices_offset=int(record["indices"]),
                 indices_nbytes=int(record["indices_nbytes"]),
                 epoch_slot=int(record["epoch_slot"]),
+                flags=int(record["flags"]),
+                layout=int(record["layout"]),
+                result=int(record["result"]),
+                result_nbytes=int(record["result_nbytes"]),
+                used_nbytes=int(record["cursor"]) - int(record["slot"]),
             )
 
     @staticmethod
@@ -332,19 +332,6 @@ class Ledger:
         """Position of the sample that lies at each place of a full batch; -1: none does."""
         with self._lock:
             return [(self._place(position) & NUMBER) - 1 for position in self._range(batch)]
-
-    def contents(self, batch: int) -> BatchContents:
-        """What lies in a full batch."""
-        with self._lock:
-            record = self._batches[batch]
-            return BatchContents(
-                flags=int(record["flags"]),
-                layout=int(record["layout"]),
-                result=int(record["result"]),
-                result_nbytes=int(record["result_nbytes"]),
-                count=int(record["count"]),
-                used_nbytes=int(record["cursor"]) - int(record["slot"]),
-            )
 
     def blobs(self, batch: int) -> list[tuple[int, int, int]]:
         """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
@@ -648,12 +635,6 @@ class WorkerLedger(Ledger):
             record["cursor"] = offset + rounded
             return offset
 
-    def fields(self, batch: int) -> tuple[int, int, int]:
-        """``(generation, layout, count)``: what a worker needs to find a place in the batch's fields."""
-        with self._lock:
-            record = self._batches[batch]
-            return int(record["state"]) >> 16, int(record["layout"]), int(record["count"])
-
     def publish_layout(self, batch: int, offset: int) -> int:
         """Offer a layout for the batch; returns the offset of the one that holds, the first offered."""
         with self._lock:
@@ -911,11 +892,10 @@ class ConsumerLedger(Ledger):
         with self._lock:
             return [position for position in self._range(batch) if self._ticket(position) == DONE]
 
-    def samples(self, batch: int) -> list[tuple[int, int, int, int]]:
-        """``(position, index, cost in ns, bytes)`` of the samples at the places of a full batch.
+    def costs(self, batch: int) -> list[tuple[int, int]]:
+        """``(index, cost in ns)`` of the samples at the places of a full batch.
 
-        Samples without an integer index or a known cost are left out, and those whose own batch is long gone; bytes are
-        0 for one that fits the layout.
+        Samples without an integer index or a known cost are left out, and those whose own batch is long gone.
         """
         with self._lock:
             found = []
@@ -924,10 +904,7 @@ class ConsumerLedger(Ledger):
                 sample = self._positions[position & self._mask]
                 known = sample["position"] == position and sample["cost_ns"]
                 if known and sample["index"] != NO_INTEGER:
-                    there = self._positions[place & self._mask]
-                    ragged = 1 << (int(there["blob"]) & KIND_MASK) == RAGGED
-                    nbytes = int(there["blob_nbytes"]) if ragged else 0
-                    found.append((position, int(sample["index"]), int(sample["cost_ns"]), nbytes))
+                    found.append((int(sample["index"]), int(sample["cost_ns"])))
             return found
 
     def num_slow(self, batch: int) -> int:
@@ -1083,9 +1060,3 @@ class ConsumerLedger(Ledger):
         """What a worker has done so far."""
         record = self._workers[worker]
         return Activity(*(int(record[name]) for name in Activity._fields))
-
-    def begun(self) -> list[int]:
-        """Start times of the workers' current samples, in ns of ``now_ns``, oldest first."""
-        # Workers write these words without the lock.
-        at_work = self._workers[self._workers["position"] != 0]
-        return sorted(at_work["started_ns"].tolist())

@@ -1,4 +1,4 @@
-/* Copies between two strided arrays of equal shape. The arrays must not overlap.
+/* Copies between two arrays of equal shape, whose strides are not negative. The arrays must not overlap.
  *
  * Axes are added from the outermost to the innermost; neighbours that are one run in both arrays
  * become one axis, so that most copies end as a single memcpy or as a loop of them.
@@ -42,8 +42,6 @@ static inline void mn_nest_add(mn_nest *nest, ptrdiff_t size, ptrdiff_t dst, ptr
     }
     nest->axis[nest->num_axes++] = (mn_axis){size, dst, src};
 }
-
-static inline ptrdiff_t mn_abs(ptrdiff_t x) { return x < 0 ? -x : x; }
 
 /* memcpy of a constant size is one move, whatever the alignment. Left alone, gcc makes of this loop
  * one of half or of full speed, as chance has it; unrolled, it is always fast. */
@@ -105,7 +103,7 @@ static void mn_nest_walk(const mn_nest *nest, int depth, char *dst, const char *
     const mn_axis *axis = &nest->axis[depth];
     if (depth == nest->num_axes - 1) {
         mn_copy_line(dst, axis->dst, src, axis->src, axis->size, nest->item);
-    } else if (depth == nest->num_axes - 2 && mn_abs(axis->src) < mn_abs(axis[1].src)) {
+    } else if (depth == nest->num_axes - 2 && axis->src < axis[1].src) {
         mn_copy_plane(dst, src, axis[0], axis[1], nest->item);
     } else {
         for (ptrdiff_t i = 0; i < axis->size; i++)
@@ -127,7 +125,7 @@ static inline void mn_nest_run(mn_nest *nest, char *dst, const char *src) {
     /* Next to the innermost axis goes the one along which the source is densest. */
     int dense = last;
     for (int i = 0; i < last; i++)
-        if (mn_abs(nest->axis[i].src) < mn_abs(nest->axis[dense].src)) dense = i;
+        if (nest->axis[i].src < nest->axis[dense].src) dense = i;
     if (dense < last - 1) {
         mn_axis axis = nest->axis[dense];
         memmove(&nest->axis[dense], &nest->axis[dense + 1],

@@ -1,8 +1,8 @@
 """Fields of tensors, read where torch keeps them: looking up four attributes costs more than a small copy.
 
-Asking torch costs 0.15 µs a tensor: a tenth of the processor time of a sample that is one tiny tensor, and half of that
-of a sample of eight. The offsets are found on tensors made for it, once per process, and used only if each is unique.
-Else, or with ``MINATO_DIRECT_MEMORY=0``, the attributes are read instead.
+Asking torch costs 0.2 µs a tensor: without workers, batches of 64 tensors of 16 numbers take 0.99 µs of processor time
+a sample instead of 0.80. The offsets are found on tensors made for it, once per process, and used only if each is
+unique. Else, or with ``MINATO_DIRECT_MEMORY=0``, the attributes are read instead.
 """
 
 from __future__ import annotations

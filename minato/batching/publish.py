@@ -123,8 +123,9 @@ class BatchPublisher:
 
     def _gather(self, batch: int) -> list[Any]:
         """Return the samples of a full batch that were not skipped, from the fields and the store."""
-        contents = self._ledger.contents(batch)
-        record = read_layout(self._segment, contents.layout) if contents.layout else None
+        batch_record = self._ledger.describe(batch)
+        at, count = batch_record.layout, batch_record.count
+        record = read_layout(self._segment, at) if at else None
         samples: list[Any] = []
         for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
             if kind == SKIP_BLOB and not offset:
@@ -133,9 +134,7 @@ class BatchPublisher:
             if kind != SAMPLE_BLOB:
                 if record is None or len(value) != record.layout.num_texts:
                     raise damaged("what belongs to a sample")
-                value = record.layout.sample(
-                    self._segment.array, record.fields, contents.count, k, value
-                )
+                value = record.layout.sample(self._segment.array, record.fields, count, k, value)
             samples += self._run_again(batch, k, value) if type(value) is Unsendable else [value]
         if not samples:
             raise _NothingLeftError

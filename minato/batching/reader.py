@@ -44,9 +44,9 @@ class BatchReader:
 
     def failure(self, batch: int, slot: Slot) -> BaseException | None:
         """Return what a sample of the batch, or its collation, has raised; None if nothing was raised."""
-        contents = self.ledger.contents(batch)
-        flags, nbytes = contents.flags, contents.result_nbytes
-        kind, result = contents.result & KIND_MASK, contents.result & ~KIND_MASK
+        record = self.ledger.describe(batch)
+        flags, nbytes = record.flags, record.result_nbytes
+        kind, result = record.result & KIND_MASK, record.result & ~KIND_MASK
         if not flags & FAILED and kind != ERROR_BLOB:
             return None
         if flags & FAILED:
@@ -63,9 +63,9 @@ class BatchReader:
         Raises:
             Exception: A sample of the batch, or its collation, raised it.
         """
-        contents = self.ledger.contents(batch)
-        flags = contents.flags
-        kind, result = contents.result & KIND_MASK, contents.result & ~KIND_MASK
+        record = self.ledger.describe(batch)
+        flags = record.flags
+        kind, result = record.result & KIND_MASK, record.result & ~KIND_MASK
         if flags & FAILED or kind == ERROR_BLOB:
             try:
                 error = self.failure(batch, slot)
@@ -76,10 +76,10 @@ class BatchReader:
                 raise error
             finally:
                 del error  # its traceback holds this frame
-        lease = self.leased(slot, contents.used_nbytes)
+        lease = self.leased(slot, record.used_nbytes)
         if result:
-            return self._store.get(result, contents.result_nbytes, lease, SAMPLE_BLOB)
-        fields, count, layout = read_layout(self._arena.segment, contents.layout, slot)
+            return self._store.get(result, record.result_nbytes, lease, SAMPLE_BLOB)
+        fields, count, layout = read_layout(self._arena.segment, record.layout, slot)
         texts: list[Any] = []
         if flags & TEXTS:
             texts = [
@@ -112,14 +112,14 @@ class BatchReader:
 
     def discard(self, batch: int, slot: Slot) -> None:
         """Drop the objects of a batch, and free its slot, unless it is leased."""
-        contents = self.ledger.contents(batch)
-        if contents.result or contents.flags != _FIELDS_ALONE:
-            self._store.drop(contents.result & ~KIND_MASK)
+        record = self.ledger.describe(batch)
+        if record.result or record.flags != _FIELDS_ALONE:
+            self._store.drop(record.result & ~KIND_MASK)
             for _, offset, _ in self.ledger.blobs(batch):
                 self._store.drop(offset)
         if self._held is not None and self._held[0] == slot:
             self._held = None
-        self._arena.release(slot, contents.used_nbytes)
+        self._arena.release(slot, record.used_nbytes)
 
     def first_error(self, batch: int) -> tuple[int, int]:
         """Return offset and size of the first error of a batch."""

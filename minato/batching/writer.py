@@ -284,12 +284,13 @@ class BatchWriter:
 
     def _fields(self, batch: int, sample: object) -> _Fields | None:
         """Return the fields of a batch; None if it has none yet and this sample has no layout."""
-        generation, layout_offset, count = self._ledger.fields(batch)
+        now = self._ledger.describe(batch)
+        generation, count = now.generation, now.count
         fields = self._open.get(batch)
         if fields is not None and fields.generation == generation:
             return fields
-        if layout_offset:
-            record = read_layout(self._segment, layout_offset)
+        if now.layout:
+            record = read_layout(self._segment, now.layout)
         else:
             layout = self._infer(sample)
             if layout is None:

@@ -94,14 +94,14 @@ class PrefetchReader:
     def prefetch(self, upcoming: Iterable[Upcoming]) -> None:
         """Start the copies of the next batches; :meth:`read` raises their exceptions."""
         for item in upcoming:
-            contents = self._ledger.contents(item.record)
-            lacks_data = contents.flags & (FAILED | ENDED | SKIPPED)
-            if lacks_data or contents.result & KIND_MASK == ERROR_BLOB:
+            record = self._ledger.describe(item.record)
+            lacks_data = record.flags & (FAILED | ENDED | SKIPPED)
+            if lacks_data or record.result & KIND_MASK == ERROR_BLOB:
                 continue
-            if item.record in self._started or not self._copier.wants(contents.used_nbytes):
+            if item.record in self._started or not self._copier.wants(record.used_nbytes):
                 continue
             try:
-                if contents.flags & STATES:
+                if record.flags & STATES:
                     self._states[item.record] = self._reader.state(item.record)
                 read = functools.partial(self._reader.read, item.record, item.slot)
                 self._started[item.record] = self._copier.start(item.slot, read)

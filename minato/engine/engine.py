@@ -328,7 +328,7 @@ class Engine:
         if item.records is None:
             item.records = [*self._state_of(item), *self._dispatcher.records(item)]
         if not item.is_prepared:
-            used_bytes = self.ledger.contents(item.record).used_nbytes
+            used_bytes = self.ledger.describe(item.record).used_nbytes
             self._dispatcher.read(item, used_bytes)
             self._dispatcher.discard(item)
             self._prepare_workers(item)
@@ -345,7 +345,7 @@ class Engine:
     def _state_of(self, item: OpenBatch) -> list[Callable[[], object]]:
         """The function that records the state of the dataset after a batch, if it came with one."""
         states = self.plan.worker.dataset_states
-        if states is None or not self.ledger.contents(item.record).flags & (STATES | FAILED):
+        if states is None or not self.ledger.describe(item.record).flags & (STATES | FAILED):
             return []
         state = self._reader.state(item.record)
         return [] if state is None else [functools.partial(states.update, *state)]
@@ -417,7 +417,8 @@ class Engine:
         elapsed_s = (now - self._started_ns) / 1e9
         if self.slow_threshold.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
-            running_ns = [now - started_ns for started_ns in self.ledger.begun()]
+            leases = [self.ledger.lease(worker) for worker in range(len(self.meters))]
+            running_ns = [now - lease.started_ns for lease in leases if lease.position is not None]
             self._history.decision = self.slow_threshold.observe(times, elapsed_s, running_ns)
             self.ledger.slow_ns = self._history.decision.threshold_ns
             self._history.costs = self.slow_threshold.recent

@@ -110,7 +110,7 @@ class EarlyStart:
     def learn(self, batch: int) -> None:
         """Record the costs of a full batch."""
         if self._threshold_ns:
-            for _, index, cost_ns, _ in self._ledger.samples(batch):
+            for index, cost_ns in self._ledger.costs(batch):
                 self._costs.observe(index, cost_ns)
 
     def hint(self, batch: int, indices: list[Any]) -> None:

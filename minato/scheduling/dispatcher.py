@@ -313,11 +313,11 @@ class Dispatcher:
 
     def _is_empty(self, item: OpenBatch) -> bool:
         """Whether a complete batch has no samples to return; records that, if so."""
-        contents = self._ledger.contents(item.record)
-        if contents.flags & ENDED:
+        record = self._ledger.describe(item.record)
+        if record.flags & ENDED:
             self._assignment.ended(item.owner, item.record)
             return True
-        if not (contents.flags & SKIPPED and self._is_dropped(item, contents.result)):
+        if not (record.flags & SKIPPED and self._is_dropped(item, record.result)):
             return False
         if (counts := self._assignment.returns(item.owner)) is not None:
             counts()
@@ -393,8 +393,8 @@ class Dispatcher:
         """Allow more batches; False if the limit stays."""
         if not self._window.batch_bytes and self._open:
             # The first batch of an iterator may be the slow one, with complete ones behind it.
-            contents = (self._ledger.contents(item.record) for item in self._open)
-            self._window.expect(max(each.used_nbytes for each in contents))
+            records = (self._ledger.describe(item.record) for item in self._open)
+            self._window.expect(max(record.used_nbytes for record in records))
         return self._window.grow()
 
     def _next_ready(self) -> OpenBatch | None:

@@ -69,9 +69,9 @@ class DescriptorReader(BatchReader):
 
     def read(self, batch: int, slot: Slot) -> LeasedBatch:
         """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
-        contents = self.ledger.contents(batch)
-        flags, nbytes, used = contents.flags, contents.result_nbytes, contents.used_nbytes
-        kind, offset = contents.result & KIND_MASK, contents.result & ~KIND_MASK
+        record = self.ledger.describe(batch)
+        flags, nbytes, used = record.flags, record.result_nbytes, record.used_nbytes
+        kind, offset = record.result & KIND_MASK, record.result & ~KIND_MASK
         failed = bool(flags & FAILED) or kind == ERROR_BLOB
         if flags & FAILED:
             offset, nbytes = self.first_error(batch)
@@ -82,7 +82,7 @@ class DescriptorReader(BatchReader):
                 for kind, start, size in self.ledger.blobs(batch)
             )
         return LeasedBatch(
-            BatchDescriptor(slot, contents.layout, (offset, nbytes), failed, texts, used),
+            BatchDescriptor(slot, record.layout, (offset, nbytes), failed, texts, used),
             self.leased(slot, used),
         )
 

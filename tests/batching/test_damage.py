@@ -166,8 +166,8 @@ def test_a_result_whose_kind_alone_was_overwritten_is_damaged(
     desk = make_desk(collate, elsewhere)
     batch, slot, _ = desk.open(5)
     desk.fill(batch, 0, KINDS["objects"][0], 0)
-    contents = desk.ledger.contents(batch)
-    damage(desk, batch, slot, [("result", kind, contents.result, contents.result_nbytes)])
+    record = desk.ledger.describe(batch)
+    damage(desk, batch, slot, [("result", kind, record.result, record.result_nbytes)])
     with pytest.raises(DamagedError, match="is damaged: something in one of the processes"):
         read(desk, batch, slot, elsewhere)
 

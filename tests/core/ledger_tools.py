@@ -23,10 +23,10 @@ LAYOUT = 4096
 RECORDS = {
     "Claim": ("batch", "k", "count"),
     "BatchRecord": (
-        *("generation", "first", "count", "bound", "epoch", "seed"),
-        *("indices_offset", "indices_nbytes", "epoch_slot"),
+        *("generation", "first", "count", "bound", "epoch", "seed", "indices_offset"),
+        *("indices_nbytes", "epoch_slot", "flags", "layout", "result", "result_nbytes"),
+        "used_nbytes",
     ),
-    "BatchContents": ("flags", "layout", "result", "result_nbytes", "count", "used_nbytes"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import importlib
 import mmap
 from types import ModuleType
@@ -189,13 +190,13 @@ def test_all_other_keys_cannot(desk: Desk, keys: Any) -> None:
 def test_a_worker_learns_what_it_has_claimed(desk: Desk) -> None:
     desk.open(2)
     batch = desk.ledger.open([-1, 2**63 - 1, -(2**63)], 3, SLOT, 0, -4, -5, False)
-    assert values(desk.ledger.describe(batch)) == (1, 2, 3, False, -4, -5, 0, 0, 0)
+    assert values(desk.ledger.describe(batch))[:9] == (1, 2, 3, False, -4, -5, 0, 0, 0)
     assert desk.ledger.indices(batch, 0, 3) == [-1, 2**63 - 1, -(2**63)]
     assert desk.ledger.indices(batch, 1, 1) == [2**63 - 1]
     pickled = desk.ledger.open(
         None, 2, SLOT, 3, 1, 2, True, indices_offset=4096, indices_nbytes=77, wake=0
     )
-    assert values(desk.ledger.describe(pickled)) == (1, 5, 2, True, 1, 2, 4096, 77, 3)
+    assert values(desk.ledger.describe(pickled))[:9] == (1, 5, 2, True, 1, 2, 4096, 77, 3)
 
 
 def test_leases_and_activity(desk: Desk) -> None:
@@ -214,14 +215,21 @@ def test_leases_and_activity(desk: Desk) -> None:
 # ----------------------------------------------------------------------------------- filling, places
 
 
-def test_when_the_samples_at_work_were_begun(desk: Desk) -> None:
-    desk.open(4)
-    assert desk.ledger.begun() == []
-    for worker, started_ns in enumerate((300, 100, 200)):
-        desk.workers[worker].lease.begin(worker, started_ns)
-    assert desk.ledger.begun() == [100, 200, 300]
-    desk.workers[1].end(1, 0, 0)
-    assert desk.ledger.begun() == [200, 300]
+def test_costs_of_a_full_batch_by_index(desk: Desk) -> None:
+    keys = [70, codes.NO_INTEGER, -72, 73, 74]
+    batch = desk.ledger.open(keys, 5, SLOT, 0, 0, 0, False, indices_offset=128, indices_nbytes=9)
+    desk.claim(0, 5)
+    desk.workers[0].note_costs(0, array.array("q", [500, 600, 700, 0, 9]), 4)
+    for position in (2, 0, 1, 3, 4):
+        desk.fill(0, position)
+    # In the order of the places that they took, without those of which cost or integer is unknown.
+    assert desk.ledger.costs(batch) == [(-72, 700), (70, 500)]
+    assert desk.ledger.num_slow(batch) == 0  # nothing is slow yet
+    desk.ledger.slow_ns = 500
+    assert desk.workers[0].slow_ns == 500
+    assert desk.ledger.num_slow(batch) == 2
+    with pytest.raises(ValueError, match="8 bytes hold no 2 costs"):
+        desk.workers[0].note_costs(0, array.array("q", [1]), 2)
 
 
 def test_a_bound_batch_is_published_when_its_last_place_is_filled(desk: Desk) -> None:
@@ -359,16 +367,17 @@ def test_what_lies_at_the_places_says_what_is_left_to_do(
         assert ledger.state(batch) == codes.COLLATING
         desk.workers[0].set_ready(batch, 16384 | codes.SAMPLE_BLOB, 20)
     assert ledger.state(batch) == codes.READY
-    flags, at, result, nbytes, count, used = values(ledger.contents(batch))
+    record = ledger.describe(batch)
     for kind, flag in (
         ("SAMPLE", "RAGGED"),
         ("ERROR", "FAILED"),
         ("TEXT", "TEXTS"),
         ("END", "ENDED"),
     ):
-        assert bool(flags & getattr(codes, flag)) == (f"{kind}_BLOB" in kinds.split())
-    assert (at, count, used) == (LAYOUT if layout else 0, 3, 64)
-    assert (result, nbytes) == ((16385, 20) if outcome == "MUST_COLLATE" else (0, 0))
+        assert bool(record.flags & getattr(codes, flag)) == (f"{kind}_BLOB" in kinds.split())
+    assert (record.layout, record.used_nbytes) == (LAYOUT if layout else 0, 64)
+    result = (16385, 20) if outcome == "MUST_COLLATE" else (0, 0)
+    assert (record.result, record.result_nbytes) == result
 
 
 def test_samples_take_the_oldest_open_place(desk: Desk) -> None:
@@ -449,6 +458,11 @@ def test_overdue_samples_beyond_the_new_batch_take_the_oldest_places(desk: Desk)
 # ---------------------------------------------------------------------------------------- dead workers
 
 
+def result_of(ledger: Any, batch: int) -> tuple[int, int]:
+    record = ledger.describe(batch)
+    return record.result, record.result_nbytes
+
+
 def delivered_exactly_once(desk: Desk, batches: list[int]) -> bool:
     """Let another worker do what is left; whether each sample then lies at one place."""
     desk.work(2)
@@ -478,7 +492,7 @@ def test_what_a_dead_worker_attached_is_forgotten(desk: Desk, kind: str, bound: 
     desk.workers[0].attach(place, 8192 | getattr(codes, kind), 10)
     desk.ledger.release(0)
     assert delivered_exactly_once(desk, [batch])
-    assert desk.ledger.contents(batch).flags & (codes.RAGGED | codes.FAILED) == 0
+    assert desk.ledger.describe(batch).flags & (codes.RAGGED | codes.FAILED) == 0
     assert [blob[0] for blob in desk.ledger.blobs(batch)] == [0, 0]
 
 
@@ -500,7 +514,7 @@ def test_a_result_completes_its_batch_however_far_its_worker_came(desk: Desk, fi
     assert ledger.state(batch) == codes.OPEN
     assert desk.workers[1].claim(3) is None  # who looks for work finds the batch
     assert ledger.state(batch) == codes.READY
-    assert values(ledger.contents(batch))[2:4] == (16384 | codes.SAMPLE_BLOB, 20)
+    assert result_of(ledger, batch) == (16384 | codes.SAMPLE_BLOB, 20)
     assert ledger.settled(batch)
     assert ledger.skipped(batch) == [1]
 
@@ -516,7 +530,7 @@ def test_the_error_of_a_dead_worker_stays_once_its_place_is_filled(desk: Desk) -
         desk.workers[0].publish_layout(batch, LAYOUT)
         outcome = desk.workers[1].fill_run(batch, k, 1)
     assert outcome == codes.PUBLISHED
-    assert ledger.contents(batch).flags & codes.FAILED
+    assert ledger.describe(batch).flags & codes.FAILED
     assert ledger.blobs(batch)[1] == (codes.ERROR_BLOB, 16384, 20)
 
 
@@ -627,7 +641,7 @@ def test_a_collator_killed_before_it_said_ready_has_collated(desk: Desk) -> None
     desk.ledger.release(0)
     assert desk.claim(1) is None
     assert desk.deliver(batch) == [0, 1]
-    assert values(desk.ledger.contents(batch))[2:4] == (16385, 20)
+    assert result_of(desk.ledger, batch) == (16385, 20)
 
 
 def test_an_overdue_sample_keeps_one_place_of_the_two_taken_for_it(desk: Desk) -> None:
@@ -738,9 +752,9 @@ def test_each_use_of_a_record_has_its_own_generation(desk: Desk) -> None:
     for _ in range(3):
         batch = desk.open(2)
         generations.append((batch, desk.ledger.describe(batch).generation))
-        assert desk.workers[0].fields(batch) == (generations[-1][1], 0, 2)
+        assert desk.ledger.describe(batch).layout == 0
         desk.work(0)
-        assert desk.workers[0].fields(batch) == (generations[-1][1], LAYOUT, 2)
+        assert desk.ledger.describe(batch).layout == LAYOUT
         desk.ledger.retire(batch)
     assert generations == [(0, 1), (0, 2), (0, 3)]
 
@@ -763,17 +777,17 @@ def test_keys_that_are_none_publish_nothing(desk: Desk, keys: list[object]) -> N
 
 def test_the_first_layout_holds(desk: Desk) -> None:
     batch = desk.open(2)
-    assert desk.workers[0].fields(batch)[1] == 0
+    assert desk.ledger.describe(batch).layout == 0
     assert desk.workers[0].publish_layout(batch, 4096) == 4096
     assert desk.workers[0].publish_layout(batch, 8192) == 4096
-    assert desk.workers[0].fields(batch)[1] == 4096
+    assert desk.ledger.describe(batch).layout == 4096
 
 
 def test_bytes_of_a_slot_are_given_out_once_and_aligned(desk: Desk) -> None:
     batch = desk.ledger.open([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
     offsets = [desk.workers[0].allocate(batch, nbytes) for nbytes in (1, 64, 65, 0, 128)]
     assert offsets == [4160, 4224, 4288, 4416, 4416]
-    assert desk.ledger.contents(batch).used_nbytes == 4544 - 4096
+    assert desk.ledger.describe(batch).used_nbytes == 4544 - 4096
 
 
 # ----------------------------------------------------------------------------------------- skipping
@@ -787,7 +801,7 @@ def test_a_skipped_sample_leaves_its_own_place_empty(desk: Desk) -> None:
     assert desk.workers[0].skip(first + 1) == (batch, codes.NOT_COMPLETE)
     assert desk.workers[0].fill_run(batch, 0, 1) == codes.NOT_COMPLETE
     assert desk.workers[0].fill_run(batch, 2, 1) == codes.MUST_COLLATE
-    assert ledger.contents(batch).flags & codes.SKIPPED
+    assert ledger.describe(batch).flags & codes.SKIPPED
     assert [kind for kind, _, _ in ledger.blobs(batch)] == [0, codes.SKIP_BLOB, 0]
     assert ledger.settled(batch)
     assert ledger.skipped(batch) == [first + 1]
@@ -818,4 +832,4 @@ def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:
         desk.workers[0].set_ready(lease[0], 64 | codes.SAMPLE_BLOB, 1)
     assert (new, 0, 0) in orphans_checked
     assert ledger.occupants(new) == [first + 3, -1]
-    assert ledger.contents(new).flags & codes.SKIPPED
+    assert ledger.describe(new).flags & codes.SKIPPED

@@ -69,7 +69,7 @@ def test_a_process_killed_inside_an_operation_leaves_no_lock(twin: ModuleType) -
     def claim_for_ever() -> None:
         ledger = twin.WorkerLedger(segment.array, 0, segment.descriptor)
         while True:
-            ledger.contents(batch)
+            ledger.describe(batch)
             ledger.allocate(batch, 0)
 
     for _ in range(20):

@@ -131,8 +131,8 @@ class Twins(RuleBasedStateMachine):
             ready = self.both("state", batch.record) == codes.READY
             if ready and not batch.delivered and not batch.cancelled:
                 self.delivered += self.both("occupants", batch.record)
-                self.both("contents", batch.record)
-                self.both("samples", batch.record)
+                self.both("describe", batch.record)
+                self.both("costs", batch.record)
                 self.both("blobs", batch.record)
                 batch.delivered = True
         for batch in self.open[:]:

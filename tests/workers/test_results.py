@@ -50,7 +50,7 @@ class Case:
         return int(self.ledger.open(list(range(count)), count, *arguments))
 
     def result(self, batch: int) -> Any:
-        result = self.ledger.contents(batch).result
+        result = self.ledger.describe(batch).result
         return self.store.peek(result & ~63, 0)
 
 
@@ -63,7 +63,7 @@ def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
         case.deliver.free(position, position, f"sample {position}", None, 0)
     case.deliver.free(0, 0, SKIP, None, 0)
     assert case.ledger.state(old) == case.ledger.state(new) == READY
-    assert case.ledger.contents(new).flags & SKIPPED
+    assert case.ledger.describe(new).flags & SKIPPED
     assert sorted(case.result(old) + case.result(new)) == ["sample 1", "sample 2"]
 
 
