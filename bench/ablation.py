@@ -41,7 +41,7 @@ from bench.harness.loaders import (
 )
 from bench.harness.suite import Row, RowResult, in_turn, measure
 from bench.workloads.mapped import Mapped
-from minato import AutoScale, StragglerPolicy
+from minato import AutoScale, Observe, StragglerPolicy
 
 MOST = 16
 HEAD = """\
@@ -76,7 +76,7 @@ MEASURING = """\
 ## What measuring costs
 
 Vectors of 16 numbers that are all there already, in batches of 32, with transforms that do nothing: what is left is the
-loader itself, without its measurements (`stats=False`), with them, and with `trace=`.
+loader itself, without its measurements (`observe=False`), with them, and with a trace.
 """
 TENSORS = """\
 ## Fields of tensors
@@ -136,8 +136,8 @@ FIXED = {
     for workers in (1, 2, 4, 8, 12, 16)
 }
 CHANGING = _minato("minato, auto", True, minato_loader(num_workers=AutoScale(start=2, max=MOST)))
-UNMEASURED = _minato("minato, stats=False", True, minato_loader(stats=False))
-TRACED = "minato, trace="
+UNMEASURED = _minato("minato, observe=False", True, minato_loader(observe=False))
+TRACED = "minato, trace"
 
 
 class Computing(SleepingWork):
@@ -346,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
     page.add(HEAD.format(repeats=repeats))
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        tracing = _minato(TRACED, True, minato_loader(trace=f"{folder}/run.json"))
+        tracing = _minato(TRACED, True, minato_loader(observe=Observe(trace=f"{folder}/run.json")))
         others = {**CONTENDERS, **named(tracing)}
         for about, rows in groups.items():
             chosen = [row for row in rows if row.name in options.rows]

@@ -43,7 +43,7 @@ repeats, with the minimum and maximum in brackets. A ratio compares runs of the 
 * *Time of sleeping work* is the whole run, from before the loader is built to the end of the last epoch, start of the
   workers included. *Time of tensors and rows* is that of the epochs after the first.
 * *Efficiency, later epochs* leaves the first epoch out, and with it the start of workers that persist.
-* *minato, seed=* begins the next epoch early, with workers that persist (`prefetch_next_epoch=True`).
+* *minato, seed=* begins the next epoch early, with workers that persist (`persistent_workers="next_epoch"`).
 * *First batch* is the time from `iter()` to the first batch, workers cold.
 * *Waiting* is the share of the run that the consumer spends waiting for batches.
 """

@@ -67,7 +67,7 @@ HEDGED = """\
 Written by `python -m bench.remote --rows hedging`. Objects of {kilobytes} kB as on the page Remote data: a Redis server
 behind a slow network, {workers} worker processes with {reads} reads each, batches of {batch}. *Hedged*:
 `FetchOptions({reads}, hedge_percentile=95)`, a second request for what takes longer than 95 % of a worker's reads.
-*Arrival order*: with `max_lag=256`. Whole epochs, start and end of the workers included; loaders take turns; every
+*Arrival order*: with `Arrival(256)`. Whole epochs, start and end of the workers included; loaders take turns; every
 sample is checked. Figures are medians of {repeats} runs (least and greatest in brackets).
 
 ## Figures
@@ -97,13 +97,13 @@ UNEVEN = named(
     *DEFAULTS,
     _reads(MANY_READS),
     _reads(MANY_READS, ", arrival order", **ARRIVAL),
-    _reads(MANY_READS, ", arrival order, max_lag=256", **ARRIVAL, max_lag=256),
+    _reads(MANY_READS, ", arrival order, max_lag=256", **{**ARRIVAL, "order": minato.Arrival(256)}),
 )
 HEDGING = named(
     _reads(MANY_READS),
     _reads(MANY_READS, ", hedged"),
-    _reads(MANY_READS, ", arrival order", **ARRIVAL, max_lag=256),
-    _reads(MANY_READS, ", arrival order, hedged", **ARRIVAL, max_lag=256),
+    _reads(MANY_READS, ", arrival order", **{**ARRIVAL, "order": minato.Arrival(256)}),
+    _reads(MANY_READS, ", arrival order, hedged", **{**ARRIVAL, "order": minato.Arrival(256)}),
 )
 
 

@@ -26,11 +26,17 @@ try:
     )
     from minato.loader import DataLoader
     from minato.options import (
+        Arrival,
         AutoScale,
+        DeviceCopies,
         ErrorPolicy,
+        FastFirst,
         FetchOptions,
+        Observe,
         PaperController,
         RayWorkers,
+        Record,
+        Replay,
         SharedPool,
         StragglerPolicy,
     )
@@ -56,19 +62,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SKIP",
+    "Arrival",
     "AutoScale",
     "CostBatchSampler",
     "CoverageError",
     "DataLoader",
+    "DeviceCopies",
     "ErrorBudgetError",
     "ErrorPolicy",
+    "FastFirst",
     "FetchOptions",
     "MinatoError",
     "MinatoWarning",
     "NotPicklableError",
+    "Observe",
     "PadCollate",
     "PaperController",
     "RayWorkers",
+    "Record",
+    "Replay",
     "SampleFailure",
     "SampleTimeoutError",
     "SharedDict",

@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import operator
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -47,13 +46,20 @@ from minato.errors import warn
 from minato.options import (
     DEFAULTS,
     IN_PLACE,
+    NEXT_EPOCH,
     OPTION_NAMES,
     OWN_NAMES,
+    Arrival,
     AutoScale,
+    DeviceCopies,
     ErrorPolicy,
+    FastFirst,
     FetchOptions,
+    Observe,
     Options,
     RayWorkers,
+    Record,
+    Replay,
     SharedPool,
     StragglerPolicy,
     TorchArguments,
@@ -128,19 +134,18 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         generator: torch.Generator | None = None,
         *,
         prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
+        persistent_workers: bool | Literal["next_epoch"] = False,
         pin_memory_device: str = "",
         in_order: bool = True,
         transforms: Iterable[Callable[[Any], Any]] | Any | None = None,
-        order: Literal["strict", "batch", "arrival", "fast_first"] | None = None,
-        max_lag: int | None = None,
+        order: Literal["strict", "batch", "arrival", "fast_first"]
+        | Arrival
+        | FastFirst
+        | None = None,
         seed: int | None = None,
-        device: str | torch.device | None = None,
-        prefetch_to_device: int | None = None,
+        device: str | torch.device | DeviceCopies | None = None,
         fetch_concurrency: int | FetchOptions = 1,
         cache: Cache | None = None,
-        name: str | None = None,
-        prefetch_next_epoch: bool = False,
         compat: Literal["torch"] | None = None,
         memory_budget: int | str | None = None,
         workers: Literal["process", "thread"] | RayWorkers = "process",
@@ -149,12 +154,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         | ErrorPolicy = "raise",
         stragglers: StragglerPolicy | None = None,
         shared_pool: bool | SharedPool = False,
-        cost_history: str | os.PathLike[str] | None = None,
-        stats: bool | Literal["gpu"] = True,
-        trace: str | os.PathLike[str] | None = None,
-        metrics_address: int | str | None = None,
-        record_order: str | os.PathLike[str] | None = None,
-        replay_order: str | os.PathLike[str] | None = None,
+        observe: bool | Observe = True,
+        recording: Record | Replay | None = None,
         snapshot_every_n_steps: int | Literal["auto"] | None = "auto",
     ) -> None:
         if issubclass(type(collate_fn), TransformingCollate):  # of another loader of ours
@@ -173,7 +174,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 stacklevel=2,
             )
             in_order = True
-            given.update(order=None, max_lag=None)
+            given.update(order=None)
         if is_own_class(collate_fn):
             refuse_class("collate_fn", cast(type, collate_fn))
         torchs = TorchArguments(
@@ -181,7 +182,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             has_batch_sampler=batch_sampler is not None,
             is_stream=isinstance(dataset, IterableDataset),
             in_threads=_starts_threads(multiprocessing_context),
-            persistent_workers=persistent_workers,
             dataset_name=type_name(dataset),
         )
         self._options = options = Options.of(given, torchs)
@@ -192,19 +192,19 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             from minato.engine.caching import check_cache
 
             check_cache(
-                cache, options, self._transforms, dataset, first_workers, persistent_workers
+                cache, options, self._transforms, dataset, first_workers, bool(persistent_workers)
             )
         # A method of a subclass with the name of an option stays what it is.
         own = (name for name in OWN_NAMES if not hasattr(type(self), name))
         vars(self).update({name: given[name] for name in own})
         self._position = Position()
         self._open_iterators: list[weakref.ref[Any]] = []
-        self._replay = None if replay_order is None else RecordedOrder(os.fspath(replay_order))
+        self._replay = RecordedOrder(str(recording.path)) if isinstance(recording, Replay) else None
         recorder = None
-        if trace is not None:
+        if options.observe.trace is not None:
             from minato.observe.trace import Trace
 
-            recorder = Trace(os.fspath(trace), options.name)
+            recorder = Trace(str(options.observe.trace), options.name)
         elif environment("MINATO_TRACE") and get_worker_info() is None:
             from minato.observe.trace import trace_of_environment
 
@@ -242,17 +242,17 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             multiprocessing_context,
             generator,
             prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
+            persistent_workers=bool(persistent_workers),
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
         if prefetch_factor is None and self.prefetch_factor is not None:
             self.prefetch_factor = Unbound(self.prefetch_factor)
-        if options.prefetch_next_epoch and next_sampler(index_sampler(self)) is None:
+        if options.begins_next_epoch and next_sampler(index_sampler(self)) is None:
             raise ValueError(
-                f"prefetch_next_epoch=True needs an order that is known in advance, and that of "
+                f"persistent_workers={NEXT_EPOCH!r} needs an order that is known in advance, and that of "
                 f"{type(self.sampler).__name__} is not: shuffle with seed=, use a SequentialSampler or a "
-                "DistributedSampler, or leave it out"
+                "DistributedSampler, or give True"
             )
         self._set_collate(self.collate_fn)
         self._history = self._fresh_history()
@@ -305,7 +305,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
         ``next()`` of an iterator whose epoch is not over raises RuntimeError afterwards. The loader itself can be used
         again: ``iter()`` starts new workers. Reports stay available, and batches in use stay valid. The port of
-        ``metrics_address`` is free until then.
+        ``Observe(metrics=...)`` is free until then.
         """
         _note("%r is closed", self)
         for each in self._open_iterators:
@@ -323,7 +323,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             return super().__repr__()
         given = {name: vars(self).get(name, default) for name, default in DEFAULTS.items()}
         named = {
-            "name": given["name"],
             "batch_size": self.batch_size,
             "num_workers": int(self.num_workers),
             "order": self._options.order,
@@ -405,7 +404,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         It can be asked for at any time; ``print`` shows it as text, ``rich.print`` in colour.
 
         Raises:
-            ValueError: The loader was made with ``stats=False``.
+            ValueError: The loader was made with ``observe=False``.
         """
         return self._inspector().report()
 
@@ -418,7 +417,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         and any thread may make it. The reference lists the names and their units.
 
         Raises:
-            ValueError: The loader was made with ``stats=False``, or other ranks' shared pool has its workers.
+            ValueError: The loader was made with ``observe=False``, or other ranks' shared pool has its workers.
         """
         return self._inspector().metrics()
 
@@ -434,21 +433,21 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             Ends the view by ``close()``, or at the end of a ``with`` block.
 
         Raises:
-            ValueError: The loader was made with ``stats=False``.
+            ValueError: The loader was made with ``observe=False``.
         """
         return self._inspector().live()
 
     def watch_gpus(self) -> None:
-        """Record the use of the GPUs from now on, as ``stats="gpu"`` does from the start.
+        """Record the use of the GPUs from now on, as ``Observe(stats="gpu")`` does from the start.
 
         Raises:
-            ValueError: Nothing is measured (``stats=False``).
+            ValueError: Nothing is measured (``observe=False``).
         """
         self._inspector().watch_gpus()
 
     @property
     def metrics_url(self) -> str | None:
-        """Address of the loader's metrics; None without ``metrics_address``, and before the first iteration."""
+        """Address of the loader's metrics; None without ``Observe(metrics=...)``, and before the first iteration."""
         return self._inspector().metrics_url
 
     @made_only
@@ -545,7 +544,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def __setattr__(self, attr: str, val: object) -> None:
         if is_constructed(self) and is_made(self):
             if attr == "name":  # which programs give loaders of any kind
-                self._options = replace(self._options, name=str(val))
+                observe = replace(self._options.observe, name=str(val))
+                self._options = replace(self._options, observe=observe)
             elif attr in OWN_NAMES:
                 raise ValueError(
                     f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
@@ -553,7 +553,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if attr == "in_order" and bool(val) != bool(self.in_order):
                 order = "strict" if val else "batch"
                 self._options = replace(self._options, order=order)
-                vars(self).update(order=order, max_lag=None)
+                vars(self).update(order=order)
             if attr == "multiprocessing_context":
                 given = vars(self).get("workers", self._options.workers)
                 in_threads = given == "process" and _starts_threads(val)
@@ -637,8 +637,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             mixes_batches=options.mixes_batches,
             seed=options.seed,
             has_workers=self.num_workers > 0,
-            predictable=persistent and options.prefetch_next_epoch,
-            record_order=options.record_order,
+            predictable=persistent and options.begins_next_epoch,
+            record_order=str(options.recording.path)
+            if isinstance(options.recording, Record)
+            else None,
             replay=self._replay,
             rank=None if self._session is None else self._session.place,
         )
@@ -683,8 +685,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             # torch shards and seeds data pipes by its own protocol.
             if self._transforms.steps:
                 raise ValueError("transforms= is not for data pipes: use their .map(...)")
-            if self._options.trace is not None:
-                self._refuse_data_pipes("trace=")
+            if self._options.observe.trace is not None:
+                self._refuse_data_pipes("observe=Observe(trace=...)")
             if self._session is not None:
                 self._refuse_data_pipes("shared_pool=True")
             return super()._get_iterator()
@@ -709,12 +711,17 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _torchs_iterator(self, parts: list[str]) -> TorchIterator:
         """An iterator of torch's engine, because the program has replaced parts of it."""
         names = ", ".join(parts)
-        for name in (*OWN_NAMES, "num_workers", "pin_memory"):
+        options = self._options
+        for name in OPTION_NAMES:
             value = vars(self).get(name, DEFAULTS[name])
             if name == "num_workers":
-                value = self._options.autoscale
+                value = options.autoscale
             elif name == "pin_memory":
                 value = value if value == IN_PLACE else None
+            elif name == "persistent_workers":
+                value = NEXT_EPOCH if options.begins_next_epoch else None
+            elif name == "observe":
+                value = value if options.observe.trace or options.observe.metrics else None
             elif name in _HARMLESS or value == DEFAULTS[name]:
                 continue
             if value is not None:
@@ -786,7 +793,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             generator = copy.deepcopy(generator)
         twin = _Twin(self, _index_sampler=sampler, generator=generator)
         options = self._options
-        silent = replace(options, errors=replace(options.errors, log=None), cost_history=None)
+        silent = replace(
+            options,
+            errors=replace(options.errors, log=None),
+            stragglers=replace(options.stragglers, history=None),
+        )
         sampling = replace(
             spec.sampling, index_sampler=sampler, generator=generator, record_order=None
         )
@@ -856,7 +867,7 @@ def _note(text: str, *arguments: object) -> None:
         _log.debug(text, *arguments)
 
 
-_HARMLESS = ("name", "compat", "stats", "memory_budget", "snapshot_every_n_steps")
+_HARMLESS = ("compat", "memory_budget", "snapshot_every_n_steps")
 """Arguments of ours that change no batch."""
 _ALIKE = (
     *("dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout"),
@@ -872,6 +883,8 @@ def _torch_arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
     ours = is_made(loader)
     if ours:
         given.update({name: vars(loader)[name] for name in OWN_NAMES if name in vars(loader)})
+        if cast("DataLoader[Any]", loader)._options.begins_next_epoch:
+            given["persistent_workers"] = NEXT_EPOCH
     unbound = isinstance(given["prefetch_factor"], Unbound)
     if unbound or (not ours and given["prefetch_factor"] == 2):  # torch's default
         del given["prefetch_factor"]

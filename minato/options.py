@@ -32,13 +32,19 @@ from minato.checks import (
 )
 
 __all__ = [
+    "Arrival",
     "AutoScale",
+    "DeviceCopies",
     "ErrorPolicy",
+    "FastFirst",
     "FetchOptions",
     "FetchReport",
+    "Observe",
     "Options",
     "PaperController",
     "RayWorkers",
+    "Record",
+    "Replay",
     "SharedPool",
     "StragglerPolicy",
     "TorchArguments",
@@ -48,11 +54,11 @@ __all__ = [
 
 IN_PLACE = "in_place"
 """The value of ``pin_memory`` with which batches are pinned where the workers write them."""
+NEXT_EPOCH = "next_epoch"
+"""The value of ``persistent_workers`` with which idle workers begin the next epoch."""
 
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
-_AHEAD = 2
-"""Batches on the device besides the one that is in use, as in the MinatoLoader paper."""
 _MIXING = ("arrival", "fast_first")
 _MOST_AT_FIRST = 12
 """Workers with which ``num_workers="auto"`` begins at most, as in the MinatoLoader paper."""
@@ -219,13 +225,56 @@ def _name(name: str, value: object) -> str | None:
     return short(value)
 
 
-def _device(name: str, value: object) -> torch.device | None:
+def _order(name: str, value: object) -> Any:
+    if not isinstance(value, (Arrival, FastFirst)):
+        check_choice(name, value, (None, "strict", "batch", *_MIXING))
+    return value
+
+
+def _device(name: str, value: object) -> DeviceCopies | None:
+    if value is None or isinstance(value, DeviceCopies):
+        return value
+    return DeviceCopies(value)  # type: ignore[arg-type]  # its check refuses what is no device
+
+
+def _torch_device(name: str, value: object) -> torch.device:
     del name
-    return check_device(value)
+    found = check_device(value)
+    if found is None:
+        raise TypeError("DeviceCopies(device=None): name the device")
+    return found
 
 
-def parse_address(value: int | str, name: str = "metrics_address") -> tuple[str, int]:
-    """Host and port of ``metrics_address``; without a host, only this machine can reach it."""
+def _persistent(name: str, value: object) -> Any:
+    if isinstance(value, str):
+        check_choice(name, value, (False, True, NEXT_EPOCH))
+    return value
+
+
+def _observe(name: str, value: object) -> Observe:
+    if isinstance(value, Observe):
+        return value
+    check_choice(name, value, (True, False))
+    return Observe(stats=bool(value))
+
+
+def _recording(name: str, value: object) -> Any:
+    if value is not None and not isinstance(value, (Record, Replay)):
+        raise TypeError(
+            f"{name}={text_of(value)} is a {type_name(value)}: give a Record or a Replay"
+        )
+    return value
+
+
+def _needed_path(name: str, value: Any) -> str:
+    path = _path(name, value)
+    if path is None:
+        raise TypeError(f"{name}=None: give a path")
+    return path
+
+
+def parse_address(value: int | str, name: str = "metrics") -> tuple[str, int]:
+    """Host and port of ``Observe(metrics=...)``; without a host, only this machine can reach it."""
     host, _, port = str(value).rpartition(":")
     if isinstance(value, bool) or not re.fullmatch("[0-9]+", port) or int(port) > 65535:
         raise ValueError(
@@ -234,7 +283,7 @@ def parse_address(value: int | str, name: str = "metrics_address") -> tuple[str,
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def _metrics_address(name: str, value: Any) -> Any:
+def _metrics(name: str, value: Any) -> Any:
     return value if value is None or isinstance(value, tuple) else parse_address(value, name)
 
 
@@ -300,6 +349,166 @@ class Unbound(int):
 
     A type of its own, so that a loader made from another one's attributes is not bound either.
     """
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Samples that are ready go into the oldest open batch: ``order=Arrival(max_lag=8)``.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+
+    max_lag: int = option(
+        DEFAULT_MAX_LAG,
+        "How many batches later than in strict order a sample may be returned.",
+        values="batches, 0 or more",
+        check=_whole(0),
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
+class FastFirst:
+    """As :class:`Arrival`, but slow samples wait for the newest open batch: ``order=FastFirst(max_lag=8)``.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+
+    max_lag: int = option(
+        DEFAULT_MAX_LAG,
+        "How many batches later than in strict order a sample may be returned.",
+        values="batches, 0 or more",
+        check=_whole(0),
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
+class DeviceCopies:
+    """Where batches are returned, and how many are copied there ahead: ``device=DeviceCopies("cuda", ahead=1)``.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+
+    device: str | torch.device = option(
+        None,
+        "The device.",
+        values="string, `torch.device`",
+        shown="must be given",
+        check=_torch_device,
+    )
+    ahead: int = option(
+        2,
+        "How many complete batches are copied there ahead of their turn, as in the MinatoLoader paper.",
+        values="batches, 0 or more",
+        check=_whole(0),
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    def __str__(self) -> str:
+        return str(self.device)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write down the order of the batches: ``recording=Record(path)``.
+
+    Raises:
+        TypeError: The path is none.
+    """
+
+    path: str | os.PathLike[str] = option(
+        None,
+        "File to which [the order of the batches](../how-to/order.md#repeat-a-run) is appended as they are returned.",
+        values="path",
+        shown="must be given",
+        check=_needed_path,
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Repeat a recorded order: ``recording=Replay(path)``.
+
+    Raises:
+        TypeError: The path is none.
+    """
+
+    path: str | os.PathLike[str] = option(
+        None,
+        "A file of `Record`: the same samples come in the same batches, in the recorded order, with the recorded seed. "
+        "The sampler is not used; `order` is `strict`.",
+        values="path",
+        shown="must be given",
+        check=_needed_path,
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
+class Observe:
+    """What is measured of a run, and where it goes: ``observe=Observe(...)``.
+
+    Raises:
+        ValueError, TypeError: A value or a combination is not possible.
+    """
+
+    stats: bool | str = option(
+        True,
+        'Whether the times for [the report](report.md) are measured, a few microseconds for each batch. `"gpu"`: a '
+        "process of local rank 0 also measures the use of the GPUs.",
+        values='`True`, `False`, `"gpu"`',
+        check=_one_of(True, False, "gpu"),
+    )
+    trace: str | os.PathLike[str] | None = option(
+        None,
+        "File, overwritten, that records [the run moment by moment](../how-to/trace.md) for https://ui.perfetto.dev. "
+        "It ends at 256 MiB.",
+        values="path",
+        check=_path,
+    )
+    metrics: int | str | tuple[str, int] | None = option(
+        None,
+        "Port of 127.0.0.1, or host and port, that serves [metrics for Prometheus](metrics.md#prometheus) from the "
+        "first iteration on; 0: any free port, shown by `metrics_url`. Needs `prometheus_client`.",
+        values='0 to 65535, `"host:port"`',
+        check=_metrics,
+    )
+
+    name: str | None = option(
+        None,
+        "Labels the loader in reports, the live view, metrics and traces.",
+        values="string",
+        shown="the dataset's class",
+        check=_name,
+    )
+
+    def __post_init__(self) -> None:
+        given = self.metrics
+        _check_fields(self)
+        if given is not None and not self.stats:
+            raise ValueError(
+                f"metrics={given!r} contradicts stats=False, which measures nothing: leave one out"
+            )
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of ``metrics``."""
+        return cast("tuple[str, int] | None", self.metrics)
 
 
 @dataclass(frozen=True)
@@ -548,6 +757,13 @@ class StragglerPolicy:
         values="seconds above 0",
         check=_positive_seconds,
     )
+    history: str | os.PathLike[str] | None = option(
+        None,
+        "Directory in which each epoch saves the costs of its samples, so that the next run knows slow samples from "
+        "the start.",
+        values="path",
+        check=_path,
+    )
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -672,15 +888,13 @@ class TorchArguments(NamedTuple):
         has_batch_sampler: Whether one is given.
         is_stream: Whether the dataset is iterable.
         in_threads: Whether the processes of ``multiprocessing_context`` are threads.
-        persistent_workers: As given.
-        dataset_name: The default of ``name``.
+        dataset_name: The default of ``Observe.name``.
     """
 
     in_order: bool
     has_batch_sampler: bool
     is_stream: bool
     in_threads: bool = False
-    persistent_workers: bool = False
     dataset_name: str = "dataset"
 
 
@@ -703,6 +917,14 @@ class Options:
         values='`True`, `False`, `"in_place"`',
         check=_pin_memory,
     )
+    persistent_workers: bool | str = option(
+        False,
+        'Also `"next_epoch"`: the workers stay, and those that run out of work [begin the next epoch]'
+        "(../how-to/slow-samples.md#begin-the-next-epoch-early) before the loop asks for it. Its samples then see what "
+        "the loop had prepared by then, not what it prepares between epochs.",
+        values='`True`, `False`, `"next_epoch"`',
+        check=_persistent,
+    )
     transforms: Any = option(
         None,
         "Callables applied one after the other to `dataset[i]`, or an object with such a list in its attribute "
@@ -716,17 +938,11 @@ class Options:
         '[Which samples a batch holds and when it is returned](../how-to/order.md). `"strict"`: torch\'s batches in '
         'torch\'s order. `"batch"`: torch\'s batches, each as soon as it is complete. `"arrival"`: samples that are '
         'ready go into the oldest open batch. `"fast_first"`: as `arrival`, but slow samples wait for the newest open '
-        "batch while enough batches are ready.",
-        values='`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`',
+        "batch while enough batches are ready. `Arrival` and `FastFirst` also say by how many batches a sample may be "
+        "late.",
+        values='`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`, an `Arrival`, a `FastFirst`',
         shown="see below",
-        check=_one_of(None, "strict", "batch", *_MIXING),
-    )
-    max_lag: int = option(
-        None,
-        "How many batches later than in strict order a sample may be returned; only for `arrival` and `fast_first`.",
-        values="batches, 0 or more",
-        shown="32",
-        check=_whole(0),
+        check=_order,
     )
     seed: int | None = option(
         None,
@@ -736,20 +952,13 @@ class Options:
         shown="torch's generator decides",
         check=_seed,
     )
-    device: torch.device | None = option(
+    device: DeviceCopies | None = option(
         None,
         "Where batches [are returned](../how-to/gpu.md): their tensors, and objects with torch's `to`, are copied "
         "there while the training runs, from the pinned memory that the workers write to.",
-        values="string, `torch.device`",
+        values="string, `torch.device`, a `DeviceCopies`",
         shown="host memory",
         check=_device,
-    )
-    prefetch_to_device: int = option(
-        None,
-        "How many complete batches are copied there ahead of their turn; only with `device`.",
-        values="batches, 0 or more",
-        shown="2",
-        check=_whole(0),
     )
     fetch_concurrency: FetchOptions = option(
         1,
@@ -764,21 +973,6 @@ class Options:
         "Keeps samples [after the first of the transforms](../how-to/caches.md); later epochs neither read nor "
         "transform them again.",
         values="`DiskCache(…)`, `MemoryCache(…)`",
-    )
-    name: str = option(
-        None,
-        "Labels the loader in reports, the live view, metrics and traces.",
-        values="string",
-        shown="the dataset's class",
-        check=_name,
-    )
-    prefetch_next_epoch: bool = option(
-        False,
-        "Persistent workers that run out of work [begin the next epoch](../how-to/slow-samples.md#begin-the-next-epoch-"
-        "early) before the loop asks for it. Its samples then see what the loop had prepared by then, not what it "
-        "prepares between epochs.",
-        values="`True`, `False`",
-        check=_one_of(False, True),
     )
     compat: str | None = option(
         None,
@@ -824,46 +1018,18 @@ class Options:
         values="`True`, `False`, a `SharedPool`",
         check=_shared_pool,
     )
-    cost_history: str | None = option(
-        None,
-        "Directory in which each epoch saves the costs of its samples, so that the next run knows slow samples from "
-        "the start.",
-        values="path",
-        check=_path,
-    )
-    stats: bool | str = option(
+    observe: Observe = option(
         True,
-        'Whether the times for [the report](report.md) are measured, a few microseconds for each batch. `"gpu"`: a '
-        "process of local rank 0 also measures the use of the GPUs.",
-        values='`True`, `False`, `"gpu"`',
-        check=_one_of(True, False, "gpu"),
+        "What is measured of a run, and where it goes: [the report](report.md), a [trace](../how-to/trace.md), "
+        "[metrics](metrics.md).",
+        values="`True`, `False`, an `Observe`",
+        check=_observe,
     )
-    trace: str | None = option(
+    recording: Record | Replay | None = option(
         None,
-        "File, overwritten, that records [the run moment by moment](../how-to/trace.md) for https://ui.perfetto.dev. "
-        "It ends at 256 MiB.",
-        values="path",
-        check=_path,
-    )
-    metrics_address: tuple[str, int] | None = option(
-        None,
-        "Port of 127.0.0.1, or host and port, that serves [metrics for Prometheus](metrics.md#prometheus) from the "
-        "first iteration on; 0: any free port, shown by `metrics_url`. Needs `prometheus_client`.",
-        values='0 to 65535, `"host:port"`',
-        check=_metrics_address,
-    )
-    record_order: str | None = option(
-        None,
-        "File to which [the order of the batches](../how-to/order.md#repeat-a-run) is appended as they are returned.",
-        values="path",
-        check=_path,
-    )
-    replay_order: str | None = option(
-        None,
-        "Such a file: the same samples come in the same batches, in the recorded order, with the recorded seed. The "
-        "sampler is not used; `order` is `strict`.",
-        values="path",
-        check=_path,
+        "Writes down [the order of the batches](../how-to/order.md#repeat-a-run), or repeats it.",
+        values="a `Record`, a `Replay`",
+        check=_recording,
     )
     snapshot_every_n_steps: int | Literal["auto"] | None = option(
         "auto",
@@ -873,6 +1039,8 @@ class Options:
         values="0 or more, `'auto'`, `None`",
         check=_snapshots,
     )
+    max_lag: int = DEFAULT_MAX_LAG
+    """By how many batches a sample may be late; of ``order``."""
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -891,10 +1059,11 @@ class Options:
             ModuleNotFoundError: Ray is not installed.
         """
         options = cls(**given)
-        options = replace(options, name=options.name or torchs.dataset_name)
+        if options.observe.name is None:
+            options = replace(options, observe=replace(options.observe, name=torchs.dataset_name))
         if torchs.in_threads and options.workers == "process":
             options = replace(options, workers="thread")
-        _check_replay(options, torchs.is_stream)
+        _check_recording(options, torchs.is_stream)
         options = _with_defaults(options, torchs)
         _check_errors(options, torchs.is_stream)
         _check_scaling(options, torchs.is_stream)
@@ -902,21 +1071,33 @@ class Options:
         _check_sharing(options, torchs.is_stream)
         _check_ray(options, torchs.is_stream)
         _check_next_epoch(options, torchs)
-        if options.metrics_address is not None and not options.stats:
-            raise ValueError(
-                f"metrics_address={given['metrics_address']!r} contradicts stats=False, which measures nothing: "
-                "leave one out"
-            )
-        if given["prefetch_to_device"] is not None and options.device is None:
-            raise ValueError(
-                f"prefetch_to_device={options.prefetch_to_device} has no meaning without a device: give device="
-            )
         return options
+
+    @property
+    def name(self) -> str:
+        """The label of the loader."""
+        return cast(str, self.observe.name)
 
     @property
     def target(self) -> torch.device | None:
         """The device, unless it is host memory."""
-        return None if self.device is None or self.device.type == "cpu" else self.device
+        device = None if self.device is None else cast(torch.device, self.device.device)
+        return None if device is None or device.type == "cpu" else device
+
+    @property
+    def to_device(self) -> int:
+        """Number of batches that are copied to the device ahead."""
+        return 0 if self.device is None else self.device.ahead
+
+    @property
+    def begins_next_epoch(self) -> bool:
+        """Whether idle workers begin the next epoch."""
+        return self.persistent_workers == NEXT_EPOCH
+
+    @property
+    def replays(self) -> bool:
+        """Whether the batches are those of a recorded order."""
+        return isinstance(self.recording, Replay)
 
     @property
     def autoscale(self) -> AutoScale | None:
@@ -949,30 +1130,28 @@ class Options:
         return self.order == "strict"
 
 
-def _check_replay(options: Options, is_stream: bool) -> None:
+def _check_recording(options: Options, is_stream: bool) -> None:
     """Files of recorded orders."""
-    record, replay = options.record_order, options.replay_order
-    if is_stream and (record or replay):
+    recording = options.recording
+    if is_stream and recording is not None:
         raise ValueError(
-            "record_order and replay_order write down the indices of each batch, and an iterable dataset has none: "
-            "leave them out"
+            f"recording={recording} holds the indices of each batch, and an iterable dataset has none: leave it out"
         )
-    if replay is None:
-        return
-    if options.order not in (None, "strict"):
+    if options.replays and options.order not in (None, "strict"):
         raise ValueError(
-            f"replay_order gives the batches as they are recorded, and order={options.order!r} would change them: "
-            "leave order out"
+            f"recording={recording} gives the batches as they are recorded, and order={options.order!r} would change "
+            "them: leave order out"
         )
-    if record is not None and os.path.abspath(record) == os.path.abspath(replay):
-        raise ValueError(f"record_order and replay_order are the same file {record!r}: use two")
 
 
 def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
     """The options with the defaults that follow from other arguments."""
-    in_order, order = torchs.in_order, cast("str | None", options.order)
+    in_order, max_lag, given = torchs.in_order, DEFAULT_MAX_LAG, cast(Any, options.order)
+    order: str | None = given
+    if isinstance(given, (Arrival, FastFirst)):
+        order, max_lag = "arrival" if isinstance(given, Arrival) else "fast_first", given.max_lag
     whole = torchs.is_stream or options.compat == "torch"
-    if options.replay_order is not None:
+    if options.replays:
         in_order, order = True, "strict"
     if order is None:
         free = "batch" if whole or torchs.has_batch_sampler else "arrival"
@@ -990,40 +1169,23 @@ def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
             f"order={order!r} mixes batches, but with {cause} each batch is one worker's: use order='batch' to get "
             "each of them as soon as it is complete"
         )
-    max_lag, ahead = (
-        cast("int | None", options.max_lag),
-        cast("int | None", options.prefetch_to_device),
-    )
-    if max_lag is not None and order not in _MIXING:
-        raise ValueError(
-            f"max_lag={max_lag} has no meaning with order={order!r}: samples are late only with "
-            "order='arrival' or 'fast_first'"
-        )
-    return replace(
-        options,
-        order=order,
-        max_lag=DEFAULT_MAX_LAG if max_lag is None else max_lag,
-        prefetch_to_device=_AHEAD if ahead is None else ahead,
-    )
+    return replace(options, order=order, max_lag=max_lag)
 
 
 def _check_next_epoch(options: Options, torchs: TorchArguments) -> None:
-    """Workers that stay, and samples whose content does not depend on earlier ones."""
-    if not options.prefetch_next_epoch:
+    """Samples whose content does not depend on earlier ones, and an order that is not recorded."""
+    if not options.begins_next_epoch:
         return
-    given = "prefetch_next_epoch=True"
-    if not torchs.persistent_workers:
-        raise ValueError(
-            f"{given} is for workers that stay for the next epoch: give persistent_workers=True too, or leave it out"
-        )
     refused = {
         "an iterable dataset": torchs.is_stream,
         "compat='torch'": options.compat == "torch",
-        f"replay_order={options.replay_order!r}": options.replay_order is not None,
+        f"recording={options.recording}": options.replays,
     }
     for cause, applies in refused.items():
         if applies:
-            raise ValueError(f"{given} does not go with {cause}: leave one of the two out")
+            raise ValueError(
+                f"persistent_workers={NEXT_EPOCH!r} does not go with {cause}: give True"
+            )
 
 
 def _check_errors(options: Options, is_stream: bool) -> None:
@@ -1102,8 +1264,7 @@ def _check_sharing(options: Options, is_stream: bool) -> None:
         f"on_error={on_error!r}, with which ranks might get different numbers of batches: use 'raise' or 'retry'": (
             on_error not in ("raise", "retry")
         ),
-        f"record_order={options.record_order!r}, {whole}": options.record_order is not None,
-        f"replay_order={options.replay_order!r}, {whole}": options.replay_order is not None,
+        f"recording={options.recording}, {whole}": options.recording is not None,
         f"pin_memory={IN_PLACE!r}, as only torch knows when all ranks' copies are over: use device=, or "
         "pin_memory=True": options.pin_memory == IN_PLACE,
     }
@@ -1144,12 +1305,15 @@ def _check_ray(options: Options, is_stream: bool) -> None:
 
 # ---- documentation --------------------------------------------------------------------------
 
-WIDENED = ("num_workers", "pin_memory")
+WIDENED = ("num_workers", "pin_memory", "persistent_workers")
 """Arguments of torch that take more values here."""
-OPTION_NAMES = tuple(each.name for each in fields(Options))
-DEFAULTS = {each.name: each.default for each in fields(Options)}
+DEFAULTS = {each.name: each.default for each in fields(Options) if each.metadata}
+OPTION_NAMES = tuple(DEFAULTS)
 OWN_NAMES = tuple(name for name in OPTION_NAMES if name not in WIDENED)
-GROUPS = (AutoScale, ErrorPolicy, FetchOptions, RayWorkers, SharedPool, StragglerPolicy)
+GROUPS = (
+    *(Arrival, AutoScale, DeviceCopies, ErrorPolicy, FastFirst, FetchOptions, Observe, RayWorkers),
+    *(Record, Replay, SharedPool, StragglerPolicy),
+)
 
 
 def _as_docstring(group: type) -> str:

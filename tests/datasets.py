@@ -14,9 +14,17 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from minato import Arrival, FastFirst
 from minato._support.counters import shared_integers
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
+
+
+def late_by(order: str, max_lag: int) -> Any:
+    """A value of ``order`` by which samples are late by at most ``max_lag`` batches, where they can be late."""
+    return {"arrival": Arrival, "fast_first": FastFirst}.get(order, lambda _: order)(max_lag)
+
+
 TOO_MANY_WORKERS = "ignore:This DataLoader will create:UserWarning"
 """torch's advice for machines with few cores, which the tests do not take."""
 

@@ -17,7 +17,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import get_worker_info
 
-from minato import DataLoader
+from minato import DataLoader, Observe
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -422,9 +422,11 @@ def test_a_loader_is_shown_in_one_line() -> None:
     class Named(DataLoader[Any]):
         pass
 
-    loader = Named(Numbers(4), 2, name="val", errors="skip", in_order=False, workers="thread")
-    text = "Named(Numbers, name='val', batch_size=2, num_workers=0, order='arrival', "
-    assert repr(loader) == f"{text}workers='thread', errors='skip')"
+    loader = Named(
+        Numbers(4), 2, observe=Observe(name="val"), errors="skip", in_order=False, workers="thread"
+    )
+    text = "Named(Numbers, batch_size=2, num_workers=0, order='arrival', workers='thread', errors='skip', "
+    assert repr(loader) == f"{text}observe={Observe(name='val')})"
     assert repr(pickle.loads(pickle.dumps(DataLoader(Numbers(4))))) == (
         "DataLoader(Numbers, batch_size=1, num_workers=0, order='strict')"
     )
@@ -445,15 +447,18 @@ def test_a_loader_is_shown_in_one_line() -> None:
 def test_a_loader_of_torchs_is_taken_over(arguments: dict[str, Any]) -> None:
     generators = [torch.Generator().manual_seed(1) for _ in range(2)]
     torchs = [TorchLoader(Numbers(8), generator=each, **arguments) for each in generators]
-    loader = DataLoader.from_torch(torchs[0], name="train", memory_budget="1MB")
-    assert (loader.name, loader.prefetch_factor) == ("train", torchs[0].prefetch_factor)
+    loader = DataLoader.from_torch(torchs[0], observe=Observe(name="train"), memory_budget="1MB")
+    assert (loader.observe.name, loader.prefetch_factor) == ("train", torchs[0].prefetch_factor)
     assert [str(batch) for batch in loader] == [str(batch) for batch in torchs[1]]
     seeded = [[str(batch) for batch in DataLoader.from_torch(torchs[0], seed=3)] for _ in range(2)]
     assert seeded[0] == seeded[1]
 
 
 def test_events_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "minato"), DataLoader(Numbers(4), name="mine"):
+    with (
+        caplog.at_level(logging.DEBUG, "minato"),
+        DataLoader(Numbers(4), observe=Observe(name="mine")),
+    ):
         pass
     assert [record.getMessage().split(") ")[1] for record in caplog.records] == [
         "is made",

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from minato import DataLoader, ErrorPolicy, SharedPool
+from minato import (
+    Arrival,
+    DataLoader,
+    DeviceCopies,
+    ErrorPolicy,
+    FastFirst,
+    Observe,
+    Record,
+    Replay,
+    SharedPool,
+)
 from minato._support.loader_class import TorchDataLoader
 from minato.options import (
     DEFAULT_MAX_LAG,
@@ -54,6 +64,8 @@ def test_an_option_is_a_field_and_a_parameter_with_the_same_default() -> None:
     torchs = inspect.signature(TorchDataLoader).parameters
     assert [name for name in SIGNATURE if name not in torchs] == [*OWN_NAMES]
     for each in dataclasses.fields(Options):
+        if not each.metadata:
+            continue
         assert SIGNATURE[each.name].default == each.default, each.name
         assert each.metadata["meaning"].endswith("."), each.name
 
@@ -98,7 +110,11 @@ def test_defaults() -> None:
     assert default.seed is default.memory_budget is None
     assert (default.workers, default.seeds_samples, default.shared_pool) == ("process", True, None)
     assert not options(compat="torch").seeds_samples
-    assert options(order="arrival", max_lag=0).max_lag == 0
+    assert options(order=Arrival(0)).max_lag == 0
+    assert (options(order=FastFirst(3)).order, options(order=FastFirst(3)).max_lag) == (
+        "fast_first",
+        3,
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,8 +169,18 @@ def test_whole_batches_cannot_be_mixed(order: str, with_whole_batches: dict[str,
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ValueError, match="order='strict' contradicts in_order=False"):
         options(order="strict", in_order=False)
-    with pytest.raises(ValueError, match=r"max_lag=4 has no meaning with order='batch'"):
-        options(order="batch", max_lag=4)
+    with pytest.raises(
+        ValueError, match=r"recording=Replay\(path='file'\) gives the batches as they are recorded"
+    ):
+        options(order="batch", recording=Replay("file"))
+
+
+@pytest.mark.parametrize("make", [Arrival, FastFirst])
+def test_a_lag_is_a_number_of_batches(make: Any) -> None:
+    with pytest.raises(ValueError, match="max_lag=-1 is too small: give at least 0"):
+        make(-1)
+    with pytest.raises(TypeError, match=r"max_lag=1\.5 is a float"):
+        make(1.5)
 
 
 @pytest.mark.parametrize(
@@ -176,14 +202,11 @@ def test_a_device_is_a_string_or_torchs() -> None:
         options(device=1.5)
     assert options(device="meta").target == torch.device("meta")
     assert options(device="cpu").target is None
-    assert options(device="meta").prefetch_to_device == 2
-
-
-def test_batches_on_a_device_need_one() -> None:
-    with pytest.raises(ValueError, match="prefetch_to_device=3 has no meaning without a device"):
-        options(prefetch_to_device=3)
-    with pytest.raises(ValueError, match="prefetch_to_device=-1 is too small"):
-        options(prefetch_to_device=-1, device="meta")
+    assert (options(device="meta").to_device, options().to_device) == (2, 0)
+    with pytest.raises(ValueError, match="ahead=-1 is too small"):
+        DeviceCopies("meta", -1)
+    with pytest.raises(TypeError, match="name the device"):
+        DeviceCopies(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +217,14 @@ def test_batches_on_a_device_need_one() -> None:
         ({"workers": "thread"}, "workers='thread', whose batches"),
         ({"compat": "torch"}, "compat='torch', where each batch is one worker's"),
         ({"errors": "skip"}, "on_error='skip', with which ranks might get different numbers"),
-        ({"record_order": "file"}, "record_order='file', as each rank has only a part"),
-        ({"replay_order": "file"}, "replay_order='file', as each rank has only a part"),
+        (
+            {"recording": Record("file")},
+            r"recording=Record\(path='file'\), as each rank has only a part",
+        ),
+        (
+            {"recording": Replay("file")},
+            r"recording=Replay\(path='file'\), as each rank has only a part",
+        ),
     ],
 )
 def test_what_a_shared_pool_does_not_go_with(given: dict[str, Any], words: str) -> None:
@@ -211,6 +240,9 @@ def test_a_shared_pool_is_a_flag_or_its_settings() -> None:
 
 
 def test_metrics_need_stats() -> None:
-    with pytest.raises(ValueError, match="metrics_address=9000 contradicts stats=False"):
-        options(metrics_address=9000, stats=False)
-    assert options(metrics_address="[::1]:9000").metrics_address == ("::1", 9000)
+    with pytest.raises(ValueError, match="metrics=9000 contradicts stats=False"):
+        Observe(metrics=9000, stats=False)
+    with pytest.raises(ValueError, match="metrics='here' is no port: .*'0.0.0.0:9100'"):
+        Observe(metrics="here")
+    assert Observe(metrics="[::1]:9000").metrics == ("::1", 9000)
+    assert not options(observe=False).observe.stats

@@ -59,8 +59,9 @@ def minato_loader(*, seeded: bool = False, **own: Any) -> Build:
 
         given = {**arguments, **own}
         if seeded:
-            stays = given.get("persistent_workers", False)
-            given.update(seed=seed, prefetch_next_epoch=stays)
+            given["seed"] = seed
+            if given.get("persistent_workers", False):
+                given["persistent_workers"] = "next_epoch"
         if not given.get("transforms", True):
             del given["transforms"]
         return DataLoader(work, **given)

@@ -78,7 +78,7 @@ def open_lines(path: _Path, begins: bytes, what: str) -> int:
 
     Args:
         begins: The first bytes of every such file.
-        what: Names such a file in a message: ``"a recorded order (record_order=)"``.
+        what: Names such a file in a message: ``"a recorded order (Record)"``.
 
     Raises:
         ValueError: The file has other content, which is untouched.

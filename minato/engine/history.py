@@ -97,5 +97,5 @@ class History:
 
             count = spec.workers.count
             autoscale = AutoscaleState.of(scale.controller, count, scale.min, scale.max)
-        log = EpochLog() if options.stats else None
+        log = EpochLog() if options.observe.stats else None
         return cls(autoscale=autoscale, epoch_log=log, observers=[] if log is None else [log])

@@ -21,7 +21,7 @@ from minato.batching.builder import BatchBuilder
 from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.sample_error import SampleError
 from minato.delivery.device import device_copier
-from minato.engine.ending import cost_history, end_engine, save_costs
+from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan, WorkerPlan
@@ -58,7 +58,7 @@ _LEAST_ROWS = 8
 """Fewer samples that are rows are copied sooner one by one."""
 
 
-class _Batch:
+class _Batch(Outgoing):
     """The batch that ``next()`` makes, from its first try until the training loop has it.
 
     Attributes:
@@ -70,6 +70,7 @@ class _Batch:
         skipped: Positions of skipped samples.
         num_slow: Number of slow samples.
         began_ns: When it was begun.
+        is_made: Whether the batch is there, or its error.
         is_empty: Whether it is known to have no samples to return.
         is_prepared: Whether it is ready to be given.
     """
@@ -80,6 +81,7 @@ class _Batch:
         "first",
         "given",
         "is_empty",
+        "is_made",
         "is_prepared",
         "num_slow",
         "occurrences",
@@ -88,6 +90,7 @@ class _Batch:
     )
 
     def __init__(self, drawn: Drawn, first: int) -> None:
+        super().__init__()
         given = drawn.indices
         self.drawn = drawn
         self.occurrences: Sequence[int] | None = None
@@ -99,7 +102,7 @@ class _Batch:
         self.skipped: list[int] = []
         self.num_slow = 0
         self.began_ns = now_ns()
-        self.is_empty = self.is_prepared = False
+        self.is_made = self.is_empty = self.is_prepared = False
 
 
 class _Current:
@@ -108,18 +111,11 @@ class _Current:
     Attributes:
         kinds: What is taken for the error of a sample.
         batch: The batch whose samples run.
-        states: The state of the dataset, if it has one.
     """
 
     def __init__(self) -> None:
-        self.states: DatasetStates | None = None
         self.kinds: Kinds = _ERRORS
         self.batch: _Batch | None = None
-
-    def keep_state(self) -> None:
-        """Store the state of the dataset, whose iterator is about to be dropped."""
-        if self.states is not None:
-            self.states.keep_present()
 
     def catches(self) -> Kinds:
         """Return what is taken for the error of a sample."""
@@ -214,7 +210,6 @@ class InlineEngine:
         self._progress: Progress | None = None
         self._batches = IndexBatches.of(())
         self._batch: _Batch | None = None
-        self._outgoing: Outgoing | None = None
         self._position = 0  # of the first sample of the next batch
         self._num_begun = 0  # epochs
         self._has_ended = False  # the stream has no more batches in this epoch
@@ -227,7 +222,9 @@ class InlineEngine:
         self._keep = keep
         self._current = _Current()
         self._is_over = False
-        self.afterwards: list[Callable[[], object]] = [self._current.keep_state]
+        self._states: DatasetStates | None = None
+        # The first is that of the states, whose epoch is not known yet.
+        self.afterwards: list[Callable[[], object]] = [_nothing_to_end]
         self.afterwards.append(self._observers.ending(self._metrics))
         self._end = functools.partial(end_engine, _nothing_to_end, arena, self.afterwards)
         self._finalizer = weakref.finalize(self, self._end)
@@ -246,12 +243,14 @@ class InlineEngine:
         self._observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
             self._failures.begin(epoch.size())
-        self._batch = self._outgoing = self._tried = None
+        self._batch = self._tried = None
         self._position = 0
         self._num_begun += 1
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
         self._has_ended = self._is_over = False
-        states = self._current.states = epoch.dataset_states
+        self._states = states = epoch.dataset_states
+        if states is not None:
+            self.afterwards[0] = if_alive(DatasetStates.keep_present, states)
         self._counted = states if self.plan.worker.round_robin else None
         if self._counted is not None:
             self._counted.begin()
@@ -270,8 +269,8 @@ class InlineEngine:
         plan = self.plan.worker
         restore(plan, 0)
         self._fetcher = fetcher = fetcher_of(plan, 0)
-        if self._current.states is not None:
-            self._current.states.present = fetcher.present
+        if self._states is not None:
+            self._states.present = fetcher.present
         # Another thread binds no generators, and the program may have given the dataset other methods.
         kind = threading.current_thread() is threading.main_thread(), fetcher.takes_lists
         if kind != self._kind:
@@ -334,27 +333,20 @@ class InlineEngine:
             StopIteration: The epoch is over.
             Exception: Not that of a batch: the next call makes the same one.
         """
-        outgoing = self._outgoing
-        if outgoing is not None and outgoing.is_given:
-            self._settle()
-            outgoing = None
-        self._observers.enter()
-        if outgoing is None:
-            self._outgoing = outgoing = self._load()
         batch = self._batch
-        if batch is not None and not batch.is_prepared:
-            self._prepare(batch, outgoing)
-        return outgoing
+        if batch is not None and batch.is_given:
+            if self._progress is not None:
+                self._progress.settle()
+            self._position = batch.first + batch.size
+            self._batch = batch = None
+        self._observers.enter()
+        if batch is None or not batch.is_made:
+            batch = self._load()
+        if not batch.is_prepared:
+            self._prepare(batch)
+        return batch
 
-    def _settle(self) -> None:
-        """Record the batch that the training loop has, and go on to the next one."""
-        if self._progress is not None:
-            self._progress.settle()
-        if self._batch is not None:
-            self._position = self._batch.first + self._batch.size
-        self._outgoing = None
-
-    def _load(self) -> Outgoing:
+    def _load(self) -> _Batch:
         """Make the next batch that has samples."""
         if self._failures is not None:
             self._check_failures(self._failures)
@@ -366,9 +358,10 @@ class InlineEngine:
             batch = self._batch
             if batch is None or batch.drawn is not drawn:
                 self._batch = batch = _Batch(drawn, self._position)
-            outgoing = None if batch.is_empty else self._made(batch)
-            if outgoing is not None:
-                return outgoing
+            if not batch.is_empty:
+                self._make(batch)
+                if batch.is_made:
+                    return batch
             if not self._has_ended:
                 self._drop(batch)
 
@@ -391,10 +384,8 @@ class InlineEngine:
         """End the epoch."""
         if self._progress is not None:
             self._progress.finish(self._has_ended)
-        if self._current.states is not None:
-            self._current.states.present = (
-                None  # the next epoch begins with the dataset as it is then
-            )
+        if self._states is not None:
+            self._states.present = None  # the next epoch begins with the dataset as it is then
         try:
             if self._failures is not None:
                 self._failures.end()
@@ -406,8 +397,8 @@ class InlineEngine:
             self._observers.finish()
         self._is_over = True
 
-    def _made(self, batch: _Batch) -> Outgoing | None:
-        """Make a batch, or its error; None if it has no samples."""
+    def _make(self, batch: _Batch) -> None:
+        """Make a batch, or its error, unless it has no samples."""
         # The second KeyboardInterrupt in the same batch is the error of the sample.
         current = self._current
         current.kinds = (BaseException,) if self._tried is batch.drawn else _ERRORS
@@ -416,9 +407,9 @@ class InlineEngine:
         began_ns, traced_ns = now_ns(), self._tracer.now()
         if is_profiling():
             with in_profile("minato: load samples"):
-                outgoing = self._run(batch)
+                self._run(batch)
         else:
-            outgoing = self._run(batch)
+            self._run(batch)
         self._tried = None
         now, activity, size = now_ns(), self._activity, batch.size
         self._lease.enter(-1, now)
@@ -430,9 +421,8 @@ class InlineEngine:
         if self._tracer.enabled:
             self._tracer.slice("load", traced_ns)
             self._sample_tracer.flush()
-        return outgoing
 
-    def _run(self, batch: _Batch) -> Outgoing | None:
+    def _run(self, batch: _Batch) -> None:
         """Run the samples of a batch and build it."""
         runner, fetcher, epoch = self._runner, self._fetcher, self._epoch
         runner.enter(epoch.seed)
@@ -444,7 +434,7 @@ class InlineEngine:
                 self._has_ended = True
                 if self._counted is not None:
                     self._counted.end_stream(0)
-                return None
+                return
             index = None
         elif self._flight is not None and len(batch.given):
             indices = list(batch.given)
@@ -452,7 +442,8 @@ class InlineEngine:
             if error is not None:
                 index = indices[len(samples)]
         elif self._takes_rows and (rows := self._rows(fetcher, batch)) is not None:
-            return rows
+            self._give(batch, rows)
+            return
         elif fetcher.takes_lists or not len(batch.given):
             samples, error = self._run_list(fetcher, batch)
         else:
@@ -461,7 +452,8 @@ class InlineEngine:
             if error is not None:
                 index = indices[len(samples)]
         if error is not None:
-            return Outgoing(error=_error_of(error, index))
+            batch.error, batch.is_made = _error_of(error, index), True
+            return
         if self._retry is not None and type(samples) is list:
             kept = [sample for sample in samples if sample is not SKIP]
             if len(kept) < len(samples):
@@ -469,8 +461,8 @@ class InlineEngine:
                 batch.skipped = [position for position, sample in places if sample is SKIP]
                 samples = kept
                 if not kept:
-                    return None
-        return self._built(batch, samples)
+                    return
+        self._build(batch, samples)
 
     def _run_reads(
         self, flight: InFlight, batch: _Batch, indices: list[Any]
@@ -573,7 +565,7 @@ class InlineEngine:
         batches, error = runner.run(batch.first, 0, [wanted], fetch, batch_size=wanted)
         return batches[0] if batches else None, error
 
-    def _rows(self, fetcher: Fetcher, batch: _Batch) -> Outgoing | None:
+    def _rows(self, fetcher: Fetcher, batch: _Batch) -> Any:
         """A batch of samples that are rows, copied together; None if they must be loaded one by one."""
         if batch.size < _LEAST_ROWS:
             return None
@@ -584,9 +576,9 @@ class InlineEngine:
             return None
         runner = self._runner
         runner.record_rows(indices, self._number, begun_ns)
-        return Outgoing(made) if self._copier is None else self._sent(made)
+        return made
 
-    def _built(self, batch: _Batch, samples: Any) -> Outgoing:
+    def _build(self, batch: _Batch, samples: Any) -> None:
         """Build a batch of its samples, or its error."""
         builder = self._builder
         try:
@@ -604,8 +596,9 @@ class InlineEngine:
                 if self.plan.worker.pipeline.streams:
                     name = "a batch of the iterable dataset"
                 error = not_the_end(f"collate_fn, called for {name},", error)
-            return Outgoing(error=SampleError(error).exception())
-        return Outgoing(made) if self._copier is None else self._sent(made)
+            batch.error, batch.is_made = SampleError(error).exception(), True
+            return
+        self._give(batch, made)
 
     def _collated(self, batch: _Batch, samples: Any) -> Any:
         """What ``collate_fn`` makes of the samples; what it draws depends on nothing that was run before."""
@@ -621,22 +614,25 @@ class InlineEngine:
         self._sample_tracer.slice("collate", traced_ns)
         return made
 
-    def _sent(self, made: Any) -> Outgoing:
-        """A batch, on the device."""
-        assert self._copier is not None
-        try:
-            return Outgoing(self._copier.copy(self._builder.last_slot, lambda: made))
-        except StopIteration as stop:
-            return Outgoing(error=not_the_end("what the batch is made of", stop))
-        except Exception as error:
-            return Outgoing(error=error)
+    def _give(self, batch: _Batch, made: Any) -> None:
+        """Have a batch hold what was made, on its device."""
+        if self._copier is not None:
+            try:
+                made = self._copier.copy(
+                    self._builder.last_slot, functools.partial(_as_it_is, made)
+                )
+            except StopIteration as stop:
+                made, batch.error = None, not_the_end("what the batch is made of", stop)
+            except Exception as error:
+                made, batch.error = None, error
+        batch.batch, batch.is_made = made, True
 
     @property
     def _number(self) -> int:
         """Number of the epoch."""
         return self._epoch.number
 
-    def _prepare(self, batch: _Batch, outgoing: Outgoing) -> None:
+    def _prepare(self, batch: _Batch) -> None:
         """Prepare what to record of a batch before it is given; each part once."""
         progress, nbytes = self._progress, self._builder.nbytes
         if progress is not None:
@@ -646,8 +642,8 @@ class InlineEngine:
                 records.insert(0, functools.partial(progress.skipped, batch.skipped, 0))
             if self._counted is not None:
                 records.append(self._counted.counts(0))
-            outgoing.records = records
-            progress.last = outgoing
+            batch.records = records
+            progress.last = batch
         if self._tracer.enabled:
             args = {"epoch": self._number, "samples": len(batch.given)}
             self._tracer.span("batch", batch.began_ns, self._tracer.now(), args)
@@ -683,7 +679,7 @@ class InlineEngine:
     def shut_down(self) -> None:
         """End the engine, unless it is kept for the next iterator."""
         if self._is_over and self._finalizer.alive:
-            self._current.keep_state()
+            self.afterwards[0]()
             self._is_started = False
             if self._keep(self):
                 return

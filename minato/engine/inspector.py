@@ -125,7 +125,7 @@ class Inspector:
     def _measured(self, method: str = "a report") -> EpochLog:
         self._refuse_attached(method)
         if self._history.epoch_log is None:
-            raise ValueError("stats=False: nothing was measured; leave it out to have a report")
+            raise ValueError("observe=False: nothing was measured; leave it out to have a report")
         return self._history.epoch_log
 
     @property
@@ -146,12 +146,12 @@ class Inspector:
 
             if not any(isinstance(observer, Live) for observer in self._history.observers):
                 _open("the live view", self.live)
-        address, variable = self._spec.options.metrics_address, "MINATO_METRICS_PORT"
+        address, variable = self._spec.options.observe.address, "MINATO_METRICS_PORT"
         if address is None and (text := environment(variable)) is not None:
             address = parse_address(text, variable)
         if address is not None and self.metrics_url is None:
             self._serve_metrics(address, rank)
-        if address is not None or self._spec.options.stats == "gpu":
+        if address is not None or self._spec.options.observe.stats == "gpu":
             _open("the figures of the GPUs", self.watch_gpus)
 
     def close_views(self) -> None:
@@ -204,14 +204,14 @@ class Inspector:
             refused = OSError(
                 error.errno,
                 f"the metrics of a loader cannot be served at {host}:{port}: {error.strerror}; use another port, or "
-                "metrics_address=0 for any that is free",
+                "metrics=0 for any that is free",
             )
         except ImportError:
             refused = ImportError(
                 "the metrics of a loader are served by prometheus_client, which is not installed: pip install "
                 '"minatoloader[metrics]"'
             )
-        if self._spec.options.metrics_address is not None:
+        if self._spec.options.observe.address is not None:
             raise refused from None
         warn(message_of(refused), stacklevel=4)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.utils.data import default_collate
@@ -283,7 +283,7 @@ class Plan:
             dataset_states=dataset_states,
             state_every=options.snapshot_every_n_steps or None,
             fetching=options.fetch_concurrency,
-            stats=bool(options.stats),
+            stats=bool(options.observe.stats),
             tracks=tracks,
         )
         pool = PoolSettings(
@@ -311,7 +311,7 @@ class Plan:
             slow=SlowThresholdSettings(
                 percentile=options.stragglers.share, fixed_s=options.stragglers.after_s
             ),
-            cost_history=options.cost_history,
+            cost_history=cast("str | None", options.stragglers.history),
             timeout_s=spec.workers.timeout_s,
         )
 
@@ -360,7 +360,7 @@ def _prefetch(
         shares_budget=options.memory_budget is None and num_workers > 0,
         largest_batch=largest_batch(spec.sampling.index_sampler, spec.sampling.batched),
         device=options.target,
-        to_device=options.prefetch_to_device,
+        to_device=options.to_device,
     )
 
 

@@ -35,7 +35,7 @@ def metrics_of(found: object, prefix: str) -> dict[str, float]:
     """The metrics of the loaders in ``found``, with a prefix; of several loaders also with the name of each.
 
     Raises:
-        ValueError: A loader was made with ``stats=False``.
+        ValueError: A loader was made with ``observe=False``.
     """
     loaders = list(loaders_in(found))
     values: dict[str, float] = {}

@@ -33,7 +33,7 @@ def observe(loader: MeasuredLoader, meter_provider: MeterProvider | None = None)
 
     Raises:
         ImportError: OpenTelemetry is not installed.
-        ValueError: The loader was made with ``stats=False``.
+        ValueError: The loader was made with ``observe=False``.
     """
     try:
         from opentelemetry import metrics

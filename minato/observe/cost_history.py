@@ -46,7 +46,7 @@ class CostHistory:
             self._file = Path(directory) / f"{name}.json"
         except Exception as error:  # also of a method of the dataset's or of a transform
             warn(
-                f"cost_history={directory!r} is not used, as the costs have no name: {message_of(error)}",
+                f"history={directory!r} of stragglers= is not used, as the costs have no name: {message_of(error)}",
                 stacklevel=2,
             )
 
@@ -75,7 +75,7 @@ class CostHistory:
             if not self._warned:
                 self._warned = True
                 warn(
-                    f"cost_history={self._directory!r} cannot be written, so the next run starts without it: "
+                    f"history={self._directory!r} of stragglers= cannot be written, so the next run starts without it: "
                     f"{message_of(error)}",
                     stacklevel=2,
                 )

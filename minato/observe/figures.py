@@ -136,7 +136,8 @@ class Machine:
     """Disks, memory and GPUs; the use of the cores is among the workers' figures."""
 
     gpus: int = _figure(
-        "GPUs", 'monitored with stats="gpu"; 0: not requested, none found, or not supported'
+        "GPUs",
+        'monitored with Observe(stats="gpu"); 0: not requested, none found, or not supported',
     )
     disk_bytes_per_s: float = _figure(
         "bytes per s", "read from local disks; near their bandwidth: the disk is the bottleneck"

@@ -291,7 +291,7 @@ def _check(path: str) -> None:
 
 
 def _opened(path: str) -> int:
-    return open_lines(path, b'[\n{"ph":', "a trace (trace=)")
+    return open_lines(path, b'[\n{"ph":', "a trace (Observe(trace=...))")
 
 
 class EventFile:

@@ -197,7 +197,7 @@ class Progress:
         batches: Number of batches delivered in this run.
         last: The last batch, until it is recorded.
         lateness: Distance of the batches from the sampler's order, and the slow samples in each.
-        record: Records the order of the batches; None without ``record_order``.
+        record: Records the order of the batches; None without ``Record``.
         length: Returns the number of batches that remain when the epoch begins; None if it is unknown.
         part: Batches of this rank, which a state holds if several ranks share the epoch; None otherwise.
     """

@@ -55,7 +55,7 @@ class OrderRecord:
 
     def __init__(self, path: str, epoch: int, seed: int, first_batch: int, origin: Origin) -> None:
         self._path = path
-        self._descriptor = open_lines(path, _BEGINS, "a recorded order (record_order=)")
+        self._descriptor = open_lines(path, _BEGINS, "a recorded order (Record)")
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._owner = os.getpid()
         cut_torn_line(self._descriptor)
@@ -123,8 +123,8 @@ def _to_json(index: Any) -> int | str:
         return as_integer(index)
     except TypeError:
         raise TypeError(
-            f"record_order can only write indices that are integers or strings, and {text_of(index)} is a "
-            f"{type(index).__name__}: leave record_order out, or let the sampler yield such indices"
+            f"Record(...) can only write indices that are integers or strings, and {text_of(index)} is a "
+            f"{type(index).__name__}: leave recording= out, or let the sampler yield such indices"
         ) from None
 
 
@@ -178,7 +178,7 @@ class RecordedOrder:
         with self._opened() as file:
             self._scan(file)
         if not self._epochs:
-            raise ValueError(f"{path} is empty: it is no record of an order (record_order=)")
+            raise ValueError(f"{path} is empty: it is no record of an order (Record)")
 
     def _opened(self) -> BinaryIO:
         return open(open_regular(self._path, os.O_RDONLY), "rb")

@@ -114,7 +114,7 @@ class SamplingSpec:
                 "this order puts samples of several batches together: use order='strict' or 'batch'"
             )
         if self.record_order is not None:
-            return "record_order= writes indices only: leave it out"
+            return "recording=Record(...) writes indices only: leave it out"
         return None
 
     def size(self) -> int | None:

@@ -19,7 +19,7 @@ from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
-from minato.options import Options, StartingWorkers
+from minato.options import Observe, Options, StartingWorkers
 from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed, merged_ranks
@@ -177,7 +177,7 @@ class PoolSession:
         """The history of a new loader: of the workers of all ranks or, where there are none, of nothing."""
         if not self.hosts:
             first = int(spec.options.num_workers)
-            options = replace(spec.options, stats=False, num_workers=first)
+            options = replace(spec.options, observe=Observe(stats=False), num_workers=first)
             return History.of(replace(spec, options=options))
         history = History.of(self._scaled(spec))
         if history.autoscale is not None:
@@ -221,7 +221,7 @@ class PoolSession:
         pool, join = self._joining(spec, epoch, make_engine)
         target = spec.options.target
         if target is not None and self._device is None:
-            self._device = RankDevice(target, spec.options.prefetch_to_device)
+            self._device = RankDevice(target, spec.options.to_device)
         return RankSource(pool, join, self._device, self)
 
     def _joining(

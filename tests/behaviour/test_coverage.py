@@ -48,7 +48,7 @@ def test_an_epoch_that_is_broken_off_is_not_covered() -> None:
 
 
 def test_persistent_workers_that_begin_the_next_epoch_ahead() -> None:
-    stays = {"num_workers": 2, "persistent_workers": True, "prefetch_next_epoch": True}
+    stays = {"num_workers": 2, "persistent_workers": "next_epoch"}
     loader = DataLoader(Numbers(30), 4, seed=1, shuffle=True, **stays)
     for epoch in range(4):
         assert len(flat(indices(loader))) == 30

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minato import DataLoader, ErrorPolicy
+from minato import DataLoader, ErrorPolicy, Observe, Record, Replay
 from minato._support.files import replacement, write_atomically
 from minato.sampling.replay import OrderRecord, Origin, RecordedOrder
 from minato.sources.ingest import Completed, Journal, JournalError, ingest
@@ -36,7 +36,7 @@ foreign = pytest.mark.parametrize("content", FOREIGN, ids=lambda content: repr(c
 
 
 def record(path: Path) -> None:
-    assert sum(len(batch) for batch in DataLoader(Numbers(4), 2, record_order=path)) == 4
+    assert sum(len(batch) for batch in DataLoader(Numbers(4), 2, recording=Record(path))) == 4
 
 
 def quarantine(path: Path) -> None:
@@ -44,7 +44,7 @@ def quarantine(path: Path) -> None:
 
 
 def trace(path: Path) -> None:
-    assert len(list(DataLoader(Numbers(4), 2, trace=path))) == 2
+    assert len(list(DataLoader(Numbers(4), 2, observe=Observe(trace=path)))) == 2
 
 
 def journal(path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_full_disk_while_an_order_is_recorded(
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
         path = disk.path / "order.jsonl"
-        loader = DataLoader(Numbers(4000), 4, record_order=path)
+        loader = DataLoader(Numbers(4000), 4, recording=Record(path))
         disk.fill(left_bytes=4096)
         batches = iter(loader)
         seen = []
@@ -142,7 +142,7 @@ def test_a_full_disk_while_an_order_is_recorded(
         assert "ignored" not in capsys.readouterr().err
         assert path.read_bytes()[-1:] != b"\n"
         disk.clear()
-        loader = DataLoader(Numbers(8), 4, record_order=path)  # cuts the torn line
+        loader = DataLoader(Numbers(8), 4, recording=Record(path))  # cuts the torn line
         assert [indices(batch) for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert RecordedOrder(str(path)).seed(0) is not None
 
@@ -225,7 +225,7 @@ def check_order(path: Path) -> None:
             continue
         batches = list(order.batches(epoch))
         assert -(1 << 63) <= seed < 1 << 63
-        loader = DataLoader(Numbers(10), batch_size=None, sampler=range(10), replay_order=path)
+        loader = DataLoader(Numbers(10), batch_size=None, sampler=range(10), recording=Replay(path))
         assert loader is not None
         assert all(type(key) in (int, str) for keys, _ in batches for key in keys)
 
@@ -252,7 +252,7 @@ def test_an_order_that_changes_while_it_is_replayed(tmp_path: Path) -> None:
 def test_an_order_from_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="Is not a regular file"):
-        DataLoader(Numbers(4), replay_order=tmp_path / "pipe")
+        DataLoader(Numbers(4), recording=Replay(tmp_path / "pipe"))
 
 
 # ---- a journal of an ingest -----------------------------------------------------------------------

@@ -22,9 +22,9 @@ from torch.utils.data import (
 )
 
 import minato
-from minato import DataLoader, ErrorPolicy
+from minato import DataLoader, ErrorPolicy, Record, Replay
 from minato.sampling.samplers import SeededSampler, occurrence_counter
-from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers
+from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers, late_by
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -184,9 +184,7 @@ def test_resume(order: str, num_workers: int) -> None:
     def loader(**options: Any) -> Any:
         generator = torch.Generator().manual_seed(1)
         sampler = WeightedRandomSampler([1.0, 5.0, 2.0, 9.0], 30, generator=generator)
-        return make(
-            sampler=sampler, order=order, max_lag=2 if order in ORDERS[2:] else None, **options
-        )
+        return make(sampler=sampler, order=late_by(order, 2), **options)
 
     expected = sorted(samples_of(loader()))
     first = loader(num_workers=num_workers)
@@ -203,9 +201,9 @@ def test_resume(order: str, num_workers: int) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_recorded_order(order: str, tmp_path: Path) -> None:
     path = tmp_path / "order"
-    recorded = make(order=order, num_workers=2, record_order=path)
+    recorded = make(order=order, num_workers=2, recording=Record(path))
     epochs = [samples_of(recorded) for _ in range(2)]
-    replayed = make(seed=None, replay_order=path)
+    replayed = make(seed=None, recording=Replay(path))
     assert [samples_of(replayed) for _ in range(2)] == epochs
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert any([3, 5] in line for line in lines if isinstance(line, list))

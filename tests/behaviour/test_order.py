@@ -14,7 +14,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import DistributedSampler, Sampler
 
-from minato import DataLoader
+from minato import Arrival, DataLoader
 from tests.datasets import (
     TOO_MANY_WORKERS,
     Filled,
@@ -26,6 +26,7 @@ from tests.datasets import (
     flat,
     indices,
     lags,
+    late_by,
     tally,
     wait_until,
 )
@@ -155,7 +156,7 @@ def test_without_workers_every_order_is_the_samplers(order: str) -> None:
 @pytest.mark.parametrize("workers", [THREADS, WORKERS["2-processes"]], ids=["threads", "processes"])
 def test_max_lag_is_never_exceeded(workers: dict[str, Any], order: str, max_lag: int) -> None:
     dataset = WaitsForOthers(60, 3 * (max_lag + 2))
-    loader = DataLoader(dataset, 3, order=order, max_lag=max_lag, **workers)
+    loader = DataLoader(dataset, 3, order=late_by(order, max_lag), **workers)
     late = lags(indices(loader), 3)
     assert sorted(late) == list(range(60))
     # With one batch in flight nobody can be late.
@@ -186,7 +187,7 @@ def test_max_lag_holds_for_any_number_of_batches_in_flight(
     # Some samples are slow, and the consumer too, so that everything which may be loaded ahead is.
     slow = {i: 0.03 + 0.01 * (i % 4) for i in range(0, 90, 11)}
     loader = DataLoader(
-        Sleepy(90, 0.001, slow), 3, order="arrival", max_lag=max_lag, prefetch_factor=prefetch_factor, **THREADS
+        Sleepy(90, 0.001, slow), 3, order=Arrival(max_lag), prefetch_factor=prefetch_factor, **THREADS
     )  # fmt: skip
     batches = []
     for batch in loader:
@@ -212,7 +213,7 @@ class InStep(Numbers):
 @pytest.mark.parametrize("max_lag", [2, 3, 5, 40])
 def test_samples_in_time_are_not_late(max_lag: int) -> None:
     # Also when max_lag is smaller than the number of batches that would be in flight.
-    loader = DataLoader(InStep(48), 4, order="arrival", max_lag=max_lag, **THREADS)
+    loader = DataLoader(InStep(48), 4, order=Arrival(max_lag), **THREADS)
     late = lags(indices(loader), 4)
     assert sorted(late) == list(range(48))
     assert sum(lag != 0 for lag in late.values()) <= 24
@@ -222,7 +223,7 @@ def test_samples_in_time_are_not_late(max_lag: int) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_max_lag_holds_in_every_epoch(persistent: bool) -> None:
     loader = DataLoader(
-        Sleepy(40, 0.001, {0: 0.2, 20: 0.05}), 2, order="arrival", max_lag=3, persistent_workers=persistent, **THREADS
+        Sleepy(40, 0.001, {0: 0.2, 20: 0.05}), 2, order=Arrival(3), persistent_workers=persistent, **THREADS
     )  # fmt: skip
     for _ in range(3):
         late = lags(indices(loader), 2)
@@ -249,7 +250,7 @@ class SixteenAhead(Journal):
 
 def test_samples_are_no_later_than_they_need_to_be() -> None:
     # Meanwhile the two other workers have finished 8 batches.
-    loader = DataLoader(SixteenAhead(119), 2, order="arrival", max_lag=32, **THREADS)
+    loader = DataLoader(SixteenAhead(119), 2, order=Arrival(32), **THREADS)
     late = lags(indices(loader), 2)
     assert 2 <= late[0] <= 16
     assert statistics.mean(abs(lag) for lag in late.values()) < 1
@@ -414,7 +415,7 @@ def distributed(size: int) -> DistributedSampler[int]:
 def ahead(workers: dict[str, Any]) -> dict[str, Any]:
     """The workers, if any, persist and begin the next epoch early."""
     stay = workers["num_workers"] > 0
-    return {**workers, "persistent_workers": stay, "prefetch_next_epoch": stay}
+    return {**workers, "persistent_workers": "next_epoch" if stay else False}
 
 
 FORETOLD = {
@@ -439,12 +440,12 @@ UNKNOWN = {
 def test_next_epoch_is_begun_before_this_one_ends_on_request(method: str, name: str) -> None:
     dataset = Journal(24)
     options = {"batch_size": 2, **{**FORETOLD, **UNKNOWN}[name](24), "num_workers": 2}
-    options.update(workers=method, persistent_workers=True)
+    options.update(workers=method)
     if name in UNKNOWN:
         with pytest.raises(ValueError, match="needs an order that is known in advance"):
-            DataLoader(dataset, prefetch_next_epoch=True, **options)
+            DataLoader(dataset, persistent_workers="next_epoch", **options)
         return
-    loader = DataLoader(dataset, prefetch_next_epoch=True, **options)
+    loader = DataLoader(dataset, persistent_workers="next_epoch", **options)
     delivered: Counter[int] = Counter()
     for epoch in range(3):
         sampler = loader.batch_sampler.sampler if name == "batch-sampler" else loader.sampler

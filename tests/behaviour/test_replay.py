@@ -1,4 +1,4 @@
-"""record_order and replay_order: a run in an order that depends on timing comes again, batch for batch."""
+"""``recording=``: a run in an order that depends on timing comes again, batch for batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from minato import DataLoader
+from minato import DataLoader, Record, Replay
 from minato.sampling.epoch import Seeds
 from tests.datasets import Draws, Numbers, flat, indices
 
@@ -33,11 +33,15 @@ def draws(batches: Any) -> list[list[tuple[float, ...]]]:
 def test_a_run_is_repeated_batch_for_batch(order: str, tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
     torch.manual_seed(1)
-    recorded = DataLoader(Jerky(30), 4, shuffle=True, num_workers=3, order=order, record_order=path)
+    recorded = DataLoader(
+        Jerky(30), 4, shuffle=True, num_workers=3, order=order, recording=Record(path)
+    )
     epochs = [draws(recorded) for _ in range(2)]
     torch.manual_seed(2)
     for workers in (0, 2):
-        loader = DataLoader(Jerky(30), 4, shuffle=True, num_workers=workers, replay_order=str(path))
+        loader = DataLoader(
+            Jerky(30), 4, shuffle=True, num_workers=workers, recording=Replay(str(path))
+        )
         assert loader._options.order == "strict"
         assert [draws(loader), draws(loader)] == epochs
         with pytest.raises(ValueError, match=r"order.jsonl holds no epoch 2, only \[0, 1\]"):
@@ -48,7 +52,7 @@ def test_a_run_is_repeated_batch_for_batch(order: str, tmp_path: Path) -> None:
 
 def test_the_file_says_what_came_before_the_loop_has_it(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    loader = DataLoader(Numbers(6), 4, seed=5, record_order=path)
+    loader = DataLoader(Numbers(6), 4, seed=5, recording=Record(path))
     iterator = iter(loader)
     next(iterator)
     head, batch = (json.loads(line) for line in path.read_text().splitlines())
@@ -67,11 +71,11 @@ class Words(Numbers):
 def test_strings_and_numpys_integers(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
     keys = [["ä", "b"], [np.int64(3)], []]
-    loader = DataLoader(Words(1), batch_sampler=keys, collate_fn=list, record_order=path)
+    loader = DataLoader(Words(1), batch_sampler=keys, collate_fn=list, recording=Record(path))
     expected = list(loader)
-    again = DataLoader(Words(1), batch_sampler=[[1]], collate_fn=list, replay_order=path)
+    again = DataLoader(Words(1), batch_sampler=[[1]], collate_fn=list, recording=Replay(path))
     assert list(again) == expected == [["ä", "b"], ["3"], []]
-    broken = DataLoader(Words(1), sampler=[(1, 2)], record_order=tmp_path / "other")
+    broken = DataLoader(Words(1), sampler=[(1, 2)], recording=Record(tmp_path / "other"))
     with pytest.raises(TypeError, match=r"integers or strings, and \(1, 2\) is a tuple"):
         list(broken)
 
@@ -81,7 +85,13 @@ def test_a_resumed_run_goes_on_in_the_file(tmp_path: Path) -> None:
 
     def loader() -> Any:
         return DataLoader(
-            Jerky(30), 4, shuffle=True, num_workers=2, order="arrival", seed=3, record_order=path
+            Jerky(30),
+            4,
+            shuffle=True,
+            num_workers=2,
+            order="arrival",
+            seed=3,
+            recording=Record(path),
         )
 
     first = loader()
@@ -95,18 +105,18 @@ def test_a_resumed_run_goes_on_in_the_file(tmp_path: Path) -> None:
     later = loader()
     later.load_state_dict(state)
     got += draws(later)
-    replay = DataLoader(Jerky(30), 4, shuffle=True, replay_order=path)
+    replay = DataLoader(Jerky(30), 4, shuffle=True, recording=Replay(path))
     assert draws(replay) == got
 
 
 def test_a_replay_is_resumed_too(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
     expected = indices(
-        DataLoader(Numbers(30), 4, num_workers=2, order="arrival", record_order=path)
+        DataLoader(Numbers(30), 4, num_workers=2, order="arrival", recording=Record(path))
     )
 
     def replay() -> Any:
-        return DataLoader(Numbers(30), 4, replay_order=path)
+        return DataLoader(Numbers(30), 4, recording=Replay(path))
 
     first = replay()
     iterator = iter(first)
@@ -154,16 +164,16 @@ def test_what_is_no_record_is_refused(text: str, message: str, tmp_path: Path) -
     path = tmp_path / "order.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
-        DataLoader(Numbers(4), replay_order=path)
+        DataLoader(Numbers(4), recording=Replay(path))
     assert str(path) in str(caught.value)
 
 
 def test_an_epoch_that_was_not_recorded_to_its_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    iterator = iter(DataLoader(Numbers(8), 2, record_order=path))
+    iterator = iter(DataLoader(Numbers(8), 2, recording=Record(path)))
     next(iterator)
     del iterator
-    loader = DataLoader(Numbers(8), 2, replay_order=path)
+    loader = DataLoader(Numbers(8), 2, recording=Replay(path))
     with pytest.raises(
         ValueError, match="line 1: epoch 0 was recorded only for its first 1 batches"
     ):
@@ -172,7 +182,7 @@ def test_an_epoch_that_was_not_recorded_to_its_end_is_refused(tmp_path: Path) ->
 
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(FileNotFoundError):
-        DataLoader(Numbers(4), replay_order="/nowhere/at all")
+        DataLoader(Numbers(4), recording=Replay("/nowhere/at all"))
 
 
 class Stream(IterableDataset[int]):
@@ -182,13 +192,16 @@ class Stream(IterableDataset[int]):
 
 def test_contradictions_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    assert flat(indices(DataLoader(Numbers(4), 2, record_order=path))) == [0, 1, 2, 3]
-    for option in ("record_order", "replay_order"):
+    assert flat(indices(DataLoader(Numbers(4), 2, recording=Record(path)))) == [0, 1, 2, 3]
+    for recording in (Record(path), Replay(path)):
         with pytest.raises(ValueError, match="an iterable dataset has none"):
-            DataLoader(Stream(), **{option: path})
+            DataLoader(Stream(), recording=recording)
     with pytest.raises(ValueError, match="order='arrival' would change them"):
-        DataLoader(Numbers(4), order="arrival", replay_order=path)
-    with pytest.raises(ValueError, match="are the same file"):
-        DataLoader(Numbers(4), record_order=path, replay_order=str(path))
-    in_any_order = DataLoader(Numbers(4), 2, in_order=False, replay_order=path)
+        DataLoader(Numbers(4), order="arrival", recording=Replay(path))
+    for wrong in (str(path), [Record(path)]):
+        with pytest.raises(TypeError, match="give a Record or a Replay"):
+            DataLoader(Numbers(4), recording=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="path=None: give a path"):
+        Record(None)  # type: ignore[arg-type]
+    in_any_order = DataLoader(Numbers(4), 2, in_order=False, recording=Replay(path))
     assert indices(in_any_order) == [[0, 1], [2, 3]]

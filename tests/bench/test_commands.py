@@ -77,7 +77,12 @@ def data(tmp_path: Path) -> Path:
 PROGRAMS: dict[str, tuple[list[str], dict[str, tuple[int, list[str]]]]] = {
     "ablation": (
         ["--rows", "stragglers,consumer,measuring,tensors"],
-        {"ablation": (18, ["| minato, auto |", "trace=", "deferred samples", "without / with"])},
+        {
+            "ablation": (
+                18,
+                ["| minato, auto |", "minato, trace", "deferred samples", "without / with"],
+            )
+        },
     ),
     "gpu": (["--workers", "1"], {"gpu": (12, ["no GPU", "3D U-Net | *ideal*", "ResNet | torch"])}),
     "growth": ([], {"growth": (9, ["*ideal*", "| 12 | forkserver |"])}),

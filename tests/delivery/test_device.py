@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minato import DataLoader, MinatoWarning
+from minato import DataLoader, DeviceCopies, MinatoWarning
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.delivery import device
@@ -50,8 +50,8 @@ def use(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "accelerator_of", lambda device: recorder)
 
 
-def make(dataset: Any, batch_size: int | None = 3, **options: Any) -> Any:
-    return DataLoader(dataset, batch_size, device="meta", **options)
+def make(dataset: Any, batch_size: int | None = 3, ahead: int = 2, **options: Any) -> Any:
+    return DataLoader(dataset, batch_size, device=DeviceCopies("meta", ahead), **options)
 
 
 def indices_of(batches: list[Any]) -> list[list[int]]:
@@ -175,19 +175,17 @@ def test_pages_are_unlocked_before_they_are_given_back(
 # ---- ahead of its turn ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [None, 0, 1, 4])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 4])
 @each_order
 def test_complete_batches_are_sent_before_their_turn(
-    ahead: int | None, order: str, recorder: Recorder
+    ahead: int, order: str, recorder: Recorder
 ) -> None:
-    loader = make(
-        Filled(30, 2, 2), num_workers=1, prefetch_factor=8, prefetch_to_device=ahead, order=order
-    )
+    loader = make(Filled(30, 2, 2), num_workers=1, prefetch_factor=8, ahead=ahead, order=order)
     iterator = iter(loader)
     next(iterator)
     until(lambda: all_ready(iterator))
     next(iterator)
-    assert len(recorder.copies) == 2 + (2 if ahead is None else ahead)
+    assert len(recorder.copies) == 2 + ahead
     sent = len(recorder.copies)
     batches = [next(iterator)]
     if ahead != 0:
@@ -221,7 +219,7 @@ def test_batches_on_the_device_count_for_the_memory_budget(recorder: Recorder) -
         Filled(60, 64, 64),
         num_workers=2,
         memory_budget=3 * nbytes + nbytes // 2,
-        prefetch_to_device=8,
+        ahead=8,
     )
     iterator = iter(loader)
     for _ in range(4):  # opened before anybody knew how large they are
@@ -236,7 +234,7 @@ def test_batches_on_the_device_count_for_the_memory_budget(recorder: Recorder) -
 def test_a_batch_that_was_only_sent_is_not_delivered(order: str, recorder: Recorder) -> None:
     def loader() -> Any:
         return make(
-            Numbers(41), num_workers=1, order=order, max_lag=None, prefetch_factor=8, seed=3,
+            Numbers(41), num_workers=1, order=order, prefetch_factor=8, seed=3,
             shuffle=True,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
-from minato import DataLoader, ErrorPolicy
+from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato._support.hashes import fingerprint, index_hash
 from minato._support.pickling import check_picklable
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
@@ -221,10 +221,12 @@ def test_indices_of_any_behaviour(kind: str, workers: str, bad: Any, tmp_path: P
     trace, log = tmp_path / "trace.json", tmp_path / "log.jsonl"
     arguments: dict[str, Any] = {
         "sampler": keys,
-        "cost_history": tmp_path / "costs",
+        "stragglers": StragglerPolicy(history=tmp_path / "costs"),
         **WORKERS[workers],
     }
-    loader: DataLoader[Any] = DataLoader(Keyed(bad), BATCH, trace=trace, **arguments)
+    loader: DataLoader[Any] = DataLoader(
+        Keyed(bad), BATCH, observe=Observe(trace=trace), **arguments
+    )
     samples, errors = all_of(loader)
     assert samples == theirs[0]
     assert [type(each) for each in errors] == [type(each) for each in theirs[1]]
@@ -569,9 +571,8 @@ def test_transforms_of_any_name(kind: Any, workers: str, tmp_path: Path) -> None
         BATCH,
         transforms=transforms,
         errors=ErrorPolicy("skip", log=log),
-        metrics_address=0,
-        trace=trace,
-        cost_history=tmp_path / "costs",
+        observe=Observe(metrics=0, trace=trace),
+        stragglers=StragglerPolicy(history=tmp_path / "costs"),
         **WORKERS[workers],
     )
     with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
@@ -601,7 +602,7 @@ def refuse_five(value: int) -> int:
 def test_loaders_of_any_name(name: str, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     trace = tmp_path / "trace.json"
-    loader = DataLoader(Numbers(SIZE), BATCH, name=name, trace=trace, metrics_address=0)
+    loader = DataLoader(Numbers(SIZE), BATCH, observe=Observe(name=name, trace=trace, metrics=0))
     for _ in loader:
         assert "minato_batches_total{" in metrics_of(loader)
     json.loads(trace.read_text().rstrip(",\n") + "]")
@@ -652,7 +653,7 @@ def test_where_warnings_are_errors_no_batch_is_lost(
     method: str, place: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(place, method, fails)
-    loader = DataLoader(Numbers(SIZE), BATCH, trace=tmp_path / "trace.json")
+    loader = DataLoader(Numbers(SIZE), BATCH, observe=Observe(trace=tmp_path / "trace.json"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         samples, errors = all_of(loader)
@@ -665,7 +666,7 @@ def test_a_trace_that_ends_loses_no_batch(monkeypatch: pytest.MonkeyPatch, tmp_p
     def full(self: EventFile, *_: object) -> None:
         self.open, self.error = False, OSError(28, "No space left on device")
 
-    loader = DataLoader(Numbers(SIZE), BATCH, trace=tmp_path / "trace.json")
+    loader = DataLoader(Numbers(SIZE), BATCH, observe=Observe(trace=tmp_path / "trace.json"))
     monkeypatch.setattr(EventFile, "append", full)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -773,7 +774,7 @@ def test_costs_of_a_dataset_are_kept_whatever_its_class_answers(tmp_path: Path) 
         pass
 
     for _ in range(2):
-        loader = DataLoader(Broken(SIZE), BATCH, cost_history=tmp_path)
+        loader = DataLoader(Broken(SIZE), BATCH, stragglers=StragglerPolicy(history=tmp_path))
         assert all_of(loader)[0] == list(range(SIZE))
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -781,7 +782,7 @@ def test_costs_of_a_dataset_are_kept_whatever_its_class_answers(tmp_path: Path) 
 def test_costs_of_a_dataset_without_a_fingerprint_are_not_kept(tmp_path: Path) -> None:
     dataset = Numbers(SIZE)
     dataset.lock = threading.Lock()  # type: ignore[attr-defined]
-    loader = DataLoader(dataset, BATCH, cost_history=tmp_path)
+    loader = DataLoader(dataset, BATCH, stragglers=StragglerPolicy(history=tmp_path))
     with pytest.warns(MinatoWarning, match="is not used, as the costs have no name: .*lock"):
         assert all_of(loader)[0] == list(range(SIZE))
     assert all_of(loader)[0] == list(range(SIZE))

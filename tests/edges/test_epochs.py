@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
-from minato import DataLoader
+from minato import Arrival, DataLoader, Observe, Record, Replay
 from tests.datasets import Draws, Numbers, indices
 from tests.pairwise import pairwise
 
@@ -112,17 +112,14 @@ def test_samples_see_what_the_loop_has_prepared_in_every_way(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_workers": 1}, "persistent_workers=True"),
         ({"shuffle": True}, "order that is known in advance, and that of RandomSampler"),
         ({"sampler": [1, 0]}, "order that is known in advance, and that of list"),
         ({"compat": "torch"}, "does not go with compat='torch'"),
-        ({"prefetch_next_epoch": "yes"}, "prefetch_next_epoch='yes'"),
     ],
 )
 def test_beginning_early_is_refused_where_it_cannot_be(given: dict[str, Any], message: str) -> None:
-    stays = {"num_workers": 1, "persistent_workers": "num_workers" not in given}
     with pytest.raises(ValueError, match=message):
-        DataLoader(Numbers(4), **{**stays, "prefetch_next_epoch": True, **given})
+        DataLoader(Numbers(4), num_workers=1, persistent_workers="next_epoch", **given)
 
 
 # ---- the number of an epoch --------------------------------------------------------------------
@@ -316,28 +313,28 @@ def test_single_samples_and_batches_are_told_apart() -> None:
 
 def test_a_record_is_refused_by_a_loader_that_it_does_not_belong_to(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    list(DataLoader(Numbers(10), 4, record_order=path))
+    list(DataLoader(Numbers(10), 4, recording=Record(path)))
     for arguments, message in (
         ({"dataset": Numbers(20), "batch_size": 4}, "of 10 samples, and this one has 20: give"),
         ({"dataset": Numbers(10), "batch_size": None}, r"as batches, .* returns single samples"),
     ):
         for workers in (0, 1):
-            loader: Any = DataLoader(**arguments, num_workers=workers, replay_order=path)
+            loader: Any = DataLoader(**arguments, num_workers=workers, recording=Replay(path))
             with pytest.raises(ValueError, match=f"order.jsonl, line 1: epoch 0 .*{message}"):
                 list(loader)
     alone = tmp_path / "alone.jsonl"
-    list(DataLoader(Numbers(10), None, record_order=alone))
+    list(DataLoader(Numbers(10), None, recording=Record(alone)))
     with pytest.raises(ValueError, match="as single samples .* this loader returns batches"):
-        list(DataLoader(Numbers(10), 2, replay_order=alone))
-    assert list(DataLoader(Numbers(10), None, replay_order=alone)) == list(range(10))
+        list(DataLoader(Numbers(10), 2, recording=Replay(alone)))
+    assert list(DataLoader(Numbers(10), None, recording=Replay(alone))) == list(range(10))
 
 
 def test_a_replayed_sample_is_reproduced_with_the_recorded_seed(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    recorded = DataLoader(Draws(6), 3, seed=1, record_order=path)
+    recorded = DataLoader(Draws(6), 3, seed=1, recording=Record(path))
     for _ in range(2):
         list(recorded)
-    loader = DataLoader(Draws(6), 3, seed=2, replay_order=path)
+    loader = DataLoader(Draws(6), 3, seed=2, recording=Replay(path))
     expected = recorded.reproduce(4, epoch=1)
     assert loader.reproduce(4, epoch=1) == expected
     loader.set_epoch(1)
@@ -395,7 +392,8 @@ def test_the_parts_of_a_loader_transform_as_it_does(
 
 
 def test_from_torch_keeps_the_options_of_our_loader() -> None:
-    given = {"seed": 3, "errors": "skip", "order": "arrival", "max_lag": 5, "name": "mine"}
+    given = {"seed": 3, "errors": "skip", "order": Arrival(5)}
+    given["observe"] = Observe(name="mine")
     loader: Any = DataLoader(Draws(8), 2, shuffle=True, prefetch_factor=2, num_workers=1, **given)
     other = DataLoader.from_torch(loader)
     assert {name: getattr(other, name) for name in given} == given

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import minato
-from minato import DataLoader, MinatoWarning, _fork_safety, patching
+from minato import DataLoader, MinatoWarning, Record, Replay, _fork_safety, patching
 from minato._core.segment import Segment
 from minato._fork_safety import Borrower, Loans, at_work, held_off_forks, starting_worker
 from minato._support.counters import Counters
@@ -1139,12 +1139,12 @@ def test_a_child_of_a_thread_does_not_go_on_within_next_of_another(tmp_path: Pat
 
 def test_a_child_that_goes_on_does_not_write_to_its_parents_record(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    batches = iter(DataLoader(Rows(8), 2, record_order=str(path)))
+    batches = iter(DataLoader(Rows(8), 2, recording=Record(str(path))))
     next(batches)
     before = path.read_bytes()
     assert code_of(forked(lambda: sum(len(batch) for batch in batches) == 6)) == 0
     assert path.read_bytes() == before
     for _ in batches:
         pass
-    again = DataLoader(Rows(8), 2, replay_order=str(path))
+    again = DataLoader(Rows(8), 2, recording=Replay(str(path)))
     assert [batch[:, 0].tolist() for batch in again] == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 
-from minato import DataLoader, ErrorPolicy
+from minato import DataLoader, ErrorPolicy, Record
 from tests.datasets import Numbers, forked, outcomes
 
 
@@ -90,9 +90,9 @@ def test_a_batch_that_is_more_than_a_list_is_not_divided_to_skip_a_sample() -> N
 @pytest.mark.parametrize("name", ["dictionaries", "subclasses"])
 def test_what_a_record_could_not_hold_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    loader = DataLoader(Whole(8), batch_sampler=BATCHES[name], record_order=path)
+    loader = DataLoader(Whole(8), batch_sampler=BATCHES[name], recording=Record(path))
     with pytest.raises(
-        ValueError, match="must get as it is, and record_order= writes indices only"
+        ValueError, match="must get as it is, and recording=Record.* writes indices only"
     ):
         next(iter(loader))
 

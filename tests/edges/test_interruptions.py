@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 import minato
-from minato import DataLoader, ErrorPolicy
+from minato import Arrival, DataLoader, ErrorPolicy
 from minato.sampling.epoch import Epoch
 from tests.datasets import Draws, wait_until
 
@@ -97,7 +97,7 @@ KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
         Content(), SIZE, errors=ErrorPolicy(on_error="skip"), **THREADS
     ),
     "batch": lambda: DataLoader(Content(), SIZE, order="batch", **THREADS),
-    "arrival": lambda: DataLoader(Content(), SIZE, order="arrival", max_lag=3, **THREADS),
+    "arrival": lambda: DataLoader(Content(), SIZE, order=Arrival(3), **THREADS),
     "fast_first": lambda: DataLoader(Content(), SIZE, order="fast_first", **THREADS),
     "persistent threads": lambda: DataLoader(
         Content(), SIZE, shuffle=True, seed=1, persistent_workers=True, **THREADS

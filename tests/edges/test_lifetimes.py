@@ -20,7 +20,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 import minato
-from minato import DataLoader
+from minato import DataLoader, Observe, Record, StragglerPolicy
 from minato.caching import MemoryCache
 from minato.observe import at_exit
 from tests.datasets import TOO_MANY_WORKERS, Numbers
@@ -88,11 +88,11 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
     """Options that keep a log, a file or a thread."""
     return {
         "plain": {},
-        "unmeasured": {"stats": False},
-        "trace": {"trace": folder / "trace.json"},
+        "unmeasured": {"observe": False},
+        "trace": {"observe": Observe(trace=folder / "trace.json")},
         "errors": {"errors": minato.ErrorPolicy(on_error="skip", log=folder / "errors")},
-        "costs": {"cost_history": folder},
-        "record": {"record_order": folder / "order"},
+        "costs": {"stragglers": StragglerPolicy(history=folder)},
+        "record": {"recording": Record(folder / "order")},
         "arrival": {"order": "arrival", "transforms": [Adds()]},
         "transforms": {"transforms": [Adds()], "collate_fn": first},
         "concurrent": {"fetch_concurrency": 3},

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 import minato
-from minato import DataLoader
+from minato import DataLoader, Record, StragglerPolicy
 from tests.datasets import Numbers
 
 SIZE, BATCH = 14, 4
@@ -168,9 +168,9 @@ class Bench:
         self.folder = folder
         self.dataset = Owning(SIZE)
         files = {
-            "record_order": folder / "order.jsonl",
+            "recording": Record(folder / "order.jsonl"),
             "errors": minato.ErrorPolicy(log=folder / "log.jsonl"),
-            "cost_history": folder / "costs",
+            "stragglers": StragglerPolicy(history=folder / "costs"),
         }
         given = {"batch_size": 1 if order == "cost" else BATCH, **files, **ORDERS[order]()}
         if workers == "compat":

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from minato import DataLoader, ErrorPolicy, StragglerPolicy
+from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato.caching import DiskCache, MemoryCache
 from minato.observe.report import Report
 from minato.transforms.compose import Transforms
@@ -171,8 +171,7 @@ def test_all_views_have_the_same_stages(
         4,
         transforms=transforms,
         cache=make_cache(cache, after, tmp_path),
-        metrics_address=0,
-        trace=trace,
+        observe=Observe(metrics=0, trace=trace),
         errors=ErrorPolicy("skip", log=log),
         stragglers=StragglerPolicy(after_s=0.001),
         **WORKERS[workers],
@@ -201,7 +200,7 @@ def test_all_views_have_the_same_stages(
 def test_each_transform_has_its_own_figures(kind: str) -> None:
     pytest.importorskip("prometheus_client")
     make, names = LISTS[kind]
-    loader = DataLoader(Numbers(SIZE), 4, transforms=make(), metrics_address=0)
+    loader = DataLoader(Numbers(SIZE), 4, transforms=make(), observe=Observe(metrics=0))
     assert [served(loader) for _ in loader] == [["dataset", *names]] * 6
     assert list(stages_of(loader.report())) == ["dataset", *names, "collate and copy"]
     assert f"{names[0]} " in str(loader.report())

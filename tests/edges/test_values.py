@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
-from minato import CostBatchSampler, DataLoader, ErrorPolicy, StragglerPolicy
+from minato import Arrival, CostBatchSampler, DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato._support.hashes import index_hash
 from minato._support.values import integer_of, items_of, number_of, plain
 from minato.checks import check_number, check_whole
@@ -409,7 +409,7 @@ def test_costs_and_slowest_samples_by_integers(make: Callable[[int], Any]) -> No
 
 @pytest.mark.parametrize("make", AS_INTEGER.values(), ids=AS_INTEGER)
 def test_options_take_integers(make: Callable[[int], Any]) -> None:
-    options = {"seed": make(7), "memory_budget": make(100), "max_lag": make(3), "order": "arrival"}
+    options = {"seed": make(7), "memory_budget": make(100), "order": Arrival(make(3))}
     loader = DataLoader(Numbers(8), 4, shuffle=True, **options)
     expected = DataLoader(Numbers(8), 4, shuffle=True, seed=7)
     loader.set_epoch(make(3))
@@ -532,8 +532,9 @@ def test_lengths_as_with_torch(length: Any, arguments: dict[str, Any]) -> None:
         ("num_workers", minato.AutoScale),
         ("cache", minato.caching.MemoryCache),
         ("seed", int),
-        ("name", str),
-        ("trace", Path),
+        ("device", minato.DeviceCopies),
+        ("observe", minato.Observe),
+        ("recording", minato.Record),
         ("collate_fn", minato.PadCollate),
     ],
 )
@@ -557,5 +558,5 @@ def test_a_class_may_transform_and_collate() -> None:
 
 @pytest.mark.parametrize("value", ["²", "٣", "1²", "-1", "65536", "host:", True, "1.0"])
 def test_what_is_no_port(value: Any) -> None:
-    with pytest.raises(ValueError, match="^metrics_address=.* is no port: give a number"):
-        DataLoader(Numbers(8), metrics_address=value)
+    with pytest.raises(ValueError, match="^metrics=.* is no port: give a number"):
+        DataLoader(Numbers(8), observe=Observe(metrics=value))

@@ -29,21 +29,25 @@ def threshold_ns(made) -> int:
 
 def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
-    first = loader(order="fast_first", cost_history=folder)
+    first = loader(order="fast_first", stragglers=StragglerPolicy(history=folder))
     assert threshold_ns(first) == 0
     assert sorted(flat(indices(first))) == list(range(80))
     (file,) = folder.iterdir()
-    known = threshold_ns(loader(order="fast_first", cost_history=folder))
+    known = threshold_ns(loader(order="fast_first", stragglers=StragglerPolicy(history=folder)))
     kept = from_words(json.loads(file.read_text())["recent"])
     assert known == SlowThreshold(None, kept).decision.threshold_ns > 1_000_000
-    other = loader(order="fast_first", cost_history=folder, transforms=[plus_one])
+    other = loader(
+        order="fast_first", stragglers=StragglerPolicy(history=folder), transforms=[plus_one]
+    )
     assert threshold_ns(other) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(RuntimeWarning, match="cannot be written"):
-        assert sorted(flat(indices(loader(cost_history=tmp_path / "file")))) == list(range(80))
+        assert sorted(
+            flat(indices(loader(stragglers=StragglerPolicy(history=tmp_path / "file"))))
+        ) == list(range(80))
 
 
 def test_a_limit_in_seconds_holds_from_the_start() -> None:
@@ -74,7 +78,7 @@ def test_what_makes_no_sense_is_refused(arguments, error, message) -> None:
 
 def test_a_full_disk_costs_the_profile_and_nothing_else(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        kept = loader(cost_history=disk.path / "costs")
+        kept = loader(stragglers=StragglerPolicy(history=disk.path / "costs"))
         assert sorted(flat(indices(kept))) == list(range(80))
         (file,) = (disk.path / "costs").iterdir()
         before = file.read_bytes()
@@ -82,9 +86,9 @@ def test_a_full_disk_costs_the_profile_and_nothing_else(tmp_path: Path) -> None:
         assert file.parent.stat().st_mode & 0o777 == 0o700
         disk.fill()
         with pytest.warns(RuntimeWarning, match="cannot be written.*No space left"):
-            assert sorted(flat(indices(loader(cost_history=disk.path / "costs")))) == list(
-                range(80)
-            )
+            assert sorted(
+                flat(indices(loader(stragglers=StragglerPolicy(history=disk.path / "costs"))))
+            ) == list(range(80))
         assert file.read_bytes() == before
         assert list(file.parent.iterdir()) == [file]
 
@@ -93,13 +97,13 @@ def test_a_profile_is_not_written_through_a_link(tmp_path: Path) -> None:
     """Another user of the folder puts links where the file, or its unfinished one, will be."""
     folder, victim = tmp_path / "costs", tmp_path / "victim"
     victim.write_text("important")
-    kept = loader(cost_history=folder)
+    kept = loader(stragglers=StragglerPolicy(history=folder))
     assert len(list(kept)) > 0
     (file,) = folder.iterdir()
     file.unlink()
     file.symlink_to(victim)
     for number in (os.getpid(), os.getpid() + 1):
         (folder / f".{file.name}.{number}").symlink_to(victim)
-    assert len(list(loader(cost_history=folder))) > 0
+    assert len(list(loader(stragglers=StragglerPolicy(history=folder)))) > 0
     assert victim.read_text() == "important"
     assert not file.is_symlink()

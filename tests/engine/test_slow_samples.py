@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minato import DataLoader, StragglerPolicy
+from minato import Arrival, DataLoader, StragglerPolicy
 from tests.datasets import ORDERS, Journal, Numbers, Sleepy, flat, indices, wait_until
 
 SLOW = dict.fromkeys(range(3, 200, 20), 0.15)
@@ -27,8 +27,7 @@ def test_lags_and_shares_are_those_of_the_batches(workers: dict[str, Any]) -> No
     loader = DataLoader(
         Sleepy(200, 0.001, SLOW),
         4,
-        order="arrival",
-        max_lag=5,
+        order=Arrival(5),
         stragglers=StragglerPolicy(after_s=SLOW_AFTER_S),
         **workers,
     )

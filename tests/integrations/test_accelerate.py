@@ -25,8 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 OPTIONS: dict[str, Any] = {
     "transforms": [noisy],
-    "order": "fast_first",
-    "max_lag": 3,
+    "order": minato.FastFirst(3),
     "seed": 5,
     "memory_budget": 1 << 20,
     "workers": "thread",

@@ -23,14 +23,13 @@ OWN = {
 }
 GIVEN: dict[str, Any] = {
     "transforms": [float],
-    "order": "arrival",
-    "max_lag": 3,
+    "order": minato.Arrival(3),
     "seed": 5,
     "memory_budget": 1 << 20,
     "workers": "thread",
     "errors": minato.ErrorPolicy(on_worker_death="raise"),
 }
-DEVICE = {"device": torch.device("meta"), "prefetch_to_device": 3}
+DEVICE = {"device": minato.DeviceCopies(torch.device("meta"), 3)}
 SHARED = {"shared_pool": minato.SharedPool("continue")}
 READS = {"fetch_concurrency": 3, "cache": MemoryCache(1000), "workers": "thread"}
 
@@ -53,7 +52,7 @@ def test_a_loader_can_be_built_from_the_attributes_of_another(given: dict[str, A
     assert type(again.prefetch_factor) is type(loader.prefetch_factor) is not int
 
 
-@pytest.mark.parametrize("name", [name for name in OWN if name != "name"])
+@pytest.mark.parametrize("name", OWN)
 def test_they_are_frozen_as_torchs_are(name: str) -> None:
     class Loader(minato.DataLoader):
         pass
@@ -68,7 +67,7 @@ def test_they_are_frozen_as_torchs_are(name: str) -> None:
 
 
 def test_a_loader_can_be_renamed_by_programs_that_name_loaders() -> None:
-    loader = minato.DataLoader(Numbers(8), name="training")
+    loader = minato.DataLoader(Numbers(8), observe=minato.Observe(name="training"))
     loader.name = "validation"
     assert loader._options.name == loader.name == "validation"
     assert minato.DataLoader(Numbers(8))._options.name == "Numbers"
@@ -168,8 +167,7 @@ def test_persistent_workers_are_told_in_time(epochs: list[list[float]]) -> None:
         2,
         sampler=sampler,
         num_workers=1,
-        persistent_workers=True,
-        prefetch_next_epoch=True,
+        persistent_workers="next_epoch",
         seed=5,
         transforms=[draw],
     )

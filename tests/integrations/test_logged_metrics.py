@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds; ours
 
 
 def loader_of(name: str = "train", **options: Any) -> minato.DataLoader[Any]:
-    return minato.DataLoader(Indexed(20), 2, name=name, **options)
+    return minato.DataLoader(Indexed(20), 2, observe=minato.Observe(name=name), **options)
 
 
 def test_loaders_are_found_in_collections() -> None:
@@ -204,8 +204,8 @@ def test_opentelemetry_refuses_a_loader_that_measures_nothing() -> None:
     pytest.importorskip("opentelemetry.sdk.metrics")
     from minato.integrations.opentelemetry import observe
 
-    with pytest.raises(ValueError, match="stats=False"):
-        observe(loader_of(stats=False))
+    with pytest.raises(ValueError, match="observe=False"):
+        observe(loader_of(observe=False))
 
 
 def test_opentelemetry_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_one_that_cannot_be_ended_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("stats", [True, "gpu"])
 def test_the_report_tells_of_them(driver: Path, stats: Literal[True, "gpu"]) -> None:
-    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, stats=stats)
+    loader = minato.DataLoader(Numbers(60), 2, num_workers=1, observe=minato.Observe(stats=stats))
     if stats is True:
         loader.watch_gpus()
     for number, _ in enumerate(loader):
@@ -223,7 +223,7 @@ def test_without_a_driver_nobody_watches_and_the_report_says_so(
 ) -> None:
     monkeypatch.setattr(gpus, "_DRIVER", (tmp_path / "none",))
     assert gpu_table() is None
-    loader = minato.DataLoader(Numbers(4), 2, stats="gpu")
+    loader = minato.DataLoader(Numbers(4), 2, observe=minato.Observe(stats="gpu"))
     list(loader)
     report = loader.report()
     assert report.run.gpus == ()
@@ -234,22 +234,22 @@ def test_without_a_driver_nobody_watches_and_the_report_says_so(
 
 @pytest.mark.parametrize("measure", [False, True])
 def test_gpus_are_not_watched_unasked(driver: Path, measure: bool) -> None:
-    loader = minato.DataLoader(Numbers(4), 2, stats=measure)
+    loader = minato.DataLoader(Numbers(4), 2, observe=minato.Observe(stats=measure))
     list(loader)
     assert side_processes() == []
     assert not measure or loader.report().run.machine.gpus == 0
 
 
-@pytest.mark.parametrize("asked", ["stats", "live", "MINATO_LIVE", "metrics_address"])
+@pytest.mark.parametrize("asked", ["stats", "live", "MINATO_LIVE", "metrics"])
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_one_process_of_the_node_watches_where_somebody_reads_it(
     driver: Path, monkeypatch: pytest.MonkeyPatch, asked: str, local_rank: int
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    if asked == "metrics_address":
+    if asked == "metrics":
         pytest.importorskip("prometheus_client")
-    options: dict[str, Any] = {"stats": {"stats": "gpu"}, "metrics_address": {"metrics_address": 0}}
-    loaders = [minato.DataLoader(Numbers(4), 2, **options.get(asked, {})) for _ in range(2)]
+    observe = {"stats": minato.Observe(stats="gpu"), "metrics": minato.Observe(metrics=0)}
+    loaders = [minato.DataLoader(Numbers(4), 2, observe=observe.get(asked, True)) for _ in range(2)]
     if asked == "MINATO_LIVE":
         monkeypatch.setenv("MINATO_LIVE", "1")
     views = []

@@ -289,13 +289,13 @@ def test_the_environment_decides(
     loader = loader_of(4)
     for _ in range(2):
         list(loader)
-    list(loader_of(4, stats=False))
+    list(loader_of(4, observe=False))
     assert capsys.readouterr().err.count("Numbers, epoch") == lines
 
 
 def test_what_is_not_measured_cannot_be_shown() -> None:
-    with pytest.raises(ValueError, match="stats=False"):
-        loader_of(stats=False).live()
+    with pytest.raises(ValueError, match="observe=False"):
+        loader_of(observe=False).live()
 
 
 def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -412,7 +412,9 @@ def evil_loader() -> minato.DataLoader[int]:
         return sample
 
     transform.__qualname__ = transform.__name__ = EVIL
-    return minato.DataLoader(Named(), 1, sampler=[EVIL, "a"], transforms=[transform], name=EVIL)
+    return minato.DataLoader(
+        Named(), 1, sampler=[EVIL, "a"], transforms=[transform], observe=minato.Observe(name=EVIL)
+    )
 
 
 def test_names_do_not_steer_the_terminal(term: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

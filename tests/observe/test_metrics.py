@@ -104,8 +104,8 @@ class Broken(Numbers):
 
 
 def test_without_measuring_there_is_an_error() -> None:
-    with pytest.raises(ValueError, match="stats=False: nothing was measured"):
-        loader_of(stats=False).metrics()
+    with pytest.raises(ValueError, match="observe=False: nothing was measured"):
+        loader_of(observe=False).metrics()
 
 
 def test_a_call_scans_no_samples() -> None:

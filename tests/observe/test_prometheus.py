@@ -67,7 +67,7 @@ def assert_nothing_listens(url: str) -> None:
 
 
 def test_a_closed_loader_frees_the_address_until_it_is_used_again() -> None:
-    with loader_of(metrics_address=0) as loader:
+    with loader_of(observe=minato.Observe(metrics=0)) as loader:
         list(loader)
         url = loader.metrics_url
         assert url is not None
@@ -83,7 +83,7 @@ def test_a_closed_loader_frees_the_address_until_it_is_used_again() -> None:
 def test_a_closed_loader_leaves_the_address_to_others() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    first, second = (loader_of(metrics_address=port) for _ in range(2))
+    first, second = (loader_of(observe=minato.Observe(metrics=port)) for _ in range(2))
     list(first)
     list(second)
     url = second.metrics_url
@@ -97,7 +97,7 @@ def test_a_closed_loader_leaves_the_address_to_others() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_figures_while_it_runs_and_afterwards(num_workers: int) -> None:
-    loader = loader_of(num_workers=num_workers, metrics_address=0)
+    loader = loader_of(num_workers=num_workers, observe=minato.Observe(metrics=0))
     assert loader.metrics_url is None
     for epoch in range(2):
         for number, _ in enumerate(loader, 1):
@@ -145,7 +145,9 @@ def test_loaders_share_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loaders_with_the_same_name_are_numbered() -> None:
-    loaders = [loader_of(name=name, metrics_address=0) for name in ("train", "val", "val")]
+    loaders = [
+        loader_of(observe=minato.Observe(name=name, metrics=0)) for name in ("train", "val", "val")
+    ]
     labels = set()
     for loader in loaders:
         list(loader)
@@ -161,7 +163,7 @@ def test_each_process_of_a_launcher_has_its_own_port(monkeypatch: pytest.MonkeyP
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("LOCAL_RANK", "3")
-    loader = loader_of(metrics_address=f"localhost:{port - 3}")
+    loader = loader_of(observe=minato.Observe(metrics=f"localhost:{port - 3}"))
     list(loader)
     assert loader.metrics_url == f"http://localhost:{port}/metrics"
 
@@ -172,7 +174,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=rf"127.0.0.1:{port}: .*; use another port"):
-            list(loader_of(metrics_address=port))
+            list(loader_of(observe=minato.Observe(metrics=port)))
         monkeypatch.setenv("MINATO_METRICS_PORT", str(port))
         loader = loader_of()
         with pytest.warns(minato.MinatoWarning, match=f"127.0.0.1:{port}"):
@@ -183,19 +185,19 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("port", [-1, 65536, "host", "host:", True, 1.5])
 def test_what_is_no_port(port: Any) -> None:
     with pytest.raises(ValueError, match="is no port: give a number up to 65535"):
-        loader_of(metrics_address=port)
+        loader_of(observe=minato.Observe(metrics=port))
 
 
 def test_without_measuring_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="contradicts stats=False"):
-        loader_of(metrics_address=0, stats=False)
+        loader_of(observe=minato.Observe(metrics=0, stats=False))
     monkeypatch.setenv("MINATO_METRICS_PORT", "1")
-    assert len(list(loader_of(stats=False))) == 6
+    assert len(list(loader_of(observe=False))) == 6
 
 
 def test_names_follow_prometheus() -> None:
     """Counters end with _total, times are in seconds, sizes in bytes, and the unit is in the name."""
-    loader = loader_of(metrics_address=0)
+    loader = loader_of(observe=minato.Observe(metrics=0))
     batches = iter(loader)
     next(batches)
     assert loader.metrics_url is not None
@@ -217,7 +219,7 @@ def test_names_follow_prometheus() -> None:
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r'pip install "minatoloader\[metrics\]"'):
-        list(loader_of(metrics_address=0))
+        list(loader_of(observe=minato.Observe(metrics=0)))
     monkeypatch.setenv("MINATO_METRICS_PORT", "9")
     loader = loader_of()
     with pytest.warns(minato.MinatoWarning, match=r"minatoloader\[metrics\]"):
@@ -231,7 +233,7 @@ def address_of(url: str | None) -> tuple[str, int]:
 
 
 def test_a_slow_client_does_not_delay_the_end_of_a_loader() -> None:
-    loader = loader_of(metrics_address=0)
+    loader = loader_of(observe=minato.Observe(metrics=0))
     next(iter(loader))
     url = loader.metrics_url
     with socket.create_connection(address_of(url), 20) as client:
@@ -244,7 +246,7 @@ def test_a_slow_client_does_not_delay_the_end_of_a_loader() -> None:
 
 
 def test_clients_that_go_or_are_silent_leave_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    loader = loader_of(metrics_address=0)
+    loader = loader_of(observe=minato.Observe(metrics=0))
     list(loader)
     place = address_of(loader.metrics_url)
     for sent in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\n\r\n", b"\xff" * 100 + b"\r\n\r\n"):
@@ -264,7 +266,7 @@ def test_clients_that_go_or_are_silent_leave_nothing(capfd: pytest.CaptureFixtur
 
 
 def test_many_clients_are_refused_and_the_next_is_served() -> None:
-    loader = loader_of(metrics_address=0)
+    loader = loader_of(observe=minato.Observe(metrics=0))
     list(loader)
     place = address_of(loader.metrics_url)
     idle = [socket.create_connection(place, 20) for _ in range(endpoint._MOST_CLIENTS + 4)]
@@ -286,7 +288,7 @@ def test_without_descriptors_it_pauses_and_goes_on(monkeypatch: pytest.MonkeyPat
         "get_request",
         lambda self: (attempts.append(time.monotonic()), accept(self))[1],
     )
-    loader = loader_of(metrics_address=0)
+    loader = loader_of(observe=minato.Observe(metrics=0))
     list(loader)
     client = socket.socket()
     client.settimeout(20)
@@ -317,13 +319,13 @@ def test_it_starts_without_looking_a_name_up(monkeypatch: pytest.MonkeyPatch) ->
 
     for name in ("getfqdn", "gethostbyaddr", "gethostbyname", "getnameinfo"):
         monkeypatch.setattr(socket, name, fail)
-    loader = loader_of(metrics_address=0)
+    loader = loader_of(observe=minato.Observe(metrics=0))
     list(loader)
     loader.close()
 
 
 def test_a_forked_child_does_not_listen() -> None:
-    loader = loader_of(metrics_address=0)
+    loader = loader_of(observe=minato.Observe(metrics=0))
     list(loader)
     url = loader.metrics_url
     assert url is not None

@@ -301,9 +301,9 @@ def test_what_sources_reads_and_the_cache_did() -> None:
 
 
 def test_nothing_is_measured_on_request() -> None:
-    loader = DataLoader(Numbers(8), 4, stats=False)
+    loader = DataLoader(Numbers(8), 4, observe=False)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ValueError, match="stats=False"):
+    with pytest.raises(ValueError, match="observe=False"):
         loader.report()
 
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from minato import DataLoader, ErrorPolicy, StragglerPolicy
+from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato._core import now_ns
 from minato.delivery import device
 from minato.observe import trace as trace_module
@@ -114,7 +114,7 @@ def loader() -> LoaderSnapshot:
 
 
 def train_until_killed(path: Path) -> None:
-    loader: Any = DataLoader(Sleepy(400, 0.001), BATCH, num_workers=2, trace=path)
+    loader: Any = DataLoader(Sleepy(400, 0.001), BATCH, num_workers=2, observe=Observe(trace=path))
     for number, _ in enumerate(loader):
         if number == 20:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -124,7 +124,7 @@ WORKERS = [
     pytest.param({}, id="none"),
     pytest.param({"num_workers": 2, "workers": "thread"}, id="thread"),
     pytest.param(
-        {"num_workers": 2, "persistent_workers": True, "prefetch_next_epoch": True},
+        {"num_workers": 2, "persistent_workers": "next_epoch"},
         id="fork, persistent, next epoch ahead",
     ),
     pytest.param({"num_workers": 2, "seed": 1, "order": "arrival"}, id="fork, arrival"),
@@ -137,7 +137,7 @@ WORKERS = [
 
 def test_waiting_for_a_batch_is_told(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(Sleepy(8, 0.03), 4, num_workers=1, trace=path)
+    loader: Any = DataLoader(Sleepy(8, 0.03), 4, num_workers=1, observe=Observe(trace=path))
     run(loader, 1)
     del loader
     assert set(parents(tracks(read(path))["training loop"], "wait")) == {"next()"}
@@ -147,7 +147,11 @@ def test_waiting_for_a_batch_is_told(tmp_path: Path) -> None:
 def test_each_sample_is_told_once(workers: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     loader: Any = DataLoader(
-        Filled(SIZE, 8), BATCH, trace=path, transforms=[double, plus_one], **workers
+        Filled(SIZE, 8),
+        BATCH,
+        observe=Observe(trace=path),
+        transforms=[double, plus_one],
+        **workers,
     )
     epochs = 1 if "multiprocessing_context" in workers else 2
     run(loader, epochs)
@@ -194,7 +198,7 @@ def test_a_sample_that_was_deferred_is_told_once(order: str, tmp_path: Path) -> 
         order=order,
         stragglers=StragglerPolicy(after_s=0.01),
         transforms=[slow_step, plus_one],
-        trace=path,
+        observe=Observe(trace=path),
     )
     run(loader)
     events = read(path)
@@ -208,7 +212,7 @@ def test_samples_that_are_run_again_are_told_as_such(tmp_path: Path) -> None:
     # Only cheap samples are run before it is known whether they draw: on a busy machine they may not look cheap.
     for attempt in range(10):
         path = tmp_path / f"run-{attempt}.json"
-        run(DataLoader(DrawsLate(2000), 250, seed=1, trace=path, shuffle=False))
+        run(DataLoader(DrawsLate(2000), 250, seed=1, observe=Observe(trace=path), shuffle=False))
         events = read(path)
         check_nesting(events)
         assert samples(events) == once(1, 2000)
@@ -221,7 +225,9 @@ def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> Non
     path = tmp_path / "run.json"
     dataset = Unsendable(SIZE, 0.003)
     dataset.first = SIZE // 2 + 1
-    loader: Any = DataLoader(dataset, BATCH, num_workers=2, collate_fn=called, trace=path)
+    loader: Any = DataLoader(
+        dataset, BATCH, num_workers=2, collate_fn=called, observe=Observe(trace=path)
+    )
     assert [value for batch in loader for value in batch] == [*range(SIZE)]
     del loader
     events = read(path)
@@ -233,7 +239,10 @@ def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> Non
 def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     loader: Any = DataLoader(
-        Failing(SIZE), BATCH, errors=ErrorPolicy(on_error="skip", retries=1), trace=path
+        Failing(SIZE),
+        BATCH,
+        errors=ErrorPolicy(on_error="skip", retries=1),
+        observe=Observe(trace=path),
     )
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         run(loader)
@@ -249,7 +258,7 @@ def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_that_come_as_a_whole(dataset: Any, num_workers: int, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    run(DataLoader(dataset, BATCH, num_workers=num_workers, trace=path))
+    run(DataLoader(dataset, BATCH, num_workers=num_workers, observe=Observe(trace=path)))
     events = read(path)
     check_nesting(events)
     counts = [event["args"]["count"] for event in events if event["name"] == "samples"]
@@ -261,7 +270,12 @@ def test_reads_that_overlap(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     dataset = Sleepy(SIZE, 0.01)
     loader: Any = DataLoader(
-        dataset, BATCH, num_workers=1, fetch_concurrency=4, transforms=[double], trace=path
+        dataset,
+        BATCH,
+        num_workers=1,
+        fetch_concurrency=4,
+        transforms=[double],
+        observe=Observe(trace=path),
     )
     run(loader)
     events = read(path)
@@ -276,7 +290,7 @@ def test_reads_that_overlap(tmp_path: Path) -> None:
 def test_keys_that_are_no_integers_and_own_collation(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     dataset: Any = {'a "b"': 1, "é": 2}
-    run(DataLoader(dataset, 2, sampler=list(dataset), collate_fn=list, trace=path))
+    run(DataLoader(dataset, 2, sampler=list(dataset), collate_fn=list, observe=Observe(trace=path)))
     events = read(path)
     assert samples(events) == {(0, 'a "b"'): 1, (0, "é"): 1}
     assert names(events)["collate"] == 1
@@ -284,7 +298,7 @@ def test_keys_that_are_no_integers_and_own_collation(tmp_path: Path) -> None:
 
 def test_two_iterators_at_once_have_tracks_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(Filled(SIZE, 2), BATCH, num_workers=1, trace=path)
+    loader: Any = DataLoader(Filled(SIZE, 2), BATCH, num_workers=1, observe=Observe(trace=path))
     for _ in zip(loader, loader, strict=True):
         pass
     run(loader)
@@ -302,7 +316,7 @@ def test_a_worker_that_is_killed_leaves_a_readable_trace(tmp_path: Path) -> None
     path = tmp_path / "run.json"
     dataset = DiesOnce(80, tmp_path / "mark")
     with pytest.warns(RuntimeWarning, match="is killed by signal"):
-        run(DataLoader(dataset, BATCH, num_workers=2, trace=path))
+        run(DataLoader(dataset, BATCH, num_workers=2, observe=Observe(trace=path)))
     events = read(path)
     check_nesting(events)
     assert set(samples(events)) == set(once(1, 80))
@@ -333,7 +347,11 @@ def test_the_file_is_bounded(
     monkeypatch.setattr(trace_module, "LIMIT_BYTES", limit)
     path = tmp_path / "run.json"
     loader: Any = DataLoader(
-        Sleepy(200, 0.0005), BATCH, num_workers=num_workers, order="batch", trace=path
+        Sleepy(200, 0.0005),
+        BATCH,
+        num_workers=num_workers,
+        order="batch",
+        observe=Observe(trace=path),
     )
     run(loader, 2)
     # The last line of each track says that it is one, and two workers may look at the size at once.
@@ -347,7 +365,11 @@ def test_the_file_is_bounded(
 def test_an_epoch_that_is_abandoned(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     loader: Any = DataLoader(
-        Sleepy(60, 0.001), BATCH, num_workers=2, persistent_workers=True, trace=path
+        Sleepy(60, 0.001),
+        BATCH,
+        num_workers=2,
+        persistent_workers=True,
+        observe=Observe(trace=path),
     )
     for _ in range(3):
         next(iter(loader))
@@ -360,7 +382,7 @@ def test_an_epoch_that_is_abandoned(tmp_path: Path) -> None:
 
 def test_headroom_is_not_traced(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(Filled(SIZE, 2), BATCH, trace=path)
+    loader: Any = DataLoader(Filled(SIZE, 2), BATCH, observe=Observe(trace=path))
     run(loader)
     before = path.read_text()
     run(loader.headroom(2))
@@ -369,11 +391,11 @@ def test_headroom_is_not_traced(tmp_path: Path) -> None:
 
 def test_the_file_is_made_anew_when_iteration_starts(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    run(DataLoader(Numbers(6), 2, trace=path))
+    run(DataLoader(Numbers(6), 2, observe=Observe(trace=path)))
     another = path.read_text()
-    loader: Any = DataLoader(Numbers(4), 2, trace=path)
+    loader: Any = DataLoader(Numbers(4), 2, observe=Observe(trace=path))
     assert path.read_text() == another
-    assert loader.trace == path
+    assert loader.observe.trace == str(path)
     run(loader)
     assert samples(read(path)) == once(1, 4)
 
@@ -404,7 +426,7 @@ def test_without_a_trace_no_call_is_made_for_single_samples(
 
 def test_without_measure(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    run(DataLoader(Numbers(SIZE), BATCH, stats=False, trace=path))
+    run(DataLoader(Numbers(SIZE), BATCH, observe=Observe(stats=False, trace=path)))
     assert samples(read(path)) == once(1)
 
 
@@ -428,9 +450,9 @@ def test_pinning_is_part_of_neither_next_nor_step(tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="trace='.*missing.*' cannot be written .No such"):
-        DataLoader(Numbers(4), trace=tmp_path / "missing" / "run.json")
+        DataLoader(Numbers(4), observe=Observe(trace=tmp_path / "missing" / "run.json"))
     with pytest.raises(IsADirectoryError):
-        DataLoader(Numbers(4), trace=tmp_path)
+        DataLoader(Numbers(4), observe=Observe(trace=tmp_path))
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
@@ -454,7 +476,7 @@ def test_a_disk_that_fails_from_the_start_costs_the_trace(
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
         loader: Any = DataLoader(
-            Numbers(40), 4, trace=disk.path / "run.json", num_workers=num_workers
+            Numbers(40), 4, observe=Observe(trace=disk.path / "run.json"), num_workers=num_workers
         )
         disk.fill()
         if "Read-only" in message:
@@ -465,8 +487,10 @@ def test_a_disk_that_fails_from_the_start_costs_the_trace(
 
 
 def test_data_pipes_are_refused(tmp_path: Path) -> None:
-    loader: Any = DataLoader(IterableWrapper(range(4)), trace=tmp_path / "run.json")
-    with pytest.raises(ValueError, match="trace= is not for data pipes"):
+    loader: Any = DataLoader(
+        IterableWrapper(range(4)), observe=Observe(trace=tmp_path / "run.json")
+    )
+    with pytest.raises(ValueError, match="trace=.* is not for data pipes"):
         iter(loader)
 
 
@@ -501,7 +525,9 @@ def test_copies_to_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     recorder = Recorder()
     monkeypatch.setattr(device, "accelerator_of", lambda device: recorder)
     path = tmp_path / "run.json"
-    loader: Any = DataLoader(Filled(SIZE, 8), BATCH, num_workers=1, device="meta", trace=path)
+    loader: Any = DataLoader(
+        Filled(SIZE, 8), BATCH, num_workers=1, device="meta", observe=Observe(trace=path)
+    )
     for number, _ in enumerate(loader):
         if number % 2:
             recorder.run()

@@ -138,7 +138,7 @@ def test_next_epoch_begins_early_only_on_request() -> None:
     for make, own, early in (
         (TorchLoader, {}, False),
         (minato.DataLoader, {}, False),
-        (minato.DataLoader, {"prefetch_next_epoch": True}, True),
+        (minato.DataLoader, {"persistent_workers": "next_epoch"}, True),
     ):
         dataset = Counted(8)
         loader = make(dataset, 2, num_workers=1, persistent_workers=True, **own)

@@ -23,7 +23,7 @@ import pytest
 from torch.utils.data import Sampler, get_worker_info
 
 import minato
-from minato import AutoScale, DataLoader, ErrorPolicy, RayWorkers
+from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers
 from minato.ray.actor import _pack, _pack_error, unpack
 from minato.workers.current_sample import CurrentSample
 from minato.workers.supervision import RestartPolicy, WorkerLoss
@@ -244,7 +244,7 @@ def rig(mark: str, from_processes: list[Any]) -> Iterator[Rig]:
                 keys,
                 workers=RayWorkers(),
                 errors=ErrorPolicy(on_error=treatment, retries=1),
-                trace=f"{mark}.trace",
+                observe=Observe(trace=f"{mark}.trace"),
             )
             servers.THREADS.update({"minato-0", "minato-1"})  # new ones, where actors are replaced
             first = list(loader)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from minato import DataLoader
+from minato import DataLoader, DeviceCopies
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.shared_pool import source
@@ -176,7 +176,9 @@ def test_memory_that_cannot_be_locked_is_copied_as_torch_does() -> None:
 def test_batches_that_have_come_are_sent_before_their_turn(ahead: int) -> None:
     def program(rank: int, together: Any) -> Any:
         recorder = Recorder()
-        iterator: Any = iter(loader_of(recorder, Filled(60, 2, 2), prefetch_to_device=ahead))
+        iterator: Any = iter(
+            loader_of(recorder, Filled(60, 2, 2), device=DeviceCopies("meta", ahead))
+        )
         batches = iterator._source
         most = 0
         for given in range(1, 8):

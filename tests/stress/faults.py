@@ -37,7 +37,7 @@ import psutil
 import pytest
 
 import minato
-from minato import DataLoader, ErrorPolicy
+from minato import DataLoader, ErrorPolicy, Observe
 from minato.caching import DiskCache
 from minato.workers.fork_server import server_pid
 from tests import subprocesses
@@ -216,7 +216,7 @@ class Run:
             options |= {
                 "cache": self.cache,
                 "errors": ErrorPolicy(on_error="skip", log=self.disk.path / "bad.jsonl"),
-                "trace": self.disk.path / "trace.json",
+                "observe": Observe(trace=self.disk.path / "trace.json"),
             }
         if self.fault != "sampler raises":
             options["batch_size"] = BATCH

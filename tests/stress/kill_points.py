@@ -201,8 +201,7 @@ class Scene:
 
 
 ARRIVAL: dict[str, Any] = {
-    "order": "arrival",
-    "max_lag": 2,
+    "order": minato.Arrival(2),
 }  # with 1, each sample has its own place
 COLLATE: dict[str, Any] = {"collate_fn": collate}
 SKIP: dict[str, Any] = {"errors": "skip"}

@@ -113,7 +113,8 @@ class Round:
             if in_threads
             else {"multiprocessing_context": method, "persistent_workers": stay}
         )
-        self.workers["prefetch_next_epoch"] = stay and not in_threads
+        if stay and not in_threads:
+            self.workers["persistent_workers"] = "next_epoch"
         self.arguments: dict[str, Any] = {
             "batch_size": draw.randint(1, 12),
             "shuffle": draw.random() < 0.7,

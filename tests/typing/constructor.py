@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import minato
-from minato import DataLoader
+from minato import DataLoader, Observe
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
@@ -43,11 +43,10 @@ DataLoader(
     compat=None,
     errors=substitute,
     memory_budget="8GB",
-    stats="gpu",
+    observe=Observe(stats="gpu", metrics="127.0.0.1:9000"),
     fetch_concurrency=minato.FetchOptions(4, max_in_flight=16),
     shared_pool=minato.SharedPool("wait"),
     stragglers=minato.StragglerPolicy(after_s=0.5),
-    metrics_address="127.0.0.1:9000",
 )
 DataLoader(Images(), errors=minato.ErrorPolicy("skip", max_failures=0.01, log="failures.jsonl"))
 with DataLoader(Images(), num_workers="auto") as loader:

@@ -28,7 +28,7 @@ from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
-from tests.datasets import TOO_MANY_WORKERS, Numbers, three_draws
+from tests.datasets import TOO_MANY_WORKERS, Numbers, late_by, three_draws
 from tests.scheduling.fakes import Bench, Sink
 
 SIZE, BATCH = 24, 4
@@ -510,7 +510,7 @@ def test_deferred_samples_are_what_they_are_in_one_go(method: dict[str, Any], or
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_bounds_hold_for_deferred_samples(order: str) -> None:
     loader = DataLoader(
-        Arrays(LENGTH), 4, transforms=[pause, pause, pause], num_workers=3, order=order, max_lag=2
+        Arrays(LENGTH), 4, transforms=[pause, pause, pause], num_workers=3, order=late_by(order, 2)
     )
     batches = [[int(row[0]) for row in batch] for batch in loader]
     assert sorted(i for batch in batches for i in batch) == list(range(LENGTH))

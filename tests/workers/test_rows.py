@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Subset, TensorDataset
 
-from minato import DataLoader
+from minato import DataLoader, Observe
 from minato.batching.layout import Layout
 from minato.workers.fetch import has_rows, rows_of
 from tests.datasets import ORDERS, assert_same
@@ -183,7 +183,7 @@ def test_memory_may_change_between_batches() -> None:
 
 def test_the_trace_shows_the_samples(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    batches(DataLoader, pair(), trace=str(trace))
+    batches(DataLoader, pair(), observe=Observe(trace=str(trace)))
     events = read(trace)
     check_nesting(events)
     together = [event["args"]["count"] for event in events if event["name"] == "samples"]
