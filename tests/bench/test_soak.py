@@ -16,21 +16,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 OPEN = ("descriptors", "threads", "processes")
 
 
+@pytest.mark.parametrize(("row", "count", "last"), [("epochs", 20, -1), ("samples", 100_000, 10)])
 @pytest.mark.parametrize("order", mostly_slow(soak.ORDERS))
-def test_epochs_leave_nothing_open(order: str) -> None:
-    readings = soak.many_epochs(order, "fork", 20)
+def test_a_job_opens_no_more_as_it_goes_on(order: str, row: str, count: int, last: int) -> None:
+    readings = soak.RUNS[row](order, "fork", count)
     assert len(readings) == soak.READINGS
-    first, last = readings[soak.WARM_UP], readings[-1]
-    assert [last[key] for key in OPEN] == [first[key] for key in OPEN]
-
-
-@pytest.mark.parametrize("order", mostly_slow(soak.ORDERS))
-def test_a_long_epoch_opens_no_more(order: str) -> None:
-    readings = soak.one_long_epoch(order, "fork", 100_000)
-    assert len(readings) == soak.READINGS
-    first, middle = readings[soak.WARM_UP], readings[soak.READINGS // 2]
-    assert [middle[key] for key in OPEN] == [first[key] for key in OPEN]
-    assert middle["processes"] >= 1 + soak.WORKERS
+    first, later = readings[soak.WARM_UP], readings[last]
+    assert [later[key] for key in OPEN] == [first[key] for key in OPEN]
+    assert later["processes"] >= 1 + soak.WORKERS * (row == "samples")
 
 
 @pytest.mark.parametrize("row", soak.ROWS)
