@@ -215,10 +215,7 @@ class Epoch:
             indices = iter(spec.index_sampler) if indices is None else indices
             return Source([len(one) if spec.batched else 1] for one in indices)
         if spec.replay is not None:
-            recorded = (
-                Recurring(*pair) if any(pair[1]) else pair[0]
-                for pair in spec.replay.batches(self.number)
-            )
+            recorded = (Recurring.of(*pair) for pair in spec.replay.batches(self.number))
             return Source(recorded) if state is None else self._after(state, lambda _: recorded)
         if state is not None:
             make = self._maker()

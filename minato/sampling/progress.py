@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from minato._core import Arrivals, sum_of_hashes
+from minato._support.hashes import index_hash
 from minato.errors import CoverageError
 from minato.observe.lateness import Lateness
 from minato.sampling.replay import OrderRecord
-from minato.sampling.samplers import hash_of, marked, unmarked
+from minato.sampling.samplers import Recurring, unmarked
 
 __all__ = [
     "NOTHING",
@@ -53,9 +54,10 @@ class Tally(NamedTuple):
         return Tally(self.samples - other.samples, (self.hash - other.hash) % _MODULUS)
 
     @classmethod
-    def of(cls, indices: Any) -> Tally:
-        """Return the tally of some indices."""
-        return cls(len(indices), sum_of_hashes(indices, hash_of))
+    def of(cls, batch: Any) -> Tally:
+        """Return the tally of the indices of a batch."""
+        indices, _ = unmarked(batch)
+        return cls(len(indices), sum_of_hashes(indices, index_hash))
 
 
 NOTHING = Tally(0, 0)
@@ -215,7 +217,7 @@ class Progress:
         self._last_batch: tuple[list[int], int] = [], 0
         self._requested = 0  # batches
         self._reported = before.delivered
-        self._arrivals = Arrivals(hash_of, before.expected, before.delivered, before.skipped)
+        self._arrivals = Arrivals(index_hash, before.expected, before.delivered, before.skipped)
 
     def settle(self) -> None:
         """Record the last batch, if the training loop has it."""
@@ -416,7 +418,7 @@ def remaining_batches(
     """
     sizes: list[int] = []
     whole: list[Any] = []
-    left: deque[Any] = deque()
+    left: deque[_Counted] = deque()
     ranges, ordinal, tally = deque(done.ranges), 0, NOTHING
     while ordinal < done.end or (mixes and len(sizes) < done.batches):
         indices = next(batches, None)
@@ -439,9 +441,18 @@ def remaining_batches(
     return _rebatched(batches, left, shapes, drop_last, max(sizes, default=0), surplus)
 
 
+_Counted = tuple[Any, int]
+"""An index, and how often it came before in its epoch."""
+
+
+def _counted(batch: Any) -> Iterator[_Counted]:
+    indices, occurrences = unmarked(batch)
+    return zip(indices, itertools.repeat(0) if occurrences is None else occurrences, strict=False)
+
+
 def _split(
     indices: Any, ordinal: int, ranges: deque[tuple[int, int]]
-) -> tuple[Sequence[Any], list[Any] | None]:
+) -> tuple[Any, list[_Counted] | None]:
     """Split a batch into complete and remaining indices, None if all are complete; drops ranges before it."""
     while ranges and ranges[0][1] <= ordinal:
         ranges.popleft()
@@ -449,17 +460,20 @@ def _split(
     if start <= ordinal and ordinal + (len(indices) or 1) <= end:
         return indices, None
     complete: list[Any] = []
-    left: list[Any] = []
-    for at, index in enumerate(indices, ordinal):
+    left: list[_Counted] = []
+    for at, counted in enumerate(_counted(indices), ordinal):
         while ranges and ranges[0][1] <= at:
             ranges.popleft()
-        (complete if ranges and ranges[0][0] <= at else left).append(index)
+        if ranges and ranges[0][0] <= at:
+            complete.append(counted[0])
+        else:
+            left.append(counted)
     return complete, left
 
 
 def _rebatched(
     batches: Iterator[Any],
-    indices: deque[Any],
+    indices: deque[_Counted],
     sizes: deque[int],
     drop_last: bool,
     largest: int,
@@ -472,11 +486,15 @@ def _rebatched(
             if len(indices) < sizes[0] + more:
                 break
             surplus -= more
-            yield marked([indices.popleft() for _ in range(sizes.popleft() + more)])
+            yield _batch([indices.popleft() for _ in range(sizes.popleft() + more)])
         drawn = next(batches, None)
         if drawn is None:
             break
-        indices.extend(drawn)
+        indices.extend(_counted(drawn))
         sizes.append(len(drawn))
     if indices and not drop_last:
-        yield marked(list(indices))
+        yield _batch(indices)
+
+
+def _batch(indices: Collection[_Counted]) -> Any:
+    return Recurring.of(*map(list, zip(*indices, strict=True))) if indices else []

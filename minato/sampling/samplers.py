@@ -37,7 +37,6 @@ __all__ = [
     "DRAWS_NOTHING",
     "LISTS",
     "SEEDED",
-    "Again",
     "Drawn",
     "IndexBatches",
     "Recurring",
@@ -46,11 +45,9 @@ __all__ = [
     "Source",
     "batch_maker",
     "drawn_ahead",
-    "hash_of",
     "in_epoch",
     "independent",
     "largest_batch",
-    "marked",
     "next_sampler",
     "occurrence_counter",
     "unmarked",
@@ -340,20 +337,8 @@ def _copied(index: Any) -> Any:
 # ---- indices that come more than once in an epoch -------------------------------------------------
 
 
-class Again(NamedTuple):
-    """An index that came before in its epoch.
-
-    Attributes:
-        index: The index as the sampler gave it.
-        occurrence: How often it came before, at least once.
-    """
-
-    index: Any
-    occurrence: int
-
-
 class Recurring:
-    """A batch some of whose indices came before; as a sequence, it has an ``Again`` in the place of each of those.
+    """A batch some of whose indices came before in its epoch.
 
     Args:
         indices: The batch as the sampler gave it.
@@ -369,17 +354,10 @@ class Recurring:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __iter__(self) -> Iterator[Any]:
-        for index, occurrence in zip(self.indices, self.occurrences, strict=True):
-            yield Again(index, occurrence) if occurrence else index
-
-
-def marked(indices: list[Any]) -> Any:
-    """Return a batch that was cut again of such sequences: a ``Recurring`` if some of its indices came before."""
-    found = [index.occurrence if type(index) is Again else 0 for index in indices]
-    if not any(found):
-        return indices
-    return Recurring([index.index if type(index) is Again else index for index in indices], found)
+    @classmethod
+    def of(cls, indices: Any, occurrences: list[int]) -> Any:
+        """Return a batch: the indices alone if none came before."""
+        return cls(indices, occurrences) if any(occurrences) else indices
 
 
 def unmarked(batch: Any) -> tuple[Any, list[int] | None]:
@@ -387,11 +365,6 @@ def unmarked(batch: Any) -> tuple[Any, list[int] | None]:
     if type(batch) is Recurring:
         return batch.indices, batch.occurrences
     return batch, None
-
-
-def hash_of(index: Any) -> int:
-    """Return the hash of an index, which does not depend on whether it came before."""
-    return index_hash(index.index if type(index) is Again else index)
 
 
 def occurrence_counter(index_sampler: object, length: int | None) -> Callable[[Any], Any] | None:
