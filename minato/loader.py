@@ -88,7 +88,7 @@ if TYPE_CHECKING:  # imported by the methods that return them
     from minato.observe.live import Live
     from minato.observe.report import Report
 
-__all__ = ["DataLoader"]
+__all__ = ["DataLoader", "torch_arguments"]
 
 _log = logging.getLogger("minato")
 
@@ -281,7 +281,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         Raises:
             ValueError, TypeError: As the constructor.
         """
-        return cls(**{**_torch_arguments(loader), **arguments})
+        return cls(**{**torch_arguments(loader), **arguments})
 
     def __enter__(self) -> Self:
         return self
@@ -877,11 +877,15 @@ _ALIKE = (
 """torch's arguments that are attributes of a loader."""
 
 
-def _torch_arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
-    """The arguments with which torch's class makes a loader such as this one."""
+def torch_arguments(loader: TorchDataLoader[Any], *, own: bool = True) -> dict[str, Any]:
+    """The arguments with which torch's class makes a loader such as this one.
+
+    Args:
+        own: Add the arguments that only minato has, where the loader is minato's.
+    """
     given = {name: getattr(loader, name) for name in _ALIKE if hasattr(loader, name)}
     ours = is_made(loader)
-    if ours:
+    if ours and own:
         given.update({name: vars(loader)[name] for name in OWN_NAMES if name in vars(loader)})
         if cast("DataLoader[Any]", loader)._options.begins_next_epoch:
             given["persistent_workers"] = NEXT_EPOCH

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-import pynvml
-import torch.utils.data
+import torch
 
 from minato import _core, _other_distribution, _system  # noqa: F401  # minato/__init__.py may be another project's
 from minato._core import now_ns
@@ -31,7 +30,7 @@ from minato._support.loader_class import TorchDataLoader
 from minato._support.text import message_of, printable
 from minato._version import __version__
 from minato.cli import demo, doctor, run
-from minato.loader import DataLoader
+from minato.loader import DataLoader, torch_arguments
 from minato.observe import text
 from minato.observe.report import Report
 from minato.observe.text import format_value
@@ -138,22 +137,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    features = {
-        "core": "compiled" if _core.USE_EXTENSIONS else "pure Python",
-        "memfd": hasattr(os, "memfd_create"),
-        "futex": sys.platform == "linux" and _core.USE_EXTENSIONS,
-        "NVML": _has_nvml(),
-    }
-    listed = ", ".join(f"{name}: {format_value(value, '')}" for name, value in features.items())
-    return f"minato {__version__} ({listed}; torch {torch.__version__}, Python {sys.version.split()[0]})"
-
-
-def _has_nvml() -> bool:
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # without a driver
-        return False
-    return True
+    core = "compiled" if _core.USE_EXTENSIONS else "pure Python"
+    return f"minato {__version__} (core: {core}; torch {torch.__version__}, Python {sys.version.split()[0]})"
 
 
 # ---- minato profile -------------------------------------------------------------------------
@@ -167,7 +152,7 @@ def _profile(options: argparse.Namespace) -> None:
     step_s = options.step_ms / 1e3
     warnings.filterwarnings("ignore", "This DataLoader will create")
     given = _loader(options.factory)
-    mine = given if isinstance(given, DataLoader) else _as_minato(given)
+    mine = given if isinstance(given, DataLoader) else DataLoader.from_torch(given)
     theirs = _as_torch(mine) if mine is given else given
     mine.watch_gpus()
     _warm_up()
@@ -221,45 +206,11 @@ def _loader(factory: str) -> TorchDataLoader[Any]:
     return loader
 
 
-def _as_minato(loader: TorchDataLoader[Any]) -> DataLoader[Any]:
-    """A loader of minato over the dataset and the sampler of torch's."""
-    return DataLoader(loader.dataset, **_arguments(loader))
-
-
 def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:
     """The equivalent loader of torch, None if the loader has transforms."""
     if loader.transforms is not None:
         return None
-    return TorchDataLoader(loader.dataset, **_arguments(loader))
-
-
-def _arguments(loader: TorchDataLoader[Any]) -> dict[str, Any]:
-    """The arguments of torch with which such a loader is constructed."""
-    names = (
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-        "generator",
-        "persistent_workers",
-    )
-    found = {name: getattr(loader, name) for name in names}
-    if loader.num_workers > 0 and type(loader.prefetch_factor) is int:
-        found["prefetch_factor"] = loader.prefetch_factor
-    if (
-        isinstance(loader.dataset, torch.utils.data.IterableDataset)
-        or loader.batch_size is not None
-    ):
-        found.update(batch_size=loader.batch_size, drop_last=loader.drop_last)
-        if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
-            found["sampler"] = loader.sampler
-    elif loader.batch_sampler is not None:
-        found["batch_sampler"] = loader.batch_sampler
-    else:
-        found.update(batch_size=None, sampler=loader.sampler)
-    return found
+    return TorchDataLoader(**torch_arguments(loader, own=False))
 
 
 def _timed(loader: Iterable[Any], batches: int | None, step_s: float) -> float:

@@ -186,8 +186,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     told = " ".join(capsys.readouterr().out.split())
     assert told.startswith(f"minato {minato.__version__} (core: ")
-    for ability in ("futex: ", "memfd: ", "NVML: "):
-        assert ability in told
+    assert "torch " in told
 
 
 def test_nobody_reads(loaders: Path) -> None:
