@@ -13,14 +13,13 @@ cimport cython
 cimport numpy as cnp
 
 from minato._core.leaf cimport (
-    ARRAY, BOOL, DICT, FLOAT, INT, LIST, MN_MAX_AXES, Node, Py_TYPE, SCALAR, TENSOR, TEXT, TUPLE,
-    mn_nest, mn_nest_add, mn_nest_start, run, set_item, write_array, write_number,
+    ARRAY, BOOL, DICT, FLOAT, INT, LIST, Node, Py_TYPE, SCALAR, TENSOR, TEXT, TUPLE, set_item, write_array,
+    write_number,
 )
 from minato._core.tensor cimport (
     DLPackExchangeAPI, Move, Moves, Torch, describe_t, make_moves, write_tensor,
 )
 
-import numpy as np
 import torch
 
 from minato._core import tensor_memory
@@ -247,8 +246,8 @@ cdef class Packer:
     ) except -2:
         """Write from node i on; return the node that follows, or -1 if x does not fit.
 
-        Without a base it is only looked at. Fields lie from the base on, unless ``bases`` has the start of each. What is not written goes to the list ``aside``; what will be moved stays
-        alive in ``held``.
+        Without a base it is only looked at. Fields lie from the base on, unless ``bases`` has the start of each. The
+        list ``aside`` gets all that is not written; ``held`` keeps alive all that will be moved.
         """
         cdef const Node *node = self.nodes + i
         cdef char *place = NULL
