@@ -177,12 +177,12 @@ def _steps(module: ModuleType) -> Operations:
 def wait(module: ModuleType) -> Operations:
     """Signalling an event, and how soon another process learns of it."""
     names: dict[str, Any] = {
-        "gate": module.EventCount(bytearray(64), 0),
+        "event_count": module.EventCount(bytearray(64), 0),
         "missed": module.EventCount(bytearray(b"\1" + bytes(63)), 0),
         "call": _partner(module),
     }
     return {
-        "notify, nobody asleep": ("gate.notify()", names),
+        "notify, nobody asleep": ("event_count.notify()", names),
         "wait for an event that has been": ("missed.wait(0, 1.0)", names),
         "hand over to another process and back": ("call()", names),
     }

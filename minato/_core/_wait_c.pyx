@@ -26,40 +26,40 @@ cdef class EventCount:
     """An event counter in shared memory that processes and threads can sleep on.
 
     Read ``events``, test your condition, then ``wait(seen)``: an event between the reading and the sleep is
-    never missed. The memory must be zero at first and stay mapped for as long as the gate lives.
+    never missed. The memory must be zero at first and stay mapped for as long as the event count lives.
 
     Args:
         buffer: Writable memory that every party maps.
-        offset: Where the gate's ``EVENT_COUNT_NBYTES`` start; a multiple of 8.
+        offset: Where its ``EVENT_COUNT_NBYTES`` start; a multiple of 8.
     """
 
     cdef Py_buffer view
-    cdef mn_event_count *gate
+    cdef mn_event_count *event_count
 
     def __cinit__(self, buffer, Py_ssize_t offset):
         PyObject_GetBuffer(buffer, &self.view, PyBUF_WRITABLE)
         if offset < 0 or offset % 8 or offset + <Py_ssize_t>sizeof(mn_event_count) > self.view.len:
             PyBuffer_Release(&self.view)
-            raise ValueError(f"offset {offset} is no place for a gate in {self.view.len} bytes")
-        self.gate = <mn_event_count *>(<char *>self.view.buf + offset)
+            raise ValueError(f"offset {offset} is no place for an event count in {self.view.len} bytes")
+        self.event_count = <mn_event_count *>(<char *>self.view.buf + offset)
 
     def __dealloc__(self):
-        if self.gate != NULL:
+        if self.event_count != NULL:
             PyBuffer_Release(&self.view)
 
     @property
     def events(self):
         """How many events there have been, modulo 2**32."""
-        return mn_event_count_read(self.gate)
+        return mn_event_count_read(self.event_count)
 
     @property
     def sleepers(self):
         """Number of registered sleepers; only the compiled backend registers them."""
-        return mn_load_relaxed_u32(&self.gate.sleepers)
+        return mn_load_relaxed_u32(&self.event_count.sleepers)
 
     def notify(self, int sleepers=INT_MAX):
         """Count one event and wake up to ``sleepers`` sleepers."""
-        mn_event_count_notify(self.gate, sleepers)
+        mn_event_count_notify(self.event_count, sleepers)
 
     def wait(self, seen, double timeout_s):
         """Sleep until there has been an event since ``seen``.
@@ -72,7 +72,7 @@ cdef class EventCount:
         cdef long long timeout_ns = <long long>(timeout_s * 1e9)
         cdef bint changed
         with nogil:
-            changed = mn_event_count_wait(self.gate, count, timeout_ns)
+            changed = mn_event_count_wait(self.event_count, count, timeout_ns)
         return changed
 
 

@@ -31,11 +31,11 @@ class EventCount:
     """An event counter in shared memory that processes and threads can sleep on.
 
     Read ``events``, test your condition, then ``wait(seen)``: an event between the reading and the sleep is
-    never missed. The memory must be zero at first and stay mapped for as long as the gate lives.
+    never missed. The memory must be zero at first and stay mapped for as long as the event count lives.
 
     Args:
         buffer: Writable memory that every party maps.
-        offset: Where the gate's ``EVENT_COUNT_NBYTES`` start; a multiple of 8.
+        offset: Where its ``EVENT_COUNT_NBYTES`` start; a multiple of 8.
     """
 
     # Python has no atomic addition. A word that is read, raised and written back can fall to a number that it had
@@ -45,10 +45,10 @@ class EventCount:
     def __init__(self, buffer: Any, offset: int) -> None:
         view = memoryview(buffer)
         if view.readonly:
-            raise BufferError("a gate needs memory that can be written")
+            raise BufferError("an event count needs memory that can be written")
         size = view.nbytes
         if offset < 0 or offset % 8 or offset + EVENT_COUNT_NBYTES > size:
-            raise ValueError(f"offset {offset} is no place for a gate in {size} bytes")
+            raise ValueError(f"offset {offset} is no place for an event count in {size} bytes")
         self._words = np.frombuffer(buffer, np.uint32, 2, offset)
         self._address = self._words.ctypes.data
 

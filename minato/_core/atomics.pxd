@@ -23,6 +23,6 @@ cdef extern from "event_count.h" nogil:
     ctypedef struct mn_event_count:
         mn_u32 sleepers
 
-    uint32_t mn_event_count_read(mn_event_count *gate)
-    void mn_event_count_notify(mn_event_count *gate, int sleepers)
-    bint mn_event_count_wait(mn_event_count *gate, uint32_t seen, long long timeout_ns)
+    uint32_t mn_event_count_read(mn_event_count *event_count)
+    void mn_event_count_notify(mn_event_count *event_count, int sleepers)
+    bint mn_event_count_wait(mn_event_count *event_count, uint32_t seen, long long timeout_ns)

@@ -47,14 +47,14 @@ def counters(memory: mmap.mmap, count: int) -> np.ndarray[Any, np.dtype[np.int64
     return np.frombuffer(memory, np.int64, 8 * count, 1024)[::8]
 
 
-def hold_until(gate: Any, is_true: Callable[[], bool]) -> None:
-    """Wait at a gate as every user of a gate does, and fail where an event was slept through."""
+def hold_until(event_count: Any, is_true: Callable[[], bool]) -> None:
+    """Wait for an event as every user does, and fail where an event was slept through."""
     while True:
-        seen = gate.events
+        seen = event_count.events
         if is_true():
             return
         begun = time.monotonic()
-        if not gate.wait(seen, PATIENCE_S) and time.monotonic() - begun > PATIENCE_S / 2:
+        if not event_count.wait(seen, PATIENCE_S) and time.monotonic() - begun > PATIENCE_S / 2:
             raise AssertionError(
                 "slept through an event" if is_true() else "the others stand still"
             )
@@ -75,19 +75,19 @@ def reap(pid: int, children: list[int]) -> None:
 def test_no_wake_up_is_lost_between_two_processes(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
-    gates = [twin.EventCount(memory, 0), twin.EventCount(memory, 64)]
+    event_counts = [twin.EventCount(memory, 0), twin.EventCount(memory, 64)]
     balls = counters(memory, 2)
 
     def answer() -> None:
         delay = random.Random(1)
         for number in range(1, ROUNDS + 1):
-            hold_until(gates[1], lambda number=number: balls[1] in (number, STOP))
+            hold_until(event_counts[1], lambda number=number: balls[1] in (number, STOP))
             if balls[1] == STOP:
                 return
             if number % 2:
                 busy(delay)
             balls[0] = number
-            gates[0].notify()
+            event_counts[0].notify()
 
     pid = fork(answer)
     children.append(pid)
@@ -96,10 +96,10 @@ def test_no_wake_up_is_lost_between_two_processes(
         if number % 3:
             busy(delay)
         balls[1] = number if number <= 1001 or time.monotonic() < deadline else STOP
-        gates[1].notify()
+        event_counts[1].notify()
         if balls[1] == STOP:
             break
-        hold_until(gates[0], lambda number=number: balls[0] == number)
+        hold_until(event_counts[0], lambda number=number: balls[0] == number)
     assert balls[0] > 1000
     reap(pid, children)
 
@@ -140,30 +140,30 @@ def test_no_event_is_lost_between_notifiers(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
     """Numbers of events never repeat: whoever sees the same number again has missed nothing."""
-    gate = twin.EventCount(memory, 0)
+    event_count = twin.EventCount(memory, 0)
     notifiers, each = 4, 5000
 
     def notify() -> None:
         for _ in range(each):
-            gate.notify()
+            event_count.notify()
 
     children.extend(fork(notify) for _ in range(notifiers))
     for pid in children[:]:
         reap(pid, children)
-    assert gate.events == notifiers * each
+    assert event_count.events == notifiers * each
 
 
 def test_threads_hand_over_without_the_interpreter_lock(
     twin: ModuleType, memory: mmap.mmap
 ) -> None:
-    gates = [twin.EventCount(memory, 0), twin.EventCount(memory, 64)]
+    event_counts = [twin.EventCount(memory, 0), twin.EventCount(memory, 64)]
     turn = [0]
 
     def play(me: int) -> None:
         for number in range(me, 1000, 2):
-            hold_until(gates[me], lambda number=number: turn[0] == number)
+            hold_until(event_counts[me], lambda number=number: turn[0] == number)
             turn[0] = number + 1
-            gates[1 - me].notify()
+            event_counts[1 - me].notify()
 
     thread = threading.Thread(target=play, args=(1,))
     thread.start()
@@ -173,24 +173,24 @@ def test_threads_hand_over_without_the_interpreter_lock(
 
 
 def test_an_event_before_the_sleep_is_not_missed(twin: ModuleType, memory: mmap.mmap) -> None:
-    gate = twin.EventCount(memory, 0)
-    seen = gate.events
-    gate.notify()
+    event_count = twin.EventCount(memory, 0)
+    seen = event_count.events
+    event_count.notify()
     begun = time.monotonic()
-    assert gate.wait(seen, PATIENCE_S) is True
+    assert event_count.wait(seen, PATIENCE_S) is True
     assert time.monotonic() - begun < PATIENCE_S / 2
 
 
 def test_waiting_ends_after_the_timeout(twin: ModuleType, memory: mmap.mmap) -> None:
-    gate = twin.EventCount(memory, 0)
+    event_count = twin.EventCount(memory, 0)
     begun = time.monotonic()
-    assert gate.wait(gate.events, 0.05) is False
+    assert event_count.wait(event_count.events, 0.05) is False
     assert 0.05 <= time.monotonic() - begun < PATIENCE_S / 2
-    assert gate.sleepers == 0
+    assert event_count.sleepers == 0
 
 
 def test_a_signal_ends_the_waiting(twin: ModuleType, memory: mmap.mmap) -> None:
-    gate = twin.EventCount(memory, 0)
+    event_count = twin.EventCount(memory, 0)
     caught = []
     previous = signal.signal(signal.SIGUSR1, lambda *_: caught.append(time.monotonic()))
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
@@ -198,7 +198,7 @@ def test_a_signal_ends_the_waiting(twin: ModuleType, memory: mmap.mmap) -> None:
         timer.start()
         begun = time.monotonic()
         while not caught:
-            assert gate.wait(gate.events, PATIENCE_S) is False
+            assert event_count.wait(event_count.events, PATIENCE_S) is False
         assert caught[0] - begun < PATIENCE_S / 2
     finally:
         timer.join()
@@ -207,15 +207,15 @@ def test_a_signal_ends_the_waiting(twin: ModuleType, memory: mmap.mmap) -> None:
 
 def test_events_are_counted_round_the_end_of_32_bits(twin: ModuleType, memory: mmap.mmap) -> None:
     memory[0:4] = b"\xff" * 4
-    gate = twin.EventCount(memory, 0)
-    assert gate.events == 2**32 - 1
-    gate.notify()
-    assert gate.events == 0
-    assert gate.wait(2**32 - 1, PATIENCE_S) is True
-    assert gate.wait(0, 0.01) is False
+    event_count = twin.EventCount(memory, 0)
+    assert event_count.events == 2**32 - 1
+    event_count.notify()
+    assert event_count.events == 0
+    assert event_count.wait(2**32 - 1, PATIENCE_S) is True
+    assert event_count.wait(0, 0.01) is False
 
 
-def test_two_gates_do_not_disturb_each_other(twin: ModuleType, memory: mmap.mmap) -> None:
+def test_two_event_counts_do_not_disturb_each_other(twin: ModuleType, memory: mmap.mmap) -> None:
     first, second = twin.EventCount(memory, 0), twin.EventCount(memory, twin.EVENT_COUNT_NBYTES)
     first.notify()
     assert (first.events, second.events) == (1, 0)
@@ -231,11 +231,11 @@ def sleeping(pids: list[int]) -> bool:
     return True
 
 
-def sleepers(gate: Any, woken: Any, children: list[int], count: int) -> None:
-    """Fork processes that sleep at a gate and then say that they woke up."""
+def sleepers(event_count: Any, woken: Any, children: list[int], count: int) -> None:
+    """Fork processes that sleep and then say that they woke up."""
 
     def sleep(me: int) -> None:
-        gate.wait(0, PATIENCE_S)
+        event_count.wait(0, PATIENCE_S)
         woken[me] = 1
 
     children.extend(fork(lambda me=me: sleep(me)) for me in range(count))
@@ -246,15 +246,15 @@ def sleepers(gate: Any, woken: Any, children: list[int], count: int) -> None:
 def test_as_many_are_woken_as_asked_for(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
-    gate, woken = twin.EventCount(memory, 0), counters(memory, 3)
-    sleepers(gate, woken, children, 3)
-    gate.notify(1)
+    event_count, woken = twin.EventCount(memory, 0), counters(memory, 3)
+    sleepers(event_count, woken, children, 3)
+    event_count.notify(1)
     deadline = time.monotonic() + PATIENCE_S / 2
     while not woken.any() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
     assert woken.sum() == 1
-    gate.notify()
+    event_count.notify()
     for pid in children[:]:
         reap(pid, children)
     assert woken.tolist() == [1, 1, 1]
@@ -263,21 +263,23 @@ def test_as_many_are_woken_as_asked_for(
 def test_a_killed_sleeper_disturbs_nobody(
     twin: ModuleType, memory: mmap.mmap, children: list[int]
 ) -> None:
-    gate, woken = twin.EventCount(memory, 0), counters(memory, 2)
-    sleepers(gate, woken, children, 2)
+    event_count, woken = twin.EventCount(memory, 0), counters(memory, 2)
+    sleepers(event_count, woken, children, 2)
     killed, other = children
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
     children.remove(killed)
-    gate.notify()
+    event_count.notify()
     reap(other, children)
     assert woken.tolist() == [0, 1]
-    assert gate.wait(0, PATIENCE_S) is True
+    assert event_count.wait(0, PATIENCE_S) is True
 
 
 @pytest.mark.parametrize("offset", [-8, 4, 4096, 4092])
 def test_a_place_that_is_none_is_refused(twin: ModuleType, memory: mmap.mmap, offset: int) -> None:
-    with pytest.raises(ValueError, match=f"offset {offset} is no place for a gate in 4096 bytes"):
+    with pytest.raises(
+        ValueError, match=f"offset {offset} is no place for an event count in 4096 bytes"
+    ):
         twin.EventCount(memory, offset)
 
 
@@ -286,11 +288,11 @@ def test_memory_that_cannot_be_written_is_refused(twin: ModuleType) -> None:
         twin.EventCount(bytes(64), 0)
 
 
-def test_a_gate_keeps_its_memory(twin: ModuleType, memory: mmap.mmap) -> None:
-    gate = twin.EventCount(memory, 0)
+def test_an_event_count_keeps_its_memory(twin: ModuleType, memory: mmap.mmap) -> None:
+    event_count = twin.EventCount(memory, 0)
     with pytest.raises(BufferError):
         memory.close()
-    del gate
+    del event_count
     memory.close()
 
 
