@@ -64,7 +64,6 @@ from minato.options import (
     StragglerPolicy,
     TorchArguments,
     Unbound,
-    with_options,
 )
 from minato.sampling.distributed import set_sampler_epoch
 from minato.sampling.epoch import Epoch, Position
@@ -109,6 +108,50 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     All arguments of torch's class have torch's meaning and defaults
     (https://docs.pytorch.org/docs/stable/data.html); the following are minato's own, or take more values here. They
     are defined in ``minato/options.py``.
+
+    Args:
+        num_workers: Also ``"auto"`` or an ``AutoScale``: the number of active workers follows the load, up while the
+            loop waits and more workers help, down while they idle. Default: ``0``.
+        pin_memory: Also ``"in_place"``: pinned where the workers write it, without torch's copy. Its memory is used
+            again once the stream that is current when a batch is dropped has finished the work queued until then.
+            Default: ``False``.
+        persistent_workers: Also ``"next_epoch"``: the workers stay, and those that run out of work begin the next epoch
+            before the loop asks for it. Its samples then see what the loop had prepared by then, not what it prepares
+            between epochs. Default: ``False``.
+        transforms: Callables applied one after the other to ``dataset[i]``, or an object with such a list in its
+            attribute ``transforms``. Torchvision's ``Compose`` counts as the list of its transforms (those of ``v2``
+            take a pair of image and label); any other callable, such as a subclass or the ``Compose`` of another
+            library, is one transform. Default: none.
+        order: Which samples a batch holds and when it is returned. ``"strict"``: torch's batches in torch's order.
+            ``"batch"``: torch's batches, each as soon as it is complete. ``"arrival"``: samples that are ready go into
+            the oldest open batch. ``"fast_first"``: as ``arrival``, but slow samples wait for the newest open batch
+            while enough batches are ready. ``Arrival`` and ``FastFirst`` also say by how many batches a sample may be
+            late. Default: follows from ``in_order``.
+        seed: The permutation of each epoch and the random numbers of each sample follow from it, as functions of (seed,
+            epoch, index). Default: torch's generator decides.
+        device: Where batches are returned: their tensors, and objects with torch's ``to``, are copied there while the
+            training runs, from the pinned memory that the workers write to. Default: host memory.
+        fetch_concurrency: How many samples each worker reads at once: ``dataset[i]`` in as many threads or, if the
+            dataset has ``async def __aget__(self, i)``, as coroutines of one thread. The transforms run one after the
+            other in the worker's main thread. Default: ``1``.
+        cache: Keeps samples after the first of the transforms; later epochs neither read nor transform them again.
+            Default: none.
+        compat: ``"torch"``: batch k is for worker k mod n, with torch's seeds and one random stream per worker, so that
+            all content is bit for bit torch's. None: samples go to any free worker, and the global generators are
+            seeded for each sample, so that content does not depend on the number of workers. Default: none.
+        memory_budget: Bound of the prefetched batches in bytes. Default: a quarter of the memory available at the first
+            iteration, divided by the ranks of the node and the loaders in use.
+        workers: What a worker is: a process, a thread, or an actor in a Ray cluster. Default: ``"process"``.
+        errors: What happens when a sample raises. An ``ErrorPolicy`` also holds retries, limits, a log, a timeout, and
+            what happens when a worker dies. Default: ``"raise"``.
+        stragglers: When a sample counts as slow. Default: ``StragglerPolicy(percentile=75)``.
+        shared_pool: The ranks of a node share one pool of workers under ``torchrun``: each sample goes to any free
+            worker. Each rank gets its part of the dataset, and as many batches as every other. Default: ``False``.
+        observe: What is measured of a run, and where it goes: the report, a trace, metrics. Default: ``True``.
+        recording: Writes down the order of the batches, or repeats it. Default: none.
+        snapshot_every_n_steps: A worker of an iterable dataset sends its state with one of this many batches;
+            ``'auto'``: as often as that takes less than 2 % of its time; 0 or ``None``: with none. The loader's state
+            is exact all the same: batches since then are read again on resume. Default: ``"auto"``.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
@@ -926,5 +969,3 @@ _SPEC_PARTS = operator.attrgetter(
     *("_transforms", "_options", "_replay", "_session"),
 )
 """The attributes that decide a ``LoaderSpec``, apart from ``cache``, which cannot be set."""
-
-DataLoader.__doc__ = with_options(DataLoader.__doc__)

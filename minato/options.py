@@ -1,7 +1,7 @@
 """minato's own arguments of a loader: each field here has its default, its check and its documentation.
 
 To add an option, add a field to :class:`Options` and a parameter to ``DataLoader.__init__``. ``python
-docs/write_options.py`` writes the table of ``docs/reference/options.md``. Options that belong together form a group, a
+docs/write_options.py`` writes its documentation. Options that belong together form a group, a
 frozen dataclass. Each group refuses its wrong combinations in its ``__post_init__``; combinations of several arguments
 are refused in :meth:`Options.of`.
 """
@@ -355,6 +355,9 @@ class Unbound(int):
 class Arrival:
     """Samples that are ready go into the oldest open batch: ``order=Arrival(max_lag=8)``.
 
+    Attributes:
+        max_lag: How many batches later than in strict order a sample may be returned. Default: ``32``.
+
     Raises:
         ValueError, TypeError: A value is not possible.
     """
@@ -374,6 +377,9 @@ class Arrival:
 class FastFirst:
     """As :class:`Arrival`, but slow samples wait for the newest open batch: ``order=FastFirst(max_lag=8)``.
 
+    Attributes:
+        max_lag: How many batches later than in strict order a sample may be returned. Default: ``32``.
+
     Raises:
         ValueError, TypeError: A value is not possible.
     """
@@ -392,6 +398,11 @@ class FastFirst:
 @dataclass(frozen=True)
 class DeviceCopies:
     """Where batches are returned, and how many are copied there ahead: ``device=DeviceCopies("cuda", ahead=1)``.
+
+    Attributes:
+        device: The device. Default: must be given.
+        ahead: How many complete batches are copied there ahead of their turn, as in the MinatoLoader paper. Default:
+            ``2``.
 
     Raises:
         ValueError, TypeError: A value is not possible.
@@ -422,6 +433,9 @@ class DeviceCopies:
 class Record:
     """Write down the order of the batches: ``recording=Record(path)``.
 
+    Attributes:
+        path: File to which the order of the batches is appended as they are returned. Default: must be given.
+
     Raises:
         TypeError: The path is none.
     """
@@ -441,6 +455,10 @@ class Record:
 @dataclass(frozen=True)
 class Replay:
     """Repeat a recorded order: ``recording=Replay(path)``.
+
+    Attributes:
+        path: A file of ``Record``: the same samples come in the same batches, in the recorded order, with the recorded
+            seed. The sampler is not used; ``order`` is ``strict``. Default: must be given.
 
     Raises:
         TypeError: The path is none.
@@ -462,6 +480,15 @@ class Replay:
 @dataclass(frozen=True)
 class Observe:
     """What is measured of a run, and where it goes: ``observe=Observe(...)``.
+
+    Attributes:
+        stats: Whether the times for the report are measured, a few microseconds for each batch. ``"gpu"``: a process of
+            local rank 0 also measures the use of the GPUs. Default: ``True``.
+        trace: File, overwritten, that records the run moment by moment for https://ui.perfetto.dev. It ends at 256 MiB.
+            Default: none.
+        metrics: Port of 127.0.0.1, or host and port, that serves metrics for Prometheus from the first iteration on; 0:
+            any free port, shown by ``metrics_url``. Needs ``prometheus_client``. Default: none.
+        name: Labels the loader in reports, the live view, metrics and traces. Default: the dataset's class.
 
     Raises:
         ValueError, TypeError: A value or a combination is not possible.
@@ -549,6 +576,13 @@ class PaperController:
 class AutoScale:
     """A number of workers that follows the load: ``num_workers=AutoScale(...)``.
 
+    Attributes:
+        min: The fewest active workers. Default: 1.
+        max: The most active workers. Default: the cores, or 8 for each but not above 32.
+        controller: How the number follows: ``corrected``, or the MinatoLoader paper's formulas as printed: ``paper``,
+            or a ``PaperController`` with other constants. Default: ``"corrected"``.
+        start: Workers in the first epoch. Default: one per core, at most 12.
+
     Raises:
         ValueError, TypeError: A value is not possible.
     """
@@ -631,6 +665,9 @@ class StartingWorkers(int):
 class RayWorkers:
     """Workers that are actors of a Ray cluster (extra ``ray``): ``workers=RayWorkers(...)``.
 
+    Attributes:
+        actor_options: Options of each actor, passed to Ray's ``ActorClass.options``. Default: ``{"num_cpus": 1}``.
+
     Raises:
         ValueError, TypeError: A value is not possible.
     """
@@ -653,6 +690,25 @@ class RayWorkers:
 @dataclass(frozen=True)
 class ErrorPolicy:
     """What happens when a sample raises or hangs, or a worker dies: ``errors=ErrorPolicy(...)``.
+
+    Attributes:
+        on_error: What happens to a sample that raises. ``"raise"``: its batch raises the error, as with torch.
+            ``"skip"``: the sample is left out. ``"retry"``: it is tried again, and raises if that does not help. A
+            function is called in the worker with a ``SampleFailure``: the value it returns replaces the sample,
+            ``minato.SKIP`` leaves it out, and an exception is raised. Default: ``"raise"``.
+        retries: How often a sample is tried again, with the same random numbers, before ``on_error`` applies. Default:
+            2 with ``"retry"``, else 0.
+        max_failures: How many samples of an epoch may be left out or replaced before ``minato.ErrorBudgetError`` ends
+            it. Default: any number.
+        log: File to which each failure is appended as a line of JSON: index, epoch, seed, worker, transform, exception,
+            traceback, outcome. Default: none.
+        sample_timeout: Seconds that a sample may take before its worker process is ended and replaced. The sample then
+            fails with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The limit also holds for a
+            call of ``collate_fn`` and for ``worker_init_fn``, which raise after ``retries`` more tries. Default: none.
+        on_worker_death: What happens when a worker process dies. ``"restart"``: another replaces it, its samples are
+            loaded again, and a warning says so; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at
+            once, as always with iterable and stateful datasets and ``compat="torch"``, whose workers hold state that
+            would be lost. Default: ``"restart"``.
 
     Raises:
         ValueError, TypeError: A value or a combination is not possible.
@@ -739,6 +795,13 @@ class ErrorPolicy:
 class StragglerPolicy:
     """When a sample counts as slow: ``stragglers=StragglerPolicy(...)``.
 
+    Attributes:
+        percentile: Samples that cost more than this percentile of all are slow; none is where costs differ little.
+            Default: 75, as in the MinatoLoader paper.
+        after_s: Instead: samples that take longer than this are slow. Default: none.
+        history: Directory in which each epoch saves the costs of its samples, so that the next run knows slow samples
+            from the start. Default: none.
+
     Raises:
         ValueError, TypeError: A value or a combination is not possible.
     """
@@ -783,6 +846,12 @@ class StragglerPolicy:
 class SharedPool:
     """One pool of workers for the ranks of a node: ``shared_pool=SharedPool(...)``.
 
+    Attributes:
+        on_rank_death: What the other ranks do when the process of one ends. ``"raise"``: a RuntimeError.
+            ``"continue"``: they go on without its part of the dataset. ``"wait"``: they go on, and wait before the next
+            epoch until another process takes its place. Without local rank 0, which hosts the workers, none goes on.
+            Default: ``"raise"``.
+
     Raises:
         ValueError: A value is not possible.
     """
@@ -818,6 +887,17 @@ class FetchReport(NamedTuple):
 @dataclass(frozen=True)
 class FetchOptions:
     """How each worker reads several samples at once: ``fetch_concurrency=FetchOptions(...)``.
+
+    Attributes:
+        concurrency: In-flight reads of each worker at most. Default: ``1``.
+        max_in_flight: In-flight reads of all workers of a loader at most, at least one for each. The workers share
+            them. Default: none.
+        slow_start: The prefetch window grows by one batch after this many returned batches, up to what memory allows.
+            So at most ``1 + 1/slow_start`` times as many samples are requested as are returned. None: it is full at
+            once. Default: none.
+        hedge_percentile: Reads that take longer than this percentile of their worker's reads are requested again, and
+            the first answer counts. Where more reads than that are late, only one at a time is hedged. The dataset must
+            return the same sample again. Default: none.
 
     Raises:
         ValueError, TypeError: A value is not possible.
@@ -941,7 +1021,7 @@ class Options:
         "batch while enough batches are ready. `Arrival` and `FastFirst` also say by how many batches a sample may be "
         "late.",
         values='`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`, an `Arrival`, a `FastFirst`',
-        shown="see below",
+        shown="follows from `in_order`",
         check=_order,
     )
     seed: int | None = option(
@@ -1314,27 +1394,3 @@ GROUPS = (
     *(Arrival, AutoScale, DeviceCopies, ErrorPolicy, FastFirst, FetchOptions, Observe, RayWorkers),
     *(Record, Replay, SharedPool, StragglerPolicy),
 )
-
-
-def _as_docstring(group: type) -> str:
-    """The fields of a group in the form of a docstring's section."""
-    lines = []
-    for each in fields(group):
-        if "meaning" in each.metadata:
-            text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", each.metadata["meaning"])
-            default = each.metadata["default"]
-            text = f"{each.name}: {text} Default: {default}.".replace("`", "``")
-            lines.append(f"        {text}")
-    return "\n".join(lines)
-
-
-def with_options(docstring: str | None) -> str:
-    """The docstring of a loader's class with the documentation of the options before its errors."""
-    before, _, after = (docstring or "").partition("    Raises:")
-    return f"{before}    Args:\n{_as_docstring(Options)}\n\n    Raises:{after}"
-
-
-for _group in GROUPS:
-    _group.__doc__ = (_group.__doc__ or "").replace(
-        "\n    Raises:", f"\n    Attributes:\n{_as_docstring(_group)}\n\n    Raises:"
-    )

@@ -73,6 +73,9 @@ def test_an_option_is_a_field_and_a_parameter_with_the_same_default() -> None:
 def test_the_reference_is_generated_from_the_fields() -> None:
     text = write_options.PAGE.read_text(encoding="utf-8")
     assert write_options.rewritten(text) == text, "run python docs/write_options.py"
+    for path in write_options.SOURCES:
+        written = write_options.all_documented(path)
+        assert written == path.read_text(encoding="utf-8"), "run python docs/write_options.py"
 
 
 def test_the_help_of_the_class_documents_every_option() -> None:
