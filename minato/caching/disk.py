@@ -69,9 +69,7 @@ class DiskCache(Cache):
         super().__init__(quota_bytes, after, version)
         self.failures = (OSError, _lmdb().Error)
         self._path = Path(path).absolute()
-        self._made_ns = (
-            time.time_ns()
-        )  # compared with other runs': where it jumps, other entries make room
+        self._made_ns = _wall_ns()
         self._used_ns: dict[bytes, int] = {}
         self._opened: tuple[int, _Environment | Exception, Callable[[], object]] | None = None
         check_private(self._path)
@@ -119,7 +117,7 @@ class DiskCache(Cache):
             return _number(view.get(_TOTAL))
 
     def _load(self, key: bytes) -> bytes | None:
-        prefix, now_ns = key[:_PREFIX_BYTES], time.time_ns()
+        prefix, now_ns = key[:_PREFIX_BYTES], _wall_ns()
         with one_at_a_time():
             files = self._environment()
             entry = files.get(key)
@@ -245,7 +243,7 @@ class _Environment:
             self._mark(to, prefix)
 
     def _mark(self, to: Any, prefix: bytes) -> None:
-        now_ns = time.time_ns()
+        now_ns = _wall_ns()
         if now_ns - _number(to.get(prefix)) > _USED_NS:
             to.put(prefix, _bytes(now_ns))
             self._unsynced_bytes += 1  # else the cache would start empty after the next start
@@ -310,6 +308,11 @@ def _lmdb() -> Any:
             "DiskCache needs the package 'lmdb': pip install 'minatoloader[cache]'", name="lmdb"
         ) from None
     return lmdb
+
+
+def _wall_ns() -> int:
+    """The time, which entries keep. Where it jumps, other entries than the oldest make room."""
+    return time.time_ns()  # compared with that of other runs
 
 
 def _number(data: bytes | None) -> int:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import minato
-from minato import DataLoader, ErrorPolicy
+from minato import Arrival, DataLoader, ErrorPolicy
 from minato._core.codes import LeaseState
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from tests.datasets import wait_until
@@ -267,8 +267,7 @@ def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
 
     monkeypatch.setattr(StackFile, "request", request)
     options: dict[str, Any] = {
-        "order": "arrival",
-        "max_lag": 1000,
+        "order": Arrival(1000),
         "errors": ErrorPolicy("skip", sample_timeout=1.0),
     }
     found, came = [], []
