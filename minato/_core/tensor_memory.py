@@ -1,8 +1,8 @@
 """Fields of tensors, read where torch keeps them: looking up four attributes costs more than a small copy.
 
-Asking torch costs 0.15 to 0.2 µs a tensor: without workers, a sample in batches of 64 tensors of 16 numbers takes
-0.99 µs of processor time instead of 0.80. The offsets are found on tensors made for it, once per process, and used only
-if each is unique. Else, or with ``MINATO_DIRECT_MEMORY=0``, the attributes are read instead.
+Asking torch costs 0.15 to 0.2 µs a tensor: without workers, a sample in batches of 256 tensors of 16 numbers takes 0.56
+µs of processor time instead of 0.37. The offsets are found on tensors made for it, once per process, and used only if
+each is unique. Else, or with ``MINATO_DIRECT_MEMORY=0``, the attributes are read instead.
 """
 
 from __future__ import annotations
