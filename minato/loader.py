@@ -240,6 +240,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         # A method of a subclass with the name of an option stays what it is.
         own = (name for name in OWN_NAMES if not hasattr(type(self), name))
         vars(self).update({name: given[name] for name in own})
+        if not hasattr(type(self), "name"):
+            vars(self)["name"] = options.name
         self._position = Position()
         self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = RecordedOrder(str(recording.path)) if isinstance(recording, Replay) else None
@@ -639,7 +641,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
                 arguments.setdefault(name, getattr(self, name))
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("_options", "_transforms", "_replay", *OWN_NAMES)
+        kept = ("name", "_options", "_transforms", "_replay", *OWN_NAMES)
         vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
         loader._engines = self._engines.fresh()
         loader._history = self._history  # so this loader's report covers what the wrapper iterates

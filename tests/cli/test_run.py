@@ -312,7 +312,8 @@ def test_a_forgotten_guard_is_told_in_a_sentence(tmp_path: Path, method: str, se
 )
 def test_output_in_any_encoding(tmp_path: Path, encoding: str, command: str) -> None:
     (tmp_path / "loaders.py").write_text(
-        "import minato\ndef make():\n    return minato.DataLoader(list(range(64)), 4, name='µ \\udcff')\n"
+        "import minato\nnamed = minato.Observe(name='µ \\udcff')\n"
+        "def make():\n    return minato.DataLoader(list(range(64)), 4, observe=named)\n"
     )
     done = run(tmp_path, "-m", "minato", *command.split(), PYTHONIOENCODING=encoding)
     assert done.returncode in ((0, 1) if command == "doctor" else (0,)), done.stderr

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds; ours
 
 
 def loader_of(name: str = "train", **options: Any) -> minato.DataLoader[Any]:
-    return minato.DataLoader(Indexed(20), 2, observe=minato.Observe(name=name), **options)
+    options.setdefault("observe", minato.Observe(name=name))
+    return minato.DataLoader(Indexed(20), 2, **options)
 
 
 def test_loaders_are_found_in_collections() -> None:
