@@ -28,6 +28,7 @@ from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 from minato import _other_distribution  # noqa: F401  # minato/__init__.py may be another project's
 from minato._compat import (
     TorchIterator,
+    fetcher_is_replaced,
     in_starting_child,
     index_sampler,
     is_batched,
@@ -658,7 +659,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
-        parts = *_SPEC_PARTS(self), is_iterable(self), index_sampler(self), is_batched(self)
+        own = is_iterable(self), index_sampler(self), is_batched(self), fetcher_is_replaced()
+        parts = *_SPEC_PARTS(self), *own
         kept, spec = self._engines.spec
         if spec is None or self._session is not None or not all(map(operator.is_, parts, kept)):
             self._engines.spec = parts, spec = parts, self._new_spec()

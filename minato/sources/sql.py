@@ -145,9 +145,9 @@ class SQLite(TableSource):
         return f"SQLite({str(self.path)!r}, {self.table!r})"
 
     def _is_transient(self, error: Exception) -> bool:
-        # A missing table or column is an OperationalError too.
-        code: int = getattr(error, "sqlite_errorcode", 0)
-        return super()._is_transient(error) and code % 256 in _TRANSIENT
+        # A missing table or column is an OperationalError too. Errors of the network have no such code.
+        code: int | None = getattr(error, "sqlite_errorcode", None)
+        return super()._is_transient(error) and (code is None or code % 256 in _TRANSIENT)
 
     def _query(self, text: str, *arguments: Any) -> list[dict[str, Any]]:
         with held_off_forks():  # a child would inherit the locks of SQLite itself

@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 import minato
 from minato import DataLoader
 from minato.ray.actor import ActorSpec, SampleServer, unpack
+from minato.sampling.epoch import Seeds
 from minato.transforms.compose import Transforms
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers, forked
 
@@ -178,7 +179,7 @@ def test_the_middle_of_an_epoch_goes_on() -> None:
 def served() -> list[Any]:
     """What an actor makes of samples, the first of which makes a generator."""
     server = SampleServer(0, ActorSpec(Augmented(), Transforms((Rotates(),)), 2, 1, None))
-    answers = [server.sample(index, 0, 5, index == 3) for index in (7, 3)]
+    answers = [server.sample(index, 0, Seeds(5).of(0), index == 3) for index in (7, 3)]
     return [unpack(answer.pickled, answer.arrays) for answer in answers]
 
 

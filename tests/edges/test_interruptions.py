@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -167,6 +168,8 @@ class Interrupter:
             return None
         if event == "line" and self._armed:
             at = name, frame.f_lineno, self._kind
+            if in_finalizer(frame):
+                return self._trace
             if self._seen[at] < self._repeats and self._random.random() < self._chance:
                 self._seen[at] += 1
                 self._armed = False
@@ -174,6 +177,13 @@ class Interrupter:
                 self.where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name} ({self._kind})"
                 raise KeyboardInterrupt
         return self._trace
+
+
+def in_finalizer(frame: Any) -> bool:
+    """Whether a frame is below a finalizer, whose exceptions Python prints and ignores."""
+    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30) -> Counter[int]:
@@ -186,7 +196,7 @@ def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30
             break
         except KeyboardInterrupt:
             pass
-    iterator = iterator or iter(loader)
+    iterator = iter(loader) if iterator is None else iterator  # which of a stream has no length
     for number in range(stop):
         try:
             batch = interrupter.call(lambda: next(iterator, None), "first" if not number else "")

@@ -135,13 +135,13 @@ class Counted(Numbers):
 
 
 def test_next_epoch_begins_early_only_on_request() -> None:
-    for make, own, early in (
-        (TorchLoader, {}, False),
-        (minato.DataLoader, {}, False),
-        (minato.DataLoader, {"persistent_workers": "next_epoch"}, True),
+    for make, stay, early in (
+        (TorchLoader, True, False),
+        (minato.DataLoader, True, False),
+        (minato.DataLoader, "next_epoch", True),
     ):
         dataset = Counted(8)
-        loader = make(dataset, 2, num_workers=1, persistent_workers=True, **own)
+        loader = make(dataset, 2, num_workers=1, persistent_workers=stay)
         assert len([*loader]) == 4
         if early:
             wait_until(lambda dataset=dataset: dataset.begun.value > 8, 10)
