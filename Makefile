@@ -126,7 +126,8 @@ docs: build  ## build docs/_build/html; a warning is an error
 demo: build  ## load and augment a real volume with torch's loader and with minato (TRAIN=1: train on it, on the CPU)
 	$(PY) -m demo $(if $(TRAIN),--train)
 
-bench: build  ## compare with torch's loader (SHORT=1: smoke run of the first two)
+bench: build  ## compare with torch's loader (SHORT=1: smoke run of the first three)
+	$(PY) -m bench.everyday $(if $(SHORT),--short)
 	$(PY) -m bench.macro $(if $(SHORT),--short)
 	$(PY) -m bench.micro $(if $(SHORT),--short)
 	$(if $(SHORT),,$(PY) -m bench.ablation --out docs/benchmarks)
