@@ -186,7 +186,7 @@ def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30
             break
         except KeyboardInterrupt:
             pass
-    iterator = iterator or iter(loader)
+    iterator = iter(loader) if iterator is None else iterator  # which of a stream has no length
     for number in range(stop):
         try:
             batch = interrupter.call(lambda: next(iterator, None), "first" if not number else "")
