@@ -7,12 +7,12 @@ import itertools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
+from minato.scheduling.waiting import waited_s
 from minato.shared_pool.channel import Channel, RankListener
 from minato.shared_pool.descriptors import LeasedBatch
 from minato.shared_pool.messages import Hello, RankCompleted
@@ -191,16 +191,16 @@ class PoolServer:
         Raises:
             RuntimeError: A rank has ended, or the time limit has passed.
         """
-        deadline = time.monotonic() + RANK_TIMEOUT_S
+        left_s = RANK_TIMEOUT_S
         while self._broken is None and not done():
             self._check_threads()
             names = late()
-            if names and time.monotonic() > deadline:
+            if names and left_s <= 0:
                 raise RuntimeError(
                     f"{', '.join(names)} {what} of this loader, for which local rank 0 has waited "
                     f"{RANK_TIMEOUT_S:.0f} s: with shared_pool=True all ranks must iterate as often"
                 )
-            self._news.wait(_LIVENESS_S)
+            left_s -= waited_s(self._news.wait, _LIVENESS_S)
         gone = [slot.gone for slot in self._rank_slots if slot.gone is not None]
         if self._broken is not None or (gone and self._raises):
             raise RuntimeError(self._broken or gone[0])
