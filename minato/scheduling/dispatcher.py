@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from minato.scheduling.cost_model import EarlyStart, integers_of
 from minato.scheduling.handover import Handover
 from minato.scheduling.orders import BatchOrder, Order
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.waiting import ConsumerWait, Pool
+from minato.scheduling.waiting import ConsumerWait, Pool, waited_s
 
 __all__ = ["Dispatcher", "DispatcherSettings", "Schedule"]
 
@@ -275,9 +275,8 @@ class Dispatcher:
         if not self._has_begun:
             raise StopIteration  # iter() was interrupted
         self._complete_opening()
-        left_s = (
-            self._timeout_s or None
-        )  # of torch's timeout, which limits waiting alone, not a slow sampler
+        # Of torch's timeout, which limits the wait alone: neither a slow sampler nor a stop of the process uses it up.
+        left_s = self._timeout_s or None
         while True:
             seen = self._ready_events.events
             found = self._current or self._next_ready()
@@ -428,17 +427,12 @@ class Dispatcher:
         return left_s
 
     def _sleep(self, limit_s: float, seen: int) -> float:
-        """Sleep until an event after ``seen``; returns for how many seconds, at most ``limit_s``.
-
-        A process that a signal stops (Ctrl-Z) comes back later than its limit; that time was not spent waiting.
-        """
-        start_s = time.monotonic()
+        """Sleep until an event after ``seen``; returns for how many seconds, at most ``limit_s``."""
         start_ns = self._tracer.now()
         try:
-            self._pool.wait(seen, limit_s)
+            slept_s = waited_s(functools.partial(self._pool.wait, seen), limit_s)
         finally:
             self._tracer.slice("wait", start_ns)
-        slept_s = min(time.monotonic() - start_s, limit_s)
         self._pool.check()
         self._retiring.sweep()
         return slept_s

@@ -1,13 +1,26 @@
-"""The training loop waits for batches: for the pool of workers, and how long."""
+"""The training loop waits for batches: for the pool of workers, and how long; a stop of the process is no waiting."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from minato._core import now_ns
 
-__all__ = ["ConsumerWait", "Pool"]
+__all__ = ["STOPPED_S", "ConsumerWait", "Pool", "waited_s"]
+
+STOPPED_S = 1.0
+"""What comes later than this after its time shows that the whole process was stopped, by SIGSTOP or Ctrl-Z."""
+
+
+def waited_s(wait: Callable[[float], object], limit_s: float) -> float:
+    """Call ``wait(limit_s)``; returns how many of these seconds it waited, 0 if the process was stopped meanwhile."""
+    start_s = time.monotonic()
+    wait(limit_s)
+    passed_s = time.monotonic() - start_s
+    return 0.0 if passed_s > limit_s + STOPPED_S else min(passed_s, limit_s)
 
 
 class Pool(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from minato._fork_safety import Loans
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
 from minato.sampling.epoch import Epoch
+from minato.scheduling.waiting import waited_s
 from minato.shared_pool.channel import Channel, connected
 from minato.shared_pool.messages import (
     BatchDescriptor,
@@ -192,7 +192,7 @@ class PoolClient:
         Args:
             late: The overdue action of the server, for the error after a timeout; None: no time limit.
         """
-        deadline = time.monotonic() + self._timeout_s
+        left_s = self._timeout_s
         while True:
             while (message := self._first()) is not None:
                 self._channel.received.popleft()
@@ -210,13 +210,13 @@ class PoolClient:
                 fault = self._channel.fault
                 how = _ENDED if fault is None else f"{_LOADS}, cannot be heard any more: {fault}"
                 raise RuntimeError(f"local rank 0 (process {self._channel.pid}), {how}")
-            if late is not None and time.monotonic() > deadline:
+            if late is not None and left_s <= 0:
                 raise RuntimeError(
                     f"local rank 0 (process {self._channel.pid}) {late}, for which this rank has waited "
                     f"{self._timeout_s:.0f} s: with shared_pool=True all ranks must iterate as often, and none may "
                     "keep the others waiting for so long"
                 )
-            self._channel.wait(_LIVENESS_S)
+            left_s -= waited_s(self._channel.wait, _LIVENESS_S)
 
     def _first(self) -> tuple[Any, ...] | None:
         """Return the first pending message; handle those about memory, and drop those of past epochs."""

@@ -7,7 +7,6 @@ import functools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -17,6 +16,7 @@ from minato.batching.serialization import SharedStore
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed
 from minato.sampling.samplers import IndexBatches
+from minato.scheduling.waiting import waited_s
 from minato.shared_pool.channel import RankListener
 from minato.shared_pool.messages import Hello
 from minato.shared_pool.ranks import PoolEngine, PoolEpoch, Ranks, epoch_mismatch, next_rank
@@ -162,16 +162,16 @@ class PoolServer:
         Raises:
             RuntimeError: A rank has ended, or the time limit has passed.
         """
-        deadline = time.monotonic() + RANK_TIMEOUT_S
+        left_s = RANK_TIMEOUT_S
         while self._ranks.broken is None and not done():
             self._check_threads()
             names = late()
-            if names and time.monotonic() > deadline:
+            if names and left_s <= 0:
                 raise RuntimeError(
                     f"{', '.join(names)} {what} of this loader, for which local rank 0 has waited "
                     f"{RANK_TIMEOUT_S:.0f} s: with shared_pool=True all ranks must iterate as often"
                 )
-            self._ranks.changed.wait(_LIVENESS_S)
+            left_s -= waited_s(self._ranks.changed.wait, _LIVENESS_S)
         self._ranks.check_alive()
 
     def next(self, number: int) -> BatchHandle:

@@ -34,6 +34,7 @@ from minato._system import memory_kills, memory_limit_bytes
 from minato.errors import WorkerDiedError
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
+from minato.scheduling.waiting import STOPPED_S
 from minato.workers.current_sample import Collation, CurrentSample
 from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
 from minato.workers.results import Sink
@@ -51,8 +52,6 @@ __all__ = [
 
 _RECORDING_S = 1.0
 """How long another thread may take to store the exit code that it has read."""
-_STOPPED_S = 1.0
-"""A look at the clock that comes later than this after its time means that the whole process was stopped."""
 UNREADABLE = 255
 """The exit code that multiprocessing reports if it comes through a fork server, and another thread has read it."""
 _GRACE_S = 3.0
@@ -161,7 +160,7 @@ class ExitWatch:
 
     def _look(self) -> None:
         before_s, self._looked_s = self._looked_s, time.monotonic()
-        if self._look_s is not None and self._looked_s > before_s + self._look_s + _STOPPED_S:
+        if self._look_s is not None and self._looked_s > before_s + self._look_s + STOPPED_S:
             self._was_stopped = True
 
     def exit_code(self, process: BaseProcess) -> int | None:

@@ -183,6 +183,10 @@ def save(where):
 def child(model):
     print("child", type(model) is Model, __name__, flush=True)
 
+def after_the_end():
+    threading.main_thread().join()
+    save("in a thread")
+
 if __name__ == "__main__":
     own = {name: value for name, value in globals().items() if name[:2] == "__"}
     own.pop("__builtins__")
@@ -193,7 +197,7 @@ if __name__ == "__main__":
     os.chdir("/")
     print(os.path.exists(__file__) or ".zip" in __file__)
     atexit.register(save, "at exit")
-    threading.Timer(0.5, save, ["in a thread"]).start()
+    threading.Thread(target=after_the_end).start()
     if "spawn" in sys.argv:
         process = multiprocessing.get_context("spawn").Process(target=child, args=(Model(),))
         process.start()

@@ -983,7 +983,7 @@ def test_stuck_workers_end_with_the_program_although_another_child_of_it_lives(m
 def test_a_pause_while_the_loop_computes_does_not_count_for_a_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervision, "_STOPPED_S", 0.05)
+    monkeypatch.setattr(supervision, "STOPPED_S", 0.05)
     now_s = 100.0
     monkeypatch.setattr(supervision.time, "monotonic", lambda: now_s)
     watch = supervision.ExitWatch(FORK, lambda: None, look_s=0.5)

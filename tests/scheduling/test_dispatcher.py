@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minato.sampling.epoch import NextEpoch
-from minato.scheduling import dispatcher
+from minato.scheduling import waiting
 from minato.scheduling.orders import make_order
 from tests.scheduling.fakes import Bench
 
@@ -221,18 +221,38 @@ def test_timeout() -> None:
 
 
 def test_only_waiting_uses_up_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with torch: neither a slow sampler does, nor a stop of the process at any line but the wait itself."""
-    clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    """As with torch: a slow sampler does not. Nor does a stop of the process, during the wait or at any other line."""
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now.s))
+
+    def pass_by() -> None:
+        now.s += 100.0
 
     def slowly() -> Iterator[list[int]]:
         for pair in PAIRS:
-            clock.now_s += 100.0
+            pass_by()
             yield pair
 
-    bench = Bench(timeout_s=50.0, fixed=1)
+    bench = Bench(timeout_s=0.5, fixed=1)
     bench.begin(slowly())
-    bench.pool.script = [lambda: None, bench.work_all] * len(PAIRS)
+    bench.pool.script = [lambda: None, pass_by, bench.work_all] * len(PAIRS)
+    assert bench.rest() == PAIRS
+
+
+def test_the_wait_uses_up_the_timeout_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now.s))
+
+    def wait() -> None:
+        now.s += 0.9
+
+    bench = Bench(timeout_s=2.5, fixed=1)
+    bench.begin(PAIRS)
+    bench.pool.script = [wait] * 4
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 2\.5 seconds"):
+        bench.next()
+    assert len(bench.pool.script) == 1
+    bench.always_work()
     assert bench.rest() == PAIRS
 
 
