@@ -241,8 +241,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         # A method of a subclass with the name of an option stays what it is.
         own = (name for name in OWN_NAMES if not hasattr(type(self), name))
         vars(self).update({name: given[name] for name in own})
-        if not hasattr(type(self), "name"):
-            vars(self)["name"] = options.name
         self._position = Position()
         self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = RecordedOrder(str(recording.path)) if isinstance(recording, Replay) else None
@@ -587,12 +585,21 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
         return make_consumers(functools.partial(iter, self), n, devices)
 
+    @property
+    def name(self) -> str:
+        """The label of the loader, see :class:`Observe`; programs that name loaders of any kind may set it."""
+        return cast(str, vars(self).get("name", self._options.name))
+
+    @name.setter
+    def name(self, value: str) -> None:
+        vars(self)["name"] = value
+        if is_made(self):
+            observe = replace(self._options.observe, name=str(value))
+            self._options = replace(self._options, observe=observe)
+
     def __setattr__(self, attr: str, val: object) -> None:
         if is_constructed(self) and is_made(self):
-            if attr == "name":  # which programs give loaders of any kind
-                observe = replace(self._options.observe, name=str(val))
-                self._options = replace(self._options, observe=observe)
-            elif attr in OWN_NAMES:
+            if attr in OWN_NAMES:
                 raise ValueError(
                     f"{attr} attribute should not be set after {self.__class__.__name__} is initialized"
                 )
