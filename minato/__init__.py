@@ -46,11 +46,6 @@ try:
 
     if _compat.in_starting_child():
         gc.freeze()  # what was imported is no garbage, and a worker imports more
-    else:
-        # The first batch of a training process would wait for these imports. Its workers do without them.
-        for _name in ("delivery.iterator", "engine.engine", "engine.inspector"):
-            importlib.import_module(f"minato.{_name}")
-        importlib.import_module("psutil")
 finally:
     if _collects:
         gc.enable()
