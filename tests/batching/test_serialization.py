@@ -211,10 +211,3 @@ def test_local_objects_are_passed_by_reference() -> None:
         store.drop(offset)  # again is harmless
         with pytest.raises(KeyError):
             store.get(offset, 0)
-
-
-# ---------------------------------------------------------------------------------- from worker to worker
-
-
-STORAGE = torch.arange(12.0)
-ARRAY = np.arange(24.0).reshape(4, 6)

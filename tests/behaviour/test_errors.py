@@ -26,7 +26,6 @@ from tests.datasets import (
     Numbers,
     Samples,
     flat,
-    forked,
     indices,
     outcomes,
 )
@@ -81,21 +80,6 @@ def test_what_a_sampler_raised_in_an_epoch_that_was_broken_off_is_not_told_in_th
     assert [batch.tolist() for batch in loader] == [[i, i + 1] for i in range(0, 20, 2)]
 
 
-class TwoPartsError(Exception):
-    """Its constructor takes two arguments."""
-
-    def __init__(self, one: str, other: int) -> None:
-        super().__init__(f"{one} and {other}")
-
-
-class HoldsALockError(Exception):
-    """An instance of it cannot be pickled."""
-
-    def __init__(self, text: str = "locked") -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
 class Failing(Numbers):
     """Raises for some indices."""
 
@@ -112,35 +96,7 @@ class Failing(Numbers):
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "ValueError": lambda: ValueError("no good"),
     "KeyError": lambda: KeyError("a\nb"),
-    "IndexError": lambda: IndexError("out of range"),
-    "two-parts": lambda: TwoPartsError("this", 2),
-    "holds-a-lock": lambda: HoldsALockError("locked"),
-    "os-error": lambda: FileNotFoundError(2, "No such file", "picture.png"),
-    "unicode": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
-    "assertion": lambda: AssertionError(),
-    "runtime-error": lambda: RuntimeError("two\nlines"),
 }
-
-
-def essence(outcome: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An outcome without what depends on the worker's number and on the files in its traceback."""
-    if outcome[0] == "batch":
-        return "batch", outcome[1].tolist()
-    _, kind, text = outcome
-    frames = r"(?:  File .*\n(?:    .*\n)*)+"
-    text = re.sub(r"worker (process|thread) \d+\.", "worker.", text)
-    return "raised", kind, re.sub(frames, "  …\n", text)
-
-
-@each
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_torchs_and_iteration_goes_on(name: str, workers: dict[str, Any]) -> None:
-    dataset = Failing(12, {5: ERRORS[name]})
-    plain = TorchLoader(dataset, 2, **forked(workers["num_workers"]))
-    theirs = [essence(each) for each in outcomes(iter(plain))]
-    ours = [essence(each) for each in outcomes(iter(DataLoader(dataset, 2, **workers)))]
-    assert ours == theirs
-    assert [kind for kind, *_ in ours] == ["batch"] * 2 + ["raised"] + ["batch"] * 3
 
 
 @each
@@ -180,23 +136,6 @@ def reciprocal(sample: int) -> float:
     return 1 / sample
 
 
-def picky(samples: list[int]) -> list[int]:
-    """A ``collate_fn`` that fails for some batches."""
-    if 4 in samples:
-        raise LookupError("four")
-    return samples
-
-
-@each
-def test_error_of_the_collate_fn(workers: dict[str, Any]) -> None:
-    make = {"dataset": Numbers(12), "batch_size": 2, "collate_fn": picky}
-    ours = outcomes(iter(DataLoader(**make, **workers)))
-    assert [outcome[0] for outcome in ours] == ["batch"] * 2 + ["raised"] + ["batch"] * 3
-    theirs = outcomes(iter(TorchLoader(**make, num_workers=workers["num_workers"])))
-    assert ours[2][1] is theirs[2][1] is LookupError
-    assert ours[2][2].splitlines()[-1] == theirs[2][2].splitlines()[-1]
-
-
 def batches_in(found: list[Any]) -> list[list[int]]:
     return [outcome[1].tolist() for outcome in found if outcome[0] == "batch"]
 
@@ -215,15 +154,6 @@ def test_one_bad_sample_costs_one_batch(order: str, workers: dict[str, Any]) -> 
         assert not {77, 140} & set(delivered)
 
 
-@each
-def test_many_bad_samples(workers: dict[str, Any]) -> None:
-    dataset = Failing(60, dict.fromkeys(range(0, 60, 2), ERRORS["ValueError"]))
-    for _ in range(2):
-        found = outcomes(iter(DataLoader(dataset, 1, order="arrival", **workers)))
-        assert sorted(flat(batches_in(found))) == list(range(1, 60, 2))
-        assert len(found) == 60
-
-
 def unpicklable() -> Any:
     return lambda: None
 
@@ -233,18 +163,9 @@ def test_result_that_cannot_be_pickled() -> None:
     found = outcomes(iter(DataLoader(dataset, None, num_workers=2)))
     assert [outcome[0] for outcome in found] == ["batch", "raised", "batch"]
     assert re.search("pickle|local object", found[1][2])  # from Python 3.13 on the second
-    collated = outcomes(
-        iter(DataLoader(Numbers(4), 2, collate_fn=unpicklable_batch, num_workers=1))
-    )
-    assert [outcome[0] for outcome in collated] == ["raised", "raised"]
-    assert re.search("pickle|local object", collated[0][2])
     for workers in (WORKERS["inline"], WORKERS["2-threads"]):
         found = list(DataLoader(dataset, None, **workers))
         assert found[1]() is None
-
-
-def unpicklable_batch(_: list[int]) -> Any:
-    return unpicklable()
 
 
 def test_error_class_that_cannot_be_pickled() -> None:
@@ -257,40 +178,7 @@ def test_error_class_that_cannot_be_pickled() -> None:
     assert "LocalError" in found[1][2]
 
 
-@each
-def test_error_of_the_sampler(workers: dict[str, Any]) -> None:
-    def broken() -> Any:
-        yield from range(4)
-        raise ValueError("a bad sampler")
-
-    class Broken(list):
-        """A sampler that fails in the middle."""
-
-        def __iter__(self) -> Any:
-            return broken()
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match="a bad sampler"):
-            list(DataLoader(Numbers(10), 1, sampler=Broken(), **workers))
-
-
 # ---- workers --------------------------------------------------------------------------------
-
-
-def refuse(worker: int) -> None:
-    raise PermissionError(f"worker {worker} will not")
-
-
-@pytest.mark.parametrize("workers", list(WORKERS.values())[1:], ids=list(WORKERS)[1:])
-@pytest.mark.parametrize("order", ["strict", "arrival"])
-def test_error_of_worker_init_fn(order: str, workers: dict[str, Any]) -> None:
-    loader = DataLoader(Numbers(4), 2, worker_init_fn=refuse, order=order, **workers)
-    found = outcomes(iter(loader))
-    theirs = outcomes(iter(TorchLoader(Numbers(4), 2, worker_init_fn=refuse, num_workers=2)))
-    assert [outcome[:2] for outcome in theirs] == [("raised", PermissionError)] * 2
-    assert [outcome[:2] for outcome in found] == [("raised", PermissionError)] * 2
-    assert "will not" in found[0][2]
-    assert "in refuse" in found[0][2]
 
 
 class Deadly(Numbers):
@@ -384,42 +272,6 @@ def test_timeout(workers: dict[str, Any]) -> None:
 
 
 # ---- arguments ------------------------------------------------------------------------------
-
-
-def message(kind: Any, arguments: dict[str, Any]) -> tuple[type[BaseException], str]:
-    """What building and iterating a loader raises."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011  (which one is what the test is about)
-        iter(kind(**{"dataset": Numbers(4), **arguments}))
-    return type(caught.value), str(caught.value)
-
-
-WRONG_FOR_TORCH: dict[str, dict[str, Any]] = {
-    "num_workers": {"num_workers": -1},
-    "num_workers-type": {"num_workers": "2"},
-    "timeout": {"timeout": -1, "num_workers": 1},
-    "timeout-inline": {"timeout": 1},
-    "prefetch_factor-inline": {"prefetch_factor": 2},
-    "prefetch_factor": {"prefetch_factor": -2, "num_workers": 1},
-    "persistent-inline": {"persistent_workers": True},
-    "shuffle-and-sampler": {"shuffle": True, "sampler": [0]},
-    "batch_sampler-and-size": {"batch_sampler": [[0]], "batch_size": 3},
-    "batch_size": {"batch_size": 0},
-    "batch_size-type": {"batch_size": 2.5},
-    "drop_last-without-batches": {"batch_size": None, "drop_last": True},
-    "shuffle-empty": {"dataset": [], "shuffle": True},
-    "context-inline": {"multiprocessing_context": "fork"},
-    "context": {"multiprocessing_context": "thread", "num_workers": 1},
-    "context-type": {"multiprocessing_context": 3, "num_workers": 1},
-    "unknown": {"unheard_of": 3},  # nothing that Python would suggest instead
-    "no-length": {"dataset": iter(()), "shuffle": True},
-}
-
-
-@pytest.mark.parametrize("name", WRONG_FOR_TORCH)
-def test_torchs_own_messages(name: str) -> None:
-    kind, text = message(TorchLoader, WRONG_FOR_TORCH[name])
-    ours = message(DataLoader, WRONG_FOR_TORCH[name])
-    assert ours == (kind, text or ours[1])  # older versions of torch have assertions without a text
 
 
 WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -517,8 +369,3 @@ def test_lambdas_and_local_classes_go_by_cloudpickle(
     with caplog.at_level("INFO", "minato"):
         assert list(loader) == [[5, 6], [7, 8]]
     assert "<locals>.Local goes to the workers by cloudpickle" in caplog.text
-
-
-def test_what_cannot_be_pickled_is_no_obstacle_for_forked_workers() -> None:
-    loader = DataLoader(Holder(transform=lambda x: x), 2, num_workers=1, transforms=[lambda x: -x])
-    assert indices(loader) == [[0, -1], [-2, -3]]

@@ -21,7 +21,6 @@ from tests.datasets import (
     Held,
     Journal,
     Numbers,
-    Shuffled,
     Sleepy,
     flat,
     indices,
@@ -30,7 +29,6 @@ from tests.datasets import (
     tally,
     wait_until,
 )
-from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -48,60 +46,6 @@ THREADS = WORKERS["3-threads"]
 def blocks(size: int, batch_size: int) -> list[list[int]]:
     """The batches of a sequential sampler."""
     return [list(range(size))[i : i + batch_size] for i in range(0, size, batch_size)]
-
-
-# ---- strict is torch's order ----------------------------------------------------------------
-
-STRICT = {
-    "sequential": {"batch_size": 4},
-    "shuffled": {"batch_size": 4, "shuffle": True},
-    "shuffled-drop-last": {"batch_size": 4, "shuffle": True, "drop_last": True},
-    "shuffled-one-by-one": {"batch_size": None, "shuffle": True},
-    "sampler-that-draws": {"batch_size": 4, "sampler": Shuffled(30)},
-}
-
-
-def run(kind: Any, own_generator: bool, epochs: int, **options: Any) -> tuple[Any, ...]:
-    """Everything that a training run sees of a loader, and of the main generator after it."""
-    torch.manual_seed(11)
-    generator = torch.Generator().manual_seed(7) if own_generator else None
-    loader = kind(Numbers(30), generator=generator, **options)
-    seen = []
-    for epoch in range(epochs):
-        for number, batch in enumerate(loader):
-            seen.append(torch.as_tensor(batch).tolist())
-            if epoch == 1 and number == 2 and generator is None:
-                break  # how far ahead the sampler then is, and has drawn, is not torch's
-        seen.append(torch.rand(()).item())
-        if generator is not None:
-            seen.append(torch.rand((), generator=generator).item())
-    return tuple(seen)
-
-
-@pytest.mark.parametrize("own_generator", [False, True], ids=["global", "own"])
-@pytest.mark.parametrize("options", mostly_slow(STRICT.values(), quick=2), ids=STRICT.keys())
-@each
-def test_strict_is_torchs_order_and_draws_what_torch_draws(
-    workers: dict[str, Any], options: dict[str, Any], own_generator: bool
-) -> None:
-    # Samplers that draw one by one share the generator with what the consumer draws meanwhile.
-    lazily = "sampler" in options
-    epochs = 1 if lazily else 3
-    plain = {"num_workers": workers["num_workers"], **options}
-    theirs = run(TorchLoader, own_generator, epochs, **plain)
-    assert run(DataLoader, own_generator, epochs, **workers, **options) == theirs
-
-
-def test_persistent_workers_draw_what_torchs_draw() -> None:
-    options = {"num_workers": 2, "persistent_workers": True, "batch_size": 4, "shuffle": True}
-    assert run(DataLoader, False, 3, **options) == run(TorchLoader, False, 3, **options)
-
-
-@each
-def test_in_order_is_the_default(workers: dict[str, Any]) -> None:
-    dataset = Sleepy(12, 0.0, {0: 0.05, 5: 0.05})
-    assert indices(DataLoader(dataset, 2, **workers)) == blocks(12, 2)
-    assert indices(DataLoader(dataset, 2, in_order=True, **workers)) == blocks(12, 2)
 
 
 # ---- the other orders -----------------------------------------------------------------------

@@ -19,7 +19,6 @@ from tests.datasets import (
     TOO_MANY_WORKERS,
     Draws,
     Numbers,
-    Roll,
     add_draws,
     add_noise,
     three_draws,
@@ -347,61 +346,3 @@ def test_consumer_draws_between_inline_samples() -> None:
         return [three_draws() for _ in epoch]
 
     assert consumed(loader(Draws(12))) == consumed(TorchLoader(Numbers(12), 3))
-
-
-# ---- torch's streams ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_worker_streams_are_torchs(num_workers: int) -> None:
-    found = []
-    for kind, options in ((TorchLoader, {}), (DataLoader, {"compat": "torch"})):
-        torch.manual_seed(6)
-        random.seed(6)
-        np.random.seed(6)
-        epochs = kind(Draws(9), 2, collate_fn=uncollated, num_workers=num_workers, **options)
-        found.append((contents(epochs), three_draws()))
-    assert found[0] == found[1]
-
-
-def test_worker_streams_begin_as_torchs() -> None:
-    # Which worker runs which sample is not torch's, but its first draws are.
-    firsts = []
-    for kind, options in ((TorchLoader, {}), (DataLoader, {"compat": "torch"})):
-        torch.manual_seed(6)
-        found = {}
-        for number, draws in kind(First(40), None, num_workers=2, **options):
-            found.setdefault(int(number), draws)
-        firsts.append(found)
-    assert firsts[0] == firsts[1]
-    assert set(firsts[0]) == {0, 1}
-
-
-class First(Numbers):
-    """Draws once per worker, of which there are two."""
-
-    drawn: list[float] | None = None
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.both = Roll(2)
-
-    def __getitem__(self, index: int) -> tuple[int, list[float]]:
-        if self.drawn is None:
-            self.drawn = three_draws()
-        self.both()
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        return info.id, self.drawn
-
-
-def test_worker_init_fn_may_reseed_with_worker_streams() -> None:
-    options = {"compat": "torch", "num_workers": 1, "collate_fn": uncollated}
-    runs = [contents(DataLoader(Draws(6), 2, worker_init_fn=reseed, **options), 1) for _ in "ab"]
-    assert runs[0] == runs[1]
-
-
-def reseed(worker: int) -> None:
-    random.seed(worker)
-    np.random.seed(worker)
-    torch.manual_seed(worker)

@@ -115,15 +115,6 @@ class Yielding(DistributedSampler[int]):
         self.start = state["yielded"]
 
 
-def of_names(size: int) -> list[Any]:
-    return [("name", i) for i in range(size)]
-
-
-class Named(Numbers):
-    def __getitem__(self, key: Any) -> int:
-        return int(key[1])
-
-
 SAMPLERS: dict[str, Any] = {
     "sequential": dict,
     "shuffled": lambda: {"shuffle": True},

@@ -360,7 +360,7 @@ def test_on_error_that_raises_costs_its_batch(workers: dict[str, Any], order: st
         assert [type(error) for error in raised] == [kind]
 
 
-# ---- an iterator in other threads and processes ---------------------------------------------
+# ---- an iterator in other threads ------------------------------------------------------------
 
 
 @each
@@ -385,67 +385,6 @@ def test_several_threads_may_share_an_iterator(workers: dict[str, Any], order: s
         for thread in threads:
             thread.join()
         assert (sorted(found), raised) == ([*range(600)], [])
-
-
-class Recursive(Numbers):
-    """Asks its own iterator for a batch."""
-
-    iterator: Any = None
-
-    def __getitem__(self, index: int) -> Any:
-        return next(Recursive.iterator)
-
-
-def test_an_iterator_inside_of_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    iterator = iter(DataLoader(Recursive(2), None))
-    monkeypatch.setattr(Recursive, "iterator", iterator)
-    with pytest.raises(RuntimeError, match="inside of its own next"):
-        next(iterator)
-
-
-def in_child(function: Callable[[], Any]) -> str:
-    """What a forked child finds."""
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            text = repr(function())
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(theirs, text.encode())
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    return text
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("method", ["process", "thread"])
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_cannot_go_on_with_an_iterator(method: str, persistent: bool) -> None:
-    loader = DataLoader(
-        Numbers(80), 4, num_workers=2, workers=method, persistent_workers=persistent
-    )
-    iterator = iter(loader)
-    first = next(iterator).tolist()
-    text = in_child(lambda: [*iterator])
-    assert text.startswith(
-        f"RuntimeError: this iterator and its workers belong to the process with pid {os.getpid()}"
-    )
-    assert in_child(lambda: [len(batch) for batch in DataLoader(Numbers(8), 4)]) == "[4, 4]"
-    if persistent:
-        assert "belong to the process" in in_child(lambda: iter(loader))
-    assert (first + drain(iterator)[0], drain(iter(loader))) == ([*range(80)], ([*range(80)], []))
-
-
-def test_a_forked_child_goes_on_with_a_copy_where_there_are_no_workers() -> None:
-    iterator = iter(DataLoader(Numbers(8), 2))
-    next(iterator)
-    left = [[2, 3], [4, 5], [6, 7]]
-    assert in_child(lambda: [batch.tolist() for batch in iterator]) == repr(left)
-    assert [batch.tolist() for batch in iterator] == left
 
 
 # ---- what would end a worker process --------------------------------------------------------

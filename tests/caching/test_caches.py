@@ -336,11 +336,6 @@ class Scale:
         return sample * self.by
 
 
-class ScaleAndShift(Scale):
-    def __call__(self, sample: Any) -> Any:
-        return sample * self.by + 1
-
-
 def test_a_version_is_of_one_dataset_and_its_transforms(tmp_path: Path) -> None:
     def read(dataset: Any, *steps: Any) -> list[Any]:
         return loaded(dataset, DiskCache(tmp_path, QUOTA, version="1"), *steps)

@@ -508,7 +508,7 @@ def test_a_slot_that_another_process_lends_is_kept_while_a_child_holds_its_batch
 @pytest.mark.parametrize("when", ["before the first", "after the first", "at the end"])
 def test_a_child_goes_on_with_the_iterator(kind: str, when: str) -> None:
     """With a copy where there are no workers or threads, otherwise by an error; never by waiting."""
-    loader = rows(kind)
+    loader, owner = rows(kind), os.getpid()
     batches = iter(loader)
     seen = 0
     if when == "after the first":
@@ -517,6 +517,9 @@ def test_a_child_goes_on_with_the_iterator(kind: str, when: str) -> None:
         seen = sum(len(batch) for batch in batches)
 
     def go_on() -> bool:
+        if kind == "fork-persistent":
+            with pytest.raises(RuntimeError, match=f"belong to the process with pid {owner}"):
+                iter(loader)
         try:
             left = sum(len(batch) for batch in batches)
         except RuntimeError as error:
@@ -542,8 +545,9 @@ def test_ends_of_pipes_that_the_loop_opens_are_its_own(kind: str) -> None:
     assert reader.wait(PATIENCE_S) == 0
 
 
-def test_all_forked_workers_exist_when_iter_returns() -> None:
-    loader = DataLoader(Rows(400), 2, num_workers=5, multiprocessing_context="fork")
+@pytest.mark.parametrize("kind", ["fork", "fork-torch"])
+def test_all_forked_workers_exist_when_iter_returns(kind: str) -> None:
+    loader = rows(kind, num_workers=5)
     batches: Any = iter(loader)
     pids = [worker.pid for worker in batches._workers]
     assert len(pids) == 5

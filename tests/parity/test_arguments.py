@@ -176,18 +176,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 BEGUN: dict[str, dict[str, Any]] = {
     "timeout-without-workers": {"timeout": 3},
     "prefetch-zero": {"prefetch_factor": 0, "num_workers": 1},
-    "sampler-number": {"sampler": 5},
     "sampler-of-nothing": {"sampler": [None, 1]},
     "sampler-type": {"sampler": SequentialSampler},
     "generator": {"generator": 3},
     "generator-shuffled": {"generator": 3, "shuffle": True},
-    "collate-number": {"collate_fn": 7},
     "collate-of-two": {"collate_fn": lambda one, two: one},
-    "dataset-unsized": {"dataset": OnlyIter([1])},
-    "dataset-number": {"dataset": 5, "sampler": [0]},
     "dataset-set": {"dataset": {1, 2}, "sampler": [0]},
     "dataset-abstract": {"dataset": Dataset(), "sampler": [0]},
-    "batches-number": {"batch_sampler": 5},
     "unhashable": {"dataset": {0: 1}, "sampler": [[0]]},
 }
 
@@ -209,20 +204,6 @@ def test_refused_when_iteration_begins(name: str) -> None:
 
     outcome = same_for_both(case)
     assert outcome[0] == "raised" or outcome[1][0][0] == "tuple", outcome
-
-
-@pytest.mark.parametrize("name", ["init-number", "collate-number", "dataset-number"])
-def test_refused_by_a_worker(name: str) -> None:
-    blunder = {
-        "init-number": {"worker_init_fn": 7},
-        "collate-number": BEGUN["collate-number"],
-        "dataset-number": BEGUN["dataset-number"],
-    }[name]
-
-    def case(make: Any) -> Any:
-        return next(iter(make(**{"dataset": FOUR, "num_workers": 1, **blunder})))
-
-    assert same_for_both(case)[1] == "TypeError"
 
 
 def test_own_arguments_are_checked_before_torchs() -> None:
@@ -426,66 +407,6 @@ def test_subclass(workers: int) -> None:
         return len(loader), [*loader], [*loader], loader.passes, loader.extra
 
     same_for_both(case)
-
-
-def repeating_loader_of(kind: Any) -> Any:
-    """The well-known loader that keeps one endless iterator, so that workers live for ever."""
-
-    class Repeat:
-        def __init__(self, sampler: Any) -> None:
-            self.sampler = sampler
-
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield from iter(self.sampler)
-
-    class Repeating(kind):  # type: ignore[misc]
-        def __init__(self, *args: Any, **named: Any) -> None:
-            super().__init__(*args, **named)
-            self._DataLoader__initialized = False
-            self.batch_sampler = Repeat(self.batch_sampler)
-            self._DataLoader__initialized = True
-            self.iterator = super().__iter__()
-
-        def __len__(self) -> int:
-            return len(self.batch_sampler.sampler)
-
-        def __iter__(self) -> Iterator[Any]:
-            for _ in range(len(self)):
-                yield next(self.iterator)
-
-        def reset(self) -> None:
-            self.iterator = self._get_iterator()
-
-    return Repeating
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_endless_loader_of_well_known_repositories(workers: int) -> None:
-    def case(make: Any) -> Any:
-        loader = repeating_loader_of(make)(Numbers(7), 2, num_workers=workers)
-        seen = [len(loader), [*loader], [*loader]]
-        loader.reset()
-        seen.append([*loader])
-        if workers:
-            loader.iterator._shutdown_workers()
-        loader.iterator = None
-        return seen
-
-    same_for_both(case)
-
-
-def test_workers_can_be_ended_by_the_method_that_programs_call() -> None:
-    for kind in (TorchLoader, minato.DataLoader):
-        loader = kind(Numbers(8), 2, num_workers=1, persistent_workers=True)
-        assert flat(loader) == [*range(8)]
-        assert len(multiprocessing.active_children()) == 1
-        loader._iterator._shutdown_workers()
-        assert multiprocessing.active_children() == []
-        loader._iterator = None
-        assert flat(loader) == [*range(8)]
-        del loader
-        gc.collect()
 
 
 # ---- copies ---------------------------------------------------------------------------------

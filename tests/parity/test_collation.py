@@ -157,6 +157,10 @@ class Wide(NamedTuple):
     second: Any = 7
 
 
+class Point(tuple):
+    """A subclass of tuple whose constructor takes one argument."""
+
+
 class Special(torch.Tensor):
     """A subclass of Tensor."""
 
@@ -326,6 +330,14 @@ ODD: dict[str, list[Any]] = {
     "int-then-float": [1, 2.5, 3],
     "int-then-numpy": [1, np.int64(2), np.float32(3)],
     "numpy-then-int": [np.int32(1), 2, 3.5],
+    "float-then-int": [1.5, 2, 3],
+    "text-then-number": ["a", 1, 2.0],
+    "number-then-tensor": [1, torch.ones(2), 3],
+    "tensor-then-array": [torch.ones(2), np.ones(2), torch.ones(2)],
+    "other-dtype-later": [torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2)],
+    "float32-then-float64": [np.ones(2, np.float32), np.ones(2), np.ones(2)],
+    "later-none": [1, None, 3],
+    "ragged-arrays": [np.ones(2), np.ones((2, 1)), np.ones(2)],
     "float-then-tensor": [1.5, torch.tensor(2.5), 3.5],
     "big-int": [2**63 - 1, 0, -(2**63)],
     "too-big-int": [0, 2**63, 1],
@@ -365,6 +377,17 @@ ODD: dict[str, list[Any]] = {
     "namedtuple-then-tuple": [Pair(1, 2), (3, 4), (5, 6)],
     "nested-containers": [{"a": [(n, {"b": [np.ones(1)]})], "c": ((),)} for n in range(3)],
     "ragged-nesting": [[[1], [2, 3]], [[1], [2, 3]], [[1, 4], [2, 3]]],
+    "tuple-subclass": [Point([n, 2]) for n in range(3)],
+    "list-then-tuple": [[1, 2], (3, 4), [5, 6]],
+    "ragged-lists": [[1, 2], [3], [4, 5]],
+    "empty-list": [[], [], []],
+    "empty-dict": [{}, {}, {}],
+    "equal-keys": [{1: 1, "b": 2}, {True: 3, "b": 4}, {1.0: 5, "b": 6}],
+    "keys-in-other-order": [{"a": 1, "b": 2}, {"b": 4, "a": 3}, {"a": 5, "b": 6}],
+    "more-keys": [{"a": 1}, {"a": 2, "b": 3}, {"a": 4}],
+    "fewer-keys": [{"a": 1, "b": 1}, {"a": 2}, {"a": 3, "b": 3}],
+    "none-in-dict": [{"a": 1}, {"a": None}, {"a": 3}],
+    "ragged-in-dict": [{"a": torch.ones(2)}, {"a": torch.ones(2)}, {"a": torch.ones(1)}],
     "other-keys": [{"a": 1}, {"b": 2}, {"a": 1}],
     "deep": [[[[[[[[n]]]]]]] for n in range(3)],
     "hundred-levels": [[n] for n in range(3)],
@@ -464,6 +487,16 @@ def test_what_torchs_workers_mutilate_arrives_as_without_workers(name: str) -> N
     for workers in (1, 2):
         ours = made_of(identity, [name], minato.DataLoader, workers)
         assert ours == made_of(identity, [name], TorchLoader)
+
+
+@each
+def test_negative_strides_fail_as_with_torch(workers: Any, own: Any) -> None:
+    """Also where samples go from worker to worker, which would make ordinary arrays of them."""
+    found = same_for_both(
+        lambda make: next(iter(make(Samples(ODD["backwards"]), 3, **workers))), **own
+    )
+    assert found[1] == "ValueError"
+    assert "stride in the given numpy array is negative" in found[2]
 
 
 class Sums(Samples):

@@ -373,6 +373,7 @@ BEGINNINGS: dict[str, dict[str, Any]] = {
     "none": {"dataset": None, "sampler": [0]},
     "class as dataset": {"dataset": Numbers},
     "collate_fn that is none": {"dataset": Numbers(3), "collate_fn": 5},
+    "worker_init_fn that is none": {"dataset": Numbers(3), "worker_init_fn": 5},
 }
 
 

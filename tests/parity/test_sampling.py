@@ -26,7 +26,6 @@ from torch.utils.data import (
 import minato
 from tests.datasets import Numbers, Pair
 from tests.parity.harness import (
-    TORCH_IS_UNTIDY,
     attempt,
     describe,
     drain,
@@ -279,22 +278,6 @@ def test_sampler_that_raises_and_goes_on() -> None:
     same_for_both(case)
 
 
-@TORCH_IS_UNTIDY
-@each
-def test_sampler_that_raises_at_once(workers: dict[str, Any], own: dict[str, Any]) -> None:
-    class Broken:
-        def __iter__(self) -> Any:
-            raise RuntimeError("no order today")
-
-    for batch_size in (1, None):
-        same_for_both(
-            lambda make, size=batch_size: drain(
-                iter(make(Numbers(3), size, sampler=Broken(), **workers))
-            ),
-            **own,
-        )
-
-
 @each
 def test_distributed_sampler_and_its_epochs(workers: dict[str, Any], own: dict[str, Any]) -> None:
     for persistent in (False, True) if workers["num_workers"] else (False,):
@@ -427,11 +410,3 @@ def test_iterators(workers: dict[str, Any], own: dict[str, Any]) -> None:
         return [*seen, head, len(rest), sum(1 for _ in loader)]
 
     same_for_both(case, **own)
-
-
-def test_two_loaders_in_turn_share_the_generator() -> None:
-    def case(make: Any) -> Any:
-        loaders = [make(Numbers(6), 2, shuffle=True, num_workers=workers) for workers in (0, 1)]
-        return [[*pair] for _ in range(2) for pair in zip(*loaders, strict=True)]
-
-    same_for_both(case)

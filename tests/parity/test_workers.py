@@ -281,6 +281,7 @@ def test_iterator_of_persistent_workers_begins_anew(workers: Any, own: Any) -> N
         for stop in (2, 0, 9, 1):
             iterator = iter(loader)
             seen.append([batch for batch, _ in zip(iterator, range(stop), strict=False)])
+            seen.append(iter(loader) is iterator)
         seen.append([*loader])
         return seen
 
