@@ -7,14 +7,17 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from minato._fork_safety import held_off_forks, interrupted_calls
 from minato._support.files import check_private, gets_lock, open_regular, write_all
-from minato._support.lmdb_environments import environment, one_at_a_time
 from minato.caching.base import Cache
 
 __all__ = ["DiskCache"]
@@ -105,7 +108,7 @@ class DiskCache(Cache):
 
     def close(self) -> None:
         """Close the files; they are opened again when they are needed."""
-        with one_at_a_time():
+        with _one_at_a_time():
             opened, self._opened = self._opened, None
             if opened is not None and opened[0] == os.getpid():
                 opened[2]()
@@ -113,12 +116,12 @@ class DiskCache(Cache):
     @property
     def stored_bytes(self) -> int:
         """Bytes of all kept samples in the directory."""
-        with one_at_a_time(), self._environment().begin() as view:
+        with _one_at_a_time(), self._environment().begin() as view:
             return _number(view.get(_TOTAL))
 
     def _load(self, key: bytes) -> bytes | None:
         prefix, now_ns = key[:_PREFIX_BYTES], _wall_ns()
-        with one_at_a_time():
+        with _one_at_a_time():
             files = self._environment()
             entry = files.get(key)
             if entry is not None and now_ns - self._used_ns.get(prefix, 0) > _USED_NS:
@@ -128,19 +131,19 @@ class DiskCache(Cache):
         return entry
 
     def _store(self, key: bytes, entry: bytes) -> int:
-        with one_at_a_time():
+        with _one_at_a_time():
             try:
                 return self._environment().add(key, entry, self.quota_bytes, self._made_ns)
             except _lmdb().MapFullError:
                 return -1
 
     def _drop(self, key: bytes) -> None:
-        with one_at_a_time():
+        with _one_at_a_time():
             self._environment().remove(key)
 
 
 class _Environment:
-    """The files of a cache, as one process uses them, in one thread at a time (``one_at_a_time``).
+    """The files of a cache, as one process uses them, in one thread at a time (``_one_at_a_time``).
 
     All that a transaction writes is there, or nothing, also if its process is killed. If the machine stops, what the
     disk holds may be damaged; the cache then starts empty.
@@ -178,14 +181,33 @@ class _Environment:
             self._states = self._files.open_db(b"states")
 
     def _open(self) -> Any:
-        return environment(
-            self._path,
-            map_size=_MAP_BYTES,
-            mode=0o600,
-            max_readers=_READERS,
-            max_dbs=2,
-            sync=False,  # sync() does it, and not for each sample
-        )
+        """The environment of LMDB, unless this process has it open: it may open each of them only once.
+
+        Raises:
+            lmdb.Error: It cannot be opened.
+        """
+        lmdb = _lmdb()  # before the lock: a thread may wait for another that imports it
+        with _lock:
+            file, found = self._path / "data.mdb", None
+            if file.exists():
+                found = _environments.get(_identity(file))
+                if _identity(file) in _interrupted:
+                    raise lmdb.Error(
+                        f"{str(self._path)!r} cannot be opened: this process was forked while a thread of its parent "
+                        "was in a call of LMDB or SQLite that took too long; start it by "
+                        "multiprocessing_context='forkserver'"
+                    )
+            if found is None:
+                found = lmdb.open(
+                    str(self._path),
+                    map_size=_MAP_BYTES,
+                    mode=0o600,
+                    max_readers=_READERS,
+                    max_dbs=2,
+                    sync=False,  # sync() does it, and not for each sample
+                )
+                _environments[_identity(file)] = found
+            return found
 
     # ---- entries ------------------------------------------------------------------------
 
@@ -273,7 +295,7 @@ class _Environment:
 
     def close(self) -> None:
         """Have the disk keep what was written, and let go of the files."""
-        with one_at_a_time():
+        with _one_at_a_time():
             self.sync()
             del self._samples, self._states, self._files
 
@@ -293,6 +315,44 @@ class _Environment:
             os.pwrite(file, _STAMP.pack(_boot(), last), 0)
         finally:
             os.close(file)
+
+
+# ---- the environments of this process -------------------------------------------------------
+
+_lock = threading.RLock()
+_environments: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
+"""By device and inode, as several paths may lead to a file. An environment closes when nothing refers to it."""
+_interrupted: dict[tuple[int, int], Any] = {}
+"""Environments of the parent in a child whose fork has interrupted calls: closing one would wait for them forever."""
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Let one thread of this process call LMDB, and hold forks off meanwhile: a child would wait for it forever.
+
+    Opening an environment or a database beside other calls on the same file, or closing it, hangs threads.
+    """
+    with held_off_forks(), _lock:
+        yield
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_dev, status.st_ino
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+    if interrupted_calls():
+        _interrupted.update(_environments)
+    else:
+        for inherited in list(_environments.values()):
+            inherited.close()  # py-lmdb opens no file twice
+    _environments.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _lmdb() -> Any:

@@ -1,4 +1,4 @@
-"""The command line: ``minato profile`` names the bottleneck of a loader, ``minato ingest`` fills a store.
+"""The command line: ``minato profile`` names the bottleneck of a loader.
 
 ``minato run`` runs a training script with minato in place of torch's loader, ``minato demo`` compares the two, and
 ``minato doctor`` reports what limits minato on this machine.
@@ -7,17 +7,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import io
 import itertools
 import json
-import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,9 +32,6 @@ from minato.loader import DataLoader, torch_arguments
 from minato.observe import text
 from minato.observe.report import Report
 from minato.observe.text import format_value
-from minato.sources.connections import Env
-from minato.sources.ingest import JournalError, ingest
-from minato.sources.stores import open_store
 
 __all__ = ["main"]
 
@@ -131,7 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("--json", action="store_true", help="print the report as JSON")
     profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")
-    _add_ingest(commands)
     doctor.add_to(commands)
     return parser
 
@@ -219,124 +213,6 @@ def _timed(loader: Iterable[Any], batches: int | None, step_s: float) -> float:
     for _ in itertools.islice(loader, batches):
         time.sleep(step_s)  # like a step on a GPU, which leaves the CPU idle
     return (now_ns() - start_ns) / 1e9
-
-
-# ---- minato ingest --------------------------------------------------------------------------
-
-
-def _add_ingest(commands: Any) -> None:
-    parser = commands.add_parser(
-        "ingest", help="write a directory, a dataset or an iterable into a store"
-    )
-    parser.add_argument(
-        "data",
-        metavar="DATA",
-        help="a directory, or module:function or file.py:function that returns a dataset or an iterable",
-    )
-    parser.add_argument(
-        "store",
-        metavar="STORE",
-        help="sqlite:FILE, lmdb:DIRECTORY, parquet:DIRECTORY, postgresql://…, redis://…, cassandra://…, "
-        "file:///DIRECTORY, s3://…, gs://…, az://…, or one of the last four with the prefix tar+",
-    )
-    parser.add_argument(
-        "--table", default="samples", help="table, or prefix of the keys; default: samples"
-    )
-    parser.add_argument(
-        "--columns",
-        metavar="NAME:TYPE,…",
-        help="of a table, with bool, int, float, str or bytes; default: data:bytes. Files have data and label:str",
-    )
-    parser.add_argument(
-        "--password-env", metavar="NAME", help="the environment variable that holds a password"
-    )
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: 4")
-    parser.add_argument(
-        "--chunk", type=int, default=256, metavar="N", help="samples written together; default: 256"
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="read everything back and compare checksums"
-    )
-    parser.add_argument(
-        "--journal",
-        type=Path,
-        metavar="FILE",
-        help="records the progress; default: a file in this directory",
-    )
-    parser.set_defaults(
-        run=_ingest, failed="{}; written samples stay, and the same command resumes there"
-    )
-
-
-def _ingest(options: argparse.Namespace) -> None:
-    for name in ("workers", "chunk"):
-        if getattr(options, name) < 1:
-            raise _Refused(f"--{name} {getattr(options, name)} is too few: give at least 1")
-    password = None if options.password_env is None else Env(options.password_env)
-    data: Any = options.data
-    if not Path(data).is_dir():
-        if ":" not in data:
-            raise _Refused(
-                f"there is no directory {data!r}: check the path, or write module:function"
-            )
-        data = _made(data)
-        if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
-            raise _Refused(
-                f"{options.data} returned a {type(data).__name__}: let it return a dataset or an iterable"
-            )
-    columns = None if options.columns is None else _columns(options.columns)
-    try:
-        store = open_store(options.store, options.table, columns=columns, password=password)
-    except ValueError as error:
-        raise _Refused(str(error)) from None
-    try:
-        with _shown_progress():
-            done = ingest(
-                data,
-                store,
-                workers=options.workers,
-                chunk_samples=options.chunk,
-                verify=options.verify,
-                journal=options.journal,
-            )
-    except JournalError as error:
-        raise _Refused(str(error)) from None
-    verified = f", {done.verified} verified" if options.verify else ""
-    print(
-        f"{done.samples} samples, {done.stored_bytes / 1e6:.1f} MB, {done.written} written by this run{verified}, "
-        f"in {done.taken_s:.1f} s"
-    )
-
-
-def _columns(text: str) -> dict[str, type]:
-    """The columns that ``name:type,…`` declares."""
-    types: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, bytes)}
-    found: dict[str, type] = {}
-    for part in text.split(","):
-        name, _, kind = part.rpartition(":")
-        if not name or kind not in types:
-            raise _Refused(f"--columns {part!r} is no NAME:TYPE of the types {', '.join(types)}")
-        found[name] = types[kind]
-    return found
-
-
-@contextlib.contextmanager
-def _shown_progress() -> Iterator[None]:
-    """Show the progress of an ingest in one line of the terminal."""
-    log, handler = logging.getLogger("minato.ingest"), logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("\r%(message)s"))
-    handler.terminator = ""
-    level, propagates = log.level, log.propagate
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-        log.propagate = propagates
-        print(file=sys.stderr)
 
 
 # ---- functions that the user names: module:function or file.py:function ---------------------

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import context
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 from minato._fork_safety import renew_in_children
 
-__all__ = ["Connections", "Env", "Place", "Settings", "shown_url", "without_password"]
+__all__ = ["Connections", "Env", "Place", "Settings", "shown_url"]
 
 T = TypeVar("T")
 
@@ -46,8 +45,6 @@ class Connections(Generic[T]):
         open_one: Opens a connection.
         close_one: Closes a connection.
         shared: Whether all threads share one connection; otherwise each lease has a connection of its own.
-        keeps_inherited: Whether a forked child keeps its parent's connections, because their collection would close
-            them for the parent, too; otherwise it drops them.
     """
 
     def __init__(
@@ -55,12 +52,10 @@ class Connections(Generic[T]):
         open_one: Callable[[], T],
         close_one: Callable[[T], object],
         shared: bool = False,
-        keeps_inherited: bool = True,
     ) -> None:
         self._open_one = open_one
         self._close_one = close_one
         self._shared = shared
-        self._keeps_inherited = keeps_inherited
         self._reset()
 
     def _reset(self) -> None:
@@ -69,8 +64,7 @@ class Connections(Generic[T]):
         renew_in_children(self, Connections._renew)
 
     def _renew(self) -> None:
-        if self._keeps_inherited:
-            _inherited.append(self._idle)
+        _inherited.append(self._idle)
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,17 +238,6 @@ class Place:
     def url(self) -> str:
         """The whole URL, secrets included."""
         return str(self._settings.values()["url"])
-
-
-def without_password(url: str) -> tuple[str, str | None]:
-    """The URL without its password, and the password or None; raises like ``shown_url``."""
-    shown_url(url)
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url, None
-    user, _, _ = parts.netloc.rpartition("@")[0].partition(":")
-    place = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{user}@{place}" if user else place)), parts.password
 
 
 def shown_url(url: str) -> str:

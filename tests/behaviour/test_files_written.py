@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from minato import DataLoader, ErrorPolicy, Observe, Record, Replay
 from minato._support.files import replacement, write_atomically
 from minato.sampling.replay import OrderRecord, Origin, RecordedOrder
-from minato.sources.ingest import Completed, Journal, JournalError, ingest
 from minato.sources.splits import load_splits, save_splits
-from minato.sources.stores import open_store
 from tests.datasets import Numbers, indices
 from tests.disks import file_size_limit, small_disk
 
@@ -47,17 +45,12 @@ def trace(path: Path) -> None:
     assert len(list(DataLoader(Numbers(4), 2, observe=Observe(trace=path)))) == 2
 
 
-def journal(path: Path) -> None:
-    store = open_store(f"sqlite:{path.parent / 'samples.db'}")
-    assert ingest([b"one", b"two"], store, workers=1, journal=path).samples == 2
-
-
 def splits(path: Path) -> None:
     save_splits(path, {"train": [1, 2]})
     assert load_splits(path) == {"train": [1, 2]}
 
 
-WRITERS = [record, quarantine, trace, journal, splits]
+WRITERS = [record, quarantine, trace, splits]
 writers = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 
 
@@ -117,8 +110,6 @@ def test_a_full_disk_is_named(write: Any, tmp_path: Path) -> None:
         if write is record:
             # The memory of batches is a file without a name, which the limit counts too.
             OrderRecord(str(path), 0, 0, 0, Origin(True, 8))
-        elif write is journal:
-            Journal(path, {})
         else:
             write(path)
     assert not path.exists() or not path.stat().st_size
@@ -254,55 +245,6 @@ def test_an_order_from_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="Is not a regular file"):
         DataLoader(Numbers(4), recording=Replay(tmp_path / "pipe"))
-
-
-# ---- a journal of an ingest -----------------------------------------------------------------------
-
-ABOUT: dict[str, Any] = {"what": "w", "store": "s", "chunk_samples": 4, "samples": None}
-
-
-JOURNAL_PART = st.one_of(
-    st.just(ABOUT),
-    st.tuples(st.integers(0, 9), st.integers(0, 99), st.lists(st.integers(0, 9))).map(list),
-    LINE,
-    st.binary(max_size=20),
-)
-
-
-@settings(max_examples=150)
-@given(parts=st.lists(JOURNAL_PART, max_size=6), headed=st.booleans())
-@example(parts=[b"[" * 100_000 + b"\n"], headed=True)
-@example(parts=[[True, 1, []]], headed=True)
-def test_any_journal_is_gone_on_with_or_refused_by_name(
-    parts: list[Any], headed: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = _place(tmp_path_factory) / "journal.jsonl"
-    path.write_bytes(lines_of([ABOUT, *parts] if headed else parts))
-    check_journal(path)
-
-
-def check_journal(path: Path) -> None:
-    """A file is refused in words that name it and loses no whole line, or it is gone on with."""
-    content = path.read_bytes()
-    notes = named(path, JournalError, lambda: Journal(path, ABOUT, patience_s=0))
-    if notes is None:
-        left = path.read_bytes()
-        assert content.startswith(left)
-        assert b"\n" not in content[len(left) :], "a whole line was cut"
-        return
-    with notes:
-        known = dict(notes.done)
-        notes.add(Completed(77, 5, [1, 2]))
-    with Journal(path, ABOUT, patience_s=0) as notes:
-        assert notes.done == {**known, 77: Completed(77, 5, [1, 2])}
-
-
-def test_a_journal_with_chunks_that_there_are_not(tmp_path: Path) -> None:
-    journal(tmp_path / "notes")
-    with (tmp_path / "notes").open("a") as file:
-        file.write("[9, 5, [1]]\n")
-    with pytest.raises(JournalError, match="names chunk 9 of 1 samples, which there cannot be"):
-        journal(tmp_path / "notes")
 
 
 # ---- files that are replaced --------------------------------------------------------------------

@@ -142,11 +142,10 @@ def test_cassandra_is_measured_where_it_is_installed(tmp_path: Path) -> None:
         cassandra_node.home()
     except cassandra_node.NotInstalled as error:
         pytest.skip(f"cassandra: {error}")
-    rows = ["--rows", "cassandra,ring,ingest"]
+    rows = ["--rows", "cassandra,ring"]
     assert remote.main(["--short", *rows, "--out", str(tmp_path)]) == 0
     check_page(tmp_path / "cassandra.md", 20, ["| driver |", "| torch, row by row |", "| minato |"])
     check_page(tmp_path / "ring.md", 5, ["| stopped | minato |"])
-    check_page(tmp_path / "ingest.md", 12, ["| lost | 0 |  |  |"])
 
 
 def test_what_is_missing_is_named(

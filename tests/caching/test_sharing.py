@@ -16,7 +16,6 @@ import pytest
 
 import minato
 from minato import _fork_safety
-from minato._support.lmdb_environments import one_at_a_time
 from minato.caching import DiskCache
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
@@ -137,7 +136,7 @@ def test_a_child_whose_fork_interrupts_a_write_goes_without_it(
     within, may_end = threading.Event(), threading.Event()
 
     def write() -> None:
-        with one_at_a_time(), cache._environment()._files.begin(write=True):
+        with disk._one_at_a_time(), cache._environment()._files.begin(write=True):
             within.set()
             may_end.wait(LIMIT_S)
 

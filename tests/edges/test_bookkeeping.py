@@ -24,15 +24,13 @@ from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato._support.hashes import fingerprint, index_hash
 from minato._support.pickling import check_picklable
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
-from minato.errors import MinatoError, MinatoWarning, NotPicklableError
+from minato.errors import MinatoWarning, NotPicklableError
 from minato.observe.epoch_log import EpochLog
 from minato.observe.observers import Observer, Observers
 from minato.observe.size import length_of
 from minato.observe.trace import EventFile, LoopTrack
 from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError
-from minato.sources.ingest import ingest
-from minato.sources.stores import open_store
 from minato.transforms.compose import Transforms
 from tests.datasets import Numbers, forked
 from tests.selection import mostly_slow
@@ -463,15 +461,8 @@ def decodes(fails: Fails, folder: Path) -> object:
     return Letters(None, fails, None)[0]
 
 
-def encodes(fails: Fails, folder: Path) -> object:
-    return ingest(
-        iter([1]), open_store(f"sqlite:{folder}/rows.db"), encode=fails, journal=folder / "journal"
-    )
-
-
 WRAPPED: dict[str, tuple[type[Exception], str, Callable[[Fails, Path], object]]] = {
     "decode": (SourceError, "cannot decode key 'a'", decodes),
-    "encode": (MinatoError, "with key 0 cannot be encoded", encodes),
     "a fingerprint": (TypeError, "has no fingerprint", lambda fails, _: fingerprint(fails)),
     "a pickle": (NotPicklableError, "^it cannot be", lambda fails, _: check_picklable("it", fails)),
     "a copy": (ValueError, "cannot be copied", lambda fails, _: independent(fails, None)),

@@ -580,11 +580,10 @@ def of_unpickled_memory_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
 
 def of_disk_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
     pytest.importorskip("lmdb")
-    from minato._support import lmdb_environments
-    from minato.caching.disk import DiskCache
+    from minato.caching import disk
 
-    cache = DiskCache(folder / "cache", 1 << 20)
-    return lmdb_environments._lock, lambda: keeps(cache)
+    cache = disk.DiskCache(folder / "cache", 1 << 20)
+    return disk._lock, lambda: keeps(cache)
 
 
 def keeps(cache: Any) -> bool:
@@ -609,17 +608,6 @@ def of_sqlite(folder: Path) -> tuple[Any, Callable[[], bool]]:
     connection.close()
     source = SQLite(folder / "rows.db", "rows")
     return source.connections._lock, lambda: source[0] == {"x": 9}
-
-
-def of_lmdb(folder: Path) -> tuple[Any, Callable[[], bool]]:
-    lmdb = pytest.importorskip("lmdb")
-    from minato._support import lmdb_environments
-    from minato.sources.lmdb import LMDB
-
-    with lmdb.open(str(folder / "db")) as environment, environment.begin(write=True) as writing:
-        writing.put(b"a", b"nine")
-    source = LMDB(folder / "db")
-    return lmdb_environments._lock, lambda: bytes(source[0]) == b"nine"
 
 
 def of_consumers(folder: Path) -> tuple[Any, Callable[[], bool]]:
@@ -648,7 +636,7 @@ LOCKS = {
     "_support.counters": [of_counters],
     "sources.parquet": [of_parquet],
     "sources.connections": [of_sqlite],
-    "_support.lmdb_environments": [of_lmdb, of_disk_cache],
+    "caching.disk": [of_disk_cache],
     "consumers": [of_consumers],
     "patching": [of_patch],
     "workers.process_pool": [of_worker_threads],

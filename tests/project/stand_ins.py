@@ -352,7 +352,6 @@ def _saved(array: Any) -> bytes:
 
 
 def _remote_data() -> dict[str, Any]:
-    _postgres()
     _s3()
     _cassandra()
     return {
@@ -364,27 +363,6 @@ def _remote_data() -> dict[str, Any]:
         "diagnoses": [number % 2 for number in range(64)],
         "patients": [number // 3 for number in range(64)],
     }
-
-
-def _postgres() -> None:
-    """The database of the page, at ``host=db``: libpq takes the address and the port from the environment."""
-    import psycopg
-
-    from tests.sources import servers
-
-    server, url = servers.postgres_server()
-    server.start()
-    atexit.register(servers.remove, server.folder)
-    atexit.register(server.stop)
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(f"CREATE ROLE reader LOGIN PASSWORD '{PASSWORD}'")
-        connection.execute("CREATE DATABASE scans OWNER reader")
-    port = url.rpartition(":")[2].partition("/")[0]
-    os.environ |= {"PGHOSTADDR": "127.0.0.1", "PGPORT": port, "DB_PASSWORD": PASSWORD}
-    with psycopg.connect("host=db dbname=scans user=reader", password=PASSWORD) as connection:
-        connection.execute("CREATE TABLE images (id BIGINT PRIMARY KEY, data BYTEA)")
-        for number, table in enumerate(Tables()[index] for index in range(len(Tables()))):
-            connection.execute("INSERT INTO images VALUES (%s, %s)", (number, _saved(table)))
 
 
 def _s3() -> None:
@@ -414,6 +392,8 @@ def _s3() -> None:
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     obstore.put(from_url("s3://bucket/shards"), "first.tar", to.getvalue())
+    for number in range(8):
+        obstore.put(from_url("s3://bucket/images"), f"{number}.npy", _saved(Tables()[number]))
 
 
 def _cassandra() -> None:
@@ -429,6 +409,7 @@ def _cassandra() -> None:
             return mock.MagicMock()
 
     cluster.Cluster = Unconnected
+    os.environ["DB_PASSWORD"] = PASSWORD
     shutil.copy(certifi.where(), "ca.pem")
 
 

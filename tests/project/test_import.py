@@ -97,7 +97,6 @@ ON_DEMAND = [
         "minato.caching",
         "minato.engine.caching",
         "minato.sources",
-        "minato.sources.ingest",
         "minato.cli.main",
     ),
     *("minato.patching", "minato.batching.padding", "minato.integrations.trainers", "accelerate"),

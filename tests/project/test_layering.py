@@ -5,7 +5,7 @@ everything. A stage knows the stages before it, ``_core``, and the statistics an
 stage. ``engine`` wires the stages, and knows nothing above it; only ``loader``, ``patching``, the package itself and
 the command line may import everything. ``ray`` is another kind of worker; ``shared_pool`` serves batches of an engine
 to other processes. ``consumers`` knows the iterator of a loader and devices. ``caching``, ``integrations`` and
-``sources`` know no stage; of these, only ``sources.ingest`` uses the loader. ``sharing`` and ``_support`` know
+``sources`` know no stage. ``sharing`` and ``_support`` know
 ``_core``. Imports stand at the top of a module, but for the few parts that load others of minato when they are first
 used, and for the packages of extras.
 """
@@ -132,9 +132,6 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
     """Broken rules of one module, each with its line."""
     part = module.split(".")[1] if "." in module else "__init__"
     may = allowed(part)
-    ingests = module == "minato.sources.ingest"
-    if ingests:
-        may = {"sources", "loader", *COMMON}
     name = module.split(".")[2] if module.count(".") > 1 else ""
     broken = []
     for imported in imports_of(source, module, is_package=is_package):
@@ -147,8 +144,6 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
                 and parts[1] not in RECORDED
             ):
                 broken.append(f"line {imported.line}: {part} must not import {imported.module}")
-            if rest.startswith("sources.ingest") and part == "sources" and not ingests:
-                broken.append(f"line {imported.line}: {module} must not import {imported.module}")
             if imported.in_function and part not in ON_DEMAND:
                 broken.append(f"line {imported.line}: {imported.module} imported in a function")
         elif imported.in_function and top not in OPTIONAL:
@@ -203,7 +198,6 @@ def test_every_folder_is_a_known_part() -> None:
         ("minato.scheduling.order", "if TYPE_CHECKING:\n    from minato.workers import worker"),
         ("minato.engine.factory", "from minato.shared_pool import session"),
         ("minato.engine.spec", "if TYPE_CHECKING:\n    from minato import loader"),
-        ("minato.sources.sql", "from minato.sources.ingest import ingest"),
         ("minato.sources.sql", "from minato import loader"),
         ("minato.errors", "from minato.transforms import chain"),
         ("minato._support.files", "from minato.loader import DataLoader"),
@@ -226,7 +220,6 @@ def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
             "minato.delivery.lease",
             "from minato import errors\nfrom minato.observe import size",
         ),
-        ("minato.sources.ingest", "from minato import loader\nfrom minato.sources import sql"),
         ("minato.observe.text", "def show():\n    import rich.table"),
         ("minato.observe.report", "from minato.observe import epoch_log"),
         (

@@ -45,7 +45,7 @@ NEEDS = {
     "docs/how-to/caches.md": ("lmdb",),
     "docs/how-to/metrics.md": ("lightning", "transformers", "pandas"),
     "docs/how-to/photos.md": ("PIL",),
-    "docs/how-to/remote-data.md": ("cassandra", "obstore", "pgserver", "psycopg", "weed"),
+    "docs/how-to/remote-data.md": ("cassandra", "obstore", "redis", "weed"),
     "docs/how-to/several-machines.md": ("ray",),
     "docs/how-to/trainers.md": ("accelerate", "lightning", "transformers"),
 }

@@ -113,70 +113,6 @@ def sqlite(folder: Path, _: ExitStack) -> Kind:
     return Kind("sqlite", lambda **given: SQLite(path, "samples", **given), same, of_row)
 
 
-def postgres(folder: Path, stack: ExitStack) -> Kind:
-    import psycopg
-
-    from minato.sources.connections import Env
-    from minato.sources.postgres import Postgres
-
-    server, url = servers.postgres_server()
-    stack.callback(servers.remove, server.folder)
-    stack.callback(server.stop)
-    server.start()
-    with psycopg.connect(url) as connection:
-        connection.execute("CREATE TABLE samples (id BIGINT PRIMARY KEY, label BIGINT, x BYTEA)")
-        with connection.cursor() as cursor:
-            rows = [(i, i, features(i).tobytes()) for i in range(COUNT)]
-            cursor.executemany("INSERT INTO samples VALUES (%s, %s, %s)", rows)
-    plain = url.replace(f":{servers.PASSWORD}@", "@")
-
-    def make_with(variable: str, **given: Any) -> Any:
-        return Postgres(plain, "samples", password=Env(variable), **given)
-
-    return Kind(
-        "postgres",
-        lambda **given: Postgres(url, "samples", **given),
-        same,
-        of_row,
-        server,
-        make_with,
-    )
-
-
-def redis(folder: Path, stack: ExitStack) -> Kind:
-    import redis
-
-    from minato.sources.connections import Env
-    from minato.sources.redis import Redis
-
-    server, url = servers.redis_server(folder)
-    stack.callback(server.stop)
-    server.start()
-    with redis.Redis.from_url(url) as client:
-        client.mset({"train/" + name_of(i): record(i) for i in range(COUNT)})
-        client.set("other", b"")
-    plain = url.replace(f":{servers.PASSWORD}@", "")
-
-    def make_with(variable: str, **given: Any) -> Any:
-        return Redis(plain, "train/", password=Env(variable), **given)
-
-    return Kind(
-        "redis", lambda **given: Redis(url, "train/", **given), name_of, of_bytes, server, make_with
-    )
-
-
-def lmdb(folder: Path, _: ExitStack) -> Kind:
-    import lmdb
-
-    from minato.sources.lmdb import LMDB
-
-    path = folder / "lmdb"
-    with lmdb.open(str(path), map_size=1 << 22) as environment, environment.begin(write=True) as to:
-        for i in range(COUNT):
-            to.put(bytes_of(i), record(i))
-    return Kind("lmdb", lambda **given: LMDB(path, **given), bytes_of, of_bytes)
-
-
 def cassandra(folder: Path, stack: ExitStack) -> Kind:
     """One node of our own."""
     server, settings = servers.cassandra_server(folder)
@@ -291,9 +227,6 @@ def tar_of(numbers: Sequence[int]) -> bytes:
     return to.getvalue()
 
 
-KINDS = {
-    make.__name__: make
-    for make in (sqlite, lmdb, parquet, folder, files, redis, postgres, cassandra, s3)
-}
+KINDS = {make.__name__: make for make in (sqlite, parquet, folder, files, cassandra, s3)}
 if os.environ.get("MINATO_TEST_CASSANDRA"):
     KINDS["cassandra_cluster"] = cassandra_cluster

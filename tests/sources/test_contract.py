@@ -19,13 +19,11 @@ from minato.sources.base import MissingKey, Retry, SourceError
 from tests.sources import servers
 from tests.sources.kinds import COUNT, KINDS, Kind, features
 
-SERVED = ["redis", "postgres", "cassandra", "s3"]
+SERVED = ["cassandra", "s3"]
 STARTS_SLOWLY = pytest.param("cassandra", marks=pytest.mark.slow)
 every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
 every_served_kind = pytest.mark.parametrize("kind", SERVED, indirect=True)
-every_restarted_kind = pytest.mark.parametrize(
-    "kind", ["redis", "postgres", STARTS_SLOWLY, "s3"], indirect=True
-)
+every_restarted_kind = pytest.mark.parametrize("kind", [STARTS_SLOWLY, "s3"], indirect=True)
 
 
 def check(batches: list[Any], expected: list[int]) -> None:
