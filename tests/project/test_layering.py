@@ -156,20 +156,20 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=dotted)
-def test_imports_follow_the_data(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert violations(source, dotted(path), is_package=path.name == "__init__.py") == []
+def test_imports_follow_the_data() -> None:
+    broken = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        source, is_package = path.read_text(encoding="utf-8"), path.name == "__init__.py"
+        if found := violations(source, dotted(path), is_package=is_package):
+            broken[dotted(path)] = found
+    assert broken == {}
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd")]), ids=lambda path: path.name
-)
-def test_cython_imports_only_the_core(path: Path) -> None:
-    names = re.findall(
-        r"^\s*(?:from|c?import)\s+(minato[\w.]*)", path.read_text("utf-8"), re.MULTILINE
-    )
-    assert [name for name in names if not name.startswith("minato._core")] == []
+def test_cython_imports_only_the_core() -> None:
+    imports = re.compile(r"^\s*(?:from|c?import)\s+(minato[\w.]*)", re.MULTILINE)
+    for path in (*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd")):
+        names = imports.findall(path.read_text("utf-8"))
+        assert [name for name in names if not name.startswith("minato._core")] == [], path
 
 
 def test_every_folder_is_a_known_part() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -27,8 +28,14 @@ def relative(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(parse(path))]
 
 
 def exported(tree: ast.Module) -> list[str] | None:
@@ -62,15 +69,14 @@ PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 """Names that Python documents in spite of the underscore."""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_functions_take_few_parameters(path: Path) -> None:
-    long = {
-        node.name
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and len(parameters(node)) > MOST_PARAMETERS
-    }
-    assert long == LONG.get(relative(path), set())
+def test_functions_take_few_parameters() -> None:
+    long: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for node in nodes(path):
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_function and len(parameters(node)) > MOST_PARAMETERS:
+                long.setdefault(relative(path), set()).add(node.name)
+    assert long == LONG
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
@@ -79,58 +85,62 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return [name for name in names if name not in ("self", "cls")]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_modules_import_few_others(path: Path) -> None:
-    if relative(path) in WIRING or path.parent.name == "engine":
-        return
-    imported = {
-        node.module
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minato")
-    }
-    assert len(imported) <= MOST_IMPORTS
+def test_modules_import_few_others() -> None:
+    def imported(path: Path) -> set[str]:
+        found = {node.module or "" for node in nodes(path) if isinstance(node, ast.ImportFrom)}
+        return {module for module in found if module.startswith("minato")}
+
+    others = [path for path in SOURCES if path.parent.name != "engine"]
+    crowded = {relative(path) for path in others if len(imported(path)) > MOST_IMPORTS}
+    assert crowded <= WIRING
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_private_attributes_stay_in_their_module(path: Path) -> None:
-    if relative(path) in QUARANTINED:
-        return
-    tree = parse(path)
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+def test_private_attributes_stay_in_their_module() -> None:
+    reached = {relative(path): found for path in SOURCES if (found := reached_from(path))}
+    assert {name: found for name, found in reached.items() if name not in QUARANTINED} == {}
+
+
+def reached_from(path: Path) -> set[str]:
+    """Private attributes that a module uses and does not define."""
+    tree = nodes(path)
+    own = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {
         node.target.id
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = [node for node in tree if isinstance(node, ast.Attribute)]
     own |= {node.attr for node in used if is_self(node.value)}
-    reached = {
+    return {
         ast.unparse(node)
         for node in used
         if re.match("_[a-z]", node.attr)
         and not is_self(node.value)
         and node.attr not in own | PYTHONS
     }
-    assert reached == set()
 
 
 def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_all_is_sorted_and_defined(path: Path) -> None:
-    tree = parse(path)
-    names = exported(tree)
-    defines = any(isinstance(node, ast.ClassDef | ast.FunctionDef) for node in tree.body)
-    if defines and (path.name == "__init__.py" or not path.name.startswith("_")):
-        assert names is not None, "a module that defines something says what of it is public"
-    assert names is None or names == sorted(set(names), key=rank)
+def test_all_is_sorted_and_defined() -> None:
+    """A module that defines something says what of it is public."""
+    for path in SOURCES:
+        body, names = parse(path).body, exported(parse(path))
+        defines = any(isinstance(node, ast.ClassDef | ast.FunctionDef) for node in body)
+        if defines and (path.name == "__init__.py" or not path.name.startswith("_")):
+            assert names is not None, relative(path)
+        assert names is None or names == sorted(set(names), key=rank), relative(path)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_public_names_have_docstrings(path: Path) -> None:
-    tree = parse(path)
+def test_public_names_have_docstrings() -> None:
+    missing = {relative(path): names for path in SOURCES if (names := undocumented(parse(path)))}
+    assert missing == {}
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """Public things of a module that have no docstring."""
     public = exported(tree) or []
     missing = [] if ast.get_docstring(tree) or not tree.body else ["the module"]
     for node in tree.body:
@@ -146,7 +156,7 @@ def test_public_names_have_docstrings(path: Path) -> None:
                     and not ast.get_docstring(method)
                     and not is_override(method)
                 ]
-    assert missing == []
+    return missing
 
 
 def is_override(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -286,7 +296,7 @@ def test_cython_has_no_performance_hint(tmp_path: Path) -> None:
 
 def calls_of(path: Path) -> Iterator[tuple[str, ast.Call]]:
     """What a module calls, as it is written there."""
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
 
@@ -310,7 +320,7 @@ def test_what_is_unpickled_is_known() -> None:
     } | {
         relative(path)
         for path in SOURCES
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "pickle.loads"
     }
     assert found == named
