@@ -16,6 +16,7 @@ try:
     from minato._core import implementation
     from minato._version import __version__
     from minato.errors import (
+        SKIP,
         CoverageError,
         ErrorBudgetError,
         MinatoError,
@@ -42,7 +43,7 @@ try:
     )
     from minato.sampling.cost_batches import CostBatchSampler
     from minato.transforms.rng import numpy_rng, python_rng, torch_rng
-    from minato.workers.error_policy import SKIP, SampleFailure
+    from minato.workers.error_policy import SampleFailure
 
     if _compat.in_starting_child():
         gc.freeze()  # what was imported is no garbage, and a worker imports more

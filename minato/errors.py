@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
+from enum import Enum
 from pickle import PicklingError
-from typing import NoReturn
+from typing import Final, NoReturn
 
 __all__ = [
+    "SKIP",
     "CoverageError",
     "ErrorBudgetError",
     "MinatoError",
@@ -52,6 +54,17 @@ class SampleTimeoutError(MinatoError, TimeoutError):
 
 class WorkerDiedError(MinatoError, RuntimeError):
     """A sample ended every worker that ran it."""
+
+
+class _Skip(Enum):
+    SKIP = "skip"
+
+    def __repr__(self) -> str:
+        return "minato.SKIP"
+
+
+SKIP: Final = _Skip.SKIP
+"""An ``on_error`` function returns it to skip the sample."""
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from minato._compat import ExceptionWrapper
 from minato._core import WorkerLedger
 from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
 from minato._support.pickling import Purpose
 from minato._support.text import text_of
-from minato.batching.sample_error import SampleError
+from minato.batching.sample_error import ErrorTransport, SampleError
 from minato.batching.serialization import Store
 from minato.errors import not_the_end
-from minato.workers.runner import Kinds
 
-__all__ = ["BlobWriter", "GetState", "Unsendable", "WriterSettings"]
+__all__ = ["BlobWriter", "GetState", "Unsendable"]
 
 GetState = Callable[[], Any]
 """Returns the state of the worker's dataset."""
-
-
-class WriterSettings(NamedTuple):
-    """Settings of one worker's writer.
-
-    Attributes:
-        collate_fn: Called with the list of samples, or with the sample if ``auto_collation`` is off.
-        auto_collation: Whether the loader has a batch size.
-        describe_error: Returns the exception that the training loop gets for one that is being handled.
-        catches: Returns which exceptions of ``collate_fn`` do not end the worker.
-    """
-
-    collate_fn: Callable[[Any], Any]
-    auto_collation: bool
-    describe_error: Callable[[BaseException], ExceptionWrapper | BaseException]
-    catches: Callable[[], Kinds] = lambda: (Exception,)
 
 
 class Unsendable:
@@ -55,14 +37,16 @@ class BlobWriter:
     """Puts objects of a batch into the store, and attaches them to the batch's places in the ledger.
 
     Args:
-        settings: Settings of the worker's writer.
         ledger: The worker's end: holds the places.
         store: Holds the objects.
+        errors: How exceptions get to the training loop.
+
+    Attributes:
+        errors: The same.
     """
 
-    def __init__(self, settings: WriterSettings, ledger: WorkerLedger, store: Store) -> None:
-        self._describe_error = settings.describe_error
-        self._catches = settings.catches
+    def __init__(self, ledger: WorkerLedger, store: Store, errors: ErrorTransport) -> None:
+        self.errors = errors
         self._ledger = ledger
         self._store = store
 
@@ -70,8 +54,8 @@ class BlobWriter:
         """Attach an object to a place; if it cannot be pickled, the error that says so."""
         try:
             offset, nbytes = self.put(batch, value, kind)
-        except self._catches() as error:
-            told = value.error if isinstance(value, SampleError) else self._describe_error(error)
+        except self.errors.kinds as error:
+            told = value.error if isinstance(value, SampleError) else self.errors.wrap(error)
             offset, nbytes = self.put_error(batch, SampleError(told), ERROR_BLOB)
             kind = ERROR_BLOB
         self._ledger.attach(place, offset | kind, nbytes)
@@ -93,8 +77,8 @@ class BlobWriter:
                 offset, nbytes = self.put(batch, sample, SAMPLE_BLOB)
                 self._ledger.attach(place, offset | SAMPLE_BLOB, nbytes)
                 return True
-            except self._catches() as error:
-                failure = SampleError(self._describe_error(error))
+            except self.errors.kinds as error:
+                failure = SampleError(self.errors.wrap(error))
         offset, nbytes = self.put_error(batch, Unsendable(index, failure), SAMPLE_BLOB)
         self._ledger.attach(place, offset | (SAMPLE_BLOB if offset else ERROR_BLOB), nbytes)
         return False
@@ -106,7 +90,7 @@ class BlobWriter:
         if isinstance(error, StopIteration):
             source = "a batch" if index is None else f"the sample with index {text_of(index)}"
             error = not_the_end(source, error)
-        described = self._describe_error(error)
+        described = self.errors.wrap(error)
         if state is not None:
             with suppress(Exception):  # without the state if it cannot be pickled
                 offset, nbytes = self._put_state(
@@ -150,5 +134,5 @@ class BlobWriter:
         try:
             return self.put(batch, wrap((self._ledger.number, state())), kind)
         except Exception as error:
-            failed = wrap((self._ledger.number, self._describe_error(error)))
+            failed = wrap((self._ledger.number, self.errors.wrap(error)))
             return self.put_error(batch, failed, kind)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_collate
 
-from minato._compat import collate_in_own_memory
 from minato.batching.arena import Arena, Slot
+from minato.batching.collate import Collate
 from minato.batching.layout import Layout
-from minato.workers.fetch import Rows
+from minato.batching.rows import Rows
 
 __all__ = ["BatchBuilder"]
 
@@ -29,8 +28,7 @@ class BatchBuilder:
 
     Args:
         arena: Memory of large batches, which later batches use again.
-        collate_fn: Called with the list of samples, or with the sample if ``batched`` is false.
-        batched: Whether the loader has a batch size.
+        collate: The loader's ``collate_fn``.
 
     Attributes:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
@@ -38,14 +36,11 @@ class BatchBuilder:
         nbytes: Bytes of the last batch that was built in fields; 0 for any other.
     """
 
-    def __init__(self, arena: Arena, collate_fn: Callable[[Any], Any], batched: bool) -> None:
-        by_default = collate_fn is default_collate
-        self.collates = not (by_default and batched)
-        self.draws = not (by_default or collate_fn is default_convert)
+    def __init__(self, arena: Arena, collate: Collate) -> None:
+        self.collates, self.draws = collate.is_own, collate.draws
         self.nbytes = 0
         self._arena = arena
-        self._batched = batched
-        self._collate_fn = collate_in_own_memory if by_default else collate_fn
+        self._collate_fn = collate
         self._last: Layout | None = None
         self._slot: Slot | None = None
         self._last_slot: Slot | None = None
@@ -112,9 +107,9 @@ class BatchBuilder:
         return layout.batch(memory, 0, count, ())
 
     def collate(self, samples: Any) -> Any:
-        """What ``collate_fn`` makes of the samples."""
+        """The batch that ``collate_fn`` makes of the samples."""
         self.nbytes = 0
-        return self._collate_fn(samples if self._batched else samples[0])
+        return self._collate_fn(samples)
 
     def _slot_for(self, nbytes: int) -> Slot | None:
         """The slot that a batch is built in; None: it gets memory of its own."""

@@ -18,6 +18,7 @@ from minato._core import Packer, WorkerLedger
 from minato._core.sample_spec import flatten, placed
 from minato._core.segment import Segment
 from minato.batching.pinned_slots import Slot
+from minato.batching.rows import Rows
 from minato.batching.sample_spec import (
     CHANNELS_NDIMS,
     NUMPY_DTYPES,
@@ -28,7 +29,6 @@ from minato.batching.sample_spec import (
     rules_hold,
 )
 from minato.batching.serialization import damaged
-from minato.workers.fetch import Rows
 
 __all__ = ["Layout", "LayoutRecord", "read_layout", "share_layout"]
 

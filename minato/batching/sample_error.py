@@ -6,7 +6,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from minato._compat import ExceptionWrapper
 from minato._core.limits import slot_overflow
@@ -15,7 +15,35 @@ from minato.batching.pinned_slots import Slot
 from minato.batching.serialization import damaged
 from minato.errors import add_note
 
-__all__ = ["SampleError", "exception_of", "raise_sample_error", "slot_overflow_error", "wrapped"]
+__all__ = [
+    "AS_RAISED",
+    "ErrorTransport",
+    "Kinds",
+    "SampleError",
+    "exception_of",
+    "raise_sample_error",
+    "slot_overflow_error",
+    "wrapped",
+]
+
+Kinds: TypeAlias = tuple[type[BaseException], ...]
+"""Exceptions, by their classes."""
+
+
+class ErrorTransport(NamedTuple):
+    """How the exceptions of a worker get to the training loop.
+
+    Attributes:
+        kinds: The exceptions of samples and ``collate_fn`` that do not end the worker.
+        wrap: Returns the exception that ``next()`` raises for one that is being handled, or torch's wrapper of it.
+    """
+
+    kinds: Kinds = (Exception,)
+    wrap: Callable[[BaseException], ExceptionWrapper | BaseException] = lambda error: error
+
+
+AS_RAISED = ErrorTransport()
+"""Exceptions stay what they are, and all but Exception end the worker."""
 
 
 class _Travelling(ExceptionWrapper):

@@ -6,17 +6,16 @@ import itertools
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from minato._core import Ledger
 from minato._core.segment import Segment
 from minato._support.pickling import Purpose, dumps
 
-__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged", "stored_indices"]
+__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged"]
 
 Allocate = Callable[[int], int]
 """Allocates a number of bytes; returns their arena offset, a multiple of 64."""
@@ -47,7 +46,16 @@ def damaged(subject: str) -> DamagedError:
 
 
 class Store(ABC):
-    """Holds objects between the worker that makes them and the process that collates or returns them."""
+    """The memory of batches: their fields, and the objects that are in no field.
+
+    A worker puts objects here, and the process that collates or returns the batch gets them.
+
+    Args:
+        segment: Memory of the arena, an attribute too.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
 
     @abstractmethod
     def put(
@@ -80,9 +88,6 @@ class Store(ABC):
 class SharedStore(Store):
     """Pickles objects into the arena, for workers in other processes."""
 
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-
     def put(
         self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
@@ -98,7 +103,7 @@ class SharedStore(Store):
             end = _aligned(end + raw.nbytes)
         holes = [(starts[i], sizes[i]) for i in payloads]
         offset = allocate(end)
-        memory = self._segment.array[offset : offset + end]
+        memory = self.segment.array[offset : offset + end]
         for i, span in enumerate((*spans, *holes)):
             _SPAN.pack_into(memory, _HEAD.size + i * _SPAN.size, *span)
         begins = (*starts[:-1], *(start for start, _ in spans[1:]))
@@ -114,7 +119,7 @@ class SharedStore(Store):
         Raises:
             DamagedError: The memory does not hold an object of this kind. It is not unpickled.
         """
-        memory = self._segment.array[offset : offset + nbytes]
+        memory = self.segment.array[offset : offset + nbytes]
         whole = memoryview(memory)
         (start, size), *arrays = _checked(whole, kind)
         data = whole[start : start + size]
@@ -180,7 +185,8 @@ def _spanning(lease: np.ndarray[Any, Any], memory: np.ndarray[Any, Any]) -> memo
 class LocalStore(Store):
     """Passes objects by reference, for workers in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment)
         self._values: dict[int, Any] = {}
         # Threads get different ones, without a lock that an interruption could leave held.
         self._offsets = itertools.count(_ALIGNMENT, _ALIGNMENT)
@@ -204,14 +210,3 @@ class LocalStore(Store):
     def drop(self, offset: int) -> None:
         """Remove an object; no ``get`` will fetch it."""
         self._values.pop(offset, None)
-
-
-def stored_indices(ledger: Ledger, store: Store, batch: int, k: int, count: int) -> Sequence[Any]:
-    """Return the sampler's indices of samples k … k + count - 1 of a batch."""
-    record = ledger.describe(batch)
-    offset, nbytes = record.indices_offset, record.indices_nbytes
-    if not offset:
-        return ledger.indices(batch, k, count)
-    indices: Sequence[Any] = store.peek(offset, nbytes)
-    # All of them stay in the sampler's own container.
-    return indices if k == 0 and count >= len(indices) else list(indices)[k : k + count]

@@ -1,26 +1,25 @@
-"""Writes the samples of one worker into batches: each to its place, with one copy."""
+"""Results of a worker on their way into batches: it writes one, fills its place and publishes its batch in one act."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from torch.utils.data import default_collate
-
 from minato._core import Packer, WorkerLedger, now_ns
-from minato._core.codes import MUST_COLLATE, TEXT_BLOB
-from minato._core.segment import Segment
-from minato.batching.blobs import BlobWriter, GetState, WriterSettings
+from minato._core.codes import MUST_COLLATE, SKIP_BLOB, TEXT_BLOB
+from minato.batching.blobs import BlobWriter, GetState
+from minato.batching.collate import BatchCollator, Collate, RunAgain
+from minato.batching.handover import Handover, are_plain
 from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layout
-from minato.batching.plain import are_plain
-from minato.batching.publish import BatchPublisher, Bind, RunAgain
+from minato.batching.rows import Rows
+from minato.batching.sample_error import AS_RAISED, ErrorTransport
 from minato.batching.serialization import DamagedError, Store
+from minato.errors import SKIP
 from minato.observe.tracer import NULL_TRACER, Tracer
-from minato.scheduling.handover import Handover
-from minato.workers.fetch import Rows
 
-__all__ = ["BatchWriter", "WriterSettings"]
+__all__ = ["BatchWriter"]
 
 
 class _Fields(NamedTuple):
@@ -31,6 +30,7 @@ class _Fields(NamedTuple):
         layout: Layout of the samples.
         packer: Copies a sample into the fields.
         offset: Arena offset of the fields, in bytes.
+        first: Place of sample 0.
         num_samples: Number of samples that the fields are for.
     """
 
@@ -38,53 +38,57 @@ class _Fields(NamedTuple):
     layout: Layout
     packer: Packer
     offset: int
+    first: int
     num_samples: int
 
 
 class BatchWriter:
-    """Writes samples, errors and collated batches of one worker.
+    """Delivers samples, errors and collated batches of one worker.
 
     A sample that fits the batch's layout is copied into the fields, once. Any other sample goes to the store as an
-    object; then the worker that completes the batch collates it by torch's rules.
+    object; then the worker that completes the batch collates it by torch's rules. The worker that fills the last place
+    of a batch publishes it: the ledger does so by itself where all samples are in the fields, or a collated result was
+    set before.
 
     Args:
-        settings: Settings of the worker's writer.
         ledger: The worker's end: holds the batches.
-        segment: Memory of the arena.
-        store: Holds objects.
+        store: Memory of the batches.
+        collate: The loader's ``collate_fn``.
+        errors: How exceptions get to the training loop.
+        run_again: Runs samples that do not arrive here as they are; None: this process runs no samples.
         handover: What is known of samples that go from one worker to another; None: they go as they are.
+        skips: Whether samples may be skipped: then SKIP stands for one.
         tracer: Records copies and collations.
 
     Attributes:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
         handover_ns: What it takes to store one sample for the worker that collates its batch; 0: not measured yet.
+        indices: The indices of the batches.
     """
 
     def __init__(
         self,
-        settings: WriterSettings,
-        *,
         ledger: WorkerLedger,
-        segment: Segment,
         store: Store,
+        collate: Collate,
+        *,
+        errors: ErrorTransport = AS_RAISED,
+        run_again: RunAgain | None = None,
         handover: Handover | None = None,
+        skips: bool = False,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
-        self.collates = settings.collate_fn is not default_collate or not settings.auto_collation
+        self.collates = collate.is_own
         self.handover_ns = 0.0
         self._ledger = ledger
-        self._segment = segment
-        self._tracer = tracer
+        self._store = store
+        self._segment = store.segment
         self._handover = handover
-        self._blobs = BlobWriter(settings, ledger, store)
-        self._publisher = BatchPublisher(
-            settings,
-            ledger=ledger,
-            segment=segment,
-            store=store,
-            blobs=self._blobs,
-            tracer=tracer,
-        )
+        self._skips = skips
+        self._tracer = tracer
+        self._blobs = BlobWriter(ledger, store, errors)
+        self._collator = BatchCollator(collate, ledger, store, self._blobs, run_again)
+        self.indices = self._collator.indices
         self._open: dict[int, _Fields] = {}
         self._last: Layout | None = None
 
@@ -93,77 +97,46 @@ class BatchWriter:
         """Whether the worker that runs the samples of a batch must collate them: then it claims whole batches."""
         return self._handover is not None and self._handover.keeps_batches
 
-    def note_types(self, samples: list[Any]) -> None:
-        """Find out from the samples of a whole batch whether those of others may be handed over."""
-        handover = self._handover
-        if handover is not None and handover.answer is None:
-            handover.settle(are_plain(samples))
+    # ---- results of samples
 
-    @property
-    def bind(self) -> Bind:
-        """Function that binds randomness to a batch while its samples are collated; the worker sets it."""
-        return self._publisher.bind
-
-    @bind.setter
-    def bind(self, bind: Bind) -> None:
-        self._publisher.bind = bind
-
-    @property
-    def run_again(self) -> RunAgain:
-        """Function that runs samples again which could not be pickled; the worker sets it."""
-        return self._publisher.run_again
-
-    @run_again.setter
-    def run_again(self, run_again: RunAgain) -> None:
-        self._publisher.run_again = run_again
-
-    def write_run(
+    def deliver(
         self,
         batch: int,
         k: int,
-        place: int,
+        indices: Sequence[Any],
         samples: list[Any],
-        indices: Sequence[Any] = (),
+        error: BaseException | None = None,
+        *,
         whole: bool = False,
+        state: GetState | None = None,
     ) -> None:
-        """Write samples k, k + 1, … of a batch, whose places follow one another from ``place`` on.
-
-        The caller then fills the places.
+        """Deliver samples k, k+1, … of a batch to their own places.
 
         Args:
-            indices: Theirs; of use only where another worker may have to run them again.
-            whole: They are all samples of the batch: those that have no place in its fields are collated at once.
+            indices: Of the samples, and of those that were not run because one before them raised.
+            error: Exception of the sample after these.
+            whole: They are all samples of the batch: if they do not fit its fields, they are collated at once.
+            state: Returns the state of the worker's dataset, which goes with the batch; None: there is none.
         """
-        start_ns = self._tracer.now()
-        try:
-            fields = None if self.collates else self._fields(batch, samples[0])
-        except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
-            self.write_error(batch, place, error, None)
-        else:
-            if fields is None and whole:
-                self._publisher.set_collated(batch, samples)
-            elif fields is None:
-                begun_ns = now_ns()
-                self._attach(batch, place, samples, indices)
-                self._note_handover((now_ns() - begun_ns) / len(samples))
-            elif len(samples) == 1 or not self._pack_run(fields, k, samples):
-                address = self._segment.address + fields.offset
-                for i, sample in enumerate(samples):
-                    texts = fields.packer.pack(sample, address, k + i)
-                    if texts is None and whole:
-                        self._publisher.set_collated(batch, samples)
-                        break
-                    if texts is None:
-                        self._attach(batch, place + i, [sample], indices[i : i + 1])
-                    elif texts:
-                        self._blobs.attach(batch, place + i, texts, TEXT_BLOB)
-        self._tracer.slice("copy", start_ns)
+        if error is not None:
+            self._deliver_error(batch, k, indices, samples, error, state)
+            return
+        has_skipped = self._skips and any(map(_is_skipped, samples))
+        in_one = whole and (self.collates or has_skipped or state is not None)
+        if in_one:
+            self._set_result(batch, samples, state)
+        if has_skipped:
+            self._fill_all(batch, k, samples, None if in_one else indices)
+            return
+        if not in_one:
+            self._write(batch, k, indices, samples, whole)
+        self._fill(batch, k, len(samples))
 
-    def write_rows(self, batch: int, k: int, rows: Rows) -> bool:
-        """Copy rows to the places from sample k of a batch on; the caller then fills the places.
+    def deliver_rows(self, batch: int, k: int, rows: Rows) -> bool:
+        """Deliver rows to the places from sample k of a batch on.
 
         Returns:
-            False if the samples must be written one by one, which may also be faster.
+            False if the samples must be delivered one by one, which may also be faster.
         """
         start_ns = self._tracer.now()
         try:
@@ -172,89 +145,244 @@ class BatchWriter:
             return False
         if fields is None or not fields.packer.fits(rows.first):
             return False
-        _, layout, _, offset, count = fields
-        layout.gather(self._segment.array, offset, count, k, rows)
+        fields.layout.gather(self._segment.array, fields.offset, fields.num_samples, k, rows)
         self._tracer.slice("copy", start_ns)
+        self._fill(batch, k, rows.size)
         return True
 
-    def write_batch(
-        self, batch: int, samples: list[Any], state: tuple[int, GetState] | None = None
+    def deliver_free(
+        self,
+        position: int,
+        index: object,
+        sample: object,
+        error: BaseException | None = None,
+        *,
+        slow: bool = False,
+        collates: bool = True,
     ) -> None:
-        """Write a whole batch that has one place for any number of samples; the caller then fills the place.
+        """Deliver a sample, or the error that it raised, to a free place of any batch.
 
         Args:
-            state: As for :meth:`write_collated`.
+            position: Of the sample in the ledger.
+            slow: It goes to the newest batch, where it has no place yet.
+            collates: Whether a batch that is full then is collated here; otherwise another worker finds it.
         """
-        start_ns, packed = self._tracer.now(), False
-        if not self.collates:
-            layout = self._infer(samples[0])
-            with suppress(
-                MemoryError
-            ):  # the collated batch does not fit either, and becomes an error
-                if layout is not None and self._pack_all(batch, layout, samples):
-                    if state is not None:
-                        self._blobs.attach_state(batch, *state)
-                    packed = True
-        if not packed:
-            self._publisher.set_collated(
-                batch, samples, state=state, name="a batch of the iterable dataset"
-            )
-        self._tracer.slice("copy", start_ns)
+        if sample is SKIP:
+            batch, outcome = self._ledger.skip(position)
+        else:
+            place, batch, k = self._ledger.reserve(position, slow)
+            if error is None:
+                self._write(batch, k, [index], [sample])
+            else:
+                self._blobs.attach_error(batch, place, error, index, None)
+            outcome = self._ledger.fill(position, place)
+        if collates:
+            self._publish(batch, outcome)
 
-    def write_end(self, batch: int, place: int, state: GetState | None) -> None:
-        """Write at a batch's one place that the worker has no more data.
+    # ---- results of whole batches
 
-        Args:
-            state: Returns the state of the worker's dataset; None without one.
-        """
-        self._blobs.attach_end(batch, place, state)
-
-    def write_error(
+    def deliver_list(
         self,
         batch: int,
-        place: int,
-        error: BaseException,
-        index: object,
+        indices: Sequence[Any],
+        result: Any,
+        error: BaseException | None = None,
         state: GetState | None = None,
     ) -> None:
-        """Write the exception of a sample at its place; the caller then fills the place.
+        """Deliver a whole batch that one call of the dataset has returned, which may be any object."""
+        record = self._ledger.describe(batch)
+        count = record.count
+        if error is not None:
+            self._blobs.attach_error(batch, record.first, error, indices, state)
+        elif state is not None:
+            self._collate(batch, result, state=state)
+        elif self.collates or type(result) is not list or len(result) != count:
+            self._note_types(result)
+            self._collate(batch, result)
+        else:
+            self._write(batch, 0, indices, result, whole=True)
+        self._fill(batch, 0, count)
 
-        Args:
-            index: The sample's index in the dataset; None for a batch.
-            state: Returns the state of the worker's dataset; None without one.
-        """
-        self._blobs.attach_error(batch, place, error, index, state)
-
-    def write_collated(
+    def deliver_stream(
         self,
         batch: int,
         samples: list[Any],
-        skipped: Sequence[int] = (),
-        state: tuple[int, GetState] | None = None,
+        error: BaseException | None = None,
+        state: GetState | None = None,
     ) -> None:
-        """Collate a batch of which this worker has all samples (see :meth:`BatchPublisher.set_collated`)."""
-        self._publisher.set_collated(batch, samples, skipped=skipped, state=state)
+        """Deliver a batch of a stream, which has one place for any number of samples."""
+        start_ns = self._tracer.now()
+        if error is not None:
+            first = self._ledger.describe(batch).first
+            self._blobs.attach_error(batch, first, error, None, state)
+        elif not self._packs_all(batch, samples):
+            self._collate(batch, samples, state=state, name="a batch of the iterable dataset")
+        elif state is not None:
+            self._blobs.attach_state(batch, self._ledger.describe(batch).first, state)
+        if error is None:
+            self._tracer.slice("copy", start_ns)
+        self._fill(batch, 0, 1)
 
-    def write_skipped(self, batch: int, skipped: Sequence[int]) -> None:
-        """Write that all samples of a batch are skipped; the caller then fills their places, ``skipped``."""
-        self._publisher.set_skipped(batch, skipped)
+    def deliver_end(self, batch: int, state: GetState | None = None) -> None:
+        """Deliver, in place of a batch, that the worker's stream has ended."""
+        self._blobs.attach_end(batch, self._ledger.describe(batch).first, state)
+        self._fill(batch, 0, 1)
 
-    def publish_if_full(self, batch: int, outcome: int) -> None:
-        """Publish a batch that ``fill`` or ``fill_run`` of the ledger left to this worker.
+    def publish(self, batch: int) -> None:
+        """Collate a full batch from the samples that its workers wrote, and publish it."""
+        start_ns = self._tracer.now()
+        offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
+        self._ledger.set_ready(batch, *self._collator.collate_full(batch))
+        # Not before: after an interruption the batch is collated again from the same samples.
+        for offset in offsets:
+            self._store.drop(offset)
+        self._tracer.slice("collate", start_ns)
+
+    # ---- filling
+
+    def _fill(self, batch: int, k: int, count: int) -> None:
+        self._publish(batch, self._ledger.fill_run(batch, k, count))
+
+    def _publish(self, batch: int, outcome: int) -> None:
+        """Publish a batch that the ledger has left to this worker."""
+        if outcome == MUST_COLLATE:
+            self.publish(batch)
+
+    def _fill_all(
+        self, batch: int, k: int, samples: list[Any], indices: Sequence[Any] | None = None
+    ) -> None:
+        """Fill the places of samples some of which are skipped, after writing the others unless ``indices`` is None."""
+        position = self._ledger.describe(batch).first + k
+        first = 0
+        for skipped, piece in itertools.groupby(samples, _is_skipped):
+            run = list(piece)
+            end = first + len(run)
+            if not skipped:
+                if indices is not None:
+                    self._write(batch, k + first, indices[first:end], run)
+                self._fill(batch, k + first, len(run))
+            for i in range(first, end) if skipped else ():
+                self._publish(*self._ledger.skip(position + i))
+            first = end
+
+    def _deliver_error(
+        self,
+        batch: int,
+        k: int,
+        indices: Sequence[Any],
+        samples: list[Any],
+        error: BaseException,
+        state: GetState | None,
+    ) -> None:
+        """Deliver a lost batch: as with torch, the samples after a bad one are not run.
+
+        The place of the error is filled before the others, which then need no data.
+        """
+        failed = len(samples)
+        place = self._ledger.describe(batch).first + k + failed
+        self._blobs.attach_error(batch, place, error, indices[failed], state)
+        self._fill(batch, k + failed, 1)
+        self._fill_all(batch, k, samples)
+        rest = len(indices) - failed - 1
+        if rest:
+            self._fill(batch, k + failed + 1, rest)
+
+    # ---- writing; the caller then fills the places
+
+    def _set_result(self, batch: int, samples: list[Any], state: GetState | None) -> None:
+        """Set the result of a batch of which this worker has all samples, without those that are skipped."""
+        kept, skipped = samples, []
+        if self._skips:
+            kept = [sample for sample in samples if sample is not SKIP]
+            skipped = [k for k, sample in enumerate(samples) if sample is SKIP]
+        if self.collates:
+            self._note_types(kept)
+        self._collate(batch, kept, skipped, state)
+
+    def _collate(
+        self,
+        batch: int,
+        samples: Any,
+        skipped: Sequence[int] = (),
+        state: GetState | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Collate a batch of which this worker has all samples.
+
+        The result is set last. From then on the batch is complete, even if the worker dies.
 
         Args:
-            outcome: Their answer.
+            skipped: Which samples are left out.
+            state: Goes to the place of the first sample.
+            name: Name of the batch in messages; None: its indices.
         """
-        if outcome == MUST_COLLATE:
-            self._publisher.publish_collated(batch)
+        start_ns, first = self._tracer.now(), self._ledger.describe(batch).first
+        is_empty = bool(skipped) and not samples
+        result = (SKIP_BLOB, 0) if is_empty else self._collator.collate(batch, samples, name)
+        if state is not None and not is_empty:
+            k = next(k for k in itertools.count() if k not in skipped)
+            self._blobs.attach_state(batch, first + k, state)
+        for k in skipped:
+            self._ledger.attach(first + k, SKIP_BLOB, 0)
+        self._ledger.set_result(batch, *result)
+        self._tracer.slice("collate", start_ns)
 
-    def publish_collated(self, batch: int) -> None:
-        """Collate a full batch that another worker left, and publish it."""
-        self._publisher.publish_collated(batch)
+    def _write(
+        self,
+        batch: int,
+        k: int,
+        indices: Sequence[Any],
+        samples: list[Any],
+        whole: bool = False,
+    ) -> None:
+        """Write samples k, k+1, … of a batch.
 
-    def _attach(self, batch: int, place: int, samples: list[Any], indices: Sequence[Any]) -> None:
+        Args:
+            indices: Of use only where another worker may have to run them again.
+            whole: They are all samples of the batch: those that have no place in its fields are collated at once.
+        """
+        start_ns = self._tracer.now()
+        try:
+            fields = None if self.collates else self._fields(batch, samples[0])
+        except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
+            place = self._ledger.describe(batch).first + k
+            self._blobs.attach_error(batch, place, error, None, None)
+        else:
+            if fields is None and whole:
+                self._collate(batch, samples)
+            elif fields is None:
+                begun_ns = now_ns()
+                self._attach(batch, k, indices, samples)
+                self._note_handover((now_ns() - begun_ns) / len(samples))
+            elif len(samples) == 1 or not self._pack_run(fields, k, samples):
+                self._pack_singly(batch, fields, k, indices, samples, whole)
+        self._tracer.slice("copy", start_ns)
+
+    def _pack_singly(
+        self,
+        batch: int,
+        fields: _Fields,
+        k: int,
+        indices: Sequence[Any],
+        samples: list[Any],
+        whole: bool,
+    ) -> None:
+        """Copy samples one by one: some may not fit the layout, or hold strings."""
+        address = self._segment.address + fields.offset
+        for i, sample in enumerate(samples):
+            texts = fields.packer.pack(sample, address, k + i)
+            if texts is None and whole:
+                self._collate(batch, samples)
+                return
+            if texts is None:
+                self._attach(batch, k + i, indices[i : i + 1], [sample])
+            elif texts:
+                self._blobs.attach(batch, fields.first + k + i, texts, TEXT_BLOB)
+
+    def _attach(self, batch: int, k: int, indices: Sequence[Any], samples: list[Any]) -> None:
         """Attach samples for the worker that collates their batch, or what has them run again there."""
         handover, attach = self._handover, self._blobs.attach_sample
+        place = self._ledger.describe(batch).first + k
         sends = handover is None or are_plain(samples)
         sent = sends
         for i, sample in enumerate(samples):
@@ -263,20 +391,35 @@ class BatchWriter:
         if handover is not None and not sent:
             handover.settle(False)
 
+    def _note_types(self, result: Any) -> None:
+        """Find out from the samples of a whole batch whether those of others may be handed over."""
+        handover = self._handover
+        if handover is not None and handover.answer is None and type(result) is list:
+            handover.settle(are_plain(result))
+
     def _note_handover(self, cost_ns: float) -> None:
         """Update the estimate; a process that had to wait for a core raises it little."""
         known = self.handover_ns
         self.handover_ns = min(cost_ns, known + (cost_ns - known) / 16) if known else cost_ns
 
-    def _pack_all(self, batch: int, layout: Layout, samples: list[Any]) -> bool:
-        count = len(samples)
-        offset = self._ledger.allocate(batch, layout.fields_nbytes(count))
-        fields = _Fields(0, layout, layout.packer(count), offset, count)
-        if not self._pack_run(fields, 0, samples):
+    # ---- fields
+
+    def _packs_all(self, batch: int, samples: list[Any]) -> bool:
+        """Pack all samples of a batch that has one place; False if they do not have one layout."""
+        if self.collates:
             return False
-        # A worker that was interrupted here may have offered other fields before.
-        record = LayoutRecord(offset, count, layout)
-        return share_layout(self._ledger, self._segment, batch, record).fields == offset
+        layout = self._infer(samples[0])
+        if layout is None:
+            return False
+        count = len(samples)
+        with suppress(MemoryError):  # the collated batch does not fit either, and becomes an error
+            offset = self._ledger.allocate(batch, layout.fields_nbytes(count))
+            fields = _Fields(0, layout, layout.packer(count), offset, 0, count)
+            if self._pack_run(fields, 0, samples):
+                # A worker that was interrupted here may have offered other fields before.
+                record = LayoutRecord(offset, count, layout)
+                return share_layout(self._ledger, self._segment, batch, record).fields == offset
+        return False
 
     def _pack_run(self, fields: _Fields, k: int, samples: list[Any]) -> bool:
         """Copy samples to consecutive places; False if one does not fit the layout or holds strings."""
@@ -299,7 +442,7 @@ class BatchWriter:
             own = LayoutRecord(offset, count, layout)
             record = share_layout(self._ledger, self._segment, batch, own)
         packer = record.layout.packer(count)
-        fields = _Fields(generation, record.layout, packer, record.fields, count)
+        fields = _Fields(generation, record.layout, packer, record.fields, now.first, count)
         self._open[batch] = fields
         return fields
 
@@ -308,3 +451,7 @@ class BatchWriter:
         if layout is not None:
             self._last = layout
         return layout
+
+
+def _is_skipped(sample: object) -> bool:
+    return sample is SKIP

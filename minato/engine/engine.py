@@ -11,6 +11,7 @@ from minato._core import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._support import pickling
 from minato.batching.arena import Arena
+from minato.batching.indices import StoredIndices
 from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore
@@ -41,7 +42,7 @@ from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedul
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold
 from minato.scheduling.waiting import ConsumerWait, Pool
-from minato.workers.current_sample import CurrentSample, read_current_sample
+from minato.workers.current_sample import CurrentSample, CurrentWork
 from minato.workers.error_policy import FailureCount
 from minato.workers.reads import LEAST_LISTS
 from minato.workers.supervision import OomBackoff, RestartPolicy
@@ -104,11 +105,10 @@ class Engine:
             state.handover.settle(history.may_travel)
         self.ledger = state.ledger
         self.meters = [state.meters(number) for number in range(worker.most_workers)]
-        store = SharedStore(arena.segment) if worker.in_processes else LocalStore()
+        store = (SharedStore if worker.in_processes else LocalStore)(arena.segment)
         context = WorkerContext(
             worker,
             state.layout,
-            arena.segment,
             store,
             policy=policy,
         )
@@ -118,7 +118,10 @@ class Engine:
             policy is not None and policy.on_error != "raise",
             OomBackoff(window) if worker.in_processes else None,
         )
-        self._pool = make_pool(plan, context, state, restart_policy, wait_stats)
+        self._current_work = CurrentWork(
+            self.ledger, StoredIndices(self.ledger, store), worker.pipeline.transforms.names
+        )
+        self._pool = make_pool(plan, context, state, self._current_work, restart_policy, wait_stats)
         track = None if worker.tracks is None else worker.tracks.loop()
         tracer: Tracer = NULL_TRACER if track is None else track
         observers: list[Observer] = [] if track is None else [LoopTrack(track)]
@@ -169,12 +172,6 @@ class Engine:
             settings=_dispatcher_settings(plan),
             wait_stats=wait_stats,
             tracer=tracer,
-        )
-        self._current_sample = functools.partial(
-            read_current_sample,
-            self.ledger,
-            functools.partial(context.read_indices, self.ledger),
-            worker.pipeline.transforms.names,
         )
         self._window, self._active_workers = window, state.active
         self._failures: FailureCount | None = None
@@ -405,7 +402,9 @@ class Engine:
         if self.plan.worker.pipeline.streams:
             return []
         workers, now = range(len(self.meters)), now_ns()
-        held = ((worker, sample) for worker in workers if (sample := self._current_sample(worker)))
+        held = (
+            (worker, sample) for worker in workers if (sample := self._current_work.sample(worker))
+        )
         times = ((worker, sample, now - sample.started_ns) for worker, sample in held)
         return [each for each in times if each[2] >= least_ns]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from minato._core import Histogram
+from minato.batching.handover import Handover
 from minato.engine.spec import LoaderSpec
 from minato.errors import warn
 from minato.observe.cost_history import CostHistory
 from minato.observe.epoch_log import EpochLog
 from minato.observe.observers import Observer
 from minato.scheduling.cost_model import CostModel
-from minato.scheduling.handover import Handover
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
 from minato.workers.current_sample import CurrentSample
 from minato.workers.runner import CostEstimate

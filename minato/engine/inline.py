@@ -18,15 +18,16 @@ from minato._core.codes import Activity
 from minato._support.text import text_of
 from minato.batching.arena import Arena
 from minato.batching.builder import BatchBuilder
+from minato.batching.indices import listed
 from minato.batching.pinned_slots import MemoryPinner
-from minato.batching.sample_error import SampleError
+from minato.batching.sample_error import Kinds, SampleError
 from minato.delivery.device import device_copier
 from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan, WorkerPlan
-from minato.engine.worker_parts import fetcher_of, generators_of, restore
-from minato.errors import ErrorBudgetError, not_the_end
+from minato.engine.worker_parts import collate_of, fetcher_of, generators_of, restore
+from minato.errors import SKIP, ErrorBudgetError, not_the_end
 from minato.observe.lateness import InOrderLateness
 from minato.observe.meters import CostStats, Meters
 from minato.observe.observers import LoaderSnapshot, Observer, Observers
@@ -41,11 +42,11 @@ from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.concurrent import ConcurrentFetch, InFlight, SharedReadLimit, close_reads
-from minato.workers.current_sample import CurrentSample, listed
-from minato.workers.error_policy import SKIP, FailureCount, SampleRetry
+from minato.workers.current_sample import CurrentSample
+from minato.workers.error_policy import FailureCount, SampleRetry
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.workers.reads import Read, reads_of
-from minato.workers.runner import Kinds, Runner, RunnerSettings
+from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
 
 __all__ = ["InlineEngine"]
@@ -185,9 +186,7 @@ class InlineEngine:
         self._tracer: Tracer = NULL_TRACER if track is None else track
         own: list[Observer] = [] if track is None else [LoopTrack(track)]
         self._observers = Observers(history.observers, own)
-        self._builder = BatchBuilder(arena, pipeline.collate_fn, pipeline.batched)
-        if pipeline.refetches:  # what a replaced fetcher has made is collated
-            self._builder = BatchBuilder(arena, _as_it_is, pipeline.batched)
+        self._builder = BatchBuilder(arena, collate_of(pipeline))
         device = plan.prefetch.device
         self._copier = None if device is None else device_copier(device, arena, tracer=self._tracer)
         self._failures: FailureCount | None = None

@@ -320,7 +320,7 @@ class SlowSamples(NamedTuple):
         running: list[RunningSample] = []
         if decision.threshold_ns and engine is not None:
             running = [
-                RunningSample(sample.key, worker, taken_ns / 1e9, sample.transform)
+                RunningSample(sample.index, worker, taken_ns / 1e9, sample.transform)
                 for worker, sample, taken_ns in engine.running(decision.threshold_ns)
             ]
         return cls(

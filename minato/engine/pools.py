@@ -7,14 +7,15 @@ from collections.abc import Callable
 
 from minato._core import WorkerLedger
 from minato._system import available_cores
-from minato.batching.sample_error import wrapped
+from minato.batching.sample_error import ErrorTransport, wrapped
 from minato.batching.writer import BatchWriter
 from minato.engine.plan import Plan
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext, initialise, run_worker_process
+from minato.engine.worker_parts import collate_of
 from minato.scheduling.waiting import ConsumerWait
 from minato.transforms import rng_memory
-from minato.workers.current_sample import has_begun, read_current_work
+from minato.workers.current_sample import CurrentWork, has_begun
 from minato.workers.local_pools import ThreadPool, ThreadSettings
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool, ProcessSettings, announced
@@ -29,6 +30,7 @@ def make_pool(
     plan: Plan,
     context: WorkerContext,
     state: SharedState,
+    current_work: CurrentWork,
     restart_policy: RestartPolicy,
     wait_stats: ConsumerWait,
 ) -> WorkerPool:
@@ -55,10 +57,8 @@ def make_pool(
         def in_thread(number: int) -> Worker:
             with announced(number, work.most_workers, work.base_seed, work.pipeline.dataset):
                 failure = initialise(work, number)
-            wrap = wrapped(f"worker thread {number}")
-            return context.worker(
-                state.worker_ledger(number), state, wrap, failure, lambda: (BaseException,)
-            )
+            errors = ErrorTransport((BaseException,), wrapped(f"worker thread {number}"))
+            return context.worker(state.worker_ledger(number), state, errors, failure)
 
         return ThreadPool(threads(in_thread))
     watchdog: SampleWatchdog | None = None
@@ -66,8 +66,8 @@ def make_pool(
         context.stacks = StackFile()
         watchdog = SampleWatchdog(ledger, plan.failures.sample_timeout_s, context.stacks)
 
-    def sink(end: WorkerLedger) -> BatchWriter:
-        return context.writer(end, lambda error: error)
+    def writer(end: WorkerLedger) -> BatchWriter:
+        return BatchWriter(end, context.store, collate_of(work.pipeline))
 
     def progress() -> int:
         # A worker that is killed before it has counted its samples has still delivered them in batches.
@@ -77,13 +77,8 @@ def make_pool(
 
     recover = WorkerRecovery(
         ledger=ledger,
-        current_work=functools.partial(
-            read_current_work,
-            ledger,
-            functools.partial(context.read_indices, ledger),
-            work.pipeline.transforms.names,
-        ),
-        make_sink=sink,
+        current_work=current_work,
+        make_writer=writer,
         progress=progress,
         restart_policy=restart_policy,
         watchdog=watchdog,
@@ -104,10 +99,10 @@ def make_pool(
         group = ActorGroup(plan.pool.ray_options)
 
         def with_actor(number: int) -> Worker:
-            wrap = wrapped(f"Ray actor {number}")
+            errors = ErrorTransport((Exception,), wrapped(f"Ray actor {number}"))
             reads = functools.partial(ActorReads, *group.start_actor(number))
             end = state.worker_ledger(number)
-            return context.worker(end, state, wrap, None, lambda: (Exception,), remote_reads=reads)
+            return context.worker(end, state, errors, None, remote_reads=reads)
 
         return ActorPool(threads(with_actor), group, spec, recover)
     if work.seeds_samples:

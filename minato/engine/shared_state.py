@@ -13,8 +13,8 @@ from minato._core import (
 )
 from minato._core.segment import Segment
 from minato._fork_safety import renew_in_children, starts_worker
+from minato.batching.handover import Handover
 from minato.observe.meters import Meters
-from minato.scheduling.handover import Handover
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.concurrent import SharedReadLimit
 

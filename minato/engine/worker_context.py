@@ -9,26 +9,24 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minato._compat import ExceptionWrapper, forget_dataset, serves_other_processes
-from minato._core import Lease, Ledger, WorkerLedger, now_ns
+from minato._compat import forget_dataset, serves_other_processes
+from minato._core import Lease, WorkerLedger, now_ns
 from minato._core.codes import STARTING
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy, renew_in_children
 from minato._support.pickling import ForChild, Snapshot
-from minato.batching.sample_error import wrapped
-from minato.batching.serialization import Store, stored_indices
-from minato.batching.writer import BatchWriter, WriterSettings
+from minato.batching.sample_error import ErrorTransport, wrapped
+from minato.batching.serialization import Store
+from minato.batching.writer import BatchWriter
 from minato.engine.plan import WorkerPlan
 from minato.engine.shared_state import SharedLayout, SharedState
-from minato.engine.worker_parts import fetcher_of, generators_of, restore
+from minato.engine.worker_parts import collate_of, fetcher_of, generators_of, restore
 from minato.errors import not_the_end
 from minato.observe.meters import Meters
-from minato.observe.tracer import NULL_TRACER, Tracer
-from minato.scheduling.handover import Handover
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -39,10 +37,10 @@ from minato.workers.fetch import Fetcher
 from minato.workers.pool import process_usage
 from minato.workers.process_pool import enter_worker_process, parent_watch
 from minato.workers.reads import BegunLists, Reads, reads_of
-from minato.workers.runner import Kinds, Runner, RunnerSettings
+from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.sample_timeout import StackFile
 from minato.workers.staged_runner import StageRunner
-from minato.workers.worker import Worker, WorkerSettings, WorkQueue
+from minato.workers.worker import Worker, WorkerSettings, WorkQueue, run_again
 
 __all__ = ["WorkerContext", "initialise", "restore", "run_worker_process"]
 
@@ -57,7 +55,7 @@ class WorkerContext:
 
     Attributes:
         layout: Of the shared segment.
-        arena: Memory of the batches.
+        store: Memory of the batches.
         sent: Travels in place of the plan, as which it arrives; None: the plan itself.
         stacks: The file that stuck workers write their stacks to.
         policy: Handles samples that raise; not in the plan, because only a starting child can inherit its log.
@@ -65,7 +63,6 @@ class WorkerContext:
 
     plan: WorkerPlan
     layout: SharedLayout
-    arena: Segment
     store: Store
     sent: Snapshot | ForChild | None = None
     stacks: StackFile | None = None
@@ -74,50 +71,20 @@ class WorkerContext:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": self.sent or self.plan, "sent": None}
 
-    def read_indices(self, ledger: Ledger, batch: int, k: int, count: int) -> Sequence[Any]:
-        """The indices of samples k … k+count-1 of a batch."""
-        return stored_indices(ledger, self.store, batch, k, count)
-
-    def writer(
-        self,
-        ledger: WorkerLedger,
-        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
-        catches: Callable[[], Kinds] = lambda: (Exception,),
-        handover: Handover | None = None,
-        tracer: Tracer = NULL_TRACER,
-    ) -> BatchWriter:
-        """The writer of the worker at this end of the ledger."""
-        settings = WriterSettings(
-            collate_fn=_as_it_is if self.plan.pipeline.refetches else self.plan.pipeline.collate_fn,
-            auto_collation=self.plan.pipeline.batched,
-            describe_error=describe_error,
-            catches=catches,
-        )
-        return BatchWriter(
-            settings,
-            ledger=ledger,
-            segment=self.arena,
-            store=self.store,
-            handover=handover,
-            tracer=tracer,
-        )
-
     def worker(
         self,
         ledger: WorkerLedger,
         state: SharedState,
-        describe_error: Callable[[BaseException], ExceptionWrapper | BaseException],
+        errors: ErrorTransport,
         failure: BaseException | None,
-        catches: Callable[[], Kinds],
         remote_reads: Callable[[Lease, Meters], Reads] | None = None,
     ) -> Worker:
         """Make a worker.
 
         Args:
             ledger: Its end of the ledger.
-            describe_error: Returns the exception that ``next()`` raises for one that is being handled.
+            errors: How exceptions get to the training loop.
             failure: The error of ``worker_init_fn``, or None.
-            catches: Returns which exceptions of samples and ``collate_fn`` do not end the worker.
             remote_reads: Makes reads that return complete samples of another machine, from lease and meters.
         """
         plan, pipeline, number = self.plan, self.plan.pipeline, ledger.number
@@ -156,7 +123,7 @@ class WorkerContext:
                 tracer=tracer,
             )
         runner = Runner(
-            RunnerSettings(catches=catches, stats=plan.stats, failure=failure),
+            RunnerSettings(catches=lambda: errors.kinds, stats=plan.stats, failure=failure),
             lease=lease,
             meters=meters,
             make_randomness=make_randomness if plan.seeds_samples else None,
@@ -175,11 +142,21 @@ class WorkerContext:
                 lease=lease,
             )
         settings = WorkerSettings(plan.order.slow_to_newest, plan.round_robin)
-        queue = WorkQueue(
-            ledger, state.work, functools.partial(self.read_indices, ledger), active_workers
+        queue = WorkQueue(ledger, state.work, active_workers)
+        writer = BatchWriter(
+            ledger,
+            self.store,
+            collate_of(pipeline, runner.bound_to_batch),
+            errors=errors,
+            run_again=(
+                functools.partial(run_again, ledger, runner, fetcher, sample_retry)
+                if isinstance(fetcher, Fetcher)
+                else None
+            ),
+            handover=state.handover if plan.in_processes else None,
+            skips=sample_retry is not None,
+            tracer=tracer,
         )
-        handover = state.handover if plan.in_processes else None
-        sink = self.writer(ledger, describe_error, catches, handover, tracer)
         fetching = plan.fetching
         if plan.begins_lists:
             reads = BegunLists(dataset.__beginitems__, _busy_ns)
@@ -196,7 +173,7 @@ class WorkerContext:
                 queue=queue,
                 fetcher=fetcher,
                 runner=runner,
-                sink=sink,
+                writer=writer,
                 sample_retry=sample_retry,
                 tracer=tracer,
             )
@@ -205,16 +182,11 @@ class WorkerContext:
             queue=queue,
             fetcher=fetcher,
             runner=runner,
-            sink=sink,
+            writer=writer,
             deferral=deferral,
             sample_retry=sample_retry,
             tracer=tracer,
         )
-
-
-def _as_it_is(batch: Any) -> Any:
-    """Return what a replaced fetcher has collated."""
-    return batch
 
 
 def _busy_ns() -> int:
@@ -226,7 +198,7 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
     # A collection would write to every object, and so copy the pages that a forked worker shares with its parent.
     gc.freeze()
     # A copy of this worker that a sample forks must not write to batches, until it ends.
-    renew_in_children(context.arena, Segment.separate)
+    renew_in_children(context.store.segment, Segment.separate)
     try:
         _work(number, context, parent_watch())
     except KeyboardInterrupt:
@@ -254,7 +226,8 @@ def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool])
     failure = initialise(plan, number)
     ledger.lease.step = -1
     wrap = wrapped(f"worker process {number}", in_process=True)
-    worker = context.worker(ledger, state, wrap, failure, lambda: (BaseException,))
+    errors = ErrorTransport((BaseException,), wrap)
+    worker = context.worker(ledger, state, errors, failure)
     worker.loop(parent_lives)
     worker.close()
     # What the training loop has not unpickled yet may need this process: an end of a pipe, memory of a device.

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from minato.engine.plan import WorkerPlan
+from minato.batching.collate import Bind, Collate
+from minato.engine.plan import Pipeline, WorkerPlan
 from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher, ReplacedFetcher, StreamFetcher
 
-__all__ = ["fetcher_of", "generators_of", "restore"]
+__all__ = ["collate_of", "fetcher_of", "generators_of", "restore"]
+
+
+def collate_of(pipeline: Pipeline, bind: Bind | None = None) -> Collate:
+    """The loader's ``collate_fn``; what a replaced fetcher has made is collated already.
+
+    Args:
+        bind: Binds randomness to a batch while a worker collates it.
+    """
+    collate_fn = _as_it_is if pipeline.refetches else pipeline.collate_fn
+    return Collate(collate_fn, pipeline.batched, bind)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def fetcher_of(

@@ -5,41 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from minato._core import ConsumerLedger
+from minato.batching.arena import Arena, Slot
+from minato.batching.serialization import Store
 from minato.sampling.progress import Progress
 from minato.sampling.samplers import Drawn
 
 __all__ = [
     "BatchStorage",
-    "IndexStore",
     "OpenBatch",
     "OpenEpoch",
     "RetiringBatches",
-    "Slots",
     "offset_in_slot",
 ]
-
-
-class Slots(Protocol):
-    """Provides slots for batches; ``minato.batching.arena`` implements it."""
-
-    def acquire(self) -> Any:
-        """Return a free slot, with its ``start`` and ``end`` in the arena."""
-
-    def release(self, slot: Any, used_bytes: int = 0) -> None:
-        """Return a slot to the free ones."""
-
-
-class IndexStore(Protocol):
-    """Stores indices that are no integers; ``minato.batching.serialization`` implements it."""
-
-    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
-        """Store the indices of a batch; returns their offset and size in bytes."""
-
-    def drop(self, offset: int) -> None:
-        """Forget the indices at an offset."""
 
 
 class BatchStorage(NamedTuple):
@@ -51,9 +31,9 @@ class BatchStorage(NamedTuple):
         discard: Called with ``(record, slot)`` of a batch that is not read.
     """
 
-    slots: Slots
-    indices: IndexStore
-    discard: Callable[[int, Any], None]
+    slots: Arena
+    indices: Store
+    discard: Callable[[int, Slot], None]
 
 
 @dataclass(eq=False)
@@ -102,8 +82,8 @@ class OpenBatch:
 
     record: int
     indices: list[Any]
-    slot: Any
-    indices_slot: Any
+    slot: Slot
+    indices_slot: Slot | None
     indices_offset: int
     epoch: OpenEpoch
     owner: int
@@ -241,7 +221,7 @@ def _start(item: OpenBatch) -> int:
     return item.epoch.start
 
 
-def offset_in_slot(slot: Any, nbytes: int) -> int:
+def offset_in_slot(slot: Slot, nbytes: int) -> int:
     """The offset of ``nbytes`` bytes of indices in a slot; raises MemoryError if they do not fit."""
     if slot.start + nbytes > slot.end:
         raise MemoryError(f"the indices of one batch take {nbytes} bytes, more than a slot holds")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from minato._core import ConsumerLedger, EventCount
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
+from minato.batching.handover import Handover
 from minato.errors import warn
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import NextEpoch
@@ -23,7 +24,6 @@ from minato.scheduling.batches import (
     offset_in_slot,
 )
 from minato.scheduling.cost_model import EarlyStart, integers_of
-from minato.scheduling.handover import Handover
 from minato.scheduling.orders import BatchOrder, Order
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.waiting import ConsumerWait, Pool, waited_s

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minato._core import Claim, Histogram, SharedWords, now_ns
+from minato.batching.writer import BatchWriter
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
 from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher
 from minato.workers.reads import BegunLists, Read, Reads
-from minato.workers.results import Sink
 from minato.workers.runner import Runner
 from minato.workers.worker import ALL_SAMPLES, WHOLE_BATCH, Worker, WorkerSettings, WorkQueue
 
@@ -281,7 +281,7 @@ class ConcurrentWorker(Worker):
 
     Args:
         concurrency: How it reads.
-        queue, fetcher, runner, sink, sample_retry, tracer: As of :class:`Worker`.
+        queue, fetcher, runner, writer, sample_retry, tracer: As of :class:`Worker`.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class ConcurrentWorker(Worker):
         queue: WorkQueue,
         fetcher: Fetcher | StreamFetcher,
         runner: Runner,
-        sink: Sink,
+        writer: BatchWriter,
         sample_retry: SampleRetry | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
@@ -301,7 +301,7 @@ class ConcurrentWorker(Worker):
             queue=queue,
             fetcher=fetcher,
             runner=runner,
-            sink=sink,
+            writer=writer,
             sample_retry=sample_retry,
             tracer=tracer,
         )
@@ -370,7 +370,7 @@ class ConcurrentWorker(Worker):
     def _claim(self) -> bool:
         """Claim samples and submit their reads until enough are in flight."""
         claimed = False
-        whole = self._sink.collates or self._sink.keeps_batches
+        whole = self._writer.collates or self._writer.keeps_batches
         while True:
             free = self._flight.room()
             run = self._claim_run(free, whole) if free else None
@@ -378,7 +378,7 @@ class ConcurrentWorker(Worker):
                 return claimed
             claimed = True
             if run.count == 0:
-                self._sink.publish_collated(run.batch)
+                self._writer.publish(run.batch)
             else:
                 self._enter(run, whole)
 
@@ -386,7 +386,7 @@ class ConcurrentWorker(Worker):
         """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
         if self._reads_lists and self._flight.positions and not self._fair_share():
             return None  # the other workers could not begin a batch, too
-        if self._reads_lists or self._sink.keeps_batches:
+        if self._reads_lists or self._writer.keeps_batches:
             return self._ledger.claim(WHOLE_BATCH)
         return self._ledger.claim(ALL_SAMPLES if whole else free)
 
@@ -490,16 +490,19 @@ class ConcurrentWorker(Worker):
                 self._write_held(run, run.held)
         elif run.bound:
             k = run.k + i
-            self._results.bound(run.batch, position, k, [read.key], samples, error, False)
+            self._writer.deliver(run.batch, k, [read.key], samples, error, state=self._state())
         else:
             sample = samples[0] if error is None else None
-            self._results.free(position, read.key, sample, error, cost_ns)
+            self._deliver_free(position, read.key, sample, error, cost_ns)
         return 1
 
     def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
-        self._results.bound(run.batch, run.first, 0, run.indices, held[:raised], error, whole=True)
+        state = self._state()
+        self._writer.deliver(
+            run.batch, 0, run.indices, held[:raised], error, whole=True, state=state
+        )
 
 
 def close_reads(reference: weakref.ref[Reads]) -> None:

@@ -11,23 +11,22 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from multiprocessing import reduction
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minato._core import Lease
 from minato._support.counters import Counters
 from minato._support.files import anonymous_log, open_lines
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
 from minato._support.values import plain
-from minato.errors import ErrorBudgetError, warn
+from minato.errors import SKIP, ErrorBudgetError, warn
 
-if TYPE_CHECKING:  # minato.SKIP needs none of these
+if TYPE_CHECKING:  # minato.SampleFailure needs none of these
     from minato.transforms.compose import Transforms
     from minato.workers.fetch import Fetcher
     from minato.workers.runner import Runner
 
-__all__ = ["SKIP", "FailureCount", "FailureHandler", "FailureLog", "SampleFailure", "SampleRetry"]
+__all__ = ["FailureCount", "FailureHandler", "FailureLog", "SampleFailure", "SampleRetry"]
 
 _LEAST = 100
 """An epoch of unknown length counts as at least this many samples where ``max_failures`` is a share."""
@@ -40,17 +39,6 @@ _BEGINS = b'{"index":'
 _LONGEST_TEXT = 1 << 16
 """Of a message or traceback in the log, in characters."""
 _OUTCOMES = ("skipped", "substituted", "recovered", "raised")
-
-
-class _Skip(Enum):
-    SKIP = "skip"
-
-    def __repr__(self) -> str:
-        return "minato.SKIP"
-
-
-SKIP: Final = _Skip.SKIP
-"""An ``on_error`` function returns it to skip the sample."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from minato._core import EventCount
 from minato._fork_safety import check_owner
 from minato._support.threads import start_thread
+from minato.batching.sample_error import Kinds
 from minato.observe.tracer import in_profile
 from minato.workers.pool import CpuUsage, thread_usage
-from minato.workers.runner import Kinds
 from minato.workers.worker import Worker
 
 __all__ = ["ThreadPool", "ThreadSettings"]

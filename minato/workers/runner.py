@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import thread_time_ns
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from minato._core import Lease, now_ns, run_samples
 from minato._fork_safety import end_copy
 from minato._support.hashes import index_hash
+from minato.batching.sample_error import Kinds
 from minato.observe.meters import UNKNOWN, Meters
 from minato.observe.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
 from minato.transforms.compose import Transforms
@@ -21,7 +22,7 @@ from minato.workers.deferral import DeferredSample
 from minato.workers.reads import Read
 from minato.workers.staged_runner import StageRunner
 
-__all__ = ["CostEstimate", "Kinds", "Runner", "RunnerSettings"]
+__all__ = ["CostEstimate", "Runner", "RunnerSettings"]
 
 _PROBES = 16
 """Number of first samples that are watched for draws."""
@@ -60,10 +61,6 @@ class CostEstimate:
     draws: bool | None = None
     watched: int = 0
     has_looked: bool = False
-
-
-Kinds: TypeAlias = tuple[type[BaseException], ...]
-"""Exceptions, by their classes."""
 
 
 class RunnerSettings(NamedTuple):

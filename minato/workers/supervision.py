@@ -31,13 +31,13 @@ from minato._fork_safety import Borrower
 from minato._support.text import text_of
 from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
+from minato.batching.writer import BatchWriter
 from minato.errors import WorkerDiedError
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.waiting import STOPPED_S
-from minato.workers.current_sample import Collation, CurrentSample
-from minato.workers.error_policy import SKIP, FailureHandler, SampleFailure
-from minato.workers.results import Sink
+from minato.workers.current_sample import Collation, CurrentSample, CurrentWork
+from minato.workers.error_policy import FailureHandler, SampleFailure
 from minato.workers.sample_timeout import SampleWatchdog
 
 __all__ = [
@@ -288,15 +288,15 @@ class WorkerRecovery:
     """Releases the samples of a dead worker, except for one that no worker can run.
 
     Attributes:
-        current_work: Returns what worker ``number`` was on.
-        make_sink: Makes the sink that writes in place of a worker, from its end of the ledger.
+        current_work: Says what the workers were on.
+        make_writer: Makes the writer in place of a worker, from its end of the ledger.
         progress: Returns a number that grows with the samples that were run and the batches that were delivered.
         tracer_of: Returns the tracer of worker ``number``.
     """
 
     ledger: ConsumerLedger
-    current_work: Callable[[int], CurrentSample | Collation | None]
-    make_sink: Callable[[WorkerLedger], Sink]
+    current_work: CurrentWork
+    make_writer: Callable[[WorkerLedger], BatchWriter]
     progress: Callable[[], int]
     restart_policy: RestartPolicy
     watchdog: SampleWatchdog | None
@@ -322,9 +322,8 @@ class WorkerRecovery:
         how = "lost" if isinstance(exit_code, WorkerLoss) else f"exit code {exit_code}"
         tracer.instant(f"process {pid} has died ({how})")
         tracer.flush()
-        work = self.current_work(number)
-        sample = work if isinstance(work, CurrentSample) else None
-        collation = work if isinstance(work, Collation) else None
+        sample = self.current_work.sample(number)
+        collation = None if sample else self.current_work.collation(number)
         starts = self.ledger.lease(number).step == STARTING
         error: Exception | None = None if self.watchdog is None else self.watchdog.cause(number)
         attempts = 0
@@ -358,7 +357,7 @@ class WorkerRecovery:
         """Treat a sample as its worker does if the sample raises ``error``."""
         assert self.policy is not None
         failure = SampleFailure(
-            sample.key,
+            sample.index,
             sample.epoch,
             sample.seed,
             number,
@@ -368,18 +367,9 @@ class WorkerRecovery:
             sample.occurrence,
         )
         result, raised = self.policy.settle(failure)
-        ledger = self.ledger.worker(number)
-        if result is SKIP:
-            ledger.skip(sample.position)
-            return
-        sink = self.make_sink(ledger)
-        place, batch, k = ledger.reserve(sample.position)
-        if raised is None:
-            sink.write_run(batch, k, place, [result])
-        else:
-            sink.write_error(batch, place, raised, sample.key)
+        writer = self.make_writer(self.ledger.worker(number))
         # If the batch is full now, a worker collates it: release offers the collation again.
-        ledger.fill(sample.position, place)
+        writer.deliver_free(sample.position, sample.index, result, raised, collates=False)
 
 
 # ---- 3. replace the worker, or raise ----
@@ -465,7 +455,7 @@ class RestartPolicy:
         fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
         on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
         if sample:
-            on = f"while it ran the sample with index {text_of(sample.key)}"
+            on = f"while it ran the sample with index {text_of(sample.index)}"
         elif collation:
             on = f"in collate_fn, for the batch of {collation.indices}"
         what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {on}."

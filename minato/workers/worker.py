@@ -5,22 +5,23 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from minato._core import Claim, EventCount, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
+from minato.batching.blobs import GetState
+from minato.batching.writer import BatchWriter
+from minato.errors import SKIP
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.samplers import LISTS
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
-from minato.workers.error_policy import SKIP, SampleRetry
-from minato.workers.fetch import Fetcher, StreamFetcher
-from minato.workers.results import ResultWriter, Sink
+from minato.workers.error_policy import SampleRetry
+from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
 from minato.workers.runner import Runner
 
-__all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "WorkQueue", "Worker", "WorkerSettings"]
+__all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "WorkQueue", "Worker", "WorkerSettings", "run_again"]
 
 _RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
@@ -59,13 +60,11 @@ class WorkQueue(NamedTuple):
     Attributes:
         ledger: The worker's end: holds the samples.
         events: Counts the changes of the ledger that give workers something to do.
-        read_indices: ``(batch, k, count) -> indices`` of samples k … k+count-1.
         active_workers: Which workers may claim samples; None: all.
     """
 
     ledger: WorkerLedger
     events: EventCount
-    read_indices: Callable[[int, int, int], Sequence[Any]]
     active_workers: ActiveWorkers | None = None
 
 
@@ -76,7 +75,7 @@ class Worker:
         queue: Where it claims samples.
         fetcher: Loads samples by index, or batches from a stream.
         runner: Runs the samples.
-        sink: Takes the samples.
+        writer: Delivers the samples.
         deferral: Decides which slow samples are deferred; None: none is.
         sample_retry: What to do about samples that raise; None: they are errors.
         tracer: Records leases and waiting.
@@ -89,7 +88,7 @@ class Worker:
         queue: WorkQueue,
         fetcher: Fetcher | StreamFetcher,
         runner: Runner,
-        sink: Sink,
+        writer: BatchWriter,
         deferral: Deferral | None = None,
         sample_retry: SampleRetry | None = None,
         tracer: Tracer = NULL_TRACER,
@@ -97,28 +96,19 @@ class Worker:
         self._ledger = queue.ledger
         self._number = queue.ledger.number
         self._events = queue.events
-        self._read_indices = queue.read_indices
+        self._read_indices = writer.indices.read
         self._active_workers = queue.active_workers
         self._fetcher = fetcher
         self._runner = runner
-        self._sink = sink
-        sink.bind = runner.bound_to_batch
-        # Weakly: the objects that a loader refers to must be freed with its iterator, not by the garbage collector.
-        sink.run_again = weakref.WeakMethod(self._run_again)
+        self._writer = writer
+        self._slow_to_newest = settings.slow_to_newest
         self._deferral = deferral
         self._whole_batches = settings.whole_batches or fetcher.takes_lists or fetcher.keeps_state
-        self._takes_rows = fetcher.has_rows and not sink.collates and not runner.fails
+        self._takes_rows = fetcher.has_rows and not writer.collates and not runner.fails
         if self._takes_rows:
             runner.cost_estimate.draws = False
         self._sample_retry = sample_retry
-        self._results = ResultWriter(
-            ledger=queue.ledger,
-            sink=sink,
-            fetcher=fetcher,
-            may_skip=sample_retry is not None,
-            slow_to_newest=settings.slow_to_newest,
-        )
-        self._run_ns = _LONG_RUN_NS if sink.collates else _RUN_NS
+        self._run_ns = _LONG_RUN_NS if writer.collates else _RUN_NS
         self._idle_since = now_ns()
         self._lacks_room = self._was_inactive = False
         self._epoch_slot = -1
@@ -221,7 +211,7 @@ class Worker:
     def _run_lease(self, lease: Claim) -> None:
         batch, k, count = lease.batch, lease.k, lease.count
         if count == 0:
-            self._sink.publish_collated(batch)
+            self._writer.publish(batch)
             return
         record = self._ledger.describe(batch)
         first, bound, epoch = record.first, record.bound, record.epoch
@@ -244,7 +234,8 @@ class Worker:
             self._run_list(fetcher, fetch, batch, first, count, epoch, given)
         elif bound:
             samples, error = self._run_retrying(fetcher, first + k, epoch, indices)
-            self._results.bound(batch, first + k, k, indices, samples, error, whole)
+            state = self._state()
+            self._writer.deliver(batch, k, indices, samples, error, whole=whole, state=state)
         else:
             self._run_unbound(fetcher, first + k, epoch, indices)
         busy_ns = self._end(count - (self._num_deferred() - deferred), started)
@@ -287,7 +278,7 @@ class Worker:
         if error is not None:
             self._write_failed(position, epoch, index, error, cost_ns)
         elif not is_deferred:
-            self._results.free(position, index, samples[0], None, cost_ns)
+            self._deliver_free(position, index, samples[0], None, cost_ns)
         self._end(int(not is_deferred), started)
         return True
 
@@ -313,37 +304,33 @@ class Worker:
             return self._runner.run(position, epoch, indices, fetcher.single)
         return self._run(fetcher, position, epoch, indices)
 
-    def _run_again(self, batch: int, position: int, index: Any) -> list[Any]:
-        """Run a sample in this worker, because it does not arrive as it is from the worker that ran it.
+    def _state(self) -> GetState | None:
+        """The function that returns the state of the dataset, if that goes with the current batch."""
+        return self._fetcher.state if self._fetcher.sends_state else None
 
-        Returns:
-            A list with the sample, empty if it is skipped.
-        """
-        record = self._ledger.describe(batch)
-        epoch = record.epoch
-        assert isinstance(self._fetcher, Fetcher)
-        self._runner.enter(record.seed)
-        samples, error = self._runner.run(
-            position, epoch, [index], self._fetcher.single, repeats=True
-        )
-        if error is not None and self._sample_retry is not None:
-            sample, error = self._sample_retry.settle(position, epoch, index, error)
-            samples = [] if sample is SKIP else [sample]
-        if error is not None:
-            raise error
-        return samples
+    def _deliver_free(
+        self,
+        position: int,
+        index: object,
+        sample: object,
+        error: BaseException | None,
+        cost_ns: int,
+    ) -> None:
+        """Deliver a sample, or its error, to any batch: a slow one to the newest, where the order says so."""
+        slow = self._slow_to_newest and cost_ns > self._ledger.slow_ns > 0
+        self._writer.deliver_free(position, index, sample, error, slow=slow)
 
     def _longest_run(self) -> int:
         if self._fetcher.takes_lists:
             return WHOLE_BATCH  # ``__getitems__`` may return one object for the batch
         if self._whole_batches:
             return ALL_SAMPLES
-        if self._sink.keeps_batches:
+        if self._writer.keeps_batches:
             return WHOLE_BATCH
         cost_estimate = self._runner.cost_estimate
         mean_ns, share = cost_estimate.mean_ns, self._fair_share()
-        is_cheap = mean_ns < _HANDOVERS * self._sink.handover_ns
-        if self._sink.collates and is_cheap and 0 < self._whole_size <= share:
+        is_cheap = mean_ns < _HANDOVERS * self._writer.handover_ns
+        if self._writer.collates and is_cheap and 0 < self._whole_size <= share:
             return ALL_SAMPLES
         if cost_estimate.draws is None:
             return 1
@@ -379,7 +366,7 @@ class Worker:
         """Copy samples that are rows into their places; False if they must be loaded one by one."""
         begun_ns = now_ns()
         rows = fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
-        if rows is None or not self._results.rows(batch, k, rows):
+        if rows is None or not self._writer.deliver_rows(batch, k, rows):
             return False
         self._runner.record_rows(indices, epoch, begun_ns)
         return True
@@ -401,9 +388,11 @@ class Worker:
         if error is not None and self._sample_retry is not None and divisible:
             single = list(indices)
             samples, error = self._run_retrying(fetcher, first, epoch, single)
-            self._results.bound(batch, first, 0, single, samples, error, True)
+            state = self._state()
+            self._writer.deliver(batch, 0, single, samples, error, whole=True, state=state)
             return
-        self._results.listed(batch, first, indices, count, results[0] if results else None, error)
+        result = results[0] if results else None
+        self._writer.deliver_list(batch, indices, result, error, self._state())
 
     def _run_stream(
         self, stream: StreamFetcher, batch: int, first: int, epoch: object, wanted: int
@@ -415,7 +404,13 @@ class Worker:
             return stream.take(count)
 
         batches, error = self._runner.run(first, 0, [wanted], fetch, batch_size=wanted)
-        self._results.streamed(stream, batch, first, batches[0] if batches else [], error)
+        if isinstance(error, StreamEnd):
+            self._writer.deliver_end(batch, stream.state if stream.sends_last_state else None)
+            return
+        state = self._state()
+        self._writer.deliver_stream(batch, batches[0] if batches else [], error, state)
+        if error is None and state is not None:
+            stream.state_sent()
 
     def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]) -> None:
         """Run samples that may go to any batch; those after one that raised are run, too."""
@@ -428,7 +423,7 @@ class Worker:
             for i, sample in enumerate(samples):
                 if type(sample) is not DeferredSample:
                     cost_ns = self._runner.durations[i]
-                    self._results.free(position + i, indices[i], sample, None, cost_ns)
+                    self._deliver_free(position + i, indices[i], sample, None, cost_ns)
             if error is not None:
                 cost_ns = self._runner.durations[done]
                 self._write_failed(position + done, epoch, indices[done], error, cost_ns)
@@ -445,7 +440,32 @@ class Worker:
         sample, remaining = None, error
         if error is not None and self._sample_retry is not None:
             sample, remaining = self._sample_retry.settle(position, epoch, index, error)
-        self._results.free(position, index, sample, remaining, cost_ns)
+        self._deliver_free(position, index, sample, remaining, cost_ns)
+
+
+def run_again(
+    ledger: WorkerLedger,
+    runner: Runner,
+    fetcher: Fetcher,
+    sample_retry: SampleRetry | None,
+    batch: int,
+    position: int,
+    index: Any,
+) -> list[Any]:
+    """Run a sample in this worker, because it does not arrive as it is from the worker that ran it.
+
+    Returns:
+        A list with the sample, empty if it is skipped.
+    """
+    record = ledger.describe(batch)
+    runner.enter(record.seed)
+    samples, error = runner.run(position, record.epoch, [index], fetcher.single, repeats=True)
+    if error is not None and sample_retry is not None:
+        sample, error = sample_retry.settle(position, record.epoch, index, error)
+        samples = [] if sample is SKIP else [sample]
+    if error is not None:
+        raise error
+    return samples
 
 
 def _recorded(

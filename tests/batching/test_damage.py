@@ -192,7 +192,7 @@ class Broken(SharedStore):
     ) -> tuple[int, int]:
         offset, nbytes = super().put(allocate, value, purpose, kind)
         if "{9}" in repr(value):
-            self._segment.array[offset + 40] ^= 1
+            self.segment.array[offset + 40] ^= 1
         return offset, nbytes
 
 

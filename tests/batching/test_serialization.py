@@ -198,7 +198,7 @@ def test_what_cannot_be_pickled_is_refused_and_takes_no_memory(memory: Memory) -
 
 
 def test_local_objects_are_passed_by_reference() -> None:
-    store = LocalStore()
+    store = LocalStore(Segment(4096, shared=False))
     one, other = object(), [threading.Lock()]
     offsets = [store.put(lambda nbytes: 0, value)[0] for value in (one, other)]
     assert len(set(offsets)) == 2

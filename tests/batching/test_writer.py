@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +14,17 @@ import torch
 from torch.utils.data import default_collate, default_convert
 
 from minato._core import ConsumerLedger
-from minato._core.codes import NOT_COMPLETE, OPEN, READY
+from minato._core.codes import OPEN, READY
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
+from minato.batching.collate import Collate
 from minato.batching.reader import BatchReader
 from minato.batching.sample_error import SampleError
 from minato.batching.serialization import LocalStore, SharedStore, Store
-from minato.batching.writer import BatchWriter, WriterSettings
+from minato.batching.writer import BatchWriter
 from tests.datasets import assert_same
 
-STORES = {"shared": SharedStore, "local": lambda segment: LocalStore()}
+STORES = {"shared": SharedStore, "local": LocalStore}
 
 
 class Desk:
@@ -44,13 +46,7 @@ class Desk:
         self.reader = BatchReader(self.ledger, arena, store)
         self.store = store
         self.writers = [
-            BatchWriter(
-                WriterSettings(collate_fn, batched, lambda e: e),
-                ledger=worker,
-                segment=arena.segment,
-                store=store,
-            )
-            for worker in self.workers
+            BatchWriter(worker, store, Collate(collate_fn, batched)) for worker in self.workers
         ]
 
     def open(self, count: int) -> tuple[int, Any, int]:
@@ -61,18 +57,11 @@ class Desk:
 
     def fill(self, batch: int, k: int, samples: list[Any], worker: int = 0) -> None:
         """Run samples k, k+1, …: exceptions among them are what a sample raised."""
-        writer = self.writers[worker]
-        first = self.ledger.describe(batch).first
         self.workers[worker].claim(len(samples))
-        if any(isinstance(sample, BaseException) for sample in samples):
-            for i, sample in enumerate(samples, k):
-                if isinstance(sample, BaseException):
-                    writer.write_error(batch, first + i, sample, 100 + i)
-                else:
-                    writer.write_run(batch, i, first + i, [sample])
-        else:
-            writer.write_run(batch, k, first + k, samples)
-        writer.publish_if_full(batch, self.workers[worker].fill_run(batch, k, len(samples)))
+        before = [*itertools.takewhile(lambda each: not isinstance(each, BaseException), samples)]
+        error = samples[len(before)] if len(before) < len(samples) else None
+        indices = range(100 + k, 100 + k + len(samples))
+        self.writers[worker].deliver(batch, k, indices, before, error)
 
     def batch(self, samples: list[Any], run: int = 2) -> Any:
         """Write a batch in runs by two workers, and read it."""
@@ -195,9 +184,7 @@ def test_a_whole_batch_is_collated_by_its_worker(make: Callable[..., Desk]) -> N
     desk = make(total)
     batch, slot, _ = desk.open(2)
     desk.workers[0].claim(2)
-    desk.writers[0].write_collated(batch, [1, 2])
-    assert desk.ledger.state(batch) == OPEN
-    desk.writers[0].publish_if_full(batch, desk.workers[0].fill_run(batch, 0, 2))
+    desk.writers[0].deliver(batch, 0, [0, 1], [1, 2], whole=True)
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
 
@@ -208,15 +195,14 @@ def test_without_batching_the_collate_fn_gets_the_sample(make: Callable[..., Des
 
 def test_a_batch_that_a_worker_left_is_collated_by_another(make: Callable[..., Desk]) -> None:
     desk = make(total)
-    batch, slot, first = desk.open(2)
+    batch, slot, _ = desk.open(2)
+    desk.writers[1].publish = lambda batch: None  # type: ignore[method-assign]  # it must collate, and dies
     for k, worker in ((0, 0), (1, 1)):
-        desk.workers[worker].claim(1)
-        desk.writers[worker].write_run(batch, k, first + k, [k + 1])
-        desk.workers[worker].fill_run(batch, k, 1)  # the second one must collate, and dies
+        desk.fill(batch, k, [k + 1], worker)
     desk.ledger.release(1)
     claim = desk.workers[0].claim(1)
     assert (claim.batch, claim.count) == (batch, 0)
-    desk.writers[0].publish_collated(batch)
+    desk.writers[0].publish(batch)
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
 
@@ -285,10 +271,9 @@ def test_dropped_batches_leave_nothing(make: Callable[..., Desk], collate_fn: An
         desk.fill(batch, 0, samples)
         desk.reader.discard(batch, slot)
         desk.ledger.retire(batch)
-    half, slot, first = desk.open(2)
-    desk.workers[0].claim(2)
-    desk.writers[0].write_run(half, 0, first, ["half"])
-    assert desk.workers[0].fill_run(half, 0, 1) == NOT_COMPLETE
+    half, slot, _ = desk.open(2)
+    desk.fill(half, 0, ["half"])
+    assert desk.ledger.state(half) == OPEN
     desk.reader.discard(half, slot)
     desk.ledger.retire(half)
     assert desk.arena.num_slots == 1

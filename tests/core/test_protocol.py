@@ -15,12 +15,10 @@ import pytest
 from minato._core import _ledger_py as spec
 from minato._core import codes
 from minato.batching.arena import Arena
+from minato.batching.collate import Collate
 from minato.batching.serialization import LocalStore
-from minato.batching.writer import BatchWriter, WriterSettings
-from minato.transforms.compose import Transforms
-from minato.workers.error_policy import SKIP
-from minato.workers.fetch import Fetcher
-from minato.workers.results import ResultWriter
+from minato.batching.writer import BatchWriter
+from minato.errors import SKIP
 from tests.model import explore
 from tests.model.ledger import CODE, COLLATING, Ledger, Setting
 from tests.protocol import PATHS, STORES, WORDS, delivery
@@ -317,21 +315,13 @@ def test_a_worker_delivers_as_is_described(
     )
     claim = ledger.claim(count)
     assert (claim.batch, claim.k, claim.count) == (batch, 0, count)
-    settings = WriterSettings(list, True, lambda error: error)
-    writer = BatchWriter(settings, ledger=ledger, segment=arena.segment, store=LocalStore())
-    deliverer = ResultWriter(
-        ledger=ledger,
-        sink=writer,
-        fetcher=Fetcher([], Transforms(), True),
-        may_skip=True,
-        slow_to_newest=False,
-    )
+    writer = BatchWriter(ledger, LocalStore(arena.segment), Collate(list, True), skips=True)
     keys: list[Any] = list(range(count))
     samples: list[Any] = [SKIP if "skip" in path and key == bad else key for key in keys]
     error = ValueError("bad") if path == "error" else None
     if error is not None:
         samples = samples[:bad]
-    deliverer.bound(batch, 0, 0, keys, samples, error, whole)
+    writer.deliver(batch, 0, keys, samples, error, whole=whole)
     expected: list[tuple[str, int, int]] = []
     for name, first, number in delivery(path, count, bad):
         if name == "write":

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from minato._core import Arrivals, ConsumerLedger, Packer, codes, sum_of_hashes
+from minato._core.segment import Segment
 from minato.batching.serialization import LocalStore
 from tests.core.ledger_tools import LAYOUT, Desk
 
@@ -52,7 +53,7 @@ def test_the_import_leaves_the_gil_off() -> None:
 
 
 def test_objects_of_a_store_get_different_places() -> None:
-    store = LocalStore()
+    store = LocalStore(Segment(4096, shared=False))
     places: list[list[int]] = [[] for _ in range(THREADS)]
 
     def put(number: int) -> None:

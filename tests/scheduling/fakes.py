@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from minato._core import READY_EVENTS_OFFSET, Claim, ConsumerLedger, EventCount
-from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, SKIP_BLOB, STATE_BLOB
+from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, STATE_BLOB
 from minato._core.segment import Segment
+from minato.batching.arena import Arena
+from minato.batching.indices import StoredIndices
+from minato.batching.serialization import LocalStore
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.assignment import AnyWorker
 from minato.scheduling.batches import BatchStorage, OpenBatch
@@ -43,19 +46,12 @@ class Slots:
         self.taken.remove(slot)
 
 
-class Indices:
+class Indices(LocalStore):
     """Stores indices that are no integers."""
 
-    def __init__(self) -> None:
-        self.kept: dict[int, Any] = {}
-
-    def put(self, allocate: Callable[[int], int], value: Any) -> tuple[int, int]:
-        offset = allocate(64)
-        self.kept[offset] = value
-        return offset, 64
-
-    def drop(self, offset: int) -> None:
-        del self.kept[offset]
+    @property
+    def kept(self) -> dict[int, Any]:
+        return self._values
 
 
 class Pool:
@@ -132,7 +128,7 @@ class Bench:
         self.ledger = ConsumerLedger(self.segment.array, sizes, self.segment.descriptor)
         self.workers = [self.ledger.worker(number) for number in range(workers)]
         self.slots = Slots()
-        self.indices = Indices()
+        self.indices = Indices(self.segment)
         self.pool = Pool()
         how = make_order(order, max_lag)
         self.window = PrefetchWindow(
@@ -146,7 +142,7 @@ class Bench:
             self.ledger,
             ready_events=EventCount(self.segment.array, READY_EVENTS_OFFSET),
             pool=self.pool,
-            storage=BatchStorage(self.slots, self.indices, self._discard),
+            storage=BatchStorage(cast(Arena, self.slots), self.indices, self._discard),
             schedule=Schedule(self.window, how, AnyWorker()),
             settings=DispatcherSettings(timeout_s=timeout_s, one_epoch=one_epoch),
         )
@@ -253,58 +249,90 @@ class Bench:
         self.pool.script = [self.work_all] * times
 
 
-class Sink:
-    """Takes what a worker makes, and writes down what it is given."""
+class Journal:
+    """In the place of a worker's writer: writes down what it is given, and fills the places."""
 
     def __init__(self, bench: Bench, collates: bool = False) -> None:
         self.collates = collates
         self.handover_ns = 0.0
         self.keeps_batches = False
         self.journal: list[Any] = []
+        self.indices = StoredIndices(bench.ledger, bench.indices)
         self._ledger = bench.workers[0]
 
-    def note_types(self, samples: list[Any]) -> None:
-        pass
-
-    def write_run(
+    def deliver(
         self,
         batch: int,
         k: int,
-        place: int,
+        indices: Sequence[Any],
         samples: list[Any],
-        indices: Any = (),
+        error: BaseException | None = None,
+        *,
         whole: bool = False,
+        state: Any = None,
     ) -> None:
+        record = self._ledger.describe(batch)
+        if error is not None:
+            self._error(record.first + k + len(samples), indices[len(samples)], error)
+        elif whole and (self.collates or state is not None):
+            self._collated(batch, samples, state)
+        else:
+            self._samples(record.first + k, k, samples)
+        self._publish(batch, self._ledger.fill_run(batch, k, len(indices)))
+
+    def deliver_free(
+        self,
+        position: int,
+        index: Any,
+        sample: Any,
+        error: BaseException | None = None,
+        *,
+        slow: bool = False,
+    ) -> None:
+        place, batch, k = self._ledger.reserve(position, slow)
+        if error is not None:
+            self._error(place, index, error)
+        else:
+            self._samples(place, k, [sample])
+        self._publish(batch, self._ledger.fill(position, place))
+
+    def deliver_list(
+        self,
+        batch: int,
+        indices: Sequence[Any],
+        result: Any,
+        error: BaseException | None = None,
+        state: Any = None,
+    ) -> None:
+        record = self._ledger.describe(batch)
+        if error is not None:
+            self._error(record.first, indices, error)
+        elif type(result) is list and len(result) == record.count and not self.collates:
+            self._samples(record.first, 0, result)
+        else:
+            self._collated(batch, result, state)
+        self._publish(batch, self._ledger.fill_run(batch, 0, record.count))
+
+    def publish(self, batch: int) -> None:
+        self.journal.append("collate")
+        self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
+
+    def _publish(self, batch: int, outcome: int) -> None:
+        if outcome == MUST_COLLATE:
+            self.publish(batch)
+
+    def _samples(self, place: int, k: int, samples: list[Any]) -> None:
         self.journal.append(("samples", k, samples))
         for i in range(len(samples)):
             self._ledger.attach(place + i, 64 | SAMPLE_BLOB, 0)
 
-    def write_batch(self, batch: int, samples: list[Any]) -> None:
-        raise AssertionError("that is for streams")
-
-    write_end = write_batch
-
-    def write_error(
-        self, batch: int, place: int, error: BaseException, key: Any, state: Any = None
-    ) -> None:
-        self.journal.append(("error", key, str(error)))
+    def _error(self, place: int, index: Any, error: BaseException) -> None:
+        self.journal.append(("error", index, str(error)))
         self._ledger.attach(place, 64 | ERROR_BLOB, 0)
 
-    def write_collated(
-        self, batch: int, samples: list[Any], skipped: Sequence[int] = (), state: Any = None
-    ) -> None:
+    def _collated(self, batch: int, samples: Any, state: Any) -> None:
         self.journal.append(("collated", samples))
         if state is not None:
-            self.journal.append(("state", state[1]()))
-            self._ledger.attach(state[0], 64 | STATE_BLOB, 0)
-        for place in skipped:
-            self._ledger.attach(place, SKIP_BLOB, 0)
+            self.journal.append(("state", state()))
+            self._ledger.attach(self._ledger.describe(batch).first, 64 | STATE_BLOB, 0)
         self._ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)
-
-    def publish_if_full(self, batch: int, outcome: int) -> None:
-        if outcome == MUST_COLLATE:
-            self.publish_collated(batch)
-
-    def publish_collated(self, batch: int) -> None:
-        self.journal.append("collate")
-        self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)

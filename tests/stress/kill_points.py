@@ -38,7 +38,7 @@ import minato
 import minato.engine.engine
 from minato._core import ConsumerLedger, WorkerLedger
 from minato._fork_safety import Borrower, starting_worker
-from minato.batching.sample_error import wrapped
+from minato.batching.sample_error import ErrorTransport, wrapped
 from minato.engine.shared_state import SharedState
 from minato.workers.pool import thread_usage
 from minato.workers.worker import Worker
@@ -258,8 +258,8 @@ class Stage:
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
         state = SharedState.attach(self.context.layout)
         ledger: WorkerLedger = wrap(state.worker_ledger(number))
-        describe_error = wrapped(f"worker process {number}", in_process=True)
-        worker = self.context.worker(ledger, state, describe_error, None, lambda: (Exception,))
+        wrap = wrapped(f"worker process {number}", in_process=True)
+        worker = self.context.worker(ledger, state, ErrorTransport((Exception,), wrap), None)
         if scene.cheap:
             worker._runner.cost_estimate.draws, worker._runner.cost_estimate.mean_ns = False, 1000.0
         return worker
@@ -340,7 +340,7 @@ class World:
         capacity = self.ledger.capacity
         self.nbytes = ConsumerLedger.nbytes(2, *capacity)
         self.memory = memoryview(self.stage.context.layout.segment.array)[: self.nbytes]
-        self.arena = memoryview(self.stage.context.arena.array)
+        self.arena = memoryview(self.stage.context.store.segment.array)
         self.stage.worker = self.stage.make(1, scene)
         self.got: Counter[int] = Counter()
         for _ in range(0 if scene.is_stream else DELIVERED):

@@ -29,7 +29,7 @@ from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
 from tests.datasets import TOO_MANY_WORKERS, Numbers, late_by, three_draws
-from tests.scheduling.fakes import Bench, Sink
+from tests.scheduling.fakes import Bench, Journal
 
 SIZE, BATCH = 24, 4
 SEED = 7
@@ -173,25 +173,22 @@ class Keyed:
         return key, Grids()[key]
 
 
-class KeyedSink(Sink):
+class KeyedJournal(Journal):
     """Also keeps the sample of each key."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench)
-        self.run_again: Any = None
         self.samples: dict[int, Any] = {}
 
     @property
     def errors(self) -> list[tuple[Any, str]]:
         return [entry[1:] for entry in self.journal if entry[0] == "error"]
 
-    def write_run(
-        self, batch: int, k: int, place: int, samples: list[Any], *more: Any, **given: Any
-    ) -> None:
+    def _samples(self, place: int, k: int, samples: list[Any]) -> None:
         for key, value in samples:
             assert key not in self.samples
             self.samples[key] = value.copy()
-        super().write_run(batch, k, place, samples, *more, **given)
+        super()._samples(place, k, samples)
 
 
 def straight(steps: list[Any], binds: bool) -> dict[int, Any]:
@@ -222,7 +219,7 @@ class Case:
         self.bench = Bench(order, max_lag=8, fixed=SIZE // BATCH, workers=workers)
         self.calls: Counter[Any] = Counter()
         self.meters = Meters(len(steps))
-        self.sink = KeyedSink(self.bench)
+        self.writer = KeyedJournal(self.bench)
         self.share = chance.random()
         chain = Transforms(tuple(Counted(s, i, self.calls, bad) for i, s in enumerate(steps)))
         self.hire = lambda number: self._worker(number, chain, chance, mean_ns)
@@ -264,11 +261,10 @@ class Case:
             queue=WorkQueue(
                 ledger,
                 EventCount(self.bench.segment.array, WORK_EVENTS_OFFSET),
-                ledger.indices,
             ),
             fetcher=Fetcher(Keyed(), chain, batched=True),
             runner=runner,
-            sink=self.sink,  # type: ignore[arg-type]
+            writer=self.writer,  # type: ignore[arg-type]
             deferral=deferral,
         )
 
@@ -314,11 +310,11 @@ def test_wherever_samples_are_deferred_they_are_the_same_and_each_transform_runs
         chance = random.Random(seed)
         case = Case(steps, order, chance, mean_ns)
         case.run(random.Random(seed + 1))
-    assert sorted(case.sink.samples) == list(range(SIZE))
+    assert sorted(case.writer.samples) == list(range(SIZE))
     for key, value in expected.items():
-        np.testing.assert_array_equal(case.sink.samples[key], value)
+        np.testing.assert_array_equal(case.writer.samples[key], value)
     assert case.all_ready()
-    assert case.sink.errors == []
+    assert case.writer.errors == []
     # Cheap samples are run again, bound, when one is seen to draw for the first time.
     if mean_ns > 1000:
         assert set(case.calls.values()) == {1}
@@ -345,15 +341,15 @@ def test_a_worker_defers_a_sample_and_completes_it_later() -> None:
         case = always([add_in_place, draw_from_all], "arrival", workers=1)
         (worker,) = case.workers
         worker.step()
-        assert case.sink.samples == {} == case.calls
+        assert case.writer.samples == {} == case.calls
         worker.step()  # one sample is deferred already
-        assert sorted(case.sink.samples) == [1]
+        assert sorted(case.writer.samples) == [1]
         case.bench.ledger.waiting = False
         worker.step()
-        assert sorted(case.sink.samples) == [0, 1]
+        assert sorted(case.writer.samples) == [0, 1]
         case.run(random.Random(0))
     assert has_deferred(worker) == case.meters.deferred.count > 1
-    assert sorted(case.sink.samples) == list(range(SIZE))
+    assert sorted(case.writer.samples) == list(range(SIZE))
     assert case.bench.ledger.activity(0).samples == SIZE
 
 
@@ -377,9 +373,9 @@ def test_whichever_worker_dies_with_a_deferred_sample_they_are_the_same(
                 chance.choice(case.workers).step()
             case.kill(chance.randrange(3))
         case.run(chance)
-    assert sorted(case.sink.samples) == list(range(SIZE))
+    assert sorted(case.writer.samples) == list(range(SIZE))
     for key, value in expected.items():
-        np.testing.assert_array_equal(case.sink.samples[key], value)
+        np.testing.assert_array_equal(case.writer.samples[key], value)
     assert case.all_ready()
 
 
@@ -390,8 +386,8 @@ def test_a_sample_that_raises_after_it_was_deferred(order: str) -> None:
             case = Case([add_in_place, grow], order, random.Random(seed), 4e6, bad={5})
             case.share = 1.0
             case.run(random.Random(seed))
-        assert case.sink.errors == [(5, "bad 5")]
-        assert sorted(case.sink.samples) == [key for key in range(SIZE) if key != 5]
+        assert case.writer.errors == [(5, "bad 5")]
+        assert sorted(case.writer.samples) == [key for key in range(SIZE) if key != 5]
         assert case.all_ready()
 
 
@@ -405,7 +401,7 @@ def test_a_deferred_sample_of_a_dead_worker_runs_again_from_the_start() -> None:
             pass
         expected = straight([draw_from_all, add_in_place], binds=True)
     for key, value in expected.items():
-        np.testing.assert_array_equal(case.sink.samples[key], value)
+        np.testing.assert_array_equal(case.writer.samples[key], value)
     assert case.all_ready()
     assert Counter(number for (_, number) in case.calls.elements()) == {0: SIZE, 1: SIZE}
 
@@ -419,10 +415,10 @@ def test_a_deferred_sample_is_completed_before_the_next_epoch_begins() -> None:
         case.bench.dispatcher.cancel_all()
         case.bench.begin([[100, 101]], epoch=1)
         worker.step()
-        assert 0 in case.sink.samples
+        assert 0 in case.writer.samples
         assert has_deferred(worker) == 3  # the first one twice
         case.run(random.Random(0))
-    assert sorted(case.sink.samples) == [0, 100, 101]
+    assert sorted(case.writer.samples) == [0, 100, 101]
 
 
 # ------------------------------------------------------------------------------------- whole loaders

@@ -16,7 +16,7 @@ from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner, RunnerSettings
 from minato.workers.staged_runner import StageRunner
 from minato.workers.worker import Worker, WorkerSettings, WorkQueue
-from tests.scheduling.fakes import Bench, Sink
+from tests.scheduling.fakes import Bench, Journal
 
 
 class Bad(list):
@@ -53,16 +53,9 @@ class Setting:
         active: int = 1,
     ) -> None:
         self.bench = Bench(order, max_lag=8, fixed=8)
-        self.sink = Sink(self.bench, collates)
+        self.writer = Journal(self.bench, collates)
         self.meters = Meters(0)
         ledger = self.bench.workers[0]
-
-        def read_indices(batch: int, k: int, count: int) -> list[Any]:
-            offset = ledger.describe(batch).indices_offset
-            if offset:
-                return list(self.bench.indices.kept[offset][k : k + count])
-            return list(ledger.indices(batch, k, count))
-
         lease, fetcher = ledger.lease, Fetcher(dataset, Transforms(), batched=True)
         stage_runner = (
             None
@@ -80,17 +73,17 @@ class Setting:
         active_workers.set_count(active)
         self.worker = Worker(
             WorkerSettings(),
-            queue=WorkQueue(ledger, events, read_indices, active_workers),
+            queue=WorkQueue(ledger, events, active_workers),
             fetcher=fetcher,
             runner=self.runner,
-            sink=self.sink,
+            writer=self.writer,  # type: ignore[arg-type]
         )
         self.bench.begin(batches)
 
     def run(self) -> list[Any]:
         while self.worker.step():
             pass
-        return self.sink.journal
+        return self.writer.journal
 
     def ready(self) -> list[bool]:
         return [self.bench.ledger.state(i.record) == READY for i in self.bench.dispatcher._open]
@@ -158,18 +151,18 @@ def test_samples_that_cost_little_more_than_a_handover_are_not_handed_over(
 ) -> None:
     batches = [list(range(100 * i, 100 * i + 4)) for i in range(1, 8)]
     setting = Setting(Bad(), batches, order, collates=True, active=active)
-    setting.sink.handover_ns = handover_ns
+    setting.writer.handover_ns = handover_ns
     setting.runner.cost_estimate.draws = False
     setting.runner.cost_estimate.mean_ns = (
         1.5e7  # more than the longest run of samples that are handed over
     )
     setting.worker.step()  # by then the worker knows the order
-    setting.sink.journal.clear()
+    setting.writer.journal.clear()
     setting.runner.cost_estimate.mean_ns = 1.5e7
     setting.worker.step()
     setting.runner.cost_estimate.mean_ns = 1.5e7
     setting.worker.step()
-    kinds = [entry[0] for entry in setting.sink.journal]
+    kinds = [entry[0] for entry in setting.writer.journal]
     assert ("collated" in kinds) == whole
 
 
@@ -189,7 +182,7 @@ def test_what_is_left_of_an_epoch_is_divided(active: int, cost_ns: float, runs: 
     estimate.draws, estimate.mean_ns = False, cost_ns
     while setting.worker.step():
         estimate.mean_ns = cost_ns
-    written = [entry for entry in setting.sink.journal if entry[0] == "samples"]
+    written = [entry for entry in setting.writer.journal if entry[0] == "samples"]
     assert [len(samples) for _, _, samples in written] == runs
 
 
@@ -261,7 +254,7 @@ def test_a_worker_leaves_when_it_is_told_to() -> None:
     other = Setting(Bad(), [[1, 2]])
     other.bench.ledger.shut_down()
     other.worker.loop(lambda: True)
-    assert other.sink.journal == []
+    assert other.writer.journal == []
 
 
 def test_a_worker_does_not_leave_what_is_published_while_it_looks() -> None:
@@ -295,7 +288,7 @@ def test_a_worker_leaves_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch
 
 
 class StopsFirst:
-    """A gate whose loader ends in the very moment before a worker looks at it."""
+    """An event count whose loader ends in the very moment before a worker looks at it."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop

@@ -10,12 +10,10 @@ import pytest
 from minato._core import ConsumerLedger
 from minato._core.codes import READY, SKIPPED
 from minato.batching.arena import Arena
+from minato.batching.collate import Collate
 from minato.batching.serialization import LocalStore
-from minato.batching.writer import BatchWriter, WriterSettings
-from minato.transforms.compose import Transforms
-from minato.workers.error_policy import SKIP
-from minato.workers.fetch import Fetcher
-from minato.workers.results import ResultWriter
+from minato.batching.writer import BatchWriter
+from minato.errors import SKIP
 
 
 class Case:
@@ -27,22 +25,10 @@ class Case:
         self.worker = self.ledger.worker(0)
         self.ledger.open_epoch(0)
         self.bound = bound
-        self.store = LocalStore()
+        self.store = LocalStore(arena.segment)
         self.acquire = arena.acquire
-        self.writer = BatchWriter(
-            WriterSettings(collate_fn, True, lambda error: error),
-            ledger=self.worker,
-            segment=arena.segment,
-            store=self.store,
-        )
-        fetcher = Fetcher([], Transforms(), batched=True)
-        self.deliver = ResultWriter(
-            ledger=self.worker,
-            sink=self.writer,
-            fetcher=fetcher,
-            may_skip=True,
-            slow_to_newest=False,
-        )
+        collate = Collate(collate_fn, True)
+        self.writer = BatchWriter(self.worker, self.store, collate, skips=True)
 
     def open(self, count: int) -> int:
         slot = self.acquire()
@@ -60,8 +46,8 @@ def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
     assert [case.worker.claim(2).batch for _ in range(2)] == [old, new]
     case.ledger.bind_late(old, new)
     for position in (1, 2):
-        case.deliver.free(position, position, f"sample {position}", None, 0)
-    case.deliver.free(0, 0, SKIP, None, 0)
+        case.writer.deliver_free(position, position, f"sample {position}")
+    case.writer.deliver_free(0, 0, SKIP)
     assert case.ledger.state(old) == case.ledger.state(new) == READY
     assert case.ledger.describe(new).flags & SKIPPED
     assert sorted(case.result(old) + case.result(new)) == ["sample 1", "sample 2"]
@@ -72,7 +58,7 @@ def test_skipped_samples_are_not_collated(whole: bool) -> None:
     case = Case(bound=True)
     batch = case.open(3)
     case.worker.claim(3)
-    case.deliver.bound(batch, 0, 0, [0, 1, 2], [SKIP, "b", "c"], None, whole)
+    case.writer.deliver(batch, 0, [0, 1, 2], [SKIP, "b", "c"], whole=whole)
     assert case.ledger.state(batch) == READY
     assert case.result(batch) == ["b", "c"]
     assert case.ledger.skipped(batch) == [0]

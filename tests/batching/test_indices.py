@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from minato.workers.current_sample import describe_indices
+from minato._core.segment import Segment
+from minato.batching.indices import StoredIndices
+from minato.batching.serialization import LocalStore
 
 
 @pytest.mark.parametrize("form", ["py", "c"])
@@ -26,7 +28,8 @@ def test_samples_whose_own_batch_is_gone_are_left_out_of_a_message(form: str) ->
     for position in (2, 3, 0, 1):
         place, _, _ = worker.reserve(position)
         worker.fill(position, place)
-    assert describe_indices(ledger, ledger.indices, second) == "indices 10, 11"
+    indices = StoredIndices(ledger, LocalStore(Segment(4096, shared=False)))
+    assert indices.describe(second) == "indices 10, 11"
     ledger.retire(first)
     assert ledger.open([14, 15], 2, slot, 0, 0, 0, False) == first
-    assert describe_indices(ledger, ledger.indices, second) == "indices that are no longer known"
+    assert indices.describe(second) == "indices that are no longer known"
