@@ -291,7 +291,13 @@ def _trainers() -> dict[str, Any]:
     atexit.register(dist.destroy_process_group)
     model = Model()
     arguments = transformers.TrainingArguments(
-        "trained", max_steps=4, use_cpu=True, save_strategy="no", report_to=[], disable_tqdm=True
+        "trained",
+        max_steps=4,
+        logging_steps=2,
+        use_cpu=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
     )
     return {
         "accelerator": accelerate.Accelerator(cpu=True),
@@ -352,6 +358,7 @@ def _saved(array: Any) -> bytes:
 
 
 def _remote_data() -> dict[str, Any]:
+    _sqlite()
     _s3()
     _cassandra()
     return {
@@ -360,9 +367,21 @@ def _remote_data() -> dict[str, Any]:
         "read": read,
         "read_later": read_later,
         "to_arrays": to_arrays,
-        "diagnoses": [number % 2 for number in range(64)],
-        "patients": [number // 3 for number in range(64)],
+        "diagnoses": [number % 2 for number in range(len(Tables()))],
+        "patients": [number // 3 for number in range(len(Tables()))],
     }
+
+
+def _sqlite() -> None:
+    """The database of the page, in the present directory."""
+    import sqlite3
+
+    connection = sqlite3.connect("scans.db")
+    with connection:
+        connection.execute("CREATE TABLE images (id INTEGER PRIMARY KEY, data BLOB)")
+        rows = [(number, _saved(Tables()[number])) for number in range(len(Tables()))]
+        connection.executemany("INSERT INTO images VALUES (?, ?)", rows)
+    connection.close()
 
 
 def _s3() -> None:
@@ -392,8 +411,6 @@ def _s3() -> None:
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     obstore.put(from_url("s3://bucket/shards"), "first.tar", to.getvalue())
-    for number in range(8):
-        obstore.put(from_url("s3://bucket/images"), f"{number}.npy", _saved(Tables()[number]))
 
 
 def _cassandra() -> None:
