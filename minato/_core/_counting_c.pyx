@@ -352,28 +352,30 @@ cdef class Arrivals:
         self.asked_batches = max(batch, self.asked_batches) + 1
 
     @cython.critical_section
-    def deliver(self, list positions not None, int64_t start, int64_t batch=-1) -> None:
+    def deliver(self, positions not None, int64_t start, int64_t batch=-1) -> None:
         """Note that indices have arrived, those with the numbers ``position - start``.
 
         An index that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
         those of nothing.
 
         Args:
+            positions: A list, or a range with step 1.
             batch: Number of the batch, in the order of arrival; one that has arrived before changes nothing. -1: the
                 next number.
         """
-        cdef int64_t number, at
+        cdef int64_t at, end
         if 0 <= batch < self.delivered_batches:
             return
-        for position in positions:
-            at = position
-            if at < 0:
-                continue
-            number = at - start
-            if self._is_waiting(number):
-                self._settle(number, &self.delivered_)
-            elif number not in self.skipped_numbers:
-                self.strays_ += 1
+        if type(positions) is range:
+            at, end = positions.start, positions.stop
+            while at < end:
+                self._arrive(at - start)
+                at += 1
+        else:
+            for position in <list?>positions:
+                at = position
+                if at >= 0:
+                    self._arrive(at - start)
         self._advance()
         self.delivered_batches = max(batch, self.delivered_batches) + 1
 
@@ -396,6 +398,13 @@ cdef class Arrivals:
             if self._is_waiting(number):
                 self._settle(number, &self.dropped_)
         self._advance()
+
+    cdef inline int _arrive(self, int64_t number) except -1:
+        if self._is_waiting(number):
+            self._settle(number, &self.delivered_)
+        elif number not in self.skipped_numbers:
+            self.strays_ += 1
+        return 0
 
     cdef inline bint _is_waiting(self, int64_t number) noexcept:
         return self.prefix_ <= number < self.end_ and self.states[number & self.mask] != SETTLED

@@ -295,13 +295,14 @@ class Arrivals:
             self._end += 1
         self._asked_batches = max(batch, self._asked_batches) + 1
 
-    def deliver(self, positions: list[int], start: int, batch: int = -1) -> None:
+    def deliver(self, positions: list[int] | range, start: int, batch: int = -1) -> None:
         """Note that indices have arrived, those with the numbers ``position - start``.
 
         An index that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
         those of nothing.
 
         Args:
+            positions: A list, or a range with step 1.
             batch: Number of the batch, in the order of arrival; one that has arrived before changes nothing. -1: the
                 next number.
         """

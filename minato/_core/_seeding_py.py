@@ -127,10 +127,11 @@ class StateWriter:
 
 @final
 class StateSnapshot:
-    """A copy of some memory, to see whether anything in it changes.
+    """A copy of the states of generators, to see whether anything in them changes.
 
     Args:
-        spans: ``(address, nbytes)`` of each part.
+        spans: ``(address, nbytes)`` of each part. Of a long one, which holds the words of a twister, the compiled core
+            compares the ends: a twist and a seed change all words.
 
     The memory must outlive the snapshot.
     """

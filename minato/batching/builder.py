@@ -12,6 +12,7 @@ from minato.batching.arena import Arena, Slot
 from minato.batching.collate import Collate
 from minato.batching.layout import Layout
 from minato.batching.rows import Rows
+from minato.batching.sample_spec import rules_hold
 
 __all__ = ["BatchBuilder"]
 
@@ -60,10 +61,9 @@ class BatchBuilder:
         self.nbytes = 0
         kind, tried = type(samples[0]), self._last
         if kind is str or kind is bytes:
-            return default_collate(samples)
-        if (
-            tried is not None and tried.shows()
-        ):  # nearly always: the packer looks at each sample anyway
+            return samples if rules_hold() else default_collate(samples)
+        # Nearly always: the packer looks at each sample anyway.
+        if tried is not None and tried.shows():
             batch = self._packed(tried, samples)
             if batch is not None:
                 return batch
@@ -79,8 +79,10 @@ class BatchBuilder:
         """The batch of samples of a layout; None if they have another one."""
         count = len(samples)
         nbytes = layout.fields_nbytes(count)
-        slot = self._slot_for(nbytes)
-        memory = None if slot is None else self._arena.view(slot)
+        slot = memory = None
+        if nbytes >= _LEAST_RECYCLED_BYTES or self._arena.pinned_slots is not None:
+            slot = self._slot_for(nbytes)
+            memory = None if slot is None else self._arena.view(slot)
         batch = layout.collate(samples, _SHARED_WORK_BYTES // count, memory)
         if batch is not None:
             self.nbytes = nbytes

@@ -91,8 +91,7 @@ class _Batch(Outgoing):
     )
 
     def __init__(self, drawn: Drawn, first: int) -> None:
-        super().__init__()
-        given = drawn.indices
+        given = drawn[2]
         self.drawn = drawn
         self.occurrences: Sequence[int] | None = None
         if type(given) is Recurring:
@@ -103,7 +102,9 @@ class _Batch(Outgoing):
         self.skipped: list[int] = []
         self.num_slow = 0
         self.began_ns = now_ns()
-        self.is_made = self.is_empty = self.is_prepared = False
+        self.batch = self.error = None
+        self.is_given = self.is_pinned = self.is_made = self.is_empty = self.is_prepared = False
+        self.records = ()
 
 
 class _Current:
@@ -245,6 +246,7 @@ class InlineEngine:
         self._batch = self._tried = None
         self._position = 0
         self._num_begun += 1
+        self._number = epoch.number
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
         self._has_ended = self._is_over = False
         self._states = states = epoch.dataset_states
@@ -268,6 +270,7 @@ class InlineEngine:
         plan = self.plan.worker
         restore(plan, 0)
         self._fetcher = fetcher = fetcher_of(plan, 0)
+        self._stream = fetcher if isinstance(fetcher, StreamFetcher) else None
         if self._states is not None:
             self._states.present = fetcher.present
         # Another thread binds no generators, and the program may have given the dataset other methods.
@@ -403,7 +406,7 @@ class InlineEngine:
         current.kinds = (BaseException,) if self._tried is batch.drawn else _ERRORS
         current.batch = batch
         self._tried = batch.drawn
-        began_ns, traced_ns = now_ns(), self._tracer.now()
+        began_ns = now_ns()
         if is_profiling():
             with in_profile("minato: load samples"):
                 self._run(batch)
@@ -418,7 +421,7 @@ class InlineEngine:
         self._idle_since = now
         self._runner.observe((now - began_ns) / size)
         if self._tracer.enabled:
-            self._tracer.slice("load", traced_ns)
+            self._tracer.slice("load", began_ns)
             self._sample_tracer.flush()
 
     def _run(self, batch: _Batch) -> None:
@@ -445,13 +448,19 @@ class InlineEngine:
             return
         elif fetcher.takes_lists or not len(batch.given):
             samples, error = self._run_list(fetcher, batch)
+        elif (
+            self._retry is None
+            and runner.may_run_unbound(batch.size, self._builder.draws)
+            and self._run_unbound(fetcher, batch)
+        ):
+            return
         else:
             indices = batch.given if type(batch.given) is list else list(batch.given)
             samples, error = self._run_retrying(fetcher, batch, indices)
             if error is not None:
                 index = indices[len(samples)]
         if error is not None:
-            batch.error, batch.is_made = _error_of(error, index), True
+            self._give(batch, None, _error_of(error, index))
             return
         if self._retry is not None and type(samples) is list:
             kept = [sample for sample in samples if sample is not SKIP]
@@ -461,7 +470,29 @@ class InlineEngine:
                 samples = kept
                 if not kept:
                     return
-        self._build(batch, samples)
+        self._give(batch, *self._built(batch, samples, functools.partial(self._collated, batch)))
+
+    def _run_unbound(self, fetcher: Fetcher, batch: _Batch) -> bool:
+        """Run and build a batch of cheap samples that do not draw, as earlier ones did not; False: they have drawn."""
+        runner, indices = self._runner, batch.given
+        runner.mark()
+        if type(indices) is not list:
+            indices = list(indices)
+        samples, error = runner.run_unbound(batch.first, self._number, indices, fetcher.one)
+        made = None
+        if error is None:
+            made, error = self._built(batch, samples, self._builder.collate)
+        else:
+            error = _error_of(error, indices[len(samples)])
+        if runner.drew():
+            return False
+        if 0 < self._slow_ns < runner.longest_ns:
+            self._count_slow(batch, len(samples))
+        self._give(batch, made, error)
+        return True
+
+    def _count_slow(self, batch: _Batch, count: int) -> None:
+        batch.num_slow += sum(cost > self._slow_ns for cost in self._runner.durations[:count])
 
     def _run_reads(
         self, flight: InFlight, batch: _Batch, indices: list[Any]
@@ -535,8 +566,7 @@ class InlineEngine:
             return samples, None
         found = runner.run_steps(position + k, number, indices[k:], fetcher.one, 0)
         if 0 < self._slow_ns < runner.longest_ns and self._batch is not None:
-            durations = runner.durations[: len(found[0])]
-            self._batch.num_slow += sum(cost > self._slow_ns for cost in durations)
+            self._count_slow(self._batch, len(found[0]))
         return (samples + found[0], found[1]) if samples else found
 
     def _run_list(self, fetcher: Fetcher, batch: _Batch) -> tuple[Any, BaseException | None]:
@@ -577,92 +607,86 @@ class InlineEngine:
         runner.record_rows(indices, self._number, begun_ns)
         return made
 
-    def _build(self, batch: _Batch, samples: Any) -> None:
-        """Build a batch of its samples, or its error."""
+    def _built(
+        self, batch: _Batch, samples: Any, collate: Callable[[Any], Any]
+    ) -> tuple[Any, BaseException | None]:
+        """A batch of its samples, packed or by ``collate``; or None and its error."""
         builder = self._builder
         try:
+            begun_ns, how = self._sample_tracer.now(), "copy"
             made = None
             if not builder.collates and type(samples) is list and samples:
-                traced_ns = self._sample_tracer.now()
                 made = builder.pack(samples)
-                if made is not None:
-                    self._sample_tracer.slice("copy", traced_ns)
             if made is None:
-                made = self._collated(batch, samples)
+                made, how = collate(samples), "collate"
+            if self._sample_tracer.enabled:
+                self._sample_tracer.slice(how, begun_ns)
+            return made, None
         except self._current.kinds as error:
             if isinstance(error, StopIteration):
                 name = f"the batch of {listed(batch.given)}"
                 if self.plan.worker.pipeline.streams:
                     name = "a batch of the iterable dataset"
                 error = not_the_end(f"collate_fn, called for {name},", error)
-            batch.error, batch.is_made = SampleError(error).exception(), True
-            return
-        self._give(batch, made)
+            return None, SampleError(error).exception()
 
     def _collated(self, batch: _Batch, samples: Any) -> Any:
         """What ``collate_fn`` makes of the samples; what it draws depends on nothing that was run before."""
         builder, epoch, runner = self._builder, self._epoch, self._runner
-        traced_ns = self._sample_tracer.now()
         if not (builder.draws and self.plan.worker.seeds_samples):
-            made = builder.collate(samples)
-        else:
-            index = next(iter(batch.given), None)
-            occurrence = 0 if batch.occurrences is None else batch.occurrences[0]
-            with runner.bound_to_batch(epoch.seed, epoch.number, index, occurrence):
-                made = builder.collate(samples)
-        self._sample_tracer.slice("collate", traced_ns)
-        return made
+            return builder.collate(samples)
+        index = next(iter(batch.given), None)
+        occurrence = 0 if batch.occurrences is None else batch.occurrences[0]
+        bound = runner.bound_to_batch(epoch.seed, epoch.number, index, occurrence)
+        return runner.collated(builder.collate, samples, bound)
 
-    def _give(self, batch: _Batch, made: Any) -> None:
-        """Have a batch hold what was made, on its device."""
-        if self._copier is not None:
+    def _give(self, batch: _Batch, made: Any, error: BaseException | None = None) -> None:
+        """Have a batch hold what was made, on its device, or its error."""
+        if self._copier is not None and error is None:
             try:
                 made = self._copier.copy(
                     self._builder.last_slot, functools.partial(_as_it_is, made)
                 )
             except StopIteration as stop:
-                made, batch.error = None, not_the_end("what the batch is made of", stop)
-            except Exception as error:
-                made, batch.error = None, error
-        batch.batch, batch.is_made = made, True
-
-    @property
-    def _number(self) -> int:
-        """Number of the epoch."""
-        return self._epoch.number
+                made, error = None, not_the_end("what the batch is made of", stop)
+            except Exception as raised:
+                made, error = None, raised
+        batch.batch, batch.error, batch.is_made = made, error, True
 
     def _prepare(self, batch: _Batch) -> None:
         """Prepare what to record of a batch before it is given; each part once."""
-        progress, nbytes = self._progress, self._builder.nbytes
+        progress, given = self._progress, batch.given
         if progress is not None:
-            positions = list(range(batch.first, batch.first + batch.size))
-            records = [progress.returns(positions, 0, batch.num_slow)]
-            if batch.skipped:
-                records.insert(0, functools.partial(progress.skipped, batch.skipped, 0))
-            if self._counted is not None:
-                records.append(self._counted.counts(0))
-            batch.records = records
+            positions = range(batch.first, batch.first + batch.size)
+            batch.records = (progress.returns(positions, 0, batch.num_slow),)
+            if batch.skipped or self._counted is not None:
+                batch.records = self._more_records(batch, progress)
             progress.last = batch
         if self._tracer.enabled:
-            args = {"epoch": self._number, "samples": len(batch.given)}
+            args = {"epoch": self._number, "samples": len(given)}
             self._tracer.span("batch", batch.began_ns, self._tracer.now(), args)
             self._tracer.slice("read", self._tracer.now())
         self._batches.drop(batch.drawn)
-        if isinstance(self._fetcher, StreamFetcher):
-            self._fetcher.taken.clear()
         if self._failures is not None:
-            self._failures.finished += len(batch.given)
-        self._batch_bytes = nbytes
-        if self._observers:
-            samples = batch.size - len(batch.skipped)
-            if self.plan.worker.pipeline.streams:
-                samples = batch.given[0]
-            elif not len(batch.given):
-                samples = 0
-            self._observers.leave(samples, nbytes, self._snapshot)
+            self._failures.finished += len(given)
+        samples = len(given) - len(batch.skipped)
+        if self._stream is not None:
+            self._stream.taken.clear()
+            samples = given[0]
+        nbytes = self._batch_bytes = self._builder.nbytes
+        self._observers.leave(samples, nbytes, self._snapshot)
         if self.arena.num_slots:
             self.arena.trim(1)
         batch.is_prepared = True
+
+    def _more_records(self, batch: _Batch, progress: Progress) -> list[Callable[[], object]]:
+        """All records of a batch with skipped samples, or of a stream whose state is counted."""
+        records = [*batch.records]
+        if batch.skipped:
+            records.insert(0, functools.partial(progress.skipped, batch.skipped, 0))
+        if self._counted is not None:
+            records.append(self._counted.counts(0))
+        return records
 
     def _snapshot(self) -> LoaderSnapshot:
         return LoaderSnapshot(1, 0, 0, 1, self._batch_bytes, self.plan.prefetch.budget_bytes)

@@ -42,12 +42,10 @@ class LoaderUse:
         self.last: LoaderSnapshot | None = None
         self.memory_bytes = 0
         self.workers = (0, 0)
-        self._at_ns = self._due_ns = self._sum_ns = 0
+        self.due_ns = 0
+        """When to look at the loader again, in ns since the start of the epoch."""
+        self._at_ns = self._sum_ns = 0
         self._occupancy_ns = self._in_flight_ns = 0.0
-
-    def is_due(self, at_ns: int) -> bool:
-        """Whether to look at the loader, at a time in ns since the start of the epoch."""
-        return at_ns >= self._due_ns
 
     def add(self, at_ns: int, state: LoaderSnapshot) -> None:
         """Add a state, which counts for the time since the one before it."""
@@ -55,7 +53,7 @@ class LoaderUse:
         self._occupancy_ns += duration_ns * state.ready / max(state.limit, 1)
         self._in_flight_ns += duration_ns * state.in_flight
         self._sum_ns += duration_ns
-        self._at_ns, self._due_ns = at_ns, at_ns + max(_LOOK_NS, at_ns // _LOOKS)
+        self._at_ns, self.due_ns = at_ns, at_ns + max(_LOOK_NS, at_ns // _LOOKS)
         self.memory_bytes = max(self.memory_bytes, state.memory_bytes)
         low, high = self.workers if self.last is not None else (state.workers, state.workers)
         self.workers = min(low, state.workers), max(high, state.workers)
@@ -191,14 +189,15 @@ class EpochLog(Observer):
         record = self._current
         if record is None:
             return
-        record.waits.record(now - self._entered_ns)
-        record.wall_ns = now - self._began_ns
+        waits, use = record.waits, record.use
+        waits.record(now - self._entered_ns)
+        record.wall_ns = wall_ns = now - self._began_ns
         self._samples += samples
         self._bytes += nbytes
-        if record.waits.count == 1:
-            record.first_ns = now - self._entered_ns
-        if record.use.is_due(record.wall_ns):
-            record.use.add(record.wall_ns, loader())
+        if wall_ns >= use.due_ns:
+            if waits.count == 1:
+                record.first_ns = now - self._entered_ns
+            use.add(wall_ns, loader())
         if self._loader_wanted:
             self._loader_wanted, self._loader = False, loader()
 

@@ -36,7 +36,7 @@ class Lateness:
 
     def delivered(
         self,
-        positions: list[int],
+        positions: list[int] | range,
         start: int,
         num_slow: int,
         number: int | None = None,
@@ -82,7 +82,7 @@ class InOrderLateness(Lateness):
 
     def delivered(
         self,
-        positions: list[int],
+        positions: list[int] | range,
         start: int,
         num_slow: int,
         number: int | None = None,

@@ -227,12 +227,21 @@ class Observers:
         Raises:
             Warning: Warnings are errors, and an observer warned since the last call.
         """
-        self._raise_late()
-        self._call("enter")
+        if self._late is not None:
+            self._raise_late()
+        for observer in self._all:
+            try:
+                observer.enter()
+            except Exception as error:
+                self._failed(observer, error)
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
         """``next()`` returns a batch."""
-        self._call("leave", samples, nbytes, loader)
+        for observer in self._all:
+            try:
+                observer.leave(samples, nbytes, loader)
+            except Exception as error:
+                self._failed(observer, error)
 
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""

@@ -214,7 +214,7 @@ class Progress:
         self.length: Callable[[], int | None] = lambda: None
         self.part: RankProgress | None = None
         self._before = before = done or Completed()
-        self._last_batch: tuple[list[int], int] = [], 0
+        self._last_batch: tuple[list[int] | range, int] = [], 0
         self._requested = 0  # batches
         self._reported = before.delivered
         self._arrivals = Arrivals(index_hash, before.expected, before.delivered, before.skipped)
@@ -243,14 +243,14 @@ class Progress:
 
     def returns(
         self,
-        positions: list[int],
+        positions: list[int] | range,
         start: int,
         num_slow: int = 0,
     ) -> Callable[[], None]:
         """Note the batch that ``next()`` is about to return.
 
         Args:
-            positions: Positions of its samples, in the order in which batches were drawn; negative without a sample.
+            positions: Of its samples, in the order in which batches were drawn; negative without a sample.
             start: Position of the first sample of the epoch.
             num_slow: Number of slow samples in the batch.
 
@@ -263,7 +263,9 @@ class Progress:
             self.record.delivered([position - start for position in positions], number)
         return functools.partial(self.delivered, positions, start, number)
 
-    def delivered(self, positions: list[int], start: int, number: int | None = None) -> None:
+    def delivered(
+        self, positions: list[int] | range, start: int, number: int | None = None
+    ) -> None:
         """Note a delivered batch.
 
         Args:

@@ -55,12 +55,16 @@ class CostEstimate:
         draws: Whether samples draw random numbers that are bound to them; None while this is unknown.
         watched: Number of samples that were watched for draws.
         has_looked: Whether it looked for generators that its first sample made.
+        collate_draws: Whether ``collate_fn`` draws; None while this is unknown.
+        watched_batches: Number of batches for which ``collate_fn`` was watched.
     """
 
     mean_ns: float = _FIRST_GUESS_NS
     draws: bool | None = None
     watched: int = 0
     has_looked: bool = False
+    collate_draws: bool | None = None
+    watched_batches: int = 0
 
 
 class RunnerSettings(NamedTuple):
@@ -159,6 +163,68 @@ class Runner:
             self._randomness = randomness = self._make_randomness(seed)
             if self._stage_runner is not None:
                 self._stage_runner.capture = randomness.capture
+
+    def may_run_unbound(self, count: int, collates: bool) -> bool:
+        """Whether ``count`` samples, and with ``collates`` what the program makes of them, need no randomness of theirs.
+
+        Binding costs as much as these samples, and earlier ones did not draw. The caller watches them by ``mark`` and
+        ``drew``, and runs them again, bound, if one draws after all.
+        """
+        estimate = self.cost_estimate
+        return (
+            self._stage_runner is not None
+            and not self._tracer.enabled
+            and estimate.draws is False
+            and (self._randomness is None or not collates or estimate.collate_draws is False)
+            and self.longest_ns < _WORTH_BINDING_NS
+            and estimate.mean_ns * _EXPENSIVE < self._worth_measuring_ns
+            and count <= len(self.durations)
+        )
+
+    def mark(self) -> None:
+        """Begin to watch what runs unbound."""
+        if self._randomness is not None:
+            self._randomness.mark()
+
+    def drew(self) -> bool:
+        """Whether anything drew since ``mark``: then all draws are undone, and later samples are bound."""
+        randomness = self._randomness
+        if randomness is None or not randomness.drawn():
+            return False
+        self.cost_estimate.draws = self.cost_estimate.collate_draws = True
+        randomness.rewind()
+        return True
+
+    def run_unbound(
+        self, position: int, epoch: int, indices: list[Any], fetch: Fetch
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run samples as ``run`` does, where ``may_run_unbound``."""
+        samples, error = run_samples(
+            *(fetch, indices, position, self._lease, self.durations, None, epoch),
+            self._catches(),
+        )
+        self.longest_ns = longest_ns = self._total.record_all(self.durations, len(samples))
+        if self._stats and longest_ns > self._slowest.floor_ns:
+            self._reset()
+            self._note_slowest(samples, indices, epoch)
+        return samples, error
+
+    def collated(
+        self, collate: Callable[[Any], Any], samples: Any, bound: AbstractContextManager[None]
+    ) -> Any:
+        """What ``collate`` makes of samples, bound to the batch; finds out whether it draws."""
+        randomness, estimate = self._randomness, self.cost_estimate
+        with bound:
+            if randomness is None or estimate.collate_draws is not None or not randomness.watches:
+                return collate(samples)
+            randomness.mark(unbind=False)
+            made = collate(samples)
+            estimate.watched_batches += 1
+            if randomness.drawn():
+                estimate.collate_draws = True
+            elif estimate.watched_batches == _PROBES:
+                estimate.collate_draws = False
+        return made
 
     def bound_to_batch(
         self, seed: int, epoch: int, index: object, occurrence: int
