@@ -198,7 +198,7 @@ def next_is_replaced() -> bool:
 
 def torch_looks_on() -> bool:
     """Whether batches must pass through ``__next__`` of the iterators' base: a profiler records, or it is replaced."""
-    return TorchIterator.__next__ is not _NEXT or is_profiling()
+    return TorchIterator.__next__ is not _NEXT or getattr(profiler, "_is_profiler_enabled", True)
 
 
 def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins: bool) -> list[str]:
@@ -289,6 +289,7 @@ def _default_rules() -> dict[Any, Any] | None:
         return None
 
 
+_COLLATE = vars(collate)
 _DEFAULT_RULES = _default_rules()
 _CALLED_BY_RULES = torch.stack, torch.as_tensor, torch.tensor
 
@@ -300,9 +301,9 @@ def collates_by_default() -> bool:
     torch itself then builds the batches.
     """
     return (
-        bool(getattr(collate, "default_collate_fn_map", ()) == _DEFAULT_RULES)
+        _COLLATE.get("default_collate_fn_map", ()) == _DEFAULT_RULES
         and (torch.stack, torch.as_tensor, torch.tensor) == _CALLED_BY_RULES
-        and getattr(collate.collate, "__globals__", None) is vars(collate)
+        and getattr(_COLLATE.get("collate"), "__globals__", None) is _COLLATE
     )
 
 

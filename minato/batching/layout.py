@@ -38,6 +38,7 @@ Collator: TypeAlias = Callable[[Iterator[Any], Iterator[Any]], Any]
 
 _ALIGNMENT_BYTES = 64
 """Each field of a batch starts on its own cache line."""
+_ALIKE_BYTES = 64 << 10
 _KEPT_LAYOUTS = 256
 _KEPT_BATCH_SIZES = 64
 """A loader needs one or two of each, unless shapes or batch sizes vary."""
@@ -69,7 +70,7 @@ class _Plan(NamedTuple):
     tensors: list[tuple[torch.dtype, int, int, tuple[int, ...]]]
     """Of each field, dtype, number of elements, offset and shape with the batch's dimension."""
     alike: list[torch.Tensor]
-    """A tensor like each field, without its memory: ``empty_like`` takes half as long as ``empty``."""
+    """A tensor like each field of a small batch: ``empty_like`` takes half as long as ``empty``."""
 
 
 class Layout:
@@ -199,15 +200,16 @@ class Layout:
         """
         plan = self._plan(len(samples))
         if memory is None:
-            tensors = [
-                torch.empty_like(each, memory_format=torch.contiguous_format) for each in plan.alike
+            tensors = list(map(torch.empty_like, plan.alike)) or [
+                torch.empty(shape, dtype=dtype, device="cpu") for dtype, _, _, shape in plan.tensors
             ]
         else:
             tensors = [
                 _viewed(memory, dtype, numel, start, shape)
                 for dtype, numel, start, shape in plan.tensors
             ]
-        aside = plan.packer.pack_fields(samples, [each.data_ptr() for each in tensors], kept_nbytes)
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+        aside = plan.packer.pack_fields(samples, addresses, kept_nbytes)
         if aside is None:
             return None
         columns: Iterator[Any] = iter(())
@@ -256,10 +258,11 @@ class Layout:
                 tensors.append((field.dtype, n * field.numel, end, (n, *field.shape)))
                 end += _aligned(n * field.nbytes)
             packer = Packer(placed(self._spec, iter(offsets)), n)
-            alike = [
-                torch.empty((), dtype=dtype, device="cpu").expand(shape)
-                for dtype, _, _, shape in tensors
-            ]
+            alike = []
+            if end <= _ALIKE_BYTES:
+                alike = [
+                    torch.empty(shape, dtype=dtype, device="cpu") for dtype, _, _, shape in tensors
+                ]
             plan = self._plans[n] = _Plan(packer, end, tensors, alike)
             self._packer = packer
         return plan

@@ -70,7 +70,7 @@ class _Batch(Outgoing):
         size: Number of its samples, at least 1.
         skipped: Positions of skipped samples.
         num_slow: Number of slow samples.
-        began_ns: When it was begun.
+        began_ns: When its samples began to run.
         is_made: Whether the batch is there, or its error.
         is_empty: Whether it is known to have no samples to return.
         is_prepared: Whether it is ready to be given.
@@ -101,7 +101,7 @@ class _Batch(Outgoing):
         self.size = len(given) or 1
         self.skipped: list[int] = []
         self.num_slow = 0
-        self.began_ns = now_ns()
+        self.began_ns = 0
         self.batch = self.error = None
         self.is_given = self.is_pinned = self.is_made = self.is_empty = self.is_prepared = False
         self.records = ()
@@ -406,7 +406,7 @@ class InlineEngine:
         current.kinds = (BaseException,) if self._tried is batch.drawn else _ERRORS
         current.batch = batch
         self._tried = batch.drawn
-        began_ns = now_ns()
+        batch.began_ns = began_ns = now_ns()
         if is_profiling():
             with in_profile("minato: load samples"):
                 self._run(batch)
@@ -414,12 +414,13 @@ class InlineEngine:
             self._run(batch)
         self._tried = None
         now, activity, size = now_ns(), self._activity, batch.size
+        busy_ns = now - began_ns
         self._lease.enter(-1, now)
         activity.samples += size
-        activity.busy_ns += now - began_ns
+        activity.busy_ns += busy_ns
         activity.idle_ns += began_ns - self._idle_since
         self._idle_since = now
-        self._runner.observe((now - began_ns) / size)
+        self._runner.observe(busy_ns / size)
         if self._tracer.enabled:
             self._tracer.slice("load", began_ns)
             self._sample_tracer.flush()
@@ -475,16 +476,19 @@ class InlineEngine:
     def _run_unbound(self, fetcher: Fetcher, batch: _Batch) -> bool:
         """Run and build a batch of cheap samples that do not draw, as earlier ones did not; False: they have drawn."""
         runner, indices = self._runner, batch.given
-        runner.mark()
+        randomness = runner.randomness
+        if randomness is not None:
+            randomness.mark()
         if type(indices) is not list:
             indices = list(indices)
-        samples, error = runner.run_unbound(batch.first, self._number, indices, fetcher.one)
+        samples, error = runner.run_unbound(batch.first, self._number, indices, fetcher.now())
         made = None
         if error is None:
             made, error = self._built(batch, samples, self._builder.collate)
         else:
             error = _error_of(error, indices[len(samples)])
-        if runner.drew():
+        if randomness is not None and randomness.drawn():
+            runner.undo_draws(randomness)
             return False
         if 0 < self._slow_ns < runner.longest_ns:
             self._count_slow(batch, len(samples))
@@ -613,14 +617,14 @@ class InlineEngine:
         """A batch of its samples, packed or by ``collate``; or None and its error."""
         builder = self._builder
         try:
-            begun_ns, how = self._sample_tracer.now(), "copy"
-            made = None
+            tracer, made, how = self._sample_tracer, None, "copy"
+            begun_ns = tracer.now() if tracer.enabled else 0
             if not builder.collates and type(samples) is list and samples:
                 made = builder.pack(samples)
             if made is None:
                 made, how = collate(samples), "collate"
-            if self._sample_tracer.enabled:
-                self._sample_tracer.slice(how, begun_ns)
+            if tracer.enabled:
+                tracer.slice(how, begun_ns)
             return made, None
         except self._current.kinds as error:
             if isinstance(error, StopIteration):

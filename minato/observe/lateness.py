@@ -18,7 +18,10 @@ class Lateness:
         lags: Number of samples by lag in batches; negative: earlier than in the sampler's order.
         latest: The largest lag in each returned batch, in batches, at least 0.
         slow_shares: The share of slow samples in each returned batch, from 0 to 1.
+        counts: Whether it must know which samples the sampler asked for.
     """
+
+    counts = True
 
     def __init__(self) -> None:
         self._count_lags()
@@ -70,15 +73,14 @@ class Lateness:
 class InOrderLateness(Lateness):
     """The lags of an epoch whose batches come in the sampler's order, with its samples: none is late."""
 
+    counts = False
+
     def __init__(self) -> None:
         super().__init__()
         self._samples = 0
 
     def _count_lags(self) -> None:
         pass
-
-    def asked(self, count: int, number: int | None = None) -> None:
-        """Do nothing: no sample is looked for in another batch."""
 
     def delivered(
         self,

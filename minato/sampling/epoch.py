@@ -37,6 +37,7 @@ from minato.sampling.samplers import (
     Source,
     batch_maker,
     drawn_ahead,
+    endless,
     in_epoch,
     next_sampler,
     occurrence_counter,
@@ -212,6 +213,8 @@ class Epoch:
         """
         spec = self._spec
         if spec.streams:
+            if endless(spec.index_sampler):  # as nearly always
+                return Source(itertools.repeat([spec.index_sampler.batch_size]), may_die=False)
             indices = iter(spec.index_sampler) if indices is None else indices
             return Source([len(one) if spec.batched else 1] for one in indices)
         if spec.replay is not None:

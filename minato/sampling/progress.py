@@ -233,13 +233,16 @@ class Progress:
         Args:
             number: Of the batch, from 0 on in this run; a second note of it changes nothing. None: the next one.
         """
-        number = self._requested if number is None else number
-        plain, occurrences = unmarked(indices)
+        if number is None:
+            number = self._requested
+        plain, occurrences = unmarked(indices) if type(indices) is Recurring else (indices, None)
         if self.record is not None:
             self.record.requested(plain, occurrences, number)
         self._arrivals.ask(plain, number)
-        self.lateness.asked(len(indices) or 1, number)
-        self._requested = max(number + 1, self._requested)
+        if self.lateness.counts:
+            self.lateness.asked(len(indices) or 1, number)
+        if number >= self._requested:
+            self._requested = number + 1
 
     def returns(
         self,
@@ -271,9 +274,11 @@ class Progress:
         Args:
             number: Of the batch, from 0 on in this run; a second note of it changes nothing. None: the next one.
         """
-        number = self.batches if number is None else number
+        if number is None:
+            number = self.batches
         self._arrivals.deliver(positions, start, number)
-        self.batches = max(number + 1, self.batches)
+        if number >= self.batches:
+            self.batches = number + 1
         if self.part is not None:
             self._last_batch = positions, start
 

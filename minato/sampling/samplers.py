@@ -45,6 +45,7 @@ __all__ = [
     "Source",
     "batch_maker",
     "drawn_ahead",
+    "endless",
     "in_epoch",
     "independent",
     "largest_batch",
@@ -202,6 +203,11 @@ def drawn_ahead(index_sampler: Any, batched: bool) -> int:
     else:
         known = is_exactly(sampler, (SequentialSampler, SeededSampler))
     return max(min(_MOST_AHEAD, _INDICES_AHEAD // size), 1) if known else 1
+
+
+def endless(index_sampler: object) -> bool:
+    """Whether this is torch's sampler of a stream's batches, which tells no more than their size."""
+    return type(index_sampler) is BatchSampler and type(index_sampler.sampler) is EndlessSampler
 
 
 def largest_batch(index_sampler: object, batched: bool) -> int:
@@ -465,16 +471,17 @@ class IndexBatches:
 
     def first(self) -> Drawn | None:
         """Return the next batch, drawn with others where nobody can tell; None at the end. Raises as ``ahead``."""
-        if not self._ahead and not self._draw(together=True):
+        ahead = self._ahead
+        if not ahead and not self._draw(together=True):
             return None
-        if len(self._ahead[0]) < 4:
+        if len(ahead[0]) < 4:
             self._complete()
-        return self._ahead[0]
+        return ahead[0]
 
     def drop(self, drawn: Drawn) -> None:
         """Drop the next batch, as ``ahead`` returned it, unless that is done."""
         if self._ahead and self._ahead[0] is drawn:
-            self._num_dropped = drawn.number + 1
+            self._num_dropped = drawn[1] + 1
             self._ahead.popleft()
 
     def _complete(self) -> None:

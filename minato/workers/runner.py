@@ -113,7 +113,8 @@ class Runner:
         self._occurrences = occurrences
         self._lease = lease
         self._make_randomness = make_randomness
-        self._randomness: SampleRandomness | None = None
+        self.randomness: SampleRandomness | None = None
+        """What binds the generators, since ``enter``."""
         self.meters = meters
         """What the runner measures."""
         self._total, self._slowest = meters.total, meters.slowest
@@ -151,49 +152,40 @@ class Runner:
     @property
     def seed(self) -> int:
         """Seed of the randomness of samples; 0 if it is not bound."""
-        return 0 if self._randomness is None else self._randomness.base_seed
+        return 0 if self.randomness is None else self.randomness.base_seed
 
     def enter(self, seed: int) -> None:
         """Bind randomness to this seed."""
-        randomness = self._randomness
+        randomness = self.randomness
         if randomness is not None:
             if randomness.base_seed != seed:
                 randomness.restart(seed)
         elif self._make_randomness is not None:
-            self._randomness = randomness = self._make_randomness(seed)
+            self.randomness = randomness = self._make_randomness(seed)
             if self._stage_runner is not None:
                 self._stage_runner.capture = randomness.capture
 
     def may_run_unbound(self, count: int, collates: bool) -> bool:
-        """Whether ``count`` samples, and with ``collates`` what the program makes of them, need no randomness of theirs.
+        """Whether ``count`` samples need no randomness of theirs, nor with ``collates`` what the program makes of them.
 
-        Binding costs as much as these samples, and earlier ones did not draw. The caller watches them by ``mark`` and
-        ``drew``, and runs them again, bound, if one draws after all.
+        Binding costs as much as these samples, and earlier ones did not draw. The caller watches them, and
+        runs them again, bound, if one draws after all.
         """
         estimate = self.cost_estimate
         return (
             self._stage_runner is not None
             and not self._tracer.enabled
             and estimate.draws is False
-            and (self._randomness is None or not collates or estimate.collate_draws is False)
+            and (self.randomness is None or not collates or estimate.collate_draws is False)
             and self.longest_ns < _WORTH_BINDING_NS
             and estimate.mean_ns * _EXPENSIVE < self._worth_measuring_ns
             and count <= len(self.durations)
         )
 
-    def mark(self) -> None:
-        """Begin to watch what runs unbound."""
-        if self._randomness is not None:
-            self._randomness.mark()
-
-    def drew(self) -> bool:
-        """Whether anything drew since ``mark``: then all draws are undone, and later samples are bound."""
-        randomness = self._randomness
-        if randomness is None or not randomness.drawn():
-            return False
+    def undo_draws(self, randomness: SampleRandomness) -> None:
+        """Undo what samples drew that ran unbound: they run again, and from now on all are bound."""
         self.cost_estimate.draws = self.cost_estimate.collate_draws = True
         randomness.rewind()
-        return True
 
     def run_unbound(
         self, position: int, epoch: int, indices: list[Any], fetch: Fetch
@@ -213,7 +205,7 @@ class Runner:
         self, collate: Callable[[Any], Any], samples: Any, bound: AbstractContextManager[None]
     ) -> Any:
         """What ``collate`` makes of samples, bound to the batch; finds out whether it draws."""
-        randomness, estimate = self._randomness, self.cost_estimate
+        randomness, estimate = self.randomness, self.cost_estimate
         with bound:
             if randomness is None or estimate.collate_draws is not None or not randomness.watches:
                 return collate(samples)
@@ -233,7 +225,7 @@ class Runner:
         if self._make_randomness is None:
             return nullcontext()
         self.enter(seed)
-        randomness = self._randomness
+        randomness = self.randomness
         assert randomness is not None
         # An index and its occurrence belong to one batch of an epoch. Negative: the sample itself draws others.
         return randomness.bound(epoch, index, ~occurrence, restores=self.in_main_process)
@@ -243,8 +235,8 @@ class Runner:
         if read.error is not None:
             self._lease.step = read.step
             raise read.error
-        if self._randomness is not None:
-            self._randomness.asked = read.asked  # generators that it has got from minato
+        if self.randomness is not None:
+            self.randomness.asked = read.asked  # generators that it has got from minato
         if self._stage_runner is None:
             return transforms.run(read.value)
         return self._stage_runner.transformed(
@@ -305,7 +297,7 @@ class Runner:
                 fetch = _recorded_batch(fetch, self._tracer, batch_size, epoch)
             else:
                 fetch = _recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
-        randomness, draws = self._randomness, self.cost_estimate.draws
+        randomness, draws = self.randomness, self.cost_estimate.draws
         if randomness is None:
             samples, error = self._run(position, epoch, indices, fetch, probes, None)
         elif draws is False and self._are_cheap(len(indices)):
@@ -355,7 +347,7 @@ class Runner:
 
     def _binder(self, position: int, count: int, batch_size: int = 0) -> Bind:
         """Return a function that binds the randomness to each of ``count`` samples, in order, once each."""
-        randomness = self._randomness
+        randomness = self.randomness
         assert randomness is not None
         found = self._occurrences(position, batch_size or count)
         if found is None:
@@ -372,7 +364,7 @@ class Runner:
     def _reruns(self, count: int) -> bool:
         """Whether ``run`` may run ``count`` samples a second time: then none of them can be deferred."""
         draws = self.cost_estimate.draws
-        return self._randomness is not None and (
+        return self.randomness is not None and (
             (draws is None and count == 1) or (draws is False and self._are_cheap(count))
         )
 
@@ -380,7 +372,7 @@ class Runner:
         self, deferred: DeferredSample, epoch: int
     ) -> tuple[list[Any], BaseException | None]:
         """Resume a deferred sample; returns it, complete or deferred again, or no sample and what it raised."""
-        stage_runner, randomness = self._stage_runner, self._randomness
+        stage_runner, randomness = self._stage_runner, self.randomness
         assert stage_runner is not None
 
         def rebind(epoch: int, deferred: DeferredSample) -> None:
@@ -452,7 +444,7 @@ class Runner:
         batch_size: int,
     ) -> tuple[list[Any], BaseException | None]:
         """Run one of the first samples, and find out whether it draws."""
-        randomness, cost_estimate = self._randomness, self.cost_estimate
+        randomness, cost_estimate = self.randomness, self.cost_estimate
         assert randomness is not None
         self._binder(position, 1, batch_size)(epoch, indices[0])
         randomness.mark(unbind=False)
@@ -491,10 +483,10 @@ class Runner:
             end_copy(self._owner, result[1])
             return result
 
-        assert self._randomness is not None
+        assert self.randomness is not None
         bind = self._binder(position, len(indices))
         samples, error = run(0, 1, bind)
-        makes_generators = self._randomness.look()
+        makes_generators = self.randomness.look()
         self.cost_estimate.has_looked = True
         if makes_generators:
             self.cost_estimate.draws = True
