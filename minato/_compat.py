@@ -70,6 +70,7 @@ __all__ = [
     "bit_generator_of",
     "collate_in_own_memory",
     "collates_by_default",
+    "collates_texts",
     "duplicates_for_child",
     "fetcher_is_replaced",
     "forget_child_processes",
@@ -291,6 +292,7 @@ def _default_rules() -> dict[Any, Any] | None:
 
 _COLLATE = vars(collate)
 _DEFAULT_RULES = _default_rules()
+_COLLATES_TEXTS = getattr(collate, "collate_str_fn", None)
 _CALLED_BY_RULES = torch.stack, torch.as_tensor, torch.tensor
 
 
@@ -304,6 +306,14 @@ def collates_by_default() -> bool:
         _COLLATE.get("default_collate_fn_map", ()) == _DEFAULT_RULES
         and (torch.stack, torch.as_tensor, torch.tensor) == _CALLED_BY_RULES
         and getattr(_COLLATE.get("collate"), "__globals__", None) is _COLLATE
+    )
+
+
+def collates_texts() -> bool:
+    """Whether ``default_collate`` returns a list of texts as it is."""
+    rules = _COLLATE.get("default_collate_fn_map") or {}
+    return rules.get(str) is rules.get(bytes) is _COLLATES_TEXTS is not None and (
+        getattr(_COLLATE.get("collate"), "__globals__", None) is _COLLATE
     )
 
 

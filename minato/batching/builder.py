@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from minato._compat import collates_texts
 from minato.batching.arena import Arena, Slot
 from minato.batching.collate import Collate
 from minato.batching.layout import Layout
 from minato.batching.rows import Rows
-from minato.batching.sample_spec import rules_hold
 
 __all__ = ["BatchBuilder"]
 
@@ -61,7 +61,7 @@ class BatchBuilder:
         self.nbytes = 0
         kind, tried = type(samples[0]), self._last
         if kind is str or kind is bytes:
-            return samples if rules_hold() else default_collate(samples)
+            return samples if collates_texts() else default_collate(samples)
         # Nearly always: the packer looks at each sample anyway.
         if tried is not None and tried.shows():
             batch = self._packed(tried, samples)

@@ -167,6 +167,8 @@ class InlineEngine:
     _epoch: Epoch  # since ``begin``, as the following
     _fetcher: Fetcher | StreamFetcher
     _runner: Runner
+    _stream: StreamFetcher | None
+    _single: Fetcher | None  # loads samples one by one
     _takes_rows: bool
     _idle_since: int
 
@@ -271,6 +273,7 @@ class InlineEngine:
         restore(plan, 0)
         self._fetcher = fetcher = fetcher_of(plan, 0)
         self._stream = fetcher if isinstance(fetcher, StreamFetcher) else None
+        self._single = None
         if self._states is not None:
             self._states.present = fetcher.present
         # Another thread binds no generators, and the program may have given the dataset other methods.
@@ -292,6 +295,8 @@ class InlineEngine:
                 transforms=transforms,
                 lease=self._lease,
             )
+        if self._retry is None and self._flight is None and isinstance(fetcher, Fetcher):
+            self._single = None if fetcher.takes_lists else fetcher
         self._idle_since = now_ns()
 
     def _make_runner(self, fetcher: Fetcher | StreamFetcher) -> None:
@@ -427,8 +432,15 @@ class InlineEngine:
 
     def _run(self, batch: _Batch) -> None:
         """Run the samples of a batch and build it."""
-        runner, fetcher, epoch = self._runner, self._fetcher, self._epoch
-        runner.enter(epoch.seed)
+        runner, fetcher, single = self._runner, self._fetcher, self._single
+        runner.enter(self._epoch.seed)
+        if (
+            single is not None
+            and (batch.size < _LEAST_ROWS or not self._takes_rows)
+            and runner.may_run_unbound(batch.size, self._builder.draws)
+            and self._run_unbound(single, batch)
+        ):
+            return
         error: BaseException | None
         index: object = batch.given
         if isinstance(fetcher, StreamFetcher):
@@ -449,12 +461,6 @@ class InlineEngine:
             return
         elif fetcher.takes_lists or not len(batch.given):
             samples, error = self._run_list(fetcher, batch)
-        elif (
-            self._retry is None
-            and runner.may_run_unbound(batch.size, self._builder.draws)
-            and self._run_unbound(fetcher, batch)
-        ):
-            return
         else:
             indices = batch.given if type(batch.given) is list else list(batch.given)
             samples, error = self._run_retrying(fetcher, batch, indices)
@@ -476,6 +482,8 @@ class InlineEngine:
     def _run_unbound(self, fetcher: Fetcher, batch: _Batch) -> bool:
         """Run and build a batch of cheap samples that do not draw, as earlier ones did not; False: they have drawn."""
         runner, indices = self._runner, batch.given
+        if not len(indices):
+            return False
         randomness = runner.randomness
         if randomness is not None:
             randomness.mark()

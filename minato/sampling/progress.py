@@ -260,14 +260,16 @@ class Progress:
         Returns:
             A function that notes it as delivered. A second call changes nothing.
         """
-        number = self.batches
-        self.lateness.delivered(positions, start, num_slow, number)
         if self.record is not None:
-            self.record.delivered([position - start for position in positions], number)
-        return functools.partial(self.delivered, positions, start, number)
+            self.record.delivered([position - start for position in positions], self.batches)
+        return functools.partial(self.delivered, positions, start, self.batches, num_slow)
 
     def delivered(
-        self, positions: list[int] | range, start: int, number: int | None = None
+        self,
+        positions: list[int] | range,
+        start: int,
+        number: int | None = None,
+        num_slow: int = 0,
     ) -> None:
         """Note a delivered batch.
 
@@ -276,6 +278,7 @@ class Progress:
         """
         if number is None:
             number = self.batches
+        self.lateness.delivered(positions, start, num_slow, number)
         self._arrivals.deliver(positions, start, number)
         if number >= self.batches:
             self.batches = number + 1
