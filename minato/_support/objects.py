@@ -161,6 +161,25 @@ class Kind:
         return any(name in vars_of(one) for one in mro_of(self.kind))
 
 
+_MOST_KINDS = 512
+_kinds: dict[int, Kind] = {}
+
+
+def _kind_of(kind: type) -> Kind:
+    """What a search needs to know of a class; made once for most classes, as datasets are searched in each epoch."""
+    found = _kinds.get(id(kind))
+    if found is None:
+        found = Kind(kind)
+        if len(_kinds) < _MOST_KINDS:
+            _kinds[id(kind)] = found
+    return found
+
+
+@functools.cache
+def _ids_of(opaque: tuple[type, ...]) -> frozenset[int]:
+    return frozenset(id(each) for each in (*opaque, bool, type(None)))
+
+
 def items_of(thing: Any, base: Any) -> list[tuple[Any, Any]]:
     """Keys or positions, and items, of an instance of a container type as it is now; empty if it changes too fast."""
     for _ in range(_TRIES):
@@ -312,7 +331,7 @@ class Search:
             (_MOST_ITEMS, _MOST_LOOKS) if samples else (sys.maxsize, sys.maxsize)
         )
         self._samples = samples
-        self._plain = {id(each) for each in (*opaque, bool, type(None))}
+        self._plain = set(_ids_of(opaque))
         self._kinds: dict[int, Kind] = {}
         self._wanted: set[int] = set()  # ids of kinds
         self._seen: dict[int, Any] = {}  # an id is unique as long as its object lives
@@ -348,7 +367,7 @@ class Search:
             return None
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = Kind(type(thing))
+            kind = self._kinds[key] = _kind_of(type(thing))
             if issubclass(kind.kind, self._opaque):
                 self._plain.add(key)
                 return None

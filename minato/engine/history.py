@@ -50,6 +50,7 @@ class History:
         epoch_log: The log of epochs that reports read; None: nothing is measured.
         observers: Follow all engines: the log, and the views of the program.
         served_metrics: The metrics at an HTTP address; None for none.
+        views_of: The loader and the process for which the views are open; None: they are not.
         may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
         engine: A weak reference to the newest engine.
         warned_of_generators: Whether a warning has named generators that are not bound to samples.
@@ -64,6 +65,7 @@ class History:
     epoch_log: EpochLog | None = None
     observers: list[Observer] = field(default_factory=list)
     served_metrics: ServedMetrics | None = None
+    views_of: object = None
     may_travel: bool | None = None
     engine: Callable[[], RunningEngine | None] = _no_engine
     warned_of_generators: bool = False

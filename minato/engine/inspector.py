@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -136,8 +137,12 @@ class Inspector:
 
     def open_views(self) -> None:
         """Open what options or environment request in the main process: live view, metrics endpoint, last report."""
+        opened = self._spec, os.getpid()
         if self._history.epoch_log is None or get_worker_info() is not None:
             return
+        if self._history.views_of == opened:
+            return  # an epoch may last as long as a look at the environment
+        self._history.views_of = opened
         _open("the report at the end", self._keep_for_exit, self._history.epoch_log)
         _open("the figures of the machine", self._watch_machine, self._history.epoch_log)
         rank = local_rank()
@@ -156,7 +161,7 @@ class Inspector:
 
     def close_views(self) -> None:
         """Close the metrics endpoint, unless other loaders use it; the next ``open_views`` opens it again."""
-        self._history.served_metrics = None
+        self._history.served_metrics = self._history.views_of = None
 
     def _keep_for_exit(self, epoch_log: EpochLog) -> None:
         """Have a report printed or written when the process ends, if ``minato run`` or the environment asks for it."""

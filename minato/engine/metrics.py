@@ -72,13 +72,9 @@ class EngineMetrics:
         if self.failures is not None:
             self.failures.look()
             counts.update(self.failures.totals)
-        for name, count in self.quick_counts().items():
-            counts[name] = count
-        counts.update(
-            slept_ns=0 if self.wait_stats is None else self.wait_stats.waited_ns,
-            ran_ns=self.usage.ran_ns,
-            queued_ns=self.usage.queued_ns,
-        )
+        dict.update(counts, self.quick_counts())
+        counts["slept_ns"] = 0 if self.wait_stats is None else self.wait_stats.waited_ns
+        counts["ran_ns"], counts["queued_ns"] = self.usage.ran_ns, self.usage.queued_ns
         return Metrics(counts, self.costs.run)
 
     def stages(self) -> tuple[tuple[int, int], ...]:

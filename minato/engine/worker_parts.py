@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import default_collate, default_convert
+
 from minato.batching.collate import Bind, Collate
 from minato.engine.plan import Pipeline, WorkerPlan
 from minato.transforms.compose import Transforms
@@ -69,8 +71,10 @@ def generators_of(plan: WorkerPlan, at_once: bool | None = None) -> dict[str, An
     at_once = plan.fetching.at_once if at_once is None else at_once
     if at_once:
         del roots["dataset"]
-    if not at_once or getattr(pipeline.collate_fn, "__self__", None) is not pipeline.dataset:
-        roots["collate_fn"] = pipeline.collate_fn
+    collate_fn = pipeline.collate_fn
+    of_dataset = at_once and getattr(collate_fn, "__self__", None) is pipeline.dataset
+    if not (of_dataset or collate_fn is default_collate or collate_fn is default_convert):
+        roots["collate_fn"] = collate_fn
     return roots
 
 

@@ -39,7 +39,10 @@ class Metrics:
 
     def since(self, older: Metrics) -> Metrics:
         """The increase since an older snapshot of the same metrics."""
-        counts = Counter({name: count - older.counts[name] for name, count in self.counts.items()})
+        counts: Counter[str] = Counter()
+        before_counts = older.counts
+        # Not Counter.update, which takes ten times as long.
+        dict.update(counts, {n: each - before_counts[n] for n, each in self.counts.items()})
         histograms = {}
         for name, values in self.histograms.items():
             before = older.histograms.get(name, EMPTY)

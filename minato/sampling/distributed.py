@@ -40,8 +40,8 @@ def nested(sampler: Any) -> Iterator[Any]:
 def epoch_of(sampler: Any) -> int | None:
     """Return the ``epoch`` of the first nested sampler that has one; None without."""
     for one in nested(sampler):
-        epoch = plain(attribute(one, "epoch"))
-        if isinstance(epoch, int):
+        epoch = attribute(one, "epoch")
+        if epoch is not None and isinstance(epoch := plain(epoch), int):
             return epoch
     return None
 

@@ -316,8 +316,15 @@ class Progress:
         self.settle()
         if dropped:
             self._arrivals.drop()
-        coverage = self.coverage()
-        if not coverage.complete or self._arrivals.unexpected:
+        arrivals = self._arrivals
+        missing = [
+            asked - delivered - skipped - dropped
+            for asked, delivered, skipped, dropped in zip(
+                arrivals.asked, arrivals.delivered, arrivals.skipped, arrivals.dropped, strict=True
+            )
+        ]
+        if missing[0] or missing[1] % _MODULUS or arrivals.unexpected:
+            coverage = self.coverage()
             raise CoverageError(
                 f"epoch {self.epoch} has ended, and the delivered samples are not those that the sampler requested: "
                 f"requested {coverage.requested.samples} samples, delivered {coverage.delivered.samples}, skipped "

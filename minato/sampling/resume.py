@@ -97,9 +97,10 @@ class SamplerState:
         """Take the states before ``iter(sampler)``; if it is called several times, the last one counts."""
         self._state["epoch"] = epoch_of(self._sampler)
         self._state["before_iter"] = self._generator_states()
-        self._error = None
-        with self._keeping_errors():
-            self._state["samplers"] = self._sampler_states()
+        self._error, self._state["samplers"] = None, []
+        if self._stateful:
+            with self._keeping_errors():
+                self._state["samplers"] = self._sampler_states()
 
     def before_first(self, iterator: Any) -> None:
         """Take the states before the first ``next()`` of the result of ``iter(sampler)``."""

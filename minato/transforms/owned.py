@@ -14,7 +14,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -135,12 +135,70 @@ def _is_generator(kind: Kind) -> bool:
     return not kind.has_dict and bool(_NAMED_LIKE_ONE.search(name_of(kind.kind)))
 
 
-def _parts_of_class(kind: type) -> Iterator[Node]:
-    """Yield generators in the attributes of a class, and in global variables that its functions name."""
+class _NamesOnly(NamedTuple):
+    """A class that holds no generator and no closure: its functions can only name global variables.
+
+    Attributes:
+        kind: The class, so that its id stands for it.
+        values: What its attributes were.
+        named: Global variables of each function, and the names among them that its code has.
+    """
+
+    kind: type
+    values: list[Any]
+    named: list[tuple[dict[str, Any], tuple[str, ...]]]
+
+    def holds(self) -> bool:
+        """Whether its attributes are the same, and no name stands for a generator."""
+        values = vars_of(self.kind).values()
+        return (
+            len(values) == len(self.values)
+            and all(map(is_, values, self.values))
+            and not any(
+                issubclass(type(held.get(name)), _GENERATORS)
+                for held, names in self.named
+                for name in names
+            )
+        )
+
+
+_MOST_KNOWN = 256
+_known: dict[int, _NamesOnly] = {}
+"""By the id of the class: datasets are searched again in each epoch, and most of their classes stay as they are."""
+
+
+def _parts_of_class(kind: type) -> Iterable[Node]:
+    """Return generators in the attributes of a class, and in global variables that its functions name."""
+    if module_of(kind).partition(".")[0] in _LIBRARIES:
+        return ()
+    known = _known.get(id(kind))
+    if known is not None and known.holds():
+        return ()
+    values = list(vars_of(kind).values())
+    nodes = list(_searched(kind))
+    if not nodes and len(_known) < _MOST_KNOWN:
+        functions = [
+            part
+            for value in values
+            for part in (value, *(each for _, each in parts_of(value)))
+            if type(part) is types.FunctionType
+        ]
+        named = [(each.__globals__, tuple(_names(each.__code__))) for each in functions]
+        _known[id(kind)] = _NamesOnly(kind, values, named)
+    return nodes
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of global variables and attributes in a code object, and in those inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            yield from _names(constant)
+
+
+def _searched(kind: type) -> Iterator[Node]:
     held = vars_of(kind)
     module = module_of(kind)
-    if module.partition(".")[0] in _LIBRARIES:
-        return
     path = f"{module}.{name_of(kind)}"
     for name, value in list(held.items()):
         if issubclass(type(value), _GENERATORS):
@@ -155,11 +213,8 @@ def _parts_of_class(kind: type) -> Iterator[Node]:
 
 def _global_variables(code: types.CodeType, held: dict[str, Any]) -> Iterator[Node]:
     """Yield generators in the global variables that a code object names."""
-    for name in code.co_names:
+    for name in _names(code):
         value = held.get(name)
         if issubclass(type(value), _GENERATORS):
             module = in_any_process(str(held.get("__name__")))
             yield Node(value, None, f"{module}.{name}", held.get, name)
-    for constant in code.co_consts:
-        if type(constant) is types.CodeType:
-            yield from _global_variables(constant, held)
