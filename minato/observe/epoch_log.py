@@ -149,10 +149,9 @@ class EpochLog(Observer):
         self._loader: LoaderSnapshot | None = None
         self._loader_wanted = False
         self._current: EpochRecord | None = None
-        self._ended = Totals(
-            dict.fromkeys(("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK), 0)
-        )
-        self._newest_ended: EpochRecord | None = None
+        nothing = dict.fromkeys(("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK), 0)
+        # Totals of the epochs that have ended, and the epoch that runs: together, for readers in other threads.
+        self._live: tuple[Totals, EpochRecord | None] = Totals(nothing), None
         self._progress: EpochState | None = None
         self._source: MetricsSource | None = None  # of the epoch that runs
         self._measured: MetricsSource | None = None  # of the engine that runs
@@ -171,7 +170,8 @@ class EpochLog(Observer):
         self._samples = self._bytes = self._pinned_ns = 0
         self._loader, self._loader_wanted = None, False
         self._began_ns = self._entered_ns = self._left_ns = now_ns()
-        self._current = EpochRecord(epoch)  # last: other threads read the rest if it is there
+        self._current = EpochRecord(epoch)
+        self._live = self._live[0], self._current  # last: other threads read the rest if it is there
 
     def started(self) -> None:
         """The workers of the epoch have started."""
@@ -238,8 +238,9 @@ class EpochLog(Observer):
         if self._current is None:
             return
         record = self._updated()
-        self._ended = self._with(record, record.metrics.counts, running=False)
-        self._newest_ended, self._current = record, None
+        ended, _ = self._live
+        self._live = self._with(ended, record, record.metrics.counts, running=False), None
+        self._current = None
         if len(self.past) == self.past.maxlen:
             self.forgotten += self.past[0].metrics
         self.past.append(record)
@@ -256,18 +257,20 @@ class EpochLog(Observer):
         It takes microseconds, however many samples there were.
         """
         while True:
-            ended, record, source, before = self._ended, self._current, self._source, self._before
-            if record is None or source is None or record is self._newest_ended:
-                found = ended
-            else:
+            live = self._live
+            source, before = self._source, self._before
+            found, record = live
+            if record is not None and source is not None:
                 start = before.counts
                 counts = {n: count - start[n] for n, count in source.quick_counts().items()}
-                found = self._with(record, counts, running=True)
+                found = self._with(found, record, counts, running=True)
             self._loader_wanted = True
-            if ended is self._ended:  # else an epoch has ended meanwhile
+            if live is self._live:  # else an epoch has ended or begun meanwhile
                 return found
 
-    def _with(self, record: EpochRecord, counts: Mapping[str, int], *, running: bool) -> Totals:
+    def _with(
+        self, ended: Totals, record: EpochRecord, counts: Mapping[str, int], *, running: bool
+    ) -> Totals:
         """Totals over the epochs that have ended, and one more, with the present call of ``next()``."""
         entered_ns, left_ns = self._entered_ns, self._left_ns
         wall_ns, waited_ns = record.wall_ns, record.start_ns + record.waits.total
@@ -275,7 +278,7 @@ class EpochLog(Observer):
             now = now_ns()
             wall_ns = max(wall_ns, now - self._began_ns)
             waited_ns += max(now - entered_ns, 0)
-        total = dict(self._ended.counts)
+        total = dict(ended.counts)
         for name in _QUICK:
             total[name] += counts.get(name, 0)
         total["batches"] += record.waits.count

@@ -114,7 +114,7 @@ def test_old_epochs_become_part_of_the_run_alone() -> None:
 def test_the_state_of_a_loader_is_averaged_over_time() -> None:
     use, looks = LoaderUse(), 0
     for at_ns in range(0, 10_000_000_000, 1_000_000):
-        if use.is_due(at_ns):
+        if at_ns >= use.due_ns:
             looks += 1
             late = at_ns > 8_000_000_000
             use.add(at_ns, LoaderSnapshot(4 if late else 2, 6, 3, 6, 100 * looks, 0))
