@@ -206,7 +206,8 @@ def burn(sample: Any) -> Any:
 
 
 def nap(sample: Any) -> Any:
-    time.sleep(0.004)
+    """So long that a process which waits for a core adds little to the time of a batch."""
+    time.sleep(0.02)
     return sample
 
 
@@ -264,14 +265,12 @@ def test_a_loop_that_takes_its_time() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_sleeping_transforms_on_few_workers(num_workers: int) -> None:
-    found = judged(
-        Numbers(120), 4, num_workers=num_workers, transforms=[pass_on, nap], step_s=0.001
-    )
+    found = judged(Numbers(40), 4, num_workers=num_workers, transforms=[pass_on, nap])
     assert (found.bottleneck, found.stage) == ("workers", "nap")
 
 
 def test_a_sleeping_source() -> None:
-    found = judged(Sleepy(120, 0.005), 4, num_workers=2, transforms=[pass_on])
+    found = judged(Sleepy(40, 0.02), 4, num_workers=2, transforms=[pass_on])
     assert found.bottleneck == "source"
     assert found.changes is not None
     assert found.changes["fetch_concurrency"] > 1

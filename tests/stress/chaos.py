@@ -11,17 +11,13 @@ state. Both forms of the core take turns, each turn in a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,48 +25,34 @@ import torch
 
 import minato
 from tests import subprocesses
+from tests.stress import scenario
 from tests.stress.disturber import Disturber
-from tests.stress.page import PAGE, write_section
 from tests.stress.rounds import Round
 
+PROGRAM = "tests.stress.chaos"
 TURN_S = 20.0
 """How long one form of the core runs before the other has its turn."""
 LIVES = 16
 """So many training runs are killed in one turn."""
 
 
-def take_turn(seconds: float, seed: int) -> dict[str, Any]:
+def take_turn(options: argparse.Namespace) -> dict[str, Any]:
     """Run rounds with this process's form of the core."""
-    warnings.simplefilter("ignore")
     multiprocessing.set_forkserver_preload(["tests.stress.rounds"])
-    draw = random.Random(seed)
-    disturber = Disturber(seed + 1)
-    end = time.monotonic() + seconds
+    disturber = Disturber(options.seed + 1)
+
+    def play_round(draw: random.Random) -> None:
+        number = draw.randrange(1 << 30)
+        with tempfile.TemporaryDirectory() as directory:
+            one = Round(number, directory, disturber)
+            print(f"round {number}: {one}", file=sys.stderr, flush=True)
+            one.run(disturber.figures)
+
     try:
-        while time.monotonic() < end:
-            number = draw.randrange(1 << 30)
-            with tempfile.TemporaryDirectory() as directory:
-                one = Round(number, directory)
-                print(f"round {number}: {one}", file=sys.stderr, flush=True)
-                one.run(disturber, disturber.figures)
+        scenario.play(options.turn, options.seed, play_round)
     finally:
         disturber.close()
     return {"figures": disturber.figures, "recoveries_s": disturber.recoveries_s}
-
-
-def rounds(seconds: float, seed: int, pure: bool) -> dict[str, Any]:
-    """Let another process take a turn."""
-    arguments = ["--turn", str(seconds), "--seed", str(seed)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stress.chaos", *arguments],
-        cwd=subprocesses.ROOT,
-        env={**subprocesses.environment(), "MINATO_NO_EXTENSIONS": str(int(pure))},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\nseed {seed}, {pure=}"
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def lives(seed: int, pure: bool) -> dict[str, Any]:
@@ -90,7 +72,8 @@ def run(seconds: float, seed: int) -> tuple[Counter[str], list[float]]:
     while (left := end - time.monotonic()) > 1 or turn < 4:
         pure = turn % 2 == 1
         if turn % 4 < 2:
-            found = rounds(max(min(TURN_S, seconds / 3, left), 1), seed + turn, pure)
+            turn_s = max(min(TURN_S, seconds / 3, left), 1)
+            found = scenario.turn(PROGRAM, turn_s, seed + turn, pure)
         else:
             found = lives(seed + turn, pure)
         figures.update(found["figures"])
@@ -100,19 +83,16 @@ def run(seconds: float, seed: int) -> tuple[Counter[str], list[float]]:
 
 
 def report(seconds: float, seed: int, figures: Counter[str], recoveries_s: list[float]) -> str:
-    """A page of figures, in Markdown."""
+    """A section of figures, in Markdown."""
     median, p99 = np.percentile(recoveries_s, [50, 99]) * 1e3 if recoveries_s else (0.0, 0.0)
     counts = figures.copy()
     del counts["samples"]
-    lines = [
-        "## Loaders under fire",
-        "",
+    about = [
         "Loaders in all orders, with all start methods, worker processes and threads, the compiled core and the pure",
         "one, while their workers and whole training runs are killed; `tests/stress/chaos.py` says how. Each epoch is",
         "compared with what it should have been: every sample once, with its content.",
-        "",
-        f"    python -m tests.stress.chaos --seconds {seconds:.0f} --seed {seed} --figures {PAGE}",
-        "",
+    ]
+    lines = [
         f"On {os.cpu_count()} cores, minato {minato.__version__}, torch {torch.__version__}:",
         "",
         "| what | how often |",
@@ -125,26 +105,17 @@ def report(seconds: float, seed: int, figures: Counter[str], recoveries_s: list[
         f"over {len(recoveries_s)} kills. This includes the time until the training loop waits for a batch again:",
         "workers are replaced when it does. A worker that nobody needs any more is not replaced.",
     ]
-    return "\n".join(lines) + "\n"
+    return scenario.section("Loaders under fire", about, PROGRAM, seconds, seed, lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.stress.chaos")
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
-    parser.add_argument("--figures", type=Path, help="write the figures to this file")
+def section(options: argparse.Namespace) -> str:
+    return report(options.seconds, options.seed, *run(options.seconds, options.seed))
+
+
+def main() -> int:
+    parser = scenario.parser(PROGRAM)
     parser.add_argument("--turn", type=float, help="only this core, for so many seconds")
-    options = parser.parse_args(arguments)
-    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 20)
-    if options.turn is not None:
-        print(json.dumps(take_turn(options.turn, seed)))
-        return 0
-    figures, recoveries_s = run(options.seconds, seed)
-    text = report(options.seconds, seed, figures, recoveries_s)
-    print(text)
-    if options.figures is not None:
-        write_section(options.figures, text)
-    return 0
+    return scenario.main(parser.parse_args(), section, take_turn)
 
 
 if __name__ == "__main__":

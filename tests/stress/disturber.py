@@ -9,14 +9,12 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from tests.stress.scenario import watch
 
 PEACE = 5
 """No kill for so many times as long as the last replacement took: else a slow start leaves no time to work."""
-HANG_S = 100.0
-"""A loader that delivers nothing for so long hangs: the stacks of all threads are printed, and the process ends."""
 PATIENCE_S = 5.0
 """How long a replacement is waited for: the consumer may have no need of it."""
 
@@ -39,21 +37,16 @@ class Disturber:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    @contextmanager
-    def at(self, iterator: Any) -> Iterator[None]:
-        """Disturb the workers of this iterator meanwhile."""
+    def watch(self, iterator: Any) -> None:
+        """Disturb the workers of this iterator, which has delivered a batch or has not begun."""
         self._pool = iterator._source._pool
-        self.delivered()
-        try:
-            yield
-        finally:
-            self._pool = None
-            faulthandler.cancel_dump_traceback_later()
-
-    def delivered(self) -> None:
-        """Learn that there was a batch."""
         self._may_kill.set()
-        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        watch()
+
+    def rest(self) -> None:
+        """Disturb nobody."""
+        self._pool = None
+        faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
         self._over.set()

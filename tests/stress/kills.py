@@ -12,31 +12,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
-import json
 import multiprocessing
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from minato import AutoScale, DataLoader, ErrorPolicy, FetchOptions
+from minato import AutoScale, ErrorPolicy, FetchOptions
 from minato.caching import DiskCache
 from minato.workers import supervision
-from tests import subprocesses
 from tests.datasets import ORDERS
-from tests.stress.page import PAGE, write_section
+from tests.stress import scenario
+from tests.stress.scenario import Scenario, as_list, complete, content
 
+PROGRAM = "tests.stress.kills"
 LENGTH, BATCH = 192, 12
 METHODS = (*["fork"] * 14, *["forkserver"] * 5, "spawn")
 LIFE_S = 0.02
@@ -45,14 +41,8 @@ FIRE_S = {"fork": 1.0, "forkserver": 1.5, "spawn": 6.0}
 """How long the workers of one loader die; a spawned one imports torch first."""
 TURN_S = 30.0
 """How long one backend runs before the other has its turn."""
-HANG_S = 100
-"""A loader that takes so long hangs: the stacks of all threads are printed, and the process ends."""
-Array = np.ndarray[Any, Any]
-
-
-def content(index: int) -> Array:
-    """A sample: 512 numbers that no other sample has. Shape (512,), int64."""
-    return np.arange(512, dtype=np.int64) * 4099 + index
+Figures = dict[str, Counter[str]]
+"""Kills, seconds and samples of each path."""
 
 
 class Fire:
@@ -77,27 +67,22 @@ class Fire:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-class Plain:
-    """Samples that hold their index and their content; each takes ``takes_s`` seconds."""
+class Plain(scenario.Plain):
+    """Samples in a worker that will die."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
-        self.takes_s = takes_s
+        super().__init__(LENGTH, takes_s)
         self.fire = Fire()
 
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> tuple[int, Array]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         self.fire.arm()
-        if self.takes_s:
-            time.sleep(self.takes_s)
-        return index, content(index)
+        return super().__getitem__(index)
 
 
 class Listed(Plain):
     """The same, a batch at a time."""
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[int, Array]]:
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
         return [self[index] for index in indices]
 
 
@@ -108,17 +93,17 @@ class Flaky(Plain):
         super().__init__()
         self.retried = retried
 
-    def __getitem__(self, index: int) -> tuple[int, Array]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         # Not from the generators that are bound to the sample: it would raise each time.
         if (index % 3 == 1 and self.retried and random.SystemRandom().random() < 0.2) or (
-            not self.retried and is_bad(index)
+            not self.retried and index in BAD
         ):
             raise ValueError(f"sample {index} is bad")
         return super().__getitem__(index)
 
 
 class Coroutines(Plain):
-    async def __aget__(self, index: int) -> tuple[int, Array]:
+    async def __aget__(self, index: int) -> tuple[Any, ...]:
         self.fire.arm()
         await asyncio.sleep(0.0005)
         return self[index]
@@ -127,55 +112,43 @@ class Coroutines(Plain):
 class Uneven(Plain):
     """Samples of different lengths, which fit no common layout."""
 
-    def __getitem__(self, index: int) -> tuple[int, Array]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         self.fire.arm()
+        return self.true(index, 0)
+
+    def true(self, index: int, epoch: int) -> tuple[Any, ...]:
         return index, content(index)[: 1 + index % 97]
 
 
-def is_bad(index: int) -> bool:
-    return index % 41 == 7
+BAD = frozenset(range(7, LENGTH, 41))
 
 
-def as_list(samples: list[tuple[int, Array]]) -> list[tuple[int, Array]]:
-    """A ``collate_fn`` whose batches are pickled as a whole."""
-    return samples
-
-
-def nothing(sample: tuple[int, Array]) -> tuple[int, Array]:
+def nothing(sample: Any) -> Any:
     return sample
 
 
-def sometimes_slow(sample: tuple[int, Array]) -> tuple[int, Array]:
+def sometimes_slow(sample: Any) -> Any:
     if sample[0] % 31 == 3:
         time.sleep(0.004)
     return sample
 
 
-Path_ = Callable[[str], tuple[Any, dict[str, Any]]]
-PATHS: dict[str, Path_] = {
+SLOW = {"transforms": [nothing, sometimes_slow, nothing]}
+LIST = {"collate_fn": as_list}
+RETRY = {"errors": ErrorPolicy(on_error="retry", retries=50)}
+SKIP = {"errors": "skip"}
+PATHS: dict[str, Callable[[str], tuple[Any, dict[str, Any]]]] = {
     "runs of cheap samples": lambda _: (Plain(), {}),
     "single samples": lambda _: (Plain(0.0005), {}),
-    "transforms, some samples slow": lambda _: (
-        Plain(),
-        {"transforms": [nothing, sometimes_slow, nothing]},
-    ),
-    "collate_fn": lambda _: (Plain(), {"collate_fn": as_list}),
-    "uneven samples": lambda _: (Uneven(), {"collate_fn": as_list}),
+    "transforms, some samples slow": lambda _: (Plain(), SLOW),
+    "collate_fn": lambda _: (Plain(), LIST),
+    "uneven samples": lambda _: (Uneven(), LIST),
     "__getitems__": lambda _: (Listed(), {}),
-    "__getitems__ and collate_fn": lambda _: (Listed(), {"collate_fn": as_list}),
-    "flaky samples, retried": lambda _: (
-        Flaky(True),
-        {"errors": ErrorPolicy(on_error="retry", retries=50)},
-    ),
-    "flaky samples, retried, and collate_fn": lambda _: (
-        Flaky(True),
-        {"errors": ErrorPolicy(on_error="retry", retries=50), "collate_fn": as_list},
-    ),
-    "bad samples, skipped": lambda _: (Flaky(False), {"errors": "skip"}),
-    "bad samples, skipped, and collate_fn": lambda _: (
-        Flaky(False),
-        {"errors": "skip", "collate_fn": as_list},
-    ),
+    "__getitems__ and collate_fn": lambda _: (Listed(), LIST),
+    "flaky samples, retried": lambda _: (Flaky(True), RETRY),
+    "flaky samples, retried, and collate_fn": lambda _: (Flaky(True), RETRY | LIST),
+    "bad samples, skipped": lambda _: (Flaky(False), SKIP),
+    "bad samples, skipped, and collate_fn": lambda _: (Flaky(False), SKIP | LIST),
     "bad samples, raised": lambda _: (Flaky(False), {}),
     "cache on disk": lambda directory: (
         Plain(),
@@ -189,185 +162,129 @@ PATHS: dict[str, Path_] = {
 }
 
 
-def batch_of(loaded: Any) -> list[tuple[int, Array]]:
-    """The samples of a batch, however it was collated."""
-    if isinstance(loaded, list) and loaded and isinstance(loaded[0], tuple):
-        return loaded
-    indices, contents = loaded
-    return list(zip(indices.tolist(), contents.numpy(), strict=True))
+def skipped(missing: set[int], errors: list[Exception]) -> None:
+    assert (missing, errors) == (BAD, [])
 
 
-def check_epoch(loader: DataLoader[Any], path: str, order: str) -> int:
-    """Iterate once; returns the number of samples, all of which were right."""
-    dataset = loader.dataset
-    raises = path.endswith("raised")
-    found: Counter[int] = Counter()
-    lost: set[int] = set()
-    iterator = iter(loader)
-    while True:
-        try:
-            samples = batch_of(next(iterator))
-        except StopIteration:
-            break
-        except ValueError as error:
-            index = int(re.findall(r"sample (\d+) is bad", str(error))[-1])
-            if not raises or not is_bad(index):
-                raise
-            lost.add(index)
-            continue
-        indices = [index for index, _ in samples]
-        if order in ("strict", "batch"):
-            first = indices[0] // BATCH * BATCH
-            expected = [i for i in range(first, first + BATCH) if i in indices or not is_bad(i)]
-            assert indices == expected or not path.startswith("bad"), (path, order, indices)
-            if not path.startswith("bad"):
-                assert indices == list(range(first, first + BATCH)), (path, order, indices)
-        for index, values in samples:
-            true = (
-                content(index)[: 1 + index % 97] if isinstance(dataset, Uneven) else content(index)
-            )
-            assert np.array_equal(values, true), (path, order, index, values[:3])
-            found[index] += 1
-    assert max(found.values()) == 1, (path, order, found.most_common(3))
-    missing = set(range(LENGTH)) - set(found)
-    if not path.startswith("bad"):
-        assert not missing, (path, order, missing)
-    elif raises:
-        allowed = {
-            i for bad in lost for i in range(bad // BATCH * BATCH, bad // BATCH * BATCH + BATCH)
+def raised(order: str) -> Callable[[set[int], list[Exception]], None]:
+    """The batch of each bad sample was raised, and no other."""
+
+    def check(missing: set[int], errors: list[Exception]) -> None:
+        lost = {int(re.findall(r"sample (\d+) is bad", str(error))[-1]) for error in errors}
+        assert lost <= BAD, errors
+        assert len(missing) == len(lost) * BATCH, (missing, lost)
+        if order not in ("arrival", "fast_first"):
+            assert {index // BATCH for index in missing} == {index // BATCH for index in lost}
+
+    return check
+
+
+def play_path(path: str, draw: random.Random, figures: Figures) -> None:
+    """Iterate a loader of this path while its workers die, and once more to the end."""
+    order = draw.choice(ORDERS)
+    method = draw.choice(METHODS)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        dataset, options = PATHS[path](directory)
+        workers = draw.randint(1, 2 if method == "spawn" else 4)
+        scale: Any = workers
+        if draw.random() < 0.3:
+            scale = AutoScale(start=workers, min=1, max=workers + 2)
+        options = {
+            "batch_size": BATCH,
+            "order": order,
+            "num_workers": scale,
+            "persistent_workers": draw.random() < 0.5,
+            "multiprocessing_context": method,
+            **options,
         }
-        assert order in ("arrival", "fast_first") or missing <= allowed, (path, order, missing)
-        assert len(missing) == len(lost) * BATCH, (path, order, missing, lost)
-    else:
-        assert missing == {i for i in range(LENGTH) if is_bad(i)}, (path, order, missing)
-    return len(found)
+        bad = path.startswith("bad")
+        check = complete if not bad else raised(order) if path.endswith("raised") else skipped
+        scene = Scenario(dataset, dataset.true, options, watch, check, BAD if bad else ())
+        print(f"{path}: {options}", file=sys.stderr, flush=True)
+        loader = scene.loader()
+        dataset.fire.until = begin + FIRE_S[method]
+        samples, first = 0, True
+        while first or time.monotonic() < dataset.fire.until:
+            scene.run(loader)
+            samples += len(scene.found)
+            first = False
+        faulthandler.cancel_dump_traceback_later()
+        del loader
+    row = figures.setdefault(path, Counter())
+    row["kills"] += sum("takes its place" in str(one.message) for one in said)
+    row["seconds"] += round(time.monotonic() - begin)
+    row["samples"] += samples
 
 
-def take_turn(seconds: float, seed: int, names: list[str]) -> dict[str, dict[str, float]]:
-    """Iterate loaders with this process's backend, path by path; returns kills, seconds and samples of each path."""
-    supervision._FATAL = supervision._HOPELESS = (
-        1 << 30
-    )  # the kills are the test's own: no sample is to blame
-    multiprocessing.set_forkserver_preload(["tests.stress.kills"])
-    draw = random.Random(seed)
-    names = draw.sample(names, len(names))
-    figures: dict[str, dict[str, float]] = {}
-    end = time.monotonic() + seconds
-    turn = 0
-    while time.monotonic() < end:
-        path = names[turn % len(names)]
-        turn += 1
-        order = draw.choice(ORDERS)
-        method = draw.choice(METHODS)
-        begin = time.monotonic()
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            warnings.catch_warnings(record=True) as said,
-        ):
-            warnings.simplefilter("always")
-            dataset, options = PATHS[path](directory)
-            workers = draw.randint(1, 2 if method == "spawn" else 4)
-            scale: Any = workers
-            if draw.random() < 0.3:
-                scale = AutoScale(start=workers, min=1, max=workers + 2)
-            loader = DataLoader(
-                dataset,
-                BATCH,
-                order=order,
-                num_workers=scale,
-                persistent_workers=draw.random() < 0.5,
-                multiprocessing_context=method,
-                **options,
-            )
-            print(f"{path}: {order}, {method}, {scale}, {options}", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback_later(HANG_S, exit=True)
-            dataset.fire.until = begin + FIRE_S[method]
-            samples = check_epoch(loader, path, order)
-            while time.monotonic() < dataset.fire.until:
-                samples += check_epoch(loader, path, order)
-            faulthandler.cancel_dump_traceback_later()
-            del loader
-        row = figures.setdefault(path, {"kills": 0, "seconds": 0.0, "samples": 0})
-        row["kills"] += sum("takes its place" in str(one.message) for one in said)
-        row["seconds"] += time.monotonic() - begin
-        row["samples"] += samples
+def watch(iterator: Any, taken: int, errors: list[Exception]) -> None:
+    if not taken:
+        scenario.watch()
+
+
+def take_turn(options: argparse.Namespace) -> Figures:
+    """Iterate loaders with this process's backend, path by path."""
+    # The kills are the test's own: no sample is to blame.
+    supervision._FATAL = supervision._HOPELESS = 1 << 30
+    multiprocessing.set_forkserver_preload([PROGRAM])
+    names = [options.path] if options.path else list(PATHS)
+    random.Random(options.seed).shuffle(names)
+    figures: Figures = {}
+    left: list[str] = []
+
+    def play_next(draw: random.Random) -> None:
+        left[:] = left or names
+        play_path(left.pop(), draw, figures)
+
+    scenario.play(options.turn, options.seed, play_next)
     return figures
 
 
-def run(seconds: float, seed: int) -> dict[str, dict[str, float]]:
+def run(seconds: float, seed: int) -> Figures:
     """Let both backends take turns of this length together; returns the figures of all."""
-    total: dict[str, dict[str, float]] = {}
+    total: Figures = {}
     end = time.monotonic() + seconds
     turn = 0
     while (left := end - time.monotonic()) > 1 or turn < 2:
         turn_s = max(min(TURN_S, seconds / 2, left), 1)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tests.stress.kills",
-                "--turn",
-                str(turn_s),
-                "--seed",
-                str(seed + turn),
-            ],
-            cwd=subprocesses.ROOT,
-            env={**subprocesses.environment(), "MINATO_NO_EXTENSIONS": str(turn % 2)},
-            capture_output=True,
-            text=True,
-            timeout=turn_s + 2 * HANG_S,
-        )
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-8000:]}\nseed {seed + turn}"
-        for path, row in json.loads(done.stdout.splitlines()[-1]).items():
-            sums = total.setdefault(path, dict.fromkeys(row, 0))
-            for name, value in row.items():
-                sums[name] += value
+        found = scenario.turn(PROGRAM, turn_s, seed + turn, pure=turn % 2 == 1)
+        for path, row in found.items():
+            total.setdefault(path, Counter()).update(row)
         turn += 1
     return total
 
 
-def report(seconds: float, seed: int, figures: dict[str, dict[str, float]]) -> str:
+def report(seconds: float, seed: int, figures: Figures) -> str:
     """A section of figures, in Markdown."""
-    kills = int(sum(row["kills"] for row in figures.values()))
-    lines = [
-        "## Workers that die at random instructions",
-        "",
+    about = [
         "Each worker starts a timer that ends it; `tests/stress/kills.py` has the paths. All orders,",
         "fork, forkserver and spawn, both backends; every byte of every batch is compared.",
-        "",
-        f"    python -m tests.stress.kills --seconds {seconds:.0f} --seed {seed} --figures {PAGE}",
-        "",
-        f"{kills} kills, 0 samples lost, repeated or altered, on {os.cpu_count()} cores",
-        f"(load average {os.getloadavg()[2]:.0f}):",
+    ]
+    kills = sum(row["kills"] for row in figures.values())
+    lines = [
+        f"{kills} kills, 0 samples lost, repeated or altered, {scenario.machine()}:",
         "",
         "| path | kills | seconds | samples |",
         "|---|---|---|---|",
         *(
-            f"| {path} | {row['kills']:.0f} | {row['seconds']:.0f} | {row['samples']:.0f} |"
+            f"| {path} | {row['kills']} | {row['seconds']} | {row['samples']} |"
             for path, row in sorted(figures.items())
         ),
     ]
-    return "\n".join(lines) + "\n"
+    title = "Workers that die at random instructions"
+    return scenario.section(title, about, PROGRAM, seconds, seed, lines)
+
+
+def section(options: argparse.Namespace) -> str:
+    return report(options.seconds, options.seed, run(options.seconds, options.seed))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.stress.kills")
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    parser = scenario.parser(PROGRAM)
     parser.add_argument("--turn", type=float, help="only this backend, for so many seconds")
     parser.add_argument("--path", choices=PATHS, help="with --turn: only this path")
-    parser.add_argument("--figures", type=Path, help="write the section to this page as well")
-    options = parser.parse_args()
-    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 20)
-    if options.turn is not None:
-        names = [options.path] if options.path else list(PATHS)
-        print(json.dumps(take_turn(options.turn, seed, names)))
-        return 0
-    text = report(options.seconds, seed, run(options.seconds, seed))
-    print(text)
-    if options.figures is not None:
-        write_section(options.figures, text)
-    return 0
+    return scenario.main(parser.parse_args(), section, take_turn)
 
 
 if __name__ == "__main__":

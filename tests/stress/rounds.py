@@ -11,34 +11,33 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 import minato
 from minato import AutoScale, DataLoader, ErrorPolicy
 from tests.datasets import ORDERS
+from tests.stress.disturber import Disturber
+from tests.stress.scenario import Plain, Scenario
 
 METHODS = (*["fork"] * 6, "forkserver", "forkserver", "spawn", "thread", "thread")
 STUCK_S = 60.0
 SAMPLE_TIMEOUT_S = 1.0
 
 
-class Quiet:
-    """Samples that say their index and hold what was drawn for them.
+class Quiet(Plain):
+    """Samples that hold what was drawn for them, and a text.
 
     Args:
         in_threads: Worker threads share the global generators, so these samples draw from their own.
     """
 
     def __init__(self, length: int, in_threads: bool) -> None:
-        self.length = length
+        super().__init__(length)
         self.in_threads = in_threads
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         generator = minato.torch_rng() if self.in_threads else None
-        drawn = torch.rand(3, generator=generator)
-        return {"index": index, "drawn": drawn, "text": f"sample {index}"}
+        return index, torch.rand(3, generator=generator), f"sample {index}"
 
 
 class Eventful(Quiet):
@@ -55,7 +54,7 @@ class Eventful(Quiet):
         self.ways = ways
         self.directory = directory
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
         way = self.ways.get(index)
         time.sleep(0.03 if way == "s" else 0.0005)
         sample = super().__getitem__(index)
@@ -77,24 +76,30 @@ class Eventful(Quiet):
         return True
 
 
-def substitute(failure: minato.SampleFailure) -> dict[str, Any]:
-    return {"index": failure.index, "drawn": torch.zeros(3), "text": "substitute"}
+def stand_in(index: int) -> tuple[Any, ...]:
+    return index, torch.zeros(3), "substitute"
 
 
-def collated(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def substitute(failure: minato.SampleFailure) -> tuple[Any, ...]:
+    assert type(failure.index) is int
+    return stand_in(failure.index)
+
+
+def collated(samples: list[Any]) -> Any:
     """As the default, by a function of the user's."""
-    return {
-        "index": torch.tensor([sample["index"] for sample in samples]),
-        "drawn": torch.stack([sample["drawn"] for sample in samples]),
-        "text": [sample["text"] for sample in samples],
-    }
+    return default_collate(samples)
 
 
 class Round:
-    """One loader and a few epochs, all drawn from a seed."""
+    """One loader and a few epochs, all drawn from a seed.
 
-    def __init__(self, seed: int, directory: str) -> None:
+    Args:
+        disturber: Does what it likes to the workers.
+    """
+
+    def __init__(self, seed: int, directory: str, disturber: Disturber) -> None:
         self.draw = draw = random.Random(seed)
+        self.disturber = disturber
         method = draw.choice(METHODS)
         in_threads = method == "thread"
         self.spawns = method == "spawn"  # slow: each worker imports torch
@@ -106,49 +111,71 @@ class Round:
             ways.update((i, "b") for i in range(length) if draw.random() < 0.02)
         if not in_threads and draw.random() < 0.2:
             ways[draw.randrange(length)] = "h"
-        self.dataset = Eventful(length, in_threads, ways, directory)
+        self.counts = Counter(ways.values())
         stay = draw.random() < 0.6
-        self.workers: dict[str, Any] = (
-            {"workers": "thread"}
-            if in_threads
-            else {"multiprocessing_context": method, "persistent_workers": stay}
+        workers: dict[str, Any] = {"workers": "thread"}
+        if not in_threads:
+            workers = {
+                "multiprocessing_context": method,
+                "persistent_workers": "next_epoch" if stay else False,
+            }
+        errors = ErrorPolicy(
+            on_error=policy,
+            retries=5,  # a machine under load may make samples seem to hang
+            sample_timeout=SAMPLE_TIMEOUT_S if "h" in ways.values() else None,
         )
-        if stay and not in_threads:
-            self.workers["persistent_workers"] = "next_epoch"
-        self.arguments: dict[str, Any] = {
+        options = {
+            **workers,
             "batch_size": draw.randint(1, 12),
             "shuffle": draw.random() < 0.7,
             "seed": seed,
             "order": draw.choice(ORDERS),
-            "errors": ErrorPolicy(
-                on_error=policy,
-                retries=5,  # a machine under load may make samples seem to hang
-                sample_timeout=SAMPLE_TIMEOUT_S if "h" in ways.values() else None,
-            ),
+            "errors": errors,
             "collate_fn": collated if draw.random() < 0.3 else None,
         }
         self.epochs = 1 if self.spawns else draw.randint(1, 3)
+        self.leave: int | None = None
+        self.ways = ways
         self.truth = DataLoader(Quiet(length, in_threads), seed=seed)
+        dataset = Eventful(length, in_threads, ways, directory)
+        absent = {i for i, way in ways.items() if way == "b"} if policy == "skip" else set()
+        self.scenario = Scenario(dataset, self.true, options, self.disturb, self.check, absent)
 
     def __str__(self) -> str:
-        ways = Counter(self.dataset.ways.values())
-        return f"{len(self.dataset)} samples, {ways}, {self.workers}, {self.arguments}"
+        return f"{len(self.scenario.dataset)} samples, {self.counts}, {self.scenario.options}"
+
+    def true(self, index: int, epoch: int) -> tuple[Any, ...]:
+        if self.ways.get(index) == "b":
+            return stand_in(index)
+        return tuple(self.truth.reproduce(index, epoch))
+
+    def disturb(self, iterator: Any, taken: int, errors: list[Exception]) -> bool:
+        assert not errors, errors
+        self.disturber.watch(iterator)
+        return self.leave is not None and taken > self.leave
+
+    def check(self, missing: set[int], errors: list[Exception]) -> None:
+        assert missing == self.scenario.absent, f"lost {missing}"
 
     def loader(self) -> DataLoader[Any]:
         """A loader of this round; the number of workers differs each time."""
         number = self.draw.randint(1, 2 if self.spawns else 4)
-        numbers: dict[str, Any] = {"num_workers": number}
-        if self.draw.random() < 0.3:
-            numbers |= {"num_workers": AutoScale(start=number, min=1, max=number + 2)}
-        return DataLoader(self.dataset, **numbers, **self.workers, **self.arguments)
+        scales = self.draw.random() < 0.3
+        scale = AutoScale(start=number, min=1, max=number + 2)
+        return self.scenario.loader(num_workers=scale if scales else number)
 
-    def run(self, disturber: Any, figures: Counter[str]) -> None:
+    def pass_over(self, loader: DataLoader[Any], epoch: int, resumed: bool = False) -> bool:
+        try:
+            return self.scenario.run(loader, epoch, resumed)
+        finally:
+            self.disturber.rest()
+
+    def run(self, figures: Counter[str]) -> None:
         """Iterate while the disturber does what it likes to the workers."""
         loader = self.loader()
         for epoch in range(self.epochs):
-            found: set[int] = set()
-            leave = self.draw.randint(1, 10) if self.draw.random() < 0.4 else None
-            if self.pass_over(loader, epoch, found, leave, disturber):
+            self.leave = self.draw.randint(1, 10) if self.draw.random() < 0.4 else None
+            if self.pass_over(loader, epoch):
                 figures["epochs to the end"] += 1
             elif self.draw.random() < 0.5:
                 figures["epochs left early"] += 1
@@ -156,51 +183,11 @@ class Round:
                 state = json.loads(json.dumps(loader.state_dict()))
                 loader = self.loader()
                 loader.load_state_dict(state)
-                self.pass_over(loader, epoch, found, None, disturber)
+                self.leave = None
+                self.pass_over(loader, epoch, resumed=True)
                 figures["epochs left early and resumed"] += 1
-            figures["samples"] += len(found)
-        figures["samples that ended their worker"] += self.times("d")
-        figures["samples that hung"] += self.times("h")
-        figures["samples that raised"] += self.times("f") + self.times("b")
+            figures["samples"] += len(self.scenario.found)
+        figures["samples that ended their worker"] += self.counts["d"]
+        figures["samples that hung"] += self.counts["h"]
+        figures["samples that raised"] += self.counts["f"] + self.counts["b"]
         figures["loaders"] += 1
-
-    def times(self, way: str) -> int:
-        return sum(one == way for one in self.dataset.ways.values())
-
-    def pass_over(
-        self,
-        loader: DataLoader[Any],
-        epoch: int,
-        found: set[int],
-        leave: int | None,
-        disturber: Any,
-    ) -> bool:
-        """Iterate; returns whether the end was reached, and then everything has been found."""
-        iterator = iter(loader)
-        with disturber.at(iterator):
-            for number, batch in enumerate(iterator):
-                disturber.delivered()
-                self.take(batch, epoch, found)
-                if number == leave:
-                    return False
-        skipped = self.arguments["errors"].on_error == "skip"
-        wanted = {i for i in range(len(self.dataset)) if not (skipped and self.way(i) == "b")}
-        assert found == wanted, f"lost {wanted - found}"
-        return True
-
-    def take(self, batch: dict[str, Any], epoch: int, found: set[int]) -> None:
-        for index, drawn, text in zip(
-            batch["index"].tolist(), batch["drawn"], batch["text"], strict=True
-        ):
-            assert index not in found, f"repeated {index}"
-            found.add(index)
-            if self.way(index) == "b":
-                assert self.arguments["errors"].on_error is substitute
-                assert (drawn.tolist(), text) == ([0, 0, 0], "substitute")
-            else:
-                true = self.truth.reproduce(index, epoch)
-                assert torch.equal(drawn, true["drawn"]), (index, epoch, drawn, true)
-                assert text == true["text"]
-
-    def way(self, index: int) -> str | None:
-        return self.dataset.ways.get(index)

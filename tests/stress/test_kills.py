@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.stress.kills import PATHS, report, run
-from tests.stress.page import write_section
+from tests.stress.scenario import write_section
 
 
 @pytest.mark.slow
