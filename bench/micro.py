@@ -73,12 +73,13 @@ def ledger(module: ModuleType) -> Operations:
         book.occupants(batch)
         book.retire(batch)
 
-    def arrival() -> None:
+    def arrival(most: int) -> None:
         batch = book.open(KEYS, 256, slot, 0, 0, 0, False)
         worker.set_result(batch, 64, 64)
-        while (run := worker.claim(1)) is not None:
+        while (run := worker.claim(most)) is not None:
             position = worker.describe(batch).first + run.k
-            worker.fill(position, worker.reserve(position)[0])
+            place, _, count = worker.reserve(position, run.count)
+            worker.fill(position, place, count)
         book.describe(batch)
         book.occupants(batch)
         book.retire(batch)
@@ -95,7 +96,8 @@ def ledger(module: ModuleType) -> Operations:
     return {
         "a batch of 256 in one run": ("bound(256)", names),
         "a batch of 256, sample by sample": ("bound(1)", names),
-        "a batch of 256, places by arrival": ("arrival()", names),
+        "a batch of 256 in one run, places by arrival": ("arrival(256)", names),
+        "a batch of 256, places by arrival": ("arrival(1)", names),
         "claim with nothing to claim": ("worker.claim(1)", names),
         "claim 256 and die, 4096 in flight": ("dies.claim(256); full.release(1)", names),
     }

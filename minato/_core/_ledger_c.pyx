@@ -49,7 +49,6 @@ from minato._core.ledger cimport (
     mn_close,
     mn_end,
     mn_fill,
-    mn_fill_run,
     mn_fill_skipped,
     mn_is_claimed,
     mn_is_collating,
@@ -399,20 +398,29 @@ cdef class WorkerLedger(Ledger):
         """How far claims in turn have come: all before this position are taken."""
         return mn_load_acquire_u64(&self.ledger.header.head) & MN_NUMBER
 
-    def reserve(self, uint64_t position, bint slow=False):
-        """Take a place for a finished sample.
+    def reserve(self, uint64_t position, uint32_t count=1, bint slow=False):
+        """Take places for finished samples: at most ``count``, from a position on.
 
         Args:
-            slow: Take the newest open place, unless the consumer is waiting for a batch.
+            slow: Take the newest open places, unless the consumer is waiting for a batch.
 
         Returns:
-            ``(place, batch, k)``: the place is number k of the batch.
+            ``(place, batch, taken)``: the first place, its batch, and how many of the samples got it and those after it
+            in this batch; at least one.
         """
-        cdef uint64_t place
-        cdef uint32_t batch
+        cdef uint64_t place, end
+        cdef uint32_t batch, taken = 1
         place = mn_reserve(&self.ledger, position, slow)
         batch = mn_load_relaxed_u32(&mn_at(&self.ledger, place).batch)
-        return place, batch, place - mn_load_relaxed_u64(&self.batch_at(batch).first)
+        end = mn_load_relaxed_u64(&self.batch_at(batch).first) + mn_load_relaxed_u32(&self.batch_at(batch).count)
+        # A sample whose place lies elsewhere keeps it, until it is reserved again.
+        while (
+            taken < count
+            and place + taken < end
+            and mn_reserve(&self.ledger, position + taken, slow) == place + taken
+        ):
+            taken += 1
+        return place, batch, taken
 
     def note_costs(self, uint64_t position, costs, uint32_t count):
         """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
@@ -437,20 +445,21 @@ cdef class WorkerLedger(Ledger):
         """
         mn_attach(&self.ledger, place, blob, blob_nbytes)
 
-    def fill(self, uint64_t position, uint64_t place):
-        """Say that the sample's result lies at its place.
+    def fill(self, uint64_t position, uint64_t place, uint32_t count=1):
+        """Say that the results of samples lie at their places, which follow one another in one batch.
 
         Returns:
             MUST_COLLATE if this worker now has to collate the place's batch and call ``set_ready``; else PUBLISHED
             or NOT_COMPLETE. The batch may be gone afterwards.
         """
-        return mn_fill(&self.ledger, self.me, position, place)
+        return mn_fill(&self.ledger, self.me, position, place, count)
 
     def fill_run(self, uint32_t batch, uint32_t k, uint32_t count):
         """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
+        cdef uint64_t first = mn_load_relaxed_u64(&self.batch_at(batch).first) + k
         if k + <uint64_t>count > mn_load_relaxed_u32(&self.batch_at(batch).count):
             raise IndexError(f"there is no sample {k + <uint64_t>count - 1} in batch {batch}")
-        return mn_fill_run(&self.ledger, self.me, batch, k, count)
+        return mn_fill(&self.ledger, self.me, first, first, count)
 
     def skip(self, uint64_t position):
         """Say that a sample has no result; one without a place leaves it to another.

@@ -519,25 +519,24 @@ class WorkerLedger(Ledger):
         """How far claims in turn have come: all before this position are taken."""
         return int(self._header["head"])
 
-    def reserve(self, position: int, slow: bool = False) -> tuple[int, int, int]:
-        """Take a place for a finished sample.
+    def reserve(self, position: int, count: int = 1, slow: bool = False) -> tuple[int, int, int]:
+        """Take places for finished samples: at most ``count``, from a position on.
 
         Args:
-            slow: Take the newest open place, unless the consumer is waiting for a batch.
+            slow: Take the newest open places, unless the consumer is waiting for a batch.
 
         Returns:
-            ``(place, batch, k)``: the place is number k of the batch.
+            ``(place, batch, taken)``: the first place, its batch, and how many of the samples got it and those after it
+            in this batch; at least one.
         """
         with self._lock:
-            ticket = self._ticket(position)
-            place = ticket & NUMBER
-            if not place:
-                take = self._take_newest if slow and not self.waiting else self._take_oldest
-                place = take(self._epoch_slot_of(position), position)
-                self._set_ticket(position, ticket | place)
-            place -= 1
+            place = self._reserve(position, slow)
             batch = int(self._positions[place & self._mask]["batch"])
-            return place, batch, place - self._range(batch).start
+            most, taken = min(count, self._range(batch).stop - place), 1
+            # A sample whose place lies elsewhere keeps it, until it is reserved again.
+            while taken < most and self._reserve(position + taken, slow) == place + taken:
+                taken += 1
+            return place, batch, taken
 
     def note_costs(self, position: int, costs: Any, count: int) -> None:
         """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
@@ -559,24 +558,23 @@ class WorkerLedger(Ledger):
             there["blob"] = blob
             there["blob_nbytes"] = blob_nbytes
 
-    def fill(self, position: int, place: int) -> int:
-        """Say that the sample's result lies at its place.
+    def fill(self, position: int, place: int, count: int = 1) -> int:
+        """Say that the results of samples lie at their places, which follow one another in one batch.
 
         Returns:
             MUST_COLLATE if this worker now has to collate the place's batch and call ``set_ready``; else PUBLISHED
             or NOT_COMPLETE. The batch may be gone afterwards.
         """
         with self._lock:
-            self._fill_one(position, place)
+            for i in range(count):
+                self._positions[(place + i) & self._mask]["place"] = FILLED | (position + i + 1)
+                self._set_ticket(position + i, DONE | (place + i + 1))
             return self._complete(int(self._positions[place & self._mask]["batch"]))
 
     def fill_run(self, batch: int, k: int, count: int) -> int:
         """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
-        with self._lock:
-            first = self._range(batch).start + k
-            for position in range(first, first + count):
-                self._fill_one(position, position)
-            return self._complete(batch)
+        first = self._range(batch).start + k
+        return self.fill(first, first, count)
 
     def skip(self, position: int) -> tuple[int, int]:
         """Say that a sample has no result; one without a place leaves it to another.
@@ -674,9 +672,15 @@ class WorkerLedger(Ledger):
                 return position
         return None
 
-    def _fill_one(self, position: int, place: int) -> None:
-        self._positions[place & self._mask]["place"] = FILLED | (position + 1)
-        self._set_ticket(position, DONE | (place + 1))
+    def _reserve(self, position: int, slow: bool) -> int:
+        """The place of a finished sample, which takes one if it has none."""
+        ticket = self._ticket(position)
+        place = ticket & NUMBER
+        if not place:
+            take = self._take_newest if slow and not self.waiting else self._take_oldest
+            place = take(self._epoch_slot_of(position), position)
+            self._set_ticket(position, ticket | place)
+        return place - 1
 
     def _complete(self, batch: int) -> int:
         """If the batch is full, win the right to publish it, and publish it if nothing is left to do."""

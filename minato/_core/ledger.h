@@ -420,21 +420,12 @@ static inline void mn_attach(const mn_ledger *ledger, uint64_t place, uint64_t b
     mn_store_relaxed_u64(&there->blob_nbytes, blob_nbytes);
 }
 
-/* Say that the sample's result lies at its place. */
-static inline int mn_fill(const mn_ledger *ledger, uint32_t worker, uint64_t position, uint64_t place) {
-    mn_position *there = mn_at(ledger, place);
-    uint32_t index = mn_load_relaxed_u32(&there->batch);
-    mn_store_seq_cst_u64(&there->place, MN_FILLED | (position + 1));
-    mn_settle(ledger, worker, position, place);
-    return mn_complete(ledger, worker, index);
-}
-
-/* mn_fill for samples k ... k + count - 1 of a batch whose samples have their own places. */
-static inline int mn_fill_run(const mn_ledger *ledger, uint32_t worker, uint32_t index, uint32_t k, uint32_t count) {
-    uint64_t first = mn_load_relaxed_u64(&mn_batch_at(ledger, index)->first) + k;
-    for (uint64_t position = first; position < first + count; position++) {
-        mn_store_seq_cst_u64(&mn_at(ledger, position)->place, MN_FILLED | (position + 1));
-        mn_settle(ledger, worker, position, position);
+/* Say that the results of `count` samples from `position` on lie at the places from `place` on, which are of one batch. */
+static inline int mn_fill(const mn_ledger *ledger, uint32_t worker, uint64_t position, uint64_t place, uint32_t count) {
+    uint32_t index = mn_load_relaxed_u32(&mn_at(ledger, place)->batch);
+    for (uint64_t end = place + count; place < end; place++, position++) {
+        mn_store_seq_cst_u64(&mn_at(ledger, place)->place, MN_FILLED | (position + 1));
+        mn_settle(ledger, worker, position, place);
     }
     return mn_complete(ledger, worker, index);
 }

@@ -34,6 +34,15 @@ class Rows(NamedTuple):
     indices: Array | slice
     size: int
 
+    def part(self, k: int, count: int) -> Rows:
+        """Rows k … k+count-1 of these."""
+        if count == self.size:
+            return self
+        indices, end = self.indices, k + count
+        if isinstance(indices, slice):
+            return self._replace(indices=slice(indices.start + k, indices.start + end), size=count)
+        return self._replace(indices=indices[k:end], size=count)
+
 
 def has_rows(dataset: object) -> bool:
     """Whether the samples of a dataset are rows: a tensor, an array, a ``TensorDataset``, or a ``Subset`` of one."""

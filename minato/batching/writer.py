@@ -132,12 +132,27 @@ class BatchWriter:
             self._write(batch, k, indices, samples, whole)
         self._fill(batch, k, len(samples))
 
-    def deliver_rows(self, batch: int, k: int, rows: Rows) -> bool:
-        """Deliver rows to the places from sample k of a batch on.
+    def deliver_rows(self, position: int, rows: Rows) -> int:
+        """Deliver rows to their own places, or to free ones.
+
+        Args:
+            position: Of the first sample in the ledger.
 
         Returns:
-            False if the samples must be delivered one by one, which may also be faster.
+            The number of rows that are delivered. The others must be delivered one by one, which may also be faster.
         """
+        ledger, done = self._ledger, 0
+        while done < rows.size:
+            place, batch, count = ledger.reserve(position + done, rows.size - done)
+            k = place - ledger.describe(batch).first
+            if not self._write_rows(batch, k, rows.part(done, count)):
+                break
+            self._publish(batch, ledger.fill(position + done, place, count))
+            done += count
+        return done
+
+    def _write_rows(self, batch: int, k: int, rows: Rows) -> bool:
+        """Copy rows to the places from number k of a batch on; False if they do not fit its fields."""
         start_ns = self._tracer.now()
         try:
             fields = self._fields(batch, rows.first)
@@ -147,35 +162,54 @@ class BatchWriter:
             return False
         fields.layout.gather(self._segment.array, fields.offset, fields.num_samples, k, rows)
         self._tracer.slice("copy", start_ns)
-        self._fill(batch, k, rows.size)
         return True
 
     def deliver_free(
         self,
         position: int,
-        index: object,
-        sample: object,
-        error: BaseException | None = None,
+        indices: Sequence[Any],
+        samples: list[Any],
         *,
         slow: bool = False,
         collates: bool = True,
     ) -> None:
-        """Deliver a sample, or the error that it raised, to a free place of any batch.
+        """Deliver samples to free places of any batch, as many together as lie next to each other.
 
         Args:
-            position: Of the sample in the ledger.
-            slow: It goes to the newest batch, where it has no place yet.
+            position: Of the first sample in the ledger; the others follow it.
+            slow: They go to the newest batch, where they have no places yet.
             collates: Whether a batch that is full then is collated here; otherwise another worker finds it.
         """
-        if sample is SKIP:
-            batch, outcome = self._ledger.skip(position)
-        else:
-            place, batch, k = self._ledger.reserve(position, slow)
-            if error is None:
-                self._write(batch, k, [index], [sample])
+        ledger, done, count = self._ledger, 0, len(samples)
+        has_skipped = type(SKIP) in set(map(type, samples))
+        while done < count:
+            taken = 1
+            if samples[done] is SKIP:
+                batch, outcome = ledger.skip(position + done)
             else:
-                self._blobs.attach_error(batch, place, error, index, None)
-            outcome = self._ledger.fill(position, place)
+                most = 1 if has_skipped else count - done
+                place, batch, taken = ledger.reserve(position + done, most, slow)
+                record, end = ledger.describe(batch), done + taken
+                run, whole = samples[done:end], taken == record.count
+                self._write(batch, place - record.first, indices[done:end], run, whole)
+                outcome = ledger.fill(position + done, place, taken)
+            if collates:
+                self._publish(batch, outcome)
+            done += taken
+
+    def deliver_free_error(
+        self,
+        position: int,
+        index: object,
+        error: BaseException,
+        *,
+        slow: bool = False,
+        collates: bool = True,
+    ) -> None:
+        """Deliver the exception of a sample to a free place (see :meth:`deliver_free`)."""
+        place, batch, _ = self._ledger.reserve(position, 1, slow)
+        self._blobs.attach_error(batch, place, error, index, None)
+        outcome = self._ledger.fill(position, place)
         if collates:
             self._publish(batch, outcome)
 

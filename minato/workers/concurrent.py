@@ -402,7 +402,7 @@ class ConcurrentWorker(Worker):
         """Queue one read of a whole batch; a batch that cannot be read so runs as in any other worker."""
         record = self._ledger.describe(claimed.batch)
         given = self._read_indices(claimed.batch, claimed.k, claimed.count)
-        if record.bound and claimed.count == record.count and len(given):
+        if claimed.count == record.count and len(given):
             self._queue(Read(given, record.epoch, None, claimed), record.first)
         else:
             self._run_lease(claimed)
@@ -416,7 +416,7 @@ class ConcurrentWorker(Worker):
         if not indices:  # an empty batch has a place, too
             assert isinstance(self._fetcher, Fetcher)
             self._runner.enter(seed)
-            self._run_list(self._fetcher, list, batch, first, count, epoch, indices)
+            self._run_list(self._fetcher, list, batch, record, indices)
             return
         held = [None] * count if whole and bound and count == record.count else None
         run = _ClaimedRun(batch, first, k, bound, epoch, seed, indices, held, count)
@@ -452,10 +452,9 @@ class ConcurrentWorker(Worker):
     def _finish_list(self, read: Read, position: int) -> int:
         """Make the samples of a batch from what has arrived, and write them; returns their number."""
         claimed: Claim = read.tag
-        batch, count = claimed.batch, claimed.count
         fetcher, complete = self._fetcher, read.complete
         assert isinstance(fetcher, Fetcher)
-        record = self._ledger.describe(batch)
+        record = self._ledger.describe(claimed.batch)
         self._runner.enter(record.seed)
 
         def fetch(indices: Any) -> Any:
@@ -463,8 +462,8 @@ class ConcurrentWorker(Worker):
 
         if complete is not None:
             self._runner.ahead_ns = read.duration_ns
-        self._run_list(fetcher, fetch, batch, position, count, record.epoch, read.key)
-        return count
+        self._run_list(fetcher, fetch, claimed.batch, record, read.key)
+        return claimed.count
 
     def _finish_sample(self, read: Read, position: int) -> int:
         """Make the sample from what was read, and write it; returns the number of samples."""
@@ -492,8 +491,7 @@ class ConcurrentWorker(Worker):
             k = run.k + i
             self._writer.deliver(run.batch, k, [read.key], samples, error, state=self._state())
         else:
-            sample = samples[0] if error is None else None
-            self._deliver_free(position, read.key, sample, error, cost_ns)
+            self._deliver_free(position, [read.key], samples, [cost_ns], error)
         return 1
 
     def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:

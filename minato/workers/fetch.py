@@ -22,6 +22,7 @@ __all__ = [
     "ReplacedFetcher",
     "StreamEnd",
     "StreamFetcher",
+    "one_each",
 ]
 
 _STATE_SHARE = 50
@@ -84,13 +85,7 @@ class Fetcher:
         def deal(_: object) -> Any:
             nonlocal samples
             if samples is None:
-                fetched = self.many(indices)
-                if len(fetched) != len(indices):
-                    raise ValueError(
-                        f"__getitems__ returned {len(fetched)} samples for {len(indices)} keys: with order='arrival' "
-                        "and 'fast_first' it must return one for each (use order='batch')"
-                    )
-                samples = iter(fetched)
+                samples = iter(one_each(self.many(indices), len(indices)))
             return next(samples)
 
         return deal
@@ -110,6 +105,20 @@ class Fetcher:
     def transformed(self, samples: Any) -> Any:
         """What the dataset returned for the indices of a batch, transformed."""
         return samples if self._run is None else [self._run(sample) for sample in samples]
+
+
+def one_each(samples: Any, count: int) -> list[Any]:
+    """What a call for ``count`` samples has returned, as a list of these.
+
+    Raises:
+        ValueError: It is not one sample for each.
+    """
+    if len(samples) != count:
+        raise ValueError(
+            f"__getitems__ returned {len(samples)} samples for {count} keys: with order='arrival' and 'fast_first' "
+            "it must return one for each (use order='batch')"
+        )
+    return list(samples)
 
 
 class _Transformed:

@@ -369,7 +369,10 @@ class WorkerRecovery:
         result, raised = self.policy.settle(failure)
         writer = self.make_writer(self.ledger.worker(number))
         # If the batch is full now, a worker collates it: release offers the collation again.
-        writer.deliver_free(sample.position, sample.index, result, raised, collates=False)
+        if raised is None:
+            writer.deliver_free(sample.position, [sample.index], [result], collates=False)
+        else:
+            writer.deliver_free_error(sample.position, sample.index, raised, collates=False)
 
 
 # ---- 3. replace the worker, or raise ----

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from minato._core import Claim, EventCount, WorkerLedger, now_ns
+from minato._core import BatchRecord, Claim, EventCount, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
 from minato.batching.blobs import GetState
 from minato.batching.writer import BatchWriter
@@ -18,7 +18,7 @@ from minato.sampling.samplers import LISTS
 from minato.workers.active_workers import ActiveWorkers
 from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.error_policy import SampleRetry
-from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, one_each
 from minato.workers.runner import Runner
 
 __all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "WorkQueue", "Worker", "WorkerSettings", "run_again"]
@@ -112,7 +112,7 @@ class Worker:
         self._idle_since = now_ns()
         self._lacks_room = self._was_inactive = False
         self._epoch_slot = -1
-        self._whole_size = 0  # of the last batch, if its samples have places of their own
+        self._whole_size = 0  # of the last batch
         self.endings: list[Callable[[], None]] = []
         """The functions that ``close`` calls; none refers to the worker."""
         self._tracer = tracer
@@ -215,7 +215,7 @@ class Worker:
             return
         record = self._ledger.describe(batch)
         first, bound, epoch = record.first, record.bound, record.epoch
-        self._whole_size = record.count if bound else 0
+        self._whole_size = record.count
         if record.epoch_slot != self._epoch_slot:
             self._epoch_slot = record.epoch_slot
             self._resume_all()  # deferred samples of the last epoch go before the next epoch
@@ -223,21 +223,22 @@ class Worker:
         given = self._read_indices(batch, k, count)
         indices = list(given)
         self._runner.enter(record.seed)
-        whole = bound and count == record.count
+        whole = count == record.count
         fetcher = self._fetcher
+        done = self._run_rows(fetcher, first + k, epoch, indices) if self._takes_rows else 0
         if isinstance(fetcher, StreamFetcher):
             self._run_stream(fetcher, batch, first, (epoch, record.epoch_slot), indices[0])
-        elif self._takes_rows and bound and self._run_rows(fetcher, batch, k, epoch, indices):
+        elif done and done == count:
             pass  # they are in their places
         elif whole and (fetcher.takes_lists or not indices):
             fetch = fetcher.many if fetcher.takes_lists else list
-            self._run_list(fetcher, fetch, batch, first, count, epoch, given)
+            self._run_list(fetcher, fetch, batch, record, given)
         elif bound:
             samples, error = self._run_retrying(fetcher, first + k, epoch, indices)
             state = self._state()
             self._writer.deliver(batch, k, indices, samples, error, whole=whole, state=state)
         else:
-            self._run_unbound(fetcher, first + k, epoch, indices)
+            self._run_unbound(fetcher, first + k + done, epoch, indices[done:])
         busy_ns = self._end(count - (self._num_deferred() - deferred), started)
         self._runner.observe(busy_ns / count)
 
@@ -278,7 +279,7 @@ class Worker:
         if error is not None:
             self._write_failed(position, epoch, index, error, cost_ns)
         elif not is_deferred:
-            self._deliver_free(position, index, samples[0], None, cost_ns)
+            self._deliver_free(position, [index], samples, [cost_ns])
         self._end(int(not is_deferred), started)
         return True
 
@@ -311,14 +312,28 @@ class Worker:
     def _deliver_free(
         self,
         position: int,
-        index: object,
-        sample: object,
-        error: BaseException | None,
-        cost_ns: int,
+        indices: Sequence[Any],
+        samples: list[Any],
+        costs_ns: Sequence[int],
+        error: BaseException | None = None,
     ) -> None:
-        """Deliver a sample, or its error, to any batch: a slow one to the newest, where the order says so."""
-        slow = self._slow_to_newest and cost_ns > self._ledger.slow_ns > 0
-        self._writer.deliver_free(position, index, sample, error, slow=slow)
+        """Deliver samples, and the error of the one after them, to any batch; deferred ones are not complete yet.
+
+        Those that are slow go to the newest batch, where the order says so.
+        """
+        writer, count = self._writer, len(samples)
+        slow_ns = self._ledger.slow_ns if self._slow_to_newest else 0
+        has_slow = 0 < slow_ns < max(costs_ns[:count], default=0)
+        if has_slow or DeferredSample in set(map(type, samples)):
+            for i, sample in enumerate(samples):
+                if type(sample) is not DeferredSample:
+                    slow = 0 < slow_ns < costs_ns[i]
+                    writer.deliver_free(position + i, indices[i : i + 1], [sample], slow=slow)
+        else:
+            writer.deliver_free(position, indices, samples)
+        if error is not None:
+            slow = 0 < slow_ns < costs_ns[count]
+            writer.deliver_free_error(position + count, indices[count], error, slow=slow)
 
     def _longest_run(self) -> int:
         if self._fetcher.takes_lists:
@@ -361,27 +376,30 @@ class Worker:
         return samples, error
 
     def _run_rows(
-        self, fetcher: Fetcher, batch: int, k: int, epoch: int, indices: list[Any]
-    ) -> bool:
-        """Copy samples that are rows into their places; False if they must be loaded one by one."""
+        self, fetcher: Fetcher | StreamFetcher, position: int, epoch: int, indices: list[Any]
+    ) -> int:
+        """Copy samples that are rows into places; returns how many, and the others must be loaded one by one."""
+        assert isinstance(fetcher, Fetcher)
         begun_ns = now_ns()
         rows = fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
-        if rows is None or not self._writer.deliver_rows(batch, k, rows):
-            return False
-        self._runner.record_rows(indices, epoch, begun_ns)
-        return True
+        done = 0 if rows is None else self._writer.deliver_rows(position, rows)
+        if done:
+            self._runner.record_rows(indices[:done], epoch, begun_ns)
+        return done
 
     def _run_list(
         self,
         fetcher: Fetcher,
         fetch: Callable[[Any], Any],
         batch: int,
-        first: int,
-        count: int,
-        epoch: int,
+        record: BatchRecord,
         indices: Sequence[Any],
     ) -> None:
         """Run a whole or an empty batch by one call of the dataset, which may return any object."""
+        if not record.bound:
+            self._run_free_list(fetcher, fetch, record, list(indices))
+            return
+        first, count, epoch = record.first, record.count, record.epoch
         results, error = self._runner.run(first, epoch, [indices], fetch, batch_size=count)
         # What another container than a list says of its indices would be missing in calls for single ones.
         divisible = type(indices) in LISTS and len(indices) > 0
@@ -393,6 +411,26 @@ class Worker:
             return
         result = results[0] if results else None
         self._writer.deliver_list(batch, indices, result, error, self._state())
+
+    def _run_free_list(
+        self,
+        fetcher: Fetcher,
+        fetch: Callable[[Any], Any],
+        record: BatchRecord,
+        indices: list[Any],
+    ) -> None:
+        """``_run_list`` for samples that may go to any batch: the call returns one for each index."""
+
+        def fetch_each(indices: Any) -> list[Any]:
+            return one_each(fetch(indices), len(indices))
+
+        first, count, epoch = record.first, record.count, record.epoch
+        results, error = self._runner.run(first, epoch, [indices], fetch_each, batch_size=count)
+        if error is None:
+            costs_ns = [self._runner.durations[0] // count] * count
+            self._deliver_free(first, indices, results[0], costs_ns)
+        else:
+            self._run_unbound(fetcher, first, epoch, indices)
 
     def _run_stream(
         self, stream: StreamFetcher, batch: int, first: int, epoch: object, wanted: int
@@ -419,13 +457,10 @@ class Worker:
             # One call for all of them failed: single calls find the sample that raises.
             samples, error = self._run_singly(fetcher, position, epoch, indices)
         while True:
-            done = len(samples)
-            for i, sample in enumerate(samples):
-                if type(sample) is not DeferredSample:
-                    cost_ns = self._runner.durations[i]
-                    self._deliver_free(position + i, indices[i], sample, None, cost_ns)
+            done, costs_ns = len(samples), self._runner.durations
+            self._deliver_free(position, indices, samples, costs_ns)
             if error is not None:
-                cost_ns = self._runner.durations[done]
+                cost_ns = costs_ns[done]
                 self._write_failed(position + done, epoch, indices[done], error, cost_ns)
                 done += 1
             indices, position = indices[done:], position + done
@@ -434,13 +469,15 @@ class Worker:
             samples, error = self._run_singly(fetcher, position, epoch, indices)
 
     def _write_failed(
-        self, position: int, epoch: int, index: object, error: BaseException | None, cost_ns: int
+        self, position: int, epoch: int, index: object, error: BaseException, cost_ns: int
     ) -> None:
         """Write the outcome of a sample that raised."""
-        sample, remaining = None, error
-        if error is not None and self._sample_retry is not None:
+        samples: list[Any] = []
+        remaining: BaseException | None = error
+        if self._sample_retry is not None:
             sample, remaining = self._sample_retry.settle(position, epoch, index, error)
-        self._deliver_free(position, index, sample, remaining, cost_ns)
+            samples = [sample] if remaining is None else []
+        self._deliver_free(position, [index], samples, [cost_ns], remaining)
 
 
 def run_again(

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import default_collate
 
 from minato._core import ConsumerLedger
 from minato._core.codes import READY, SKIPPED
-from minato.batching.arena import Arena
+from minato.batching.arena import Arena, Slot
 from minato.batching.collate import Collate
+from minato.batching.reader import BatchReader
+from minato.batching.rows import rows_of
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
@@ -19,7 +23,9 @@ from minato.errors import SKIP
 class Case:
     """A worker with a real writer, and batches in an arena."""
 
-    def __init__(self, bound: bool, collate_fn: Callable[[Any], Any] = list) -> None:
+    def __init__(
+        self, bound: bool, collate_fn: Callable[[Any], Any] = list, end: Any = None
+    ) -> None:
         arena = Arena(shared=False)
         self.ledger = ConsumerLedger(bytearray(1 << 16), (2, 4, 16))
         self.worker = self.ledger.worker(0)
@@ -27,13 +33,22 @@ class Case:
         self.bound = bound
         self.store = LocalStore(arena.segment)
         self.acquire = arena.acquire
+        self.slots: dict[int, Slot] = {}
+        self.reader = BatchReader(self.ledger, arena, self.store)
         collate = Collate(collate_fn, True)
-        self.writer = BatchWriter(self.worker, self.store, collate, skips=True)
+        if end is not None:
+            end._ledger = self.worker
+        self.writer = BatchWriter(end or self.worker, self.store, collate, skips=True)
 
     def open(self, count: int) -> int:
         slot = self.acquire()
         arguments = (slot.start, slot.start, slot.end), 0, 0, 0, self.bound
-        return int(self.ledger.open(list(range(count)), count, *arguments))
+        batch = int(self.ledger.open(list(range(count)), count, *arguments))
+        self.slots[batch] = slot
+        return batch
+
+    def read(self, batch: int) -> Any:
+        return self.reader.read(batch, self.slots[batch])
 
     def result(self, batch: int) -> Any:
         result = self.ledger.describe(batch).result
@@ -45,12 +60,57 @@ def test_a_skipped_sample_completes_the_batch_that_its_place_is_in() -> None:
     old, new = case.open(1), case.open(2)
     assert [case.worker.claim(2).batch for _ in range(2)] == [old, new]
     case.ledger.bind_late(old, new)
-    for position in (1, 2):
-        case.writer.deliver_free(position, position, f"sample {position}")
-    case.writer.deliver_free(0, 0, SKIP)
+    case.writer.deliver_free(1, [1, 2], ["sample 1", "sample 2"])
+    case.writer.deliver_free(0, [0], [SKIP])
     assert case.ledger.state(old) == case.ledger.state(new) == READY
     assert case.ledger.describe(new).flags & SKIPPED
     assert sorted(case.result(old) + case.result(new)) == ["sample 1", "sample 2"]
+
+
+class Counted:
+    """A worker's end of a ledger that notes for how many samples each call fills places."""
+
+    def __init__(self, ledger: Any) -> None:
+        self._ledger = ledger
+        self.runs: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger, name)
+
+    def fill(self, position: int, place: int, count: int = 1) -> int:
+        self.runs.append(count)
+        return int(self._ledger.fill(position, place, count))
+
+
+def test_neighbours_take_places_together() -> None:
+    counted = Counted(None)
+    case = Case(bound=False, end=counted)
+    batches = [case.open(2), case.open(3)]
+    first, second = case.worker.claim(2), case.worker.claim(3)
+    assert first is not None
+    assert second is not None
+    case.writer.deliver_free(2, [2, 3, 4], ["c", "d", "e"])
+    case.writer.deliver_free(0, [0, 1], ["a", "b"])
+    assert counted.runs == [2, 1, 2]
+    assert [case.ledger.occupants(batch) for batch in batches] == [[2, 3], [4, 0, 1]]
+    assert [case.result(batch) for batch in batches] == [["c", "d"], ["e", "a", "b"]]
+
+
+def test_rows_take_places_together() -> None:
+    counted = Counted(None)
+    case = Case(bound=False, collate_fn=default_collate, end=counted)
+    batches = [case.open(2), case.open(3)]
+    first, second = case.worker.claim(2), case.worker.claim(3)
+    assert first is not None
+    assert second is not None
+    rows = rows_of(torch.arange(5), [4, 2, 0])
+    assert rows is not None
+    assert case.writer.deliver_rows(2, rows) == 3
+    rows = rows_of(torch.arange(5), [1, 3])
+    assert rows is not None
+    assert case.writer.deliver_rows(0, rows) == 2
+    assert counted.runs == [2, 1, 2]
+    assert [case.read(batch).tolist() for batch in batches] == [[4, 2], [0, 1, 3]]
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -52,8 +52,10 @@ class Hand:
 
     def fill(self, position: int, late: bool = False, blob: int = 0) -> int:
         """Reserve a place for a claimed sample and fill it, as a worker does; ``blob`` is a kind."""
-        place, batch, k = self.ledger.reserve(position, late)
-        assert 0 <= k < self.ledger.describe(batch).count
+        place, batch, taken = self.ledger.reserve(position, 1, late)
+        record = self.ledger.describe(batch)
+        assert taken == 1
+        assert 0 <= place - record.first < record.count
         if blob:
             self.ledger.attach(place, 8192 | blob, 10)
         else:

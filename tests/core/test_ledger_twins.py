@@ -196,35 +196,47 @@ class Twins(RuleBasedStateMachine):
         assert self.batch_of(run[0]).owner in (0, worker + 1)
         self.hands[worker].positions += run
 
-    @rule(worker=workers, which=pick, late=st.booleans())
-    def reserve(self, worker: int, which: int, late: bool) -> None:
-        self.reserved(worker, which, late)
+    @rule(worker=workers, which=pick, run=st.integers(1, 4), late=st.booleans())
+    def reserve(self, worker: int, which: int, run: int, late: bool) -> None:
+        self.reserved(worker, which, run, late)
 
-    def reserved(self, worker: int, which: int, late: bool) -> tuple[int, int, int] | None:
+    def reserved(self, worker: int, which: int, run: int, late: bool) -> tuple[range, int] | None:
+        """Reserve places for at most ``run`` samples in a row; the samples, and the first place."""
         positions = self.hands[worker].positions
         if not positions:
             return None
         position = positions[which % len(positions)]
-        place, record, k = self.each(worker, "reserve", position, late)
-        there, own = self.batch_of(place), self.batch_of(position)
-        assert (there.record, there.first + k) == (record, place)
-        assert there.epoch_slot == own.epoch_slot
-        assert place == position or not own.bound
-        return position, place, record
+        run = next(n for n in range(run, 0, -1) if {*range(position, position + n)} <= {*positions})
+        place, record, taken = self.each(worker, "reserve", position, run, late)
+        assert 1 <= taken <= run
+        for i in range(taken):
+            there, own = self.batch_of(place + i), self.batch_of(position + i)
+            assert (there.record, there.epoch_slot) == (record, own.epoch_slot)
+            assert place == position or not own.bound
+        return range(position, position + taken), place
 
-    @rule(worker=workers, which=pick, late=st.booleans(), kind=st.integers(0, 4))
-    def fill(self, worker: int, which: int, late: bool, kind: int) -> None:
-        reserved = self.reserved(worker, which, late)
+    @rule(
+        worker=workers,
+        which=pick,
+        run=st.integers(1, 4),
+        late=st.booleans(),
+        kind=st.integers(0, 4),
+    )
+    def fill(self, worker: int, which: int, run: int, late: bool, kind: int) -> None:
+        reserved = self.reserved(worker, which, run, late)
         if reserved is None:
             return
-        position, place, record = reserved
+        samples, place = reserved
+        record = self.batch_of(place).record
         if kind:
-            self.each(worker, "attach", place, 8192 | kind, position)
+            self.each(worker, "attach", place, 8192 | kind, samples[0])
         else:
             self.each(worker, "publish_layout", record, LAYOUT + 64 * worker)
-        self.hands[worker].positions.remove(position)
-        self.occupant[place] = position
-        self.settle(worker, record, self.each(worker, "fill", position, place))
+        for i, position in enumerate(samples):
+            self.hands[worker].positions.remove(position)
+            self.occupant[place + i] = position
+        outcome = self.each(worker, "fill", samples[0], place, len(samples))
+        self.settle(worker, record, outcome)
 
     @rule(worker=workers, max_run=st.integers(1, 5), filled=st.integers(0, 5))
     def die_with_a_result(self, worker: int, max_run: int, filled: int) -> None:
@@ -296,7 +308,7 @@ class Twins(RuleBasedStateMachine):
                 self.claim(worker, 3)
                 idle = 0 if hand.positions or hand.collating else idle + 1
                 while hand.positions:
-                    self.fill(worker, 0, False, 0)
+                    self.fill(worker, 0, 3, False, 0)
                 while hand.collating:
                     self.collate(worker)
         self.deliver()
@@ -352,10 +364,13 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
             draw.choice([0, 0, 1, 2, 3]),
         ),
         "claim": lambda: (draw.randrange(WORKERS), draw.randint(1, 4)),
-        "reserve": lambda: (draw.randrange(WORKERS), draw.randrange(99), draw.random() < 0.5),
+        "reserve": lambda: (
+            *(draw.randrange(WORKERS), draw.randrange(99), draw.randint(1, 4)),
+            draw.random() < 0.5,
+        ),
         "fill": lambda: (
-            *(draw.randrange(WORKERS), draw.randrange(99), draw.random() < 0.5),
-            draw.choice([0, 0, 0, 1, 2, 3, 4]),
+            *(draw.randrange(WORKERS), draw.randrange(99), draw.randint(1, 4)),
+            *(draw.random() < 0.5, draw.choice([0, 0, 0, 1, 2, 3, 4])),
         ),
         "fill_run": lambda: (draw.randrange(WORKERS), draw.randint(1, 5), draw.random() < 0.5),
         "start_early": lambda: (draw.randrange(99), draw.randrange(12)),

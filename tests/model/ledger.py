@@ -483,21 +483,19 @@ class Ledger:
         """The sample itself."""
         yield poke(self.value[self.at(place)], seq + 1)
 
-    def fill(self, worker: int, seq: int, place: int) -> Steps:
+    def fill(self, worker: int, seq: int, place: int, count: int = 1) -> Steps:
         index = yield peek(self.batch[self.at(place)])
-        yield from self.mark_filled(seq, place)
-        yield from self.settle(worker, seq, place)
+        end = seq + count
+        while seq < end:
+            yield from self.mark_filled(seq, place)
+            yield from self.settle(worker, seq, place)
+            seq, place = seq + 1, place + 1
         outcome = yield from self.complete(worker, index)
         return outcome, index
 
     def fill_run(self, worker: int, index: int, k: int, count: int) -> Steps:
         first = yield peek(self.first[index])
-        seq, end = first + k, first + k + count
-        while seq < end:
-            yield from self.mark_filled(seq, seq)
-            yield from self.settle(worker, seq, seq)
-            seq += 1
-        outcome = yield from self.complete(worker, index)
+        outcome, _ = yield from self.fill(worker, first + k, first + k, count)
         return outcome
 
     def mark_filled(self, seq: int, place: int) -> Steps:
@@ -732,16 +730,30 @@ class Ledger:
             return True
         seq, end = first + k, first + k + count
         while seq < end:
-            yield from self.run_unbound(number, seq)
-            seq += 1
+            taken = yield from self.run_unbound(number, seq, end)
+            seq += taken
         return True
 
-    def run_unbound(self, number: int, seq: int) -> Steps:
+    def run_unbound(self, number: int, seq: int, end: int) -> Steps:
+        """Deliver samples of a run that get places next to each other in a batch; how many these are."""
         place = yield from self.reserve(number, seq)
-        yield from self.write(seq, place)
-        outcome, there = yield from self.fill(number, seq, place)
+        index = yield peek(self.batch[self.at(place)])
+        first = yield peek(self.first[index])
+        size = yield peek(self.count[index])
+        taken = 1
+        while seq + taken < end and place + taken < first + size:
+            following = yield from self.reserve(number, seq + taken)
+            if following != place + taken:
+                break
+            taken += 1
+        written = 0
+        while written < taken:
+            yield from self.write(seq + written, place + written)
+            written += 1
+        outcome, there = yield from self.fill(number, seq, place, taken)
         if outcome == MUST_COLLATE:
             yield from self.set_ready(there)
+        return taken
 
     def run_bound(self, number: int, index: int, first: int, k: int, count: int) -> Steps:
         size = yield peek(self.count[index])

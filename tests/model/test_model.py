@@ -30,6 +30,8 @@ SETTINGS = {
     "bound, abandoned": Setting(((1,), (1,)), positions=1, records=1, window=1, kills=0),
     "unbound": Setting(((2, 2),), bound=False, kills=0),
     "unbound, a kill": Setting(((1,),), bound=False, collated="yes"),
+    "unbound, in runs": Setting(((2, 2),), bound=False, max_run=2, kills=0),
+    "unbound, in runs that straddle batches": Setting(((1, 2),), bound=False, max_run=2, kills=0),
     "unbound, bound late": Setting(((1, 1, 1),), bound=False, records=3, kills=0),
 }
 """Two workers and the consumer."""
@@ -43,6 +45,7 @@ LARGE_SETTINGS = {
     "bound, abandoned, used again": Setting(((2,), (1,)), positions=2, window=1, kills=0),
     "bound, abandoned, a kill": Setting(((1,), (1,)), collated="yes"),
     "unbound, a kill": Setting(((2,),), bound=False, collated="yes"),
+    "unbound, in runs, a kill": Setting(((2,),), bound=False, max_run=2),
     "unbound, a kill, delayed stores": Setting(((2,),), bound=False, buffered=True),
     "unbound, bound very late": Setting(((1, 1, 1),), bound=False, records=3, lag=2, kills=0),
     "unbound, newest place": Setting(

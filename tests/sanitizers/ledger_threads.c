@@ -78,7 +78,7 @@ static int run(uint32_t worker, uint32_t index, uint64_t k, uint32_t count, uint
         mn_set_result(&ledger, index, MN_ALIGNMENT, sizeof(sum));
         if (dies(worker, state))
             return 0;
-        if (mn_fill_run(&ledger, worker, index, (uint32_t)k, count) == MN_MUST_COLLATE)
+        if (mn_fill(&ledger, worker, first, first, count) == MN_MUST_COLLATE)
             collate(index);
         return 1;
     }
@@ -95,7 +95,7 @@ static int run(uint32_t worker, uint32_t index, uint64_t k, uint32_t count, uint
         data[there][place - mn_load_relaxed_u64(&ledger.batches[there].first)] = position;
         if (dies(worker, state))
             return 0;
-        if (mn_fill(&ledger, worker, position, place) == MN_MUST_COLLATE) {
+        if (mn_fill(&ledger, worker, position, place, 1) == MN_MUST_COLLATE) {
             if (dies(worker, state))
                 return 0;
             collate(there);

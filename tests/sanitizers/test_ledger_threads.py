@@ -16,7 +16,7 @@ CORE = ROOT / "minato" / "_core"
 PROGRAM = Path(__file__).with_name("ledger_threads.c")
 BATCHES = 1000
 """In each of four ways; a run takes a second or two on an idle machine."""
-STORE = "mn_store_seq_cst_u64(&there->place, MN_FILLED | (position + 1));\n    mn_settle"
+STORE = "mn_store_seq_cst_u64(&mn_at(ledger, place)->place, MN_FILLED | (position + 1));\n        mn_settle"
 """The store by which a sample counts, in ``mn_fill``."""
 
 

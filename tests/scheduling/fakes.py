@@ -205,7 +205,7 @@ class Bench:
             return [lease.batch] * lease.count
         batches = []
         for position in range(first, first + lease.count):
-            place, batch, _ = worker.reserve(position, late)
+            place, batch, _ = worker.reserve(position, 1, late)
             worker.attach(place, 64 | SAMPLE_BLOB, 0)
             self._finished(batch, worker.fill(position, place))
             batches.append(batch)
@@ -281,19 +281,22 @@ class Journal:
         self._publish(batch, self._ledger.fill_run(batch, k, len(indices)))
 
     def deliver_free(
-        self,
-        position: int,
-        index: Any,
-        sample: Any,
-        error: BaseException | None = None,
-        *,
-        slow: bool = False,
+        self, position: int, indices: Sequence[Any], samples: list[Any], *, slow: bool = False
     ) -> None:
-        place, batch, k = self._ledger.reserve(position, slow)
-        if error is not None:
-            self._error(place, index, error)
-        else:
-            self._samples(place, k, [sample])
+        done = 0
+        while done < len(samples):
+            here = position + done
+            place, batch, taken = self._ledger.reserve(here, len(samples) - done, slow)
+            k = place - self._ledger.describe(batch).first
+            self._samples(place, k, samples[done : done + taken])
+            self._publish(batch, self._ledger.fill(here, place, taken))
+            done += taken
+
+    def deliver_free_error(
+        self, position: int, index: Any, error: BaseException, *, slow: bool = False
+    ) -> None:
+        place, batch, _ = self._ledger.reserve(position, 1, slow)
+        self._error(place, index, error)
         self._publish(batch, self._ledger.fill(position, place))
 
     def deliver_list(
