@@ -160,7 +160,7 @@ _TORCHS: dict[type, list[Any]] = {}
 """Classes of torch with their members, as they were when they were found to be torch's."""
 
 
-def _is_torchs(value: Any, module: ModuleType) -> bool:
+def _is_torchs(value: object, module: ModuleType) -> bool:
     """Whether a function, or a class with all its methods, is what torch's module has defined."""
     if not isinstance(value, type):
         return getattr(value, "__globals__", None) is vars(module)
@@ -184,7 +184,7 @@ def fetcher_is_replaced() -> bool:
     )
 
 
-def make_fetcher(dataset: Any, batched: bool, collate_fn: Any, drop_last: bool) -> Any:
+def make_fetcher(dataset: object, batched: bool, collate_fn: object, drop_last: bool) -> Any:
     """The fetcher that torch's worker would make in this process; ``fetch(indices)`` returns a collated batch."""
     return _DatasetKind.create_fetcher(_DatasetKind.Map, dataset, batched, collate_fn, drop_last)
 
@@ -427,12 +427,12 @@ def forget_executor_threads() -> None:
     getattr(executor, "_threads_queues", {}).clear()
 
 
-def forget_child_processes(processes: Iterable[Any]) -> None:
+def forget_child_processes(processes: Iterable[object]) -> None:
     """Have the end of this forked process not end the parent's workers, which are no children of it."""
     getattr(process_module, "_children", set()).difference_update(processes)
 
 
-def close_ends_of_parent(process: Any) -> None:
+def close_ends_of_parent(process: object) -> None:
     """Close a forked child's copies of the pipes by which its parent and another child of that know each other."""
     finalizer = getattr(getattr(process, "_popen", None), "finalizer", None)
     if isinstance(finalizer, util.Finalize) and finalizer.still_active():

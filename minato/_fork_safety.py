@@ -136,7 +136,7 @@ class Loans:
             return []
         return [held for lease in list(self._leases.values()) if (held := lease()) is not None]
 
-    def keep(self, held: list[Any], borrower: Borrower) -> None:
+    def keep(self, held: list[object], borrower: Borrower) -> None:
         """Keep objects until the borrower has ended."""
         self.settle()  # of a loader that rests, nothing else does
         self._kept.setdefault(borrower, []).extend(held)

@@ -248,7 +248,7 @@ class _Part:
 
 
 def make_consumers(
-    open_epoch: Callable[[], Iterator[Any]],
+    open_epoch: Callable[[], Iterator[object]],
     n: int | None,
     devices: Sequence[str | torch.device] | None,
 ) -> tuple[Consumer, ...]:

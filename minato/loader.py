@@ -98,7 +98,7 @@ T_co = TypeVar("T_co", covariant=True)
 class _Indexed(Protocol[T_co]):
     """A sequence or mapping, which torch takes for a dataset too."""
 
-    def __getitem__(self, index: Any, /) -> T_co: ...
+    def __getitem__(self, index: object, /) -> T_co: ...
 
     def __len__(self) -> int: ...
 
@@ -420,7 +420,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return self._position.state(spec.sampling)
 
     @made_only
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Resume where a state was taken: the next ``iter()`` yields what was left of its epoch.
 
         The number of workers and their kind may change, except with datasets that are iterable or have a state of

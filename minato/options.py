@@ -88,7 +88,7 @@ def option(
     *,
     values: str,
     shown: str | None = None,
-    check: Callable[[str, Any], Any] | None = None,
+    check: Callable[[str, Any], object] | None = None,
 ) -> Any:
     """Define a field: its default, check and documentation.
 
@@ -143,14 +143,14 @@ def _snapshots(name: str, value: object) -> Any:
     return value if value == "auto" else check_whole(name, value, 0)
 
 
-def _positive_seconds(name: str, value: Any) -> Any:
+def _positive_seconds(name: str, value: object) -> Any:
     value = check_number(name, value, "seconds")
     if value is not None and not value > 0:
         raise ValueError(f"{name}={value} is too small: give more than 0 seconds")
     return value
 
 
-def _percentile(name: str, value: Any) -> Any:
+def _percentile(name: str, value: object) -> Any:
     value = check_number(name, value)
     if value is not None and not 0 < value < 100:
         raise ValueError(f"{name}={value} is not between 0 and 100")
@@ -170,7 +170,7 @@ def _on_error(name: str, value: object) -> Any:
     return value
 
 
-def _max_failures(name: str, value: Any) -> Any:
+def _max_failures(name: str, value: object) -> Any:
     value = check_number(name, value, "a number of samples, or a share below 1")
     if value is not None and not 0 <= value < (1 if isinstance(value, float) else math.inf):
         raise ValueError(
@@ -198,7 +198,7 @@ def _actor_options(name: str, value: object) -> Any:
     return dict(value)
 
 
-def _seed(name: str, value: Any) -> int | None:
+def _seed(name: str, value: object) -> int | None:
     value = check_whole(name, value, None)
     return None if value is None else (value + _INT64) % (2 * _INT64) - _INT64
 
@@ -266,7 +266,7 @@ def _recording(name: str, value: object) -> Any:
     return value
 
 
-def _needed_path(name: str, value: Any) -> str:
+def _needed_path(name: str, value: object) -> str:
     path = _path(name, value)
     if path is None:
         raise TypeError(f"{name}=None: give a path")

@@ -63,7 +63,7 @@ class Counters:
     def __getstate__(self) -> dict[str, Any]:
         return {"_names": self._names, "_counts": self._counts, "_used": self._used}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._open()
 

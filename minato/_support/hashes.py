@@ -74,7 +74,7 @@ _STANDARD = b"the standard library"
 _END: Any = object()
 
 
-def index_hash(index: Any) -> int:
+def index_hash(index: object) -> int:
     """Return an integer for an index: equal ones for equal indices, in any process, and never an error.
 
     It is the index itself for integers, also for those of NumPy and tensors of one, and otherwise its
@@ -86,7 +86,7 @@ def index_hash(index: Any) -> int:
     return key_hash(index) if number is None else number
 
 
-def key_hash(key: Any) -> int:
+def key_hash(key: object) -> int:
     """Return a 64-bit hash of a key's content, the same for all keys that equal it, of whichever type.
 
     Numbers count by their value; strings, bytes, tuples, lists, arrays and sets by their content; other objects by
@@ -195,7 +195,7 @@ class _Walk:
                 if not self._took_type():
                     raise
 
-    def _known(self, value: Any) -> bytes | None:
+    def _known(self, value: object) -> bytes | None:
         """The digest of a plain value, or of one that was met before."""
         if id(type(value)) in _PLAIN:
             return self._hash(_atom(value))
@@ -359,14 +359,14 @@ def _plain_content(value: Any) -> bytes | None:
     return None
 
 
-def _atom(value: Any) -> bytes:
+def _atom(value: object) -> bytes:
     if type(value) is bytes:
         return b"b" + value
     text = f"{value:x}" if type(value) is int else value if type(value) is str else repr(value)
     return f"{type(value).__name__} {text}".encode("utf-8", "surrogatepass")
 
 
-def _state(value: Any) -> Iterator[Any]:
+def _state(value: object) -> Iterator[Any]:
     """The class of an object, and what pickle would store."""
     kind = type(value)
     yield kind
@@ -393,7 +393,7 @@ def _state(value: Any) -> Iterator[Any]:
         yield getattr(value, "__dict__", None)
 
 
-def _functions_of(value: Any) -> Iterator[FunctionType]:
+def _functions_of(value: object) -> Iterator[FunctionType]:
     """The functions behind an attribute of a class: those of methods, properties and decorators."""
     if type(value) is FunctionType:
         yield value
@@ -409,7 +409,7 @@ def _functions_of(value: Any) -> Iterator[FunctionType]:
 
 
 def _source(
-    file: str, module: str, variables: dict[str, Any] | None = None, *, defined: object
+    file: str, module: str, variables: dict[str, object] | None = None, *, defined: object
 ) -> bytes | None:
     """What stands for the text that defines something: a digest of its file, or the version of an installed package.
 
@@ -429,7 +429,7 @@ def _source(
 _sources: dict[int, tuple[bytes | None, object]] = {}
 
 
-def _read(file: str, module: str, variables: dict[str, Any] | None) -> bytes | None:
+def _read(file: str, module: str, variables: dict[str, object] | None) -> bytes | None:
     top = module.partition(".")[0]
     if _is_installed(file):
         versions = _versions(top)

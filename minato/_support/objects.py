@@ -54,7 +54,7 @@ _MOST_LOOKS = 20_000
 """Values that a search looks at in all."""
 
 
-def attribute(thing: Any, name: str, default: Any = None) -> Any:
+def attribute(thing: object, name: str, default: object = None) -> Any:
     """An attribute of an object of the user's; the default if it has none, or if asking for it raises."""
     try:
         return getattr(thing, name, default)
@@ -128,23 +128,23 @@ class Kind:
         """Whether its instances have a ``__dict__``."""
         return self._dict_of is not None
 
-    def dict_of(self, thing: Any) -> dict[str, Any] | None:
+    def dict_of(self, thing: object) -> dict[str, Any] | None:
         """The live ``__dict__`` of an instance; None if it has none."""
         held = None if self._dict_of is None else self._dict_of(thing)
         return held if issubclass(type(held), dict) else None
 
-    def slots_of(self, thing: Any) -> Iterator[tuple[str, Any]]:
+    def slots_of(self, thing: object) -> Iterator[tuple[str, Any]]:
         """Names and values of the slots of an instance."""
         for name, member in self._slots:
             with suppress(AttributeError):  # not set
                 yield name, member.__get__(thing)
 
-    def attributes_of(self, thing: Any) -> list[tuple[Any, Any]]:
+    def attributes_of(self, thing: object) -> list[tuple[Any, Any]]:
         """Names and values of what an instance has now in its ``__dict__`` and in slots."""
         held = self.dict_of(thing)
         return [*([] if held is None else items_of(held, dict)), *self.slots_of(thing)]
 
-    def set_attribute(self, thing: Any, name: str, value: object) -> None:
+    def set_attribute(self, thing: object, name: str, value: object) -> None:
         """Set an attribute that an instance has."""
         held = self.dict_of(thing)
         if held is not None and name in held:
@@ -152,7 +152,7 @@ class Kind:
         else:
             next(member for slot, member in self._slots if slot == name).__set__(thing, value)
 
-    def length_of(self, thing: Any) -> int:
+    def length_of(self, thing: object) -> int:
         """The length of an instance, if it is a container."""
         return int(self.container.__len__(thing))
 
@@ -342,7 +342,7 @@ class Search:
         self.opened: list[Node] = []
         self.looks = 0
 
-    def run(self, roots: Mapping[str, Any], seen: Iterable[object] = ()) -> list[Node]:
+    def run(self, roots: Mapping[str, object], seen: Iterable[object] = ()) -> list[Node]:
         """Search. If it samples, and an object is odd in a way that nobody has thought of, it finds nothing.
 
         Args:
@@ -360,7 +360,7 @@ class Search:
             return []
         return self._found
 
-    def _kind(self, thing: Any) -> Kind | None:
+    def _kind(self, thing: object) -> Kind | None:
         """The kind of a value; None if there is nothing in it."""
         key = id(type(thing))
         if key in self._plain:
@@ -470,9 +470,9 @@ class Search:
     def _held(
         self,
         holder: Node,
-        step: str | tuple[Any],
-        value: Any,
-        get: Callable[[Any], Any] | None = None,
+        step: str | tuple[object],
+        value: object,
+        get: Callable[[Any], object] | None = None,
         name: str = "",
     ) -> Node:
         """The node of a value that a holder holds."""
@@ -499,7 +499,7 @@ _FUNCTIONS: dict[int, Callable[[Any], int]] = {
 """What functions that are alike have in common, by the id of their type."""
 
 
-def parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(thing: object) -> Iterator[tuple[str, Any]]:
     """Names and values of what functions, methods, their descriptors, and default dictionaries hold."""
     if type(thing) is types.MethodType:
         yield ".__self__", thing.__self__
@@ -521,7 +521,7 @@ def parts_of(thing: Any) -> Iterator[tuple[str, Any]]:
             yield f".{name}", getattr(thing, name)
 
 
-def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+def held_by(thing: object) -> Iterator[tuple[str, Any]]:
     """All that an object holds: its items, what :func:`parts_of` names, and its attributes, each with its step."""
     kind = Kind(type(thing))
     if issubclass(kind.kind, (type, types.FunctionType)):
@@ -536,7 +536,7 @@ def held_by(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def failing_part(
-    thing: Any, error: Exception, failure: Callable[[Any], Exception | None]
+    thing: object, error: Exception, failure: Callable[[Any], Exception | None]
 ) -> tuple[str, Any, Exception]:
     """The innermost part of an object for which something fails that fails for the object.
 

@@ -347,7 +347,7 @@ class _SnapshotPickler(_ChildPickler):
         self._shares = shares
         self._reducers = process_reducers()
 
-    def reduce_part(self, value: Any) -> Any:
+    def reduce_part(self, value: object) -> Any:
         reduce = self._reducers.get(type(value))
         if reduce and str(reduce.__module__).partition(".")[0] not in _KNOWN_REDUCERS:
             raise _NeedsEachError
@@ -446,7 +446,7 @@ def _copied_storage(data: Any) -> torch.UntypedStorage:
     return _storage_tensor(bytearray(data)).untyped_storage()
 
 
-def _restored(memory: Segment, parts: list[Any]) -> Any:
+def _restored(memory: Segment, parts: list[object]) -> Any:
     token = _arrived.set(parts)
     try:
         return _loaded(memoryview(memory.array))

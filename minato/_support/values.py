@@ -72,7 +72,7 @@ def integer_of(value: object) -> int | None:
         return None
 
 
-def number_of(value: Any) -> int | float | None:
+def number_of(value: object) -> int | float | None:
     """Return the number that a value equals; None if it is no number, or a bool."""
     try:
         found = plain(value)

@@ -80,7 +80,7 @@ class DiskCache(Cache):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_used_ns": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         _lmdb()
         self.__dict__.update(state)
 

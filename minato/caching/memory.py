@@ -31,7 +31,7 @@ class MemoryCache(Cache):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_entries": {}, "_nbytes": 0, "_lock": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._renew()
 

@@ -207,7 +207,7 @@ def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:
     return TorchDataLoader(**torch_arguments(loader, own=False))
 
 
-def _timed(loader: Iterable[Any], batches: int | None, step_s: float) -> float:
+def _timed(loader: Iterable[object], batches: int | None, step_s: float) -> float:
     """Seconds of an epoch, or of its first ``batches`` batches."""
     start_ns = now_ns()
     for _ in itertools.islice(loader, batches):

@@ -50,7 +50,7 @@ def observe(loader: MeasuredLoader, meter_provider: MeterProvider | None = None)
     loaders.add(loader)
 
 
-def _make_instruments(meter: Meter, loaders: weakref.WeakSet[Any]) -> None:
+def _make_instruments(meter: Meter, loaders: weakref.WeakSet[object]) -> None:
     for metric in CATALOG:
         if not metric.exported:
             continue

@@ -59,7 +59,7 @@ def _make_loader(*arguments: Any, **keywords: Any) -> Any:
 
 
 def _rebuilding_alike(
-    rebuild: Callable[..., Any], loader_at: int = 0, lost: Callable[[], None] = lambda: None
+    rebuild: Callable[..., object], loader_at: int = 0, lost: Callable[[], None] = lambda: None
 ) -> Callable[..., Any]:
     """Wrap a function that rebuilds a loader.
 
@@ -69,7 +69,7 @@ def _rebuilding_alike(
     """
 
     @functools.wraps(rebuild)
-    def adapted(*arguments: Any, **keywords: Any) -> Any:
+    def adapted(*arguments: object, **keywords: object) -> Any:
         given = arguments[loader_at] if len(arguments) > loader_at else None
         given = keywords.get("dataloader", keywords.get("data_loader", given))
         build = _Build(given)

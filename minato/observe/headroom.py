@@ -90,7 +90,7 @@ class Headroom:
         )
 
 
-def _timed(batches: Iterator[Any], times: list[int]) -> Iterator[Any]:
+def _timed(batches: Iterator[object], times: list[int]) -> Iterator[Any]:
     """The batches; appends the time of each step in ns to ``times``."""
     start_ns = now_ns()
     for batch in batches:

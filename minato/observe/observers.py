@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from minato._core import Histogram
 from minato._support.text import message_of, type_name
@@ -268,7 +268,7 @@ class Observers:
 
         return end
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         for observer in self._all:
             try:
                 getattr(observer, name)(*arguments)

@@ -175,7 +175,7 @@ def _tables_of_samples(report: ReportFigures) -> list[Section]:
 
 
 def _table_of(
-    title: str, items: Sequence[Any], columns: dict[str, Callable[[Any], str]]
+    title: str, items: Sequence[object], columns: dict[str, Callable[[Any], str]]
 ) -> Section:
     rows = [tuple(text(item) for text in columns.values()) for item in items]
     return Section(title, tuple(columns), rows)

@@ -273,7 +273,7 @@ class ActorReads(FinishedReads):
         read.value, read.error = self._unpack(result)
         return read
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Run this thread's current sample once more and wait for it."""
         seed, epoch, _, occurrence = current() or (None, 0, None, 0)
         try:

@@ -27,7 +27,7 @@ _DEEPEST = 8
 """Most nested samplers; an object with more returns something for every attribute."""
 
 
-def nested(sampler: Any) -> Iterator[Any]:
+def nested(sampler: object) -> Iterator[Any]:
     """Yield a sampler, the one it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
     for _ in range(_DEEPEST):
         if sampler is None:
@@ -37,7 +37,7 @@ def nested(sampler: Any) -> Iterator[Any]:
         sampler = attribute(sampler, "batch_sampler") if inner is None else inner
 
 
-def epoch_of(sampler: Any) -> int | None:
+def epoch_of(sampler: object) -> int | None:
     """Return the ``epoch`` of the first nested sampler that has one; None without."""
     for one in nested(sampler):
         epoch = attribute(one, "epoch")
@@ -46,7 +46,7 @@ def epoch_of(sampler: Any) -> int | None:
     return None
 
 
-def set_sampler_epoch(sampler: Any, epoch: int) -> None:
+def set_sampler_epoch(sampler: object, epoch: int) -> None:
     """Call ``set_epoch`` of all nested samplers that have it, as trainers do."""
     for one in nested(sampler):
         set_epoch = attribute(one, "set_epoch")
@@ -55,7 +55,7 @@ def set_sampler_epoch(sampler: Any, epoch: int) -> None:
 
 
 @contextmanager
-def at_epoch(sampler: Any, epoch: int | None) -> Iterator[None]:
+def at_epoch(sampler: object, epoch: int | None) -> Iterator[None]:
     """Give samplers that have an epoch another one for the length of a ``with`` block; None: they keep their own."""
     own = [
         (one, one.epoch)
@@ -94,12 +94,12 @@ class RankSampler(DistributedSampler[int]):
         super().__init__(cast(Any, data_source), count, rank, shuffle, seed, drop_last)
 
 
-def ranked(sampler: Any) -> Any | None:
+def ranked(sampler: object) -> Any | None:
     """Return the first of the nested samplers with ``rank`` and ``num_replicas``; None if there is none."""
     return next(filter(_has_rank, nested(sampler)), None)
 
 
-def _has_rank(sampler: Any) -> bool:
+def _has_rank(sampler: object) -> bool:
     names = ("rank", "num_replicas")
     return all(attribute(sampler, name) is not None for name in names)
 

@@ -182,7 +182,7 @@ class Epoch:
         number = self.number + 1
         return NextEpoch(map(batch_maker(spec.batched), later), number, self.seeds.of(number))
 
-    def batches(self, indices: Any) -> IndexBatches:
+    def batches(self, indices: object) -> IndexBatches:
         """The indices of each remaining batch, from ``iter(sampler)``.
 
         Raises:
@@ -227,7 +227,7 @@ class Epoch:
             )
         return self._drawn(self.draw.redraw(self.draw.taken()))
 
-    def _after(self, state: LoaderState, drawn: Callable[[bool], Iterator[Any]]) -> Source:
+    def _after(self, state: LoaderState, drawn: Callable[[bool], Iterator[object]]) -> Source:
         """The remaining batches of the epoch in which a state was taken.
 
         Args:

@@ -54,7 +54,7 @@ class Tally(NamedTuple):
         return Tally(self.samples - other.samples, (self.hash - other.hash) % _MODULUS)
 
     @classmethod
-    def of(cls, batch: Any) -> Tally:
+    def of(cls, batch: object) -> Tally:
         """Return the tally of the indices of a batch."""
         indices, _ = unmarked(batch)
         return cls(len(indices), sum_of_hashes(indices, index_hash))
@@ -462,7 +462,7 @@ _Counted = tuple[Any, int]
 """An index, and how often it came before in its epoch."""
 
 
-def _counted(batch: Any) -> Iterator[_Counted]:
+def _counted(batch: object) -> Iterator[_Counted]:
     indices, occurrences = unmarked(batch)
     return zip(indices, itertools.repeat(0) if occurrences is None else occurrences, strict=False)
 

@@ -111,7 +111,7 @@ class SamplerState:
             with self._keeping_errors():
                 self._state["iterator"] = copy.deepcopy(iterator.state_dict())
 
-    def redraw(self, state: dict[str, Any], samplers: bool = True) -> Iterator[Any]:
+    def redraw(self, state: dict[str, object], samplers: bool = True) -> Iterator[Any]:
         """Return ``iter(sampler)`` with all states as they were; its next index is the first of the epoch.
 
         torch's default generator has its earlier state for the draws of the sampler, and its present one otherwise.
@@ -168,7 +168,7 @@ class SamplerState:
                     raise _damaged(name, text) from None
         return state
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, object]) -> None:
         """Load a state of :meth:`idle_state` into generators and samplers."""
         self._state = state
         self._load_samplers()
@@ -219,7 +219,7 @@ class SamplerState:
             sampler.load_state_dict(copy.deepcopy(state))
 
 
-def _isolated(iterator: Iterator[Any], state: torch.Tensor, once: bool) -> Iterator[Any]:
+def _isolated(iterator: Iterator[object], state: torch.Tensor, once: bool) -> Iterator[Any]:
     """Yield an iterator's items; it has a state of torch's default generator of its own.
 
     Args:
@@ -250,7 +250,7 @@ def _encoded(states: list[torch.Tensor | None] | None) -> list[str | None] | Non
     return [one.decode() if one else None for one in known]
 
 
-def _damaged(name: str, value: Any) -> ValueError:
+def _damaged(name: str, value: object) -> ValueError:
     return ValueError(f"the state is damaged: {name!r} of its 'draw' is {reprlib.repr(value)}")
 
 
@@ -298,7 +298,7 @@ class DatasetStates:
         self._errors: dict[int, ExceptionWrapper] = {}
 
     @staticmethod
-    def alone(dataset: Any) -> dict[str, Any]:
+    def alone(dataset: object) -> dict[str, Any]:
         """The states that the next epoch starts with, as plain data, given that of the only copy of a dataset."""
         return {"turn": 0, "each": [vars(DatasetState(dataset))]}
 
@@ -466,7 +466,7 @@ class LoaderState:
         return cls(**{**found, "draw": drawn})
 
 
-def _check_family(plain: dict[str, Any]) -> None:
+def _check_family(plain: dict[str, object]) -> None:
     """Raise ValueError if a dictionary is no state that this version reads."""
     loader = plain.get("loader")
     if not isinstance(loader, dict) or loader.get("kind") != _FAMILY:

@@ -187,7 +187,7 @@ def _may_repeat(sampler: Any) -> bool:
     return not is_exactly(sampler, (SequentialSampler, DistributedSampler, *SEEDED))
 
 
-def drawn_ahead(index_sampler: Any, batched: bool) -> int:
+def drawn_ahead(index_sampler: object, batched: bool) -> int:
     """Return how many batches may be drawn together, because nobody can tell when; 1: one by one.
 
     These samplers know all indices of an epoch when the first is drawn, and use no generator of the program's then.
@@ -230,7 +230,7 @@ def largest_batch(index_sampler: object, batched: bool) -> int:
 # ---- copies of samplers ---------------------------------------------------------------------------
 
 
-def independent(sampler: Any, dataset: object) -> Any:
+def independent(sampler: object, dataset: object) -> Any:
     """Return a copy of a sampler, and of its generators; an epoch of the copy leaves the sampler as it is.
 
     Args:
@@ -258,7 +258,7 @@ def independent(sampler: Any, dataset: object) -> Any:
     return found
 
 
-def in_epoch(index_sampler: Any, epoch: int) -> Any:
+def in_epoch(index_sampler: object, epoch: int) -> Any:
     """Return a copy of a seeded sampler, alone or in a plain ``BatchSampler``, in an epoch; others as they are.
 
     A ``BatchSampler`` asks its sampler when its first batch is drawn: the loader may have begun another epoch by then.
@@ -361,12 +361,12 @@ class Recurring:
         return len(self.indices)
 
     @classmethod
-    def of(cls, indices: Any, occurrences: list[int]) -> Any:
+    def of(cls, indices: object, occurrences: list[int]) -> Any:
         """Return a batch: the indices alone if none came before."""
         return cls(indices, occurrences) if any(occurrences) else indices
 
 
-def unmarked(batch: Any) -> tuple[Any, list[int] | None]:
+def unmarked(batch: object) -> tuple[Any, list[int] | None]:
     """Return the indices of a batch, and how often each came before; None: none did."""
     if type(batch) is Recurring:
         return batch.indices, batch.occurrences
@@ -454,7 +454,7 @@ class IndexBatches:
         self._was_interrupted = False
 
     @classmethod
-    def of(cls, batches: Iterable[Any]) -> IndexBatches:
+    def of(cls, batches: Iterable[object]) -> IndexBatches:
         """Return batches of indices that nobody draws again."""
         return cls(lambda: Source(iter(batches)))
 

@@ -96,7 +96,9 @@ def _unknown_users() -> tuple[int, ...]:
         return ()
 
 
-def connected(rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], Any]) -> Channel:
+def connected(
+    rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], object]
+) -> Channel:
     """Return an authenticated channel to the server that listens there, or starts to within ``timeout_s`` seconds.
 
     Args:
@@ -225,7 +227,7 @@ class Channel:
         """Whether the send buffer has space for a message of usual size."""
         return bool(self._room.poll(0))
 
-    def send(self, message: tuple[Any, ...], descriptor: int | None = None) -> None:
+    def send(self, message: tuple[object, ...], descriptor: int | None = None) -> None:
         """Send a message and a descriptor, which the kernel duplicates for the other process.
 
         Raises:

@@ -308,6 +308,6 @@ class RemoteArena:
         self._leases[start] = weakref.ref(lease, partial(self._end, start))
         return open_batch(descriptor, self.segment, self._store, lease)
 
-    def _end(self, start: int, reference: weakref.ref[Any]) -> None:
+    def _end(self, start: int, reference: weakref.ref[object]) -> None:
         self._leases.pop(start, None)
         self._returned(start)

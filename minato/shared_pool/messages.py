@@ -91,7 +91,7 @@ class BatchMessage(NamedTuple):
     portion: Any
 
 
-def encoded(message: tuple[Any, ...]) -> bytes:
+def encoded(message: tuple[object, ...]) -> bytes:
     """Return a message as bytes.
 
     Raises:
@@ -196,7 +196,7 @@ def _items_of(kind: Any) -> tuple[Any, ...] | None:
     return tuple(get_type_hints(kind).values()) if issubclass(kind, tuple) else None
 
 
-def _unflat(value: Any) -> Pairs:
+def _unflat(value: object) -> Pairs:
     """Return the pairs of a flat list."""
     if type(value) is not list or len(value) % 2 or set(map(type, value)) - {int}:
         raise ValueError("a list of pairs is missing")

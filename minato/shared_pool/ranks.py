@@ -369,7 +369,9 @@ class Ranks:
                 _send(slot.channel, ("refused", why))
 
 
-def _send(channel: Channel | None, message: tuple[Any, ...], descriptor: int | None = None) -> None:
+def _send(
+    channel: Channel | None, message: tuple[object, ...], descriptor: int | None = None
+) -> None:
     if channel is not None:
         try:
             channel.send(message, descriptor)

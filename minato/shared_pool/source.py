@@ -159,12 +159,12 @@ class RankDevice:
 
 
 def _hold(
-    held: deque[tuple[Any, DeviceEvent]], slot: Slot, host: object, event: DeviceEvent
+    held: deque[tuple[object, DeviceEvent]], slot: Slot, host: object, event: DeviceEvent
 ) -> None:
     held.append((host, event))
 
 
-def _finish_copies(held: deque[tuple[Any, DeviceEvent]], owner: int) -> None:
+def _finish_copies(held: deque[tuple[object, DeviceEvent]], owner: int) -> None:
     """Wait for copies that are still running when the device's object is dropped."""
     while held and owner == os.getpid():
         _, event = held.popleft()

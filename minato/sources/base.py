@@ -158,7 +158,7 @@ class KeyedSource(Dataset[Any], ABC):
     def __getitem__(self, index: int) -> Any:
         return self.get(self.keys[index])
 
-    def get(self, key: Any) -> Any:
+    def get(self, key: object) -> Any:
         """Read the sample under a key.
 
         Raises:
@@ -167,7 +167,7 @@ class KeyedSource(Dataset[Any], ABC):
         """
         return self._decoded(key, self.attempt(f"key {key!r}", lambda: self._fetch(key)))
 
-    def subset(self, keys: Sequence[Any]) -> Any:
+    def subset(self, keys: Sequence[object]) -> Any:
         """The same source with other keys, for instance those of a split."""
         other = copy.copy(self)
         other._keys = keys
@@ -177,7 +177,7 @@ class KeyedSource(Dataset[Any], ABC):
         """What identifies the source to a cache. Its keys are part of it, as they define the meaning of an index."""
         return {**vars(self), "_keys": self.keys, "retry": None}
 
-    def attempt(self, subject: str, call: Callable[[], Any], verb: str = "read") -> Any:
+    def attempt(self, subject: str, call: Callable[[], object], verb: str = "read") -> Any:
         """Call a function that reads or writes, again after transient errors.
 
         Args:
@@ -197,7 +197,7 @@ class KeyedSource(Dataset[Any], ABC):
                     pause_s = self._pause_after(error, pauses)
                 time.sleep(pause_s)
 
-    async def attempt_async(self, subject: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def attempt_async(self, subject: str, call: Callable[[], Awaitable[object]]) -> Any:
         """:meth:`attempt` with a coroutine function that reads."""
         with self._explained(subject, "read"):
             pauses = self.retry.pauses()
@@ -235,7 +235,7 @@ class KeyedSource(Dataset[Any], ABC):
                 f"{self!r} cannot {verb} {subject}{given_up}: {printable(self._describe(error), lines=True)}"
             ) from error
 
-    def _decoded(self, key: Any, value: Any) -> Any:
+    def _decoded(self, key: object, value: object) -> Any:
         if self._decode is None:
             return value
         try:
@@ -249,7 +249,7 @@ class BatchedSource(KeyedSource):
     """A source that reads the samples of a batch together."""
 
     @abstractmethod
-    def _fetch_all(self, keys: list[Any]) -> Sequence[Any]:
+    def _fetch_all(self, keys: list[object]) -> Sequence[Any]:
         """The value of each key; None where it is missing, or where its read failed alone."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -259,7 +259,7 @@ class BatchedSource(KeyedSource):
             keys, self.attempt(f"keys {keys[0]!r} …", lambda: self._fetch_all(keys))
         )
 
-    def _all_decoded(self, keys: list[Any], values: Sequence[Any]) -> list[Any]:
+    def _all_decoded(self, keys: list[object], values: Sequence[object]) -> list[Any]:
         # A key without a value is read alone, with retries and with errors that name it.
         return [
             self.get(key) if value is None else self._decoded(key, value)

@@ -170,7 +170,7 @@ class Cassandra(TableSource, BatchedSource):
     def _column(self, name: str) -> str:
         return quoted_column(name)
 
-    def _query(self, text: str, *arguments: Any) -> list[dict[str, Any]]:
+    def _query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
         """The rows of a query; of the prepared one, with a key."""
         _, session, select = self.session()
         return list(session.execute(select, arguments) if arguments else session.execute(text))
@@ -181,7 +181,7 @@ class Cassandra(TableSource, BatchedSource):
     def _list(self) -> Sequence[Any]:
         return sorted(super()._list())
 
-    def _fetch_all(self, keys: list[Any]) -> list[dict[str, Any] | None]:
+    def _fetch_all(self, keys: list[object]) -> list[dict[str, Any] | None]:
         """Concurrent requests."""
         _, session, select = self.session()
         results = execute_concurrent_with_args(
@@ -211,7 +211,7 @@ class Cassandra(TableSource, BatchedSource):
         def samples() -> list[Any]:
             return self._all_decoded(keys, list(map(self._sample, keys, results)))
 
-        def arrived(rows: list[dict[str, Any]], i: int) -> None:
+        def arrived(rows: list[dict[str, object]], i: int) -> None:
             nonlocal missing
             results[i] = rows
             with lock:

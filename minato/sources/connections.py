@@ -70,7 +70,7 @@ class Connections(Generic[T]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_idle": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._reset()
 

@@ -128,7 +128,7 @@ class Parquet(KeyedSource):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_kept": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._reset()
         renew_in_children(self, Parquet._reset)

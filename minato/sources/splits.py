@@ -26,7 +26,7 @@ _BEGINS = f'{{"format": {_FORMAT}, "splits": '.encode()
 
 
 def split(
-    keys: Sequence[Any],
+    keys: Sequence[object],
     shares: Mapping[str, int],
     *,
     seed: int,
@@ -65,7 +65,7 @@ def split(
 
 
 def folds(
-    keys: Sequence[Any],
+    keys: Sequence[object],
     count: int,
     *,
     seed: int,
@@ -89,7 +89,7 @@ def folds(
     return found
 
 
-def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[Any]]) -> None:
+def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[object]]) -> None:
     """Write splits to a JSON file, whole or not at all; a new file has mode 0600.
 
     Raises:
@@ -117,7 +117,7 @@ def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
         raise ValueError(f"{os.fspath(path)!r} holds no splits of format {_FORMAT}") from None
 
 
-def _folds(size: int, count: int, seed: int, labels: Any, entities: Any) -> list[list[int]]:
+def _folds(size: int, count: int, seed: int, labels: object, entities: object) -> list[list[int]]:
     """Divide the numbers below ``size`` into folds."""
     seed = check_whole("seed", seed, 0) or 0
     classes = [0] * size if labels is None else _codes("labels", labels, size)
@@ -149,7 +149,7 @@ def _folds(size: int, count: int, seed: int, labels: Any, entities: Any) -> list
         return [test.tolist() for _, test in divided]
 
 
-def _codes(name: str, values: Any, count: int) -> list[int]:
+def _codes(name: str, values: object, count: int) -> list[int]:
     """A number for each value of a sequence; equal values have the same one.
 
     Raises:

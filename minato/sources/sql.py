@@ -70,7 +70,7 @@ class TableSource(KeyedSource):
         """A statement of the database: with its placeholder for each NUL in the text, which no name contains."""
         return text.replace("\0", "?")
 
-    def _query(self, text: str, *arguments: Any) -> list[dict[str, Any]]:
+    def _query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
         """The rows of a query."""
         with self.connections.lease() as connection:
             rows: list[dict[str, Any]] = connection.execute(
@@ -99,7 +99,7 @@ class TableSource(KeyedSource):
             names = ", ".join(map(self._column, named))
         return f"SELECT {names} FROM {quoted(self.table)} WHERE {self._column(self.key)}"
 
-    def _sample(self, key: Any, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _sample(self, key: object, rows: list[dict[str, object]]) -> dict[str, Any] | None:
         """The sample of the rows with a key; None if there are none."""
         if len(rows) > 1:
             raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
@@ -149,7 +149,7 @@ class SQLite(TableSource):
         code: int | None = getattr(error, "sqlite_errorcode", None)
         return super()._is_transient(error) and (code is None or code % 256 in _TRANSIENT)
 
-    def _query(self, text: str, *arguments: Any) -> list[dict[str, Any]]:
+    def _query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
         with held_off_forks():  # a child would inherit the locks of SQLite itself
             return super()._query(text, *arguments)
 
@@ -171,6 +171,6 @@ class SQLite(TableSource):
         return opened
 
 
-def _named(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> dict[str, Any]:
+def _named(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> dict[str, Any]:
     """A row as a dict of its columns."""
     return {column[0]: cell for column, cell in zip(cursor.description, row, strict=True)}

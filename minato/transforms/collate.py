@@ -62,7 +62,7 @@ class _Inside:
         self.__self__ = getattr(collate_fn, "__self__", None)  # whose method it is
         self.collate_fn = collate_fn
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> Any:
         before, _state.transformed = _state.transformed, True
         try:
             return self.collate_fn(samples)

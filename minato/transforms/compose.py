@@ -154,7 +154,7 @@ def _names(steps: tuple[Step, ...]) -> tuple[str, ...]:
     return tuple(names)[len(_STAGES) :]
 
 
-def _name(step: Any) -> str:
+def _name(step: object) -> str:
     for _ in range(_MOST_PARTIALS):
         if type(step) is not functools.partial:
             break

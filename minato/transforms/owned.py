@@ -115,7 +115,7 @@ def _stream(path: str) -> int:
     return int.from_bytes(digest, "little") + 16  # after the streams of the global generators
 
 
-def _search(roots: Mapping[str, Any]) -> list[Node]:
+def _search(roots: Mapping[str, object]) -> list[Node]:
     """Return all generators that can be reached, nearest first, each once."""
     search = Search(
         _is_generator,
@@ -211,7 +211,7 @@ def _searched(kind: type) -> Iterator[Node]:
                 yield Node(function, None, f"{path}.{name}")
 
 
-def _global_variables(code: types.CodeType, held: dict[str, Any]) -> Iterator[Node]:
+def _global_variables(code: types.CodeType, held: dict[str, object]) -> Iterator[Node]:
     """Yield generators in the global variables that a code object names."""
     for name in _names(code):
         value = held.get(name)

@@ -60,6 +60,9 @@ LONG = {
     "_core/_ledger_py.py": {"open"},  # fields of a record, without an object per batch
 }
 """Functions that may have more parameters."""
+MOST_ANY = 440
+"""Parameters whose type contains ``Any``."""
+MOST_UNNAMED = 3
 MOST_IMPORTS = 15
 WIRING = {"loader.py", "shared_pool/session.py", "_core/__init__.py"}
 """Modules outside ``engine/`` that may import more modules of the package."""
@@ -83,6 +86,46 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     given = function.args
     names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return [name for name in names if name not in ("self", "cls")]
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [
+        node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def test_few_parameters_are_of_any_type() -> None:
+    """``object``, a protocol or a type variable says what a function needs of a value, and mypy checks it."""
+
+    def count(path: Path) -> int:
+        given = [node.args for node in functions(path)]
+        all_of = [
+            (*each.posonlyargs, *each.args, *each.kwonlyargs, each.vararg, each.kwarg)
+            for each in given
+        ]
+        kinds = [each.annotation for some in all_of for each in some if each is not None]
+        return sum(names_any(kind) for kind in kinds if kind is not None)
+
+    assert sum(map(count, SOURCES)) <= MOST_ANY
+
+
+def names_any(annotation: ast.expr) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == "Any" for part in ast.walk(annotation))
+
+
+def test_results_of_many_values_have_names() -> None:
+    """A function returns a named record instead of a tuple of more than three values."""
+    unnamed = {
+        f"{relative(path)}: {node.name}"
+        for path in SOURCES
+        for node in functions(path)
+        for part in ast.walk(node.returns or ast.Constant(None))
+        if isinstance(part, ast.Subscript)
+        and ast.unparse(part.value) == "tuple"
+        and isinstance(part.slice, ast.Tuple)
+        and len(part.slice.elts) > MOST_UNNAMED
+    }
+    assert unnamed == set()
 
 
 def test_modules_import_few_others() -> None:
