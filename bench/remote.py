@@ -120,19 +120,19 @@ class Redis(BatchedSource):
         super().__init__(keys)
         self._port = port
 
-    def _open(self) -> Any:
+    def open_connection(self) -> Any:
         # A new connection neither negotiates the protocol nor sends the client's name: each would cost a round trip.
         return redis.Redis(port=self._port, protocol=2, **dict.fromkeys(_CLIENT_INFO))
 
-    def _fetch(self, key: str) -> bytes:
+    def read_value(self, key: str) -> bytes:
         with self.connections.lease() as client:
             return bytes(client.get(key))
 
-    def _fetch_all(self, keys: list[str]) -> list[bytes]:
+    def read_values(self, keys: list[str]) -> list[bytes]:
         with self.connections.lease() as client:
             return list(client.mget(keys))
 
-    def _list(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         return []
 
 

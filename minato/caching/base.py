@@ -78,21 +78,21 @@ class Cache(ABC):
         self._takes = True
 
     @abstractmethod
-    def _load(self, key: bytes) -> bytes | None:
+    def load(self, key: bytes) -> bytes | None:
         """The entry of a key, or None."""
 
     @abstractmethod
-    def _store(self, key: bytes, entry: bytes) -> int:
+    def store(self, key: bytes, entry: bytes) -> int:
         """Keep an entry; returns the number of bytes added, or -1 if the quota does not allow it."""
 
     @abstractmethod
-    def _drop(self, key: bytes) -> None:
+    def drop(self, key: bytes) -> None:
         """Remove an entry."""
 
     def get(self, key: bytes) -> tuple[bool, Any]:
         """``(True, sample)``, or ``(False, None)`` if it is missing or damaged."""
         try:
-            entry = self._load(key)
+            entry = self.load(key)
             if entry is None:
                 self.counters.add(misses=1)
                 return False, None
@@ -102,7 +102,7 @@ class Cache(ABC):
                 sample = pickle.loads(memoryview(entry)[_DIGEST_NBYTES:])
             except Exception:  # unpickling may raise anything: the sample is built again
                 self.counters.add(misses=1, damaged=1)
-                self._drop(key)
+                self.drop(key)
                 return False, None
         except self.failures as error:
             self.counters.add(misses=1)
@@ -125,7 +125,7 @@ class Cache(ABC):
             self._failed(error)
             return
         try:
-            added = self._store(key, _digest(key, content) + content)
+            added = self.store(key, _digest(key, content) + content)
         except self.failures as error:
             self._takes = False
             self._failed(error)

@@ -119,7 +119,7 @@ class DiskCache(Cache):
         with _one_at_a_time(), self._environment().begin() as view:
             return _number(view.get(_TOTAL))
 
-    def _load(self, key: bytes) -> bytes | None:
+    def load(self, key: bytes) -> bytes | None:
         prefix, now_ns = key[:_PREFIX_BYTES], _wall_ns()
         with _one_at_a_time():
             files = self._environment()
@@ -130,14 +130,14 @@ class DiskCache(Cache):
                     files.mark(prefix)
         return entry
 
-    def _store(self, key: bytes, entry: bytes) -> int:
+    def store(self, key: bytes, entry: bytes) -> int:
         with _one_at_a_time():
             try:
                 return self._environment().add(key, entry, self.quota_bytes, self._made_ns)
             except _lmdb().MapFullError:
                 return -1
 
-    def _drop(self, key: bytes) -> None:
+    def drop(self, key: bytes) -> None:
         with _one_at_a_time():
             self._environment().remove(key)
 

@@ -42,10 +42,10 @@ class MemoryCache(Cache):
     def __repr__(self) -> str:
         return f"MemoryCache(quota_bytes={self.quota_bytes})"
 
-    def _load(self, key: bytes) -> bytes | None:
+    def load(self, key: bytes) -> bytes | None:
         return self._entries.get(key)
 
-    def _store(self, key: bytes, entry: bytes) -> int:
+    def store(self, key: bytes, entry: bytes) -> int:
         with self._lock:
             if key in self._entries:
                 return 0
@@ -55,6 +55,6 @@ class MemoryCache(Cache):
             self._nbytes += len(entry)
         return len(entry)
 
-    def _drop(self, key: bytes) -> None:
+    def drop(self, key: bytes) -> None:
         with self._lock:
             self._nbytes -= len(self._entries.pop(key, b""))

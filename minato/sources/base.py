@@ -108,29 +108,31 @@ class KeyedSource(Dataset[Any], ABC):
         self.retry = retry or Retry()
         self.counters = Counters("retries")
         """Shown in the report of a loader."""
-        self.connections: Connections[Any] = Connections(self._open, self._close_one, self.shared)
+        self.connections: Connections[Any] = Connections(
+            self.open_connection, self.close_connection, self.shared
+        )
 
     # ---- what a subclass implements ---------------------------------------------------------
 
     @abstractmethod
-    def _fetch(self, key: Any) -> Any:
+    def read_value(self, key: Any) -> Any:
         """The value of a key. Raises LookupError if the store does not have the key."""
 
     @abstractmethod
-    def _list(self) -> Sequence[Any]:
+    def list_keys(self) -> Sequence[Any]:
         """All keys of the store."""
 
-    def _open(self) -> Any:
+    def open_connection(self) -> Any:
         """Open a connection, unless the store has none."""
 
-    def _close_one(self, connection: Any) -> None:
+    def close_connection(self, connection: Any) -> None:
         """Close a connection, unless it closes when it is collected."""
 
-    def _is_transient(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         """Whether to repeat a read that raised this."""
         return isinstance(error, self.transient)
 
-    def _describe(self, error: Exception) -> str:
+    def describe_error(self, error: Exception) -> str:
         """The text of an error of the library, for messages."""
         return f"{type(error).__name__}: {message_of(error)}"
 
@@ -144,7 +146,7 @@ class KeyedSource(Dataset[Any], ABC):
     def keys(self) -> Sequence[Any]:
         """The keys of the samples, in the order of their indices."""
         if self._keys is None:
-            self._keys = self.attempt("the list of keys", self._list)
+            self._keys = self.attempt("the list of keys", self.list_keys)
         return self._keys
 
     @property
@@ -165,7 +167,7 @@ class KeyedSource(Dataset[Any], ABC):
             MissingKey: The store does not have it.
             SourceError: The sample cannot be read or decoded.
         """
-        return self._decoded(key, self.attempt(f"key {key!r}", lambda: self._fetch(key)))
+        return self.decoded(key, self.attempt(f"key {key!r}", lambda: self.read_value(key)))
 
     def subset(self, keys: Sequence[object]) -> Any:
         """The same source with other keys, for instance those of a split."""
@@ -210,7 +212,7 @@ class KeyedSource(Dataset[Any], ABC):
 
     def _pause_after(self, error: Exception, pauses: Iterator[float]) -> float:
         """The pause before the next attempt, which is counted; raises the error if there is none."""
-        pause_s = next(pauses, None) if self._is_transient(error) else None
+        pause_s = next(pauses, None) if self.is_transient(error) else None
         if pause_s is None:
             raise error
         self.counters.add(retries=1)
@@ -230,12 +232,13 @@ class KeyedSource(Dataset[Any], ABC):
             raise MissingKey(f"{self!r} has no {subject}") from error
         except Exception as error:
             spent_s = time.monotonic() - started
-            given_up = f" after {spent_s:.1f} s of tries" if self._is_transient(error) else ""
+            given_up = f" after {spent_s:.1f} s of tries" if self.is_transient(error) else ""
             raise SourceError(
-                f"{self!r} cannot {verb} {subject}{given_up}: {printable(self._describe(error), lines=True)}"
+                f"{self!r} cannot {verb} {subject}{given_up}: {printable(self.describe_error(error), lines=True)}"
             ) from error
 
-    def _decoded(self, key: object, value: object) -> Any:
+    def decoded(self, key: object, value: object) -> Any:
+        """The sample of a value; raises like :meth:`get`."""
         if self._decode is None:
             return value
         try:
@@ -249,19 +252,20 @@ class BatchedSource(KeyedSource):
     """A source that reads the samples of a batch together."""
 
     @abstractmethod
-    def _fetch_all(self, keys: list[object]) -> Sequence[Any]:
+    def read_values(self, keys: list[Any]) -> Sequence[Any]:
         """The value of each key; None where it is missing, or where its read failed alone."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read the samples of a batch."""
         keys = [self.keys[index] for index in indices]
-        return self._all_decoded(
-            keys, self.attempt(f"keys {keys[0]!r} …", lambda: self._fetch_all(keys))
+        return self.all_decoded(
+            keys, self.attempt(f"keys {keys[0]!r} …", lambda: self.read_values(keys))
         )
 
-    def _all_decoded(self, keys: list[object], values: Sequence[object]) -> list[Any]:
+    def all_decoded(self, keys: list[Any], values: Sequence[object]) -> list[Any]:
+        """The samples of values; raises like :meth:`get`."""
         # A key without a value is read alone, with retries and with errors that name it.
         return [
-            self.get(key) if value is None else self._decoded(key, value)
+            self.get(key) if value is None else self.decoded(key, value)
             for key, value in zip(keys, values, strict=True)
         ]

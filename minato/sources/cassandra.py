@@ -148,17 +148,17 @@ class Cassandra(TableSource, BatchedSource):
             profile.speculative_execution_policy = again
         return cluster, session
 
-    def _open(self) -> _Session:
+    def open_connection(self) -> _Session:
         cluster, session = self.connect()
         try:
-            select = session.prepare(self.statement(f"{self._select()} = \0"))
+            select = session.prepare(self.statement(f"{self.selection()} = \0"))
         except BaseException:
             cluster.shutdown()
             raise
         select.is_idempotent = True  # so it may be sent to a second node
         return _Session(cluster, session, select)
 
-    def _close_one(self, connection: _Session) -> None:  # the driver keeps one idle thread
+    def close_connection(self, connection: _Session) -> None:  # the driver keeps one idle thread
         connection.cluster.shutdown()
 
     def session(self) -> _Session:
@@ -167,28 +167,28 @@ class Cassandra(TableSource, BatchedSource):
         with self.connections.lease() as session:
             return session  # type: ignore[no-any-return]
 
-    def _column(self, name: str) -> str:
+    def column_name(self, name: str) -> str:
         return quoted_column(name)
 
-    def _query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
+    def query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
         """The rows of a query; of the prepared one, with a key."""
         _, session, select = self.session()
         return list(session.execute(select, arguments) if arguments else session.execute(text))
 
-    def _listing(self) -> str:
+    def listing(self) -> str:
         return f"SELECT {quoted_column(self.key)} FROM {quoted(self.table)}"
 
-    def _list(self) -> Sequence[Any]:
-        return sorted(super()._list())
+    def list_keys(self) -> Sequence[Any]:
+        return sorted(super().list_keys())
 
-    def _fetch_all(self, keys: list[object]) -> list[dict[str, Any] | None]:
+    def read_values(self, keys: list[object]) -> list[dict[str, Any] | None]:
         """Concurrent requests."""
         _, session, select = self.session()
         results = execute_concurrent_with_args(
             session, select, [(key,) for key in keys], _IN_FLIGHT, raise_on_first_error=False
         )
         return [
-            self._sample(key, list(found)) if arrived else None
+            self.sample_of(key, list(found)) if arrived else None
             for key, (arrived, found) in zip(keys, results, strict=True)
         ]
 
@@ -209,7 +209,7 @@ class Cassandra(TableSource, BatchedSource):
         missing, lock = len(keys), threading.Lock()
 
         def samples() -> list[Any]:
-            return self._all_decoded(keys, list(map(self._sample, keys, results)))
+            return self.all_decoded(keys, list(map(self.sample_of, keys, results)))
 
         def arrived(rows: list[dict[str, object]], i: int) -> None:
             nonlocal missing

@@ -41,14 +41,14 @@ class Files(KeyedSource):
     def __repr__(self) -> str:
         return f"Files({self.place!r})"
 
-    def _open(self) -> Any:
+    def open_connection(self) -> Any:
         # Otherwise a forked worker would get the instance and the event loop of its parent.
         system, directory = fsspec.core.url_to_fs(
             self.place.url, skip_instance_cache=True, **self.settings.values()
         )
         return system, directory.rstrip("/")
 
-    def _fetch(self, key: str) -> bytes:
+    def read_value(self, key: str) -> bytes:
         # Some file systems decode paths like URLs.
         if "\0" in key or ".." in unquote(key).replace("\\", "/").split("/"):
             raise SourceError(f"key {key!r} leads out of the directory {self.place!r}")
@@ -59,6 +59,6 @@ class Files(KeyedSource):
                 raise LookupError(key) from error
         return value
 
-    def _list(self) -> Sequence[str]:
+    def list_keys(self) -> Sequence[str]:
         with self.connections.lease() as (system, directory):
             return sorted(path[len(directory) + 1 :] for path in system.find(directory))

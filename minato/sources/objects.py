@@ -91,7 +91,7 @@ class Objects(KeyedSource):
     def __repr__(self) -> str:
         return f"Objects({self.place!r})"
 
-    def _open(self) -> Any:
+    def open_connection(self) -> Any:
         _check_runtime()
         url, options = _with_header(self.place.url, self.client_options.values())
         return from_url(
@@ -102,16 +102,16 @@ class Objects(KeyedSource):
             **self.settings.values(),
         )
 
-    def _is_transient(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         text = str(error)
         refused = _REFUSED.search(text) and "RequestTimeout" not in text  # which S3 gives as 400
-        return super()._is_transient(error) and not refused
+        return super().is_transient(error) and not refused
 
-    def _describe(self, error: Exception) -> str:
+    def describe_error(self, error: Exception) -> str:
         # The rest is a dump of Rust structures, dozens of lines.
-        return super()._describe(error).partition("\n\nDebug source")[0]
+        return super().describe_error(error).partition("\n\nDebug source")[0]
 
-    def _fetch(self, key: Any) -> bytes:
+    def read_value(self, key: Any) -> bytes:
         with _panics(), self.connections.lease() as store:
             try:
                 if not isinstance(key, str):
@@ -129,7 +129,7 @@ class Objects(KeyedSource):
         """``source[index]`` as a coroutine."""
         key = self.keys[index]
         value = await self.attempt_async(f"key {key!r}", lambda: self._fetch_later(key))
-        return self._decoded(key, value)
+        return self.decoded(key, value)
 
     async def _fetch_later(self, key: Any) -> bytes:
         with _panics(), self.connections.lease() as store:
@@ -147,7 +147,7 @@ class Objects(KeyedSource):
             except FileNotFoundError as error:  # obstore's own error is one
                 raise LookupError(key) from error
 
-    def _list(self) -> Sequence[str]:
+    def list_keys(self) -> Sequence[str]:
         return sorted(path for paths in _in_a_fork(self._pages) for path in paths)
 
     def _pages(self) -> Iterator[list[str]]:

@@ -149,7 +149,7 @@ class Parquet(KeyedSource):
         with self._lock:
             self._kept.clear()
 
-    def _list(self) -> Sequence[int]:
+    def list_keys(self) -> Sequence[int]:
         return range(self._count())
 
     def _count(self) -> int:
@@ -157,7 +157,7 @@ class Parquet(KeyedSource):
             self._ends = np.cumsum(self._groups.counts(), dtype=np.int64)
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def _fetch(self, key: int) -> dict[str, Any]:
+    def read_value(self, key: int) -> dict[str, Any]:
         if not 0 <= key < self._count():
             raise LookupError(key)
         number = int(np.searchsorted(self._ends, key, side="right"))

@@ -63,14 +63,14 @@ class TableSource(KeyedSource):
         self._columns = None if columns is None else tuple(columns)
         self._where = where
 
-    def _close_one(self, connection: Any) -> None:
+    def close_connection(self, connection: Any) -> None:
         connection.close()
 
     def statement(self, text: str) -> str:
         """A statement of the database: with its placeholder for each NUL in the text, which no name contains."""
         return text.replace("\0", "?")
 
-    def _query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
+    def query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
         """The rows of a query."""
         with self.connections.lease() as connection:
             rows: list[dict[str, Any]] = connection.execute(
@@ -78,28 +78,28 @@ class TableSource(KeyedSource):
             ).fetchall()
         return rows
 
-    def _listing(self) -> str:
+    def listing(self) -> str:
         """The query for all keys."""
-        key = self._column(self.key)
+        key = self.column_name(self.key)
         where = f" WHERE {self._where}" if self._where else ""
         return f"SELECT {key} FROM {quoted(self.table)}{where} ORDER BY {key}"
 
-    def _list(self) -> Sequence[Any]:
-        return [row[self.key] for row in self._query(self._listing())]
+    def list_keys(self) -> Sequence[Any]:
+        return [row[self.key] for row in self.query(self.listing())]
 
-    def _column(self, name: str) -> str:
-        # With the table's name: without it, SQLite takes an unknown quoted column for a string.
+    def column_name(self, name: str) -> str:
+        """A column, quoted, after the table's name: without it, SQLite takes an unknown column for a string."""
         return f"{quoted(self.table)}.{quoted_column(name)}"
 
-    def _select(self) -> str:
+    def selection(self) -> str:
         """The query for rows, up to the condition on the key."""
         names = "*"
         if self._columns is not None:
             named = dict.fromkeys((self.key, *self._columns))
-            names = ", ".join(map(self._column, named))
-        return f"SELECT {names} FROM {quoted(self.table)} WHERE {self._column(self.key)}"
+            names = ", ".join(map(self.column_name, named))
+        return f"SELECT {names} FROM {quoted(self.table)} WHERE {self.column_name(self.key)}"
 
-    def _sample(self, key: object, rows: list[dict[str, object]]) -> dict[str, Any] | None:
+    def sample_of(self, key: object, rows: list[dict[str, object]]) -> dict[str, Any] | None:
         """The sample of the rows with a key; None if there are none."""
         if len(rows) > 1:
             raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
@@ -107,8 +107,8 @@ class TableSource(KeyedSource):
             rows[0].pop(self.key, None)
         return rows[0] if rows else None
 
-    def _fetch(self, key: Any) -> dict[str, Any]:
-        sample = self._sample(key, self._query(f"{self._select()} = \0", key))
+    def read_value(self, key: Any) -> dict[str, Any]:
+        sample = self.sample_of(key, self.query(f"{self.selection()} = \0", key))
         if sample is None:
             raise LookupError(key)
         return sample
@@ -144,20 +144,20 @@ class SQLite(TableSource):
     def __repr__(self) -> str:
         return f"SQLite({str(self.path)!r}, {self.table!r})"
 
-    def _is_transient(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         # A missing table or column is an OperationalError too. Errors of the network have no such code.
         code: int | None = getattr(error, "sqlite_errorcode", None)
-        return super()._is_transient(error) and (code is None or code % 256 in _TRANSIENT)
+        return super().is_transient(error) and (code is None or code % 256 in _TRANSIENT)
 
-    def _query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
+    def query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
         with held_off_forks():  # a child would inherit the locks of SQLite itself
-            return super()._query(text, *arguments)
+            return super().query(text, *arguments)
 
-    def _close_one(self, connection: sqlite3.Connection) -> None:
+    def close_connection(self, connection: sqlite3.Connection) -> None:
         with held_off_forks():
-            super()._close_one(connection)
+            super().close_connection(connection)
 
-    def _open(self) -> sqlite3.Connection:
+    def open_connection(self) -> sqlite3.Connection:
         if not self.path.exists():
             raise FileNotFoundError(self.path)
         url = f"file:{pathname2url(str(self.path.absolute()))}?mode="

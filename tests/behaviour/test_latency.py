@@ -44,10 +44,10 @@ class Unsteady(SQLite):
 
     transient = (*SQLite.transient, ConnectionError)
 
-    def _fetch(self, key: Any) -> Any:
+    def read_value(self, key: Any) -> Any:
         time.sleep(delay_s())
         fail_now_and_then()
-        return super()._fetch(key)
+        return super().read_value(key)
 
 
 class UnsteadyLater(Unsteady):
@@ -56,12 +56,12 @@ class UnsteadyLater(Unsteady):
     async def __aget__(self, index: int) -> Any:
         key = self.keys[index]
         row = await self.attempt_async(f"key {key!r}", lambda: self._fetch_later(key))
-        return self._decoded(key, row)
+        return self.decoded(key, row)
 
     async def _fetch_later(self, key: Any) -> Any:
         await asyncio.sleep(delay_s())
         fail_now_and_then()
-        return SQLite._fetch(self, key)
+        return SQLite.read_value(self, key)
 
 
 def of_row(row: dict[str, Any]) -> Any:

@@ -187,7 +187,7 @@ def check_entry(cache: DiskCache, entry: bytes, cut: int) -> None:
     """Another entry, or the sample's with another end, is made anew."""
     key = bytes(16)
     cache.put(key, ["a sample", 5])
-    whole = cache._load(key)
+    whole = cache.load(key)
     assert whole is not None
     files = cache._environment()
     with files._files.begin(write=True) as to:

@@ -56,7 +56,7 @@ def write_on(cache: DiskCache, started: Any) -> None:
     for number in range(10_000):
         cache.put(key_of(number), value_of(number))
         if number % 7 == 6:
-            cache._drop(key_of(number - 3))
+            cache.drop(key_of(number - 3))
         if number == 5:
             started.set()
 
@@ -97,7 +97,7 @@ def test_children_that_are_forked_while_threads_use_it(tmp_path: Path) -> None:
         try:
             while not ended.is_set():
                 use(cache, start)
-                cache._drop(key_of(start))
+                cache.drop(key_of(start))
         except BaseException as error:
             failures.append(error)
 

@@ -450,10 +450,10 @@ class Fails:
 
 
 class Letters(KeyedSource):
-    def _fetch(self, key: str) -> str:
+    def read_value(self, key: str) -> str:
         return key
 
-    def _list(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         return ["a"]
 
 

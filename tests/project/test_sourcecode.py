@@ -68,6 +68,8 @@ WIRING = {"loader.py", "shared_pool/session.py", "_core/__init__.py"}
 """Modules outside ``engine/`` that may import more modules of the package."""
 QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
 """Modules that may use private names of other packages."""
+DERIVED = {"ray/pool.py", "workers/concurrent.py"}
+"""Modules whose classes are another kind of a worker or a pool, and use its private members."""
 PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 """Names that Python documents in spite of the underscore."""
 
@@ -167,6 +169,70 @@ def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
+def test_private_members_of_a_base_stay_in_its_module() -> None:
+    """No class overrides or uses a private member of a base class that another module defines."""
+    reached = {
+        f"{relative(path)}: {node.name}.{name}"
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.ClassDef)
+        for base in bases(node)
+        if base not in nodes(path)
+        for name in private(base) & (private(node) | used_of_self(node))
+    }
+    assert {each for each in reached if each.partition(":")[0] not in DERIVED} == set()
+
+
+@functools.cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    """All classes of the package by name."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for path in SOURCES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def bases(node: ast.ClassDef) -> list[ast.ClassDef]:
+    """The classes of the package from which one is derived."""
+    found: list[ast.ClassDef] = []
+    pending = [node]
+    while pending:
+        for base in pending.pop().bases:
+            name = ast.unparse(base).partition("[")[0].rpartition(".")[2]
+            more = [each for each in classes().get(name, []) if each not in (*found, node)]
+            found += more
+            pending += more
+    return found
+
+
+def methods(node: ast.ClassDef) -> set[str]:
+    return {
+        each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def private(node: ast.ClassDef) -> set[str]:
+    """Private methods and attributes that a class defines."""
+    stored = {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute)
+        and isinstance(part.ctx, ast.Store)
+        and is_self(part.value)
+    }
+    return {name for name in methods(node) | stored if re.match("_[a-z]", name)}
+
+
+def used_of_self(node: ast.ClassDef) -> set[str]:
+    return {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute) and is_self(part.value)
+    }
+
+
 def test_all_is_sorted_and_defined() -> None:
     """A module that defines something says what of it is public."""
     for path in SOURCES:
@@ -198,6 +264,7 @@ def undocumented(tree: ast.Module) -> list[str]:
                     and not method.name.startswith("_")
                     and not ast.get_docstring(method)
                     and not is_override(method)
+                    and not any(method.name in methods(base) for base in bases(node))
                 ]
     return missing
 

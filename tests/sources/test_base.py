@@ -34,14 +34,14 @@ class Flaky(KeyedSource):
     def __repr__(self) -> str:
         return "Flaky()"
 
-    def _fetch(self, key: str) -> str:
+    def read_value(self, key: str) -> str:
         if self.left:
             self.left -= 1
             raise self.error("not now")
         self.left = self.failures
         return key.upper()
 
-    def _list(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         return ["a", "b"]
 
 
