@@ -1,77 +1,69 @@
-"""Writes what documents the options from their fields in ``minato/options.py``.
+"""Writes the tables of ``docs/reference/options.md`` from the docstrings of ``DataLoader`` and the groups of options.
 
-That is the tables of ``docs/reference/options.md``, and the docstrings of ``DataLoader`` and of the groups of options,
-which editors show.
+The fields in ``minato/options.py`` say which values are possible, and which words are links.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-import textwrap
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
+from minato.loader import DataLoader
 from minato.options import GROUPS, WIDENED, Options
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "reference" / "options.md"
-SOURCES = {
-    DOCS.parent / "minato" / "loader.py": [("DataLoader", "Args", Options)],
-    DOCS.parent / "minato" / "options.py": [(each.__name__, "Attributes", each) for each in GROUPS],
-}
-"""Modules with docstrings that are written: class, section, and the class whose fields it documents."""
 _TABLE = re.compile(r"(<!-- fields of (\w+) -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+
+
+class Documented(NamedTuple):
+    """What a docstring says of a field, in Markdown."""
+
+    meaning: str
+    default: str
+
+
+def documented(group: type) -> dict[str, Documented]:
+    """The fields of a group, by the section of its docstring; of ``Options``, the arguments of ``DataLoader``."""
+    text = inspect.getdoc(DataLoader if group is Options else group) or ""
+    section = re.search(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)
+    found = {}
+    for name, said in re.findall(
+        r"^    (\w+): (.*?)(?=^    \w|\Z)", section[1] if section else "", re.DOTALL | re.MULTILINE
+    ):
+        words = " ".join(said.split()).replace("``", "`")
+        meaning, _, default = words.removesuffix(".").rpartition(" Default: ")
+        found[name] = Documented(meaning, default)
+    return found
+
+
+def meaning(said: Documented, links: dict[str, str]) -> str:
+    """The meaning of a field with its links."""
+    text = said.meaning
+    for words, target in links.items():
+        if words not in text:
+            raise ValueError(f"{text!r} has not the words {words!r}, which are to be a link")
+        text = text.replace(words, f"[{words}]({target})", 1)
+    return text
 
 
 def table(name: str) -> str:
     """The table of a group of options, or of arguments of torch that take more values: ``torch``."""
     group = {each.__name__: each for each in (*GROUPS, Options)}.get(name, Options)
-    shown = [each for each in fields(group) if "meaning" in each.metadata]
+    shown = [each for each in fields(group) if "values" in each.metadata]
     if group is Options:
         shown = [each for each in shown if (each.name in WIDENED) == (name == "torch")]
     title = "argument" if group is Options else "field"
     lines = [f"| {title} | values | default | meaning |", "|---|---|---|---|"]
+    said = documented(group)
     for each in shown:
-        cells = (
-            f"`{each.name}`",
-            *(each.metadata[key] for key in ("values", "default", "meaning")),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        text = meaning(said[each.name], each.metadata["links"])
+        values = each.metadata["values"]
+        lines.append(f"| `{each.name}` | {values} | {said[each.name].default} | {text} |")
     return "\n".join(lines)
-
-
-def section(title: str, group: type) -> str:
-    """The fields of a group as a section of a docstring."""
-    lines = [f"    {title}:"]
-    for each in fields(group):
-        if "meaning" in each.metadata:
-            meaning = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", each.metadata["meaning"])
-            text = f"{each.name}: {meaning} Default: {each.metadata['default']}.".replace("`", "``")
-            lines += textwrap.wrap(
-                text,
-                120,
-                initial_indent=" " * 8,
-                subsequent_indent=" " * 12,
-                break_on_hyphens=False,
-            )
-    return "\n".join(lines)
-
-
-def documented(source: str, name: str, title: str, group: type) -> str:
-    """A module's source with the section of a class's docstring as the fields are now."""
-    of_class = re.compile(
-        rf'(^class {name}\b.*?"""(?:(?!""").)*?)(?:    {title}:\n(?:(?!""").)*?\n\n)?(?=    Raises:)',
-        re.DOTALL | re.MULTILINE,
-    )
-    return of_class.sub(lambda found: f"{found[1]}{section(title, group)}\n\n", source, count=1)
-
-
-def all_documented(path: Path) -> str:
-    """A module's source with all docstrings as the fields are now."""
-    text = path.read_text(encoding="utf-8")
-    for name, title, group in SOURCES[path]:
-        text = documented(text, name, title, group)
-    return text
 
 
 def rewritten(text: str) -> str:
@@ -80,6 +72,4 @@ def rewritten(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in SOURCES:
-        path.write_text(all_documented(path), encoding="utf-8")
     PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,15 +1,14 @@
-"""minato's own arguments of a loader: each field here has its default, its check and its documentation.
+"""minato's own arguments of a loader: each field here has its default and its check.
 
-To add an option, add a field to :class:`Options` and a parameter to ``DataLoader.__init__``. ``python
-docs/write_options.py`` writes its documentation. Options that belong together form a group, a
-frozen dataclass. Each group refuses its wrong combinations in its ``__post_init__``; combinations of several arguments
+To add an option, add a field to :class:`Options`, and to ``DataLoader`` a parameter and its documentation. ``python
+docs/write_options.py`` writes the reference. Options that belong together form a group, a frozen dataclass with its
+documentation. Each group refuses its wrong combinations in its ``__post_init__``; combinations of several arguments
 are refused in :meth:`Options.of`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import re
@@ -84,41 +83,37 @@ _NOT_FOR_ACTORS = (
 
 def option(
     default: object,
-    meaning: str,
     *,
     values: str,
-    shown: str | None = None,
+    links: Mapping[str, str] | None = None,
     check: Callable[[str, Any], object] | None = None,
 ) -> Any:
-    """Define a field: its default, check and documentation.
+    """Define a field: its default and its check. The docstring of the class has its meaning.
 
     Args:
         default: The default value.
-        meaning: The documentation, in Markdown; links are relative to ``docs/reference``.
         values: The possible values, in Markdown.
-        shown: The default in Markdown; by default the value itself.
+        links: Words of the meaning that are links in the reference, with their targets, relative to
+            ``docs/reference``.
         check: Called with the field's name and value; returns the value to keep, or raises.
     """
-    literal = json.dumps(default) if isinstance(default, str) else repr(default)
-    shown = shown or ("none" if default is None else f"`{literal}`")
-    return field(
-        default=default,
-        metadata={"meaning": meaning, "values": values, "default": shown, "check": check},
-    )
+    return field(default=default, metadata={"values": values, "links": links or {}, "check": check})
 
 
-def _check_fields(group: Any) -> None:
-    """Check every field of a group, and keep the checked values.
+class _Group:
+    """Options that belong together; each value is checked when they are given.
 
     Raises:
         TypeError: A value is a class, which would be called or compared in place of its object.
     """
-    for each in fields(group):
-        value = getattr(group, each.name)
-        if isinstance(value, type) and each.name not in _TAKES_CLASSES:
-            refuse_class(each.name, value)
-        if (check := each.metadata.get("check")) is not None:
-            object.__setattr__(group, each.name, check(each.name, value))
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # of a dataclass
+            value = getattr(self, each.name)
+            if isinstance(value, type) and each.name not in _TAKES_CLASSES:
+                refuse_class(each.name, value)
+            if (check := each.metadata.get("check")) is not None:
+                object.__setattr__(self, each.name, check(each.name, value))
 
 
 # ---- checks of single values ----------------------------------------------------------------
@@ -352,7 +347,7 @@ class Unbound(int):
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Arrival(_Group):
     """Samples that are ready go into the oldest open batch: ``order=Arrival(max_lag=8)``.
 
     Attributes:
@@ -362,19 +357,11 @@ class Arrival:
         ValueError, TypeError: A value is not possible.
     """
 
-    max_lag: int = option(
-        DEFAULT_MAX_LAG,
-        "How many batches later than in strict order a sample may be returned.",
-        values="batches, 0 or more",
-        check=_whole(0),
-    )
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
+    max_lag: int = option(DEFAULT_MAX_LAG, values="batches, 0 or more", check=_whole(0))
 
 
 @dataclass(frozen=True)
-class FastFirst:
+class FastFirst(_Group):
     """As :class:`Arrival`, but slow samples wait for the newest open batch: ``order=FastFirst(max_lag=8)``.
 
     Attributes:
@@ -384,19 +371,11 @@ class FastFirst:
         ValueError, TypeError: A value is not possible.
     """
 
-    max_lag: int = option(
-        DEFAULT_MAX_LAG,
-        "How many batches later than in strict order a sample may be returned.",
-        values="batches, 0 or more",
-        check=_whole(0),
-    )
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
+    max_lag: int = option(DEFAULT_MAX_LAG, values="batches, 0 or more", check=_whole(0))
 
 
 @dataclass(frozen=True)
-class DeviceCopies:
+class DeviceCopies(_Group):
     """Where batches are returned, and how many are copied there ahead: ``device=DeviceCopies("cuda", ahead=1)``.
 
     Attributes:
@@ -408,29 +387,15 @@ class DeviceCopies:
         ValueError, TypeError: A value is not possible.
     """
 
-    device: str | torch.device = option(
-        None,
-        "The device.",
-        values="string, `torch.device`",
-        shown="must be given",
-        check=_torch_device,
-    )
-    ahead: int = option(
-        2,
-        "How many complete batches are copied there ahead of their turn, as in the MinatoLoader paper.",
-        values="batches, 0 or more",
-        check=_whole(0),
-    )
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
+    device: str | torch.device = option(None, values="string, `torch.device`", check=_torch_device)
+    ahead: int = option(2, values="batches, 0 or more", check=_whole(0))
 
     def __str__(self) -> str:
         return str(self.device)
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(_Group):
     """Write down the order of the batches: ``recording=Record(path)``.
 
     Attributes:
@@ -442,18 +407,14 @@ class Record:
 
     path: str | os.PathLike[str] = option(
         None,
-        "File to which [the order of the batches](../how-to/order.md#repeat-a-run) is appended as they are returned.",
         values="path",
-        shown="must be given",
+        links={"the order of the batches": "../how-to/order.md#repeat-a-run"},
         check=_needed_path,
     )
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(_Group):
     """Repeat a recorded order: ``recording=Replay(path)``.
 
     Attributes:
@@ -464,21 +425,11 @@ class Replay:
         TypeError: The path is none.
     """
 
-    path: str | os.PathLike[str] = option(
-        None,
-        "A file of `Record`: the same samples come in the same batches, in the recorded order, with the recorded seed. "
-        "The sampler is not used; `order` is `strict`.",
-        values="path",
-        shown="must be given",
-        check=_needed_path,
-    )
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
+    path: str | os.PathLike[str] = option(None, values="path", check=_needed_path)
 
 
 @dataclass(frozen=True)
-class Observe:
+class Observe(_Group):
     """What is measured of a run, and where it goes: ``observe=Observe(...)``.
 
     Attributes:
@@ -496,37 +447,25 @@ class Observe:
 
     stats: bool | str = option(
         True,
-        'Whether the times for [the report](report.md) are measured, a few microseconds for each batch. `"gpu"`: a '
-        "process of local rank 0 also measures the use of the GPUs.",
         values='`True`, `False`, `"gpu"`',
+        links={"the report": "report.md"},
         check=_one_of(True, False, "gpu"),
     )
     trace: str | os.PathLike[str] | None = option(
-        None,
-        "File, overwritten, that records [the run moment by moment](../how-to/trace.md) for https://ui.perfetto.dev. "
-        "It ends at 256 MiB.",
-        values="path",
-        check=_path,
+        None, values="path", links={"the run moment by moment": "../how-to/trace.md"}, check=_path
     )
     metrics: int | str | tuple[str, int] | None = option(
         None,
-        "Port of 127.0.0.1, or host and port, that serves [metrics for Prometheus](metrics.md#prometheus) from the "
-        "first iteration on; 0: any free port, shown by `metrics_url`. Needs `prometheus_client`.",
         values='0 to 65535, `"host:port"`',
+        links={"metrics for Prometheus": "metrics.md#prometheus"},
         check=_metrics,
     )
 
-    name: str | None = option(
-        None,
-        "Labels the loader in reports, the live view, metrics and traces.",
-        values="string",
-        shown="the dataset's class",
-        check=_name,
-    )
+    name: str | None = option(None, values="string", check=_name)
 
     def __post_init__(self) -> None:
         given = self.metrics
-        _check_fields(self)
+        super().__post_init__()
         if given is not None and not self.stats:
             raise ValueError(
                 f"metrics={given!r} contradicts stats=False, which measures nothing: leave one out"
@@ -573,7 +512,7 @@ class PaperController:
 
 
 @dataclass(frozen=True)
-class AutoScale:
+class AutoScale(_Group):
     """A number of workers that follows the load: ``num_workers=AutoScale(...)``.
 
     Attributes:
@@ -587,33 +526,15 @@ class AutoScale:
         ValueError, TypeError: A value is not possible.
     """
 
-    min: int | None = option(
-        None, "The fewest active workers.", values="1 or more", shown="1", check=_whole(1)
-    )
-    max: int | None = option(
-        None,
-        "The most active workers.",
-        values="`min` or more",
-        shown="the cores, or 8 for each but not above 32",
-        check=_whole(1),
-    )
+    min: int | None = option(None, values="1 or more", check=_whole(1))
+    max: int | None = option(None, values="`min` or more", check=_whole(1))
     controller: str | PaperController = option(
-        "corrected",
-        "How the number follows: `corrected`, or the MinatoLoader paper's formulas as printed: `paper`, or a "
-        "`PaperController` with other constants.",
-        values='`"corrected"`, `"paper"`, a `PaperController`',
-        check=_controller,
+        "corrected", values='`"corrected"`, `"paper"`, a `PaperController`', check=_controller
     )
-    start: int | None = option(
-        None,
-        "Workers in the first epoch.",
-        values="between `min` and `max`",
-        shown="one per core, at most 12",
-        check=_whole(1),
-    )
+    start: int | None = option(None, values="between `min` and `max`", check=_whole(1))
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        super().__post_init__()
         self.limits()
 
     def limits(self) -> tuple[int, int, int]:
@@ -662,7 +583,7 @@ class StartingWorkers(int):
 
 
 @dataclass(frozen=True)
-class RayWorkers:
+class RayWorkers(_Group):
     """Workers that are actors of a Ray cluster (extra ``ray``): ``workers=RayWorkers(...)``.
 
     Attributes:
@@ -675,20 +596,15 @@ class RayWorkers:
     actor_options: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
-            "meaning": "Options of [each actor](../how-to/several-machines.md#what-an-actor-takes), passed to Ray's "
-            "`ActorClass.options`.",
             "values": "dictionary",
-            "default": '`{"num_cpus": 1}`',
+            "links": {"each actor": "../how-to/several-machines.md#what-an-actor-takes"},
             "check": _actor_options,
         },
     )
 
-    def __post_init__(self) -> None:
-        _check_fields(self)
-
 
 @dataclass(frozen=True)
-class ErrorPolicy:
+class ErrorPolicy(_Group):
     """What happens when a sample raises or hangs, or a worker dies: ``errors=ErrorPolicy(...)``.
 
     Attributes:
@@ -715,55 +631,23 @@ class ErrorPolicy:
     """
 
     on_error: str | Callable[[Any], Any] = option(
-        "raise",
-        'What happens to a sample that raises. `"raise"`: its batch raises the error, as with torch. `"skip"`: the '
-        'sample is left out. `"retry"`: it is tried again, and raises if that does not help. A function is called in '
-        "the worker with a `SampleFailure`: the value it returns replaces the sample, `minato.SKIP` leaves it out, and "
-        "an exception is raised.",
-        values='`"raise"`, `"skip"`, `"retry"`, a function',
-        check=_on_error,
+        "raise", values='`"raise"`, `"skip"`, `"retry"`, a function', check=_on_error
     )
-    retries: int | None = option(
-        None,
-        "How often a sample is tried again, with the same random numbers, before `on_error` applies.",
-        values="0 or more",
-        shown='2 with `"retry"`, else 0',
-        check=_whole(0),
-    )
+    retries: int | None = option(None, values="0 or more", check=_whole(0))
     max_failures: float | None = option(
-        None,
-        "How many samples of an epoch may be left out or replaced before `minato.ErrorBudgetError` ends it.",
-        values="a number of samples (integer), or a share below 1",
-        shown="any number",
-        check=_max_failures,
+        None, values="a number of samples (integer), or a share below 1", check=_max_failures
     )
-    log: str | os.PathLike[str] | None = option(
-        None,
-        "File to which each failure is appended as a line of JSON: index, epoch, seed, worker, transform, exception, "
-        "traceback, outcome.",
-        values="path",
-        check=_path,
-    )
-    sample_timeout: float | None = option(
-        None,
-        "Seconds that a sample may take before its worker process is ended and replaced. The sample then fails with "
-        "`minato.SampleTimeoutError`, whose text holds the worker's stack. The limit also holds for a call of "
-        "`collate_fn` and for `worker_init_fn`, which raise after `retries` more tries.",
-        values="seconds above 0",
-        check=_positive_seconds,
-    )
+    log: str | os.PathLike[str] | None = option(None, values="path", check=_path)
+    sample_timeout: float | None = option(None, values="seconds above 0", check=_positive_seconds)
     on_worker_death: str = option(
         "restart",
-        'What happens when a worker process dies. `"restart"`: another [replaces it](../how-to/debugging.md'
-        "#a-worker-dies), its samples are loaded again, and a warning says so; three deaths on one sample raise. "
-        '`"raise"`: torch\'s RuntimeError at once, as always with iterable and stateful datasets and `compat="torch"`, '
-        "whose workers hold state that would be lost.",
         values='`"restart"`, `"raise"`',
+        links={"replaces it": "../how-to/debugging.md#a-worker-dies"},
         check=_one_of("restart", "raise"),
     )
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        super().__post_init__()
         if self.max_failures is not None and self.on_error in ("raise", "retry"):
             raise ValueError(
                 f"max_failures={self.max_failures} has no meaning with on_error={self.on_error!r}, where no sample is "
@@ -792,7 +676,7 @@ class ErrorPolicy:
 
 
 @dataclass(frozen=True)
-class StragglerPolicy:
+class StragglerPolicy(_Group):
     """When a sample counts as slow: ``stragglers=StragglerPolicy(...)``.
 
     Attributes:
@@ -808,28 +692,15 @@ class StragglerPolicy:
 
     percentile: float | None = option(
         None,
-        "Samples that cost more than this percentile of all are [slow](../how-to/slow-samples.md#say-what-is-slow); "
-        "none is where costs differ little.",
         values="between 0 and 100",
-        shown="75, as in the MinatoLoader paper",
+        links={"slow": "../how-to/slow-samples.md#say-what-is-slow"},
         check=_percentile,
     )
-    after_s: float | None = option(
-        None,
-        "Instead: samples that take longer than this are slow.",
-        values="seconds above 0",
-        check=_positive_seconds,
-    )
-    history: str | os.PathLike[str] | None = option(
-        None,
-        "Directory in which each epoch saves the costs of its samples, so that the next run knows slow samples from "
-        "the start.",
-        values="path",
-        check=_path,
-    )
+    after_s: float | None = option(None, values="seconds above 0", check=_positive_seconds)
+    history: str | os.PathLike[str] | None = option(None, values="path", check=_path)
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        super().__post_init__()
         if self.percentile is not None and self.after_s is not None:
             raise ValueError(
                 f"percentile={self.percentile} and after_s={self.after_s} both set from when on a sample is slow: "
@@ -843,7 +714,7 @@ class StragglerPolicy:
 
 
 @dataclass(frozen=True)
-class SharedPool:
+class SharedPool(_Group):
     """One pool of workers for the ranks of a node: ``shared_pool=SharedPool(...)``.
 
     Attributes:
@@ -858,16 +729,10 @@ class SharedPool:
 
     on_rank_death: str = option(
         "raise",
-        'What the other ranks do [when the process of one ends](../how-to/ranks.md#when-a-rank-ends). `"raise"`: a '
-        'RuntimeError. `"continue"`: they go on without its part of the dataset. `"wait"`: they go on, and wait before '
-        "the next epoch until another process takes its place. Without local rank 0, which hosts the workers, none "
-        "goes on.",
         values='`"raise"`, `"continue"`, `"wait"`',
+        links={"when the process of one ends": "../how-to/ranks.md#when-a-rank-ends"},
         check=_one_of("raise", "continue", "wait"),
     )
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
 
 class FetchReport(NamedTuple):
@@ -885,7 +750,7 @@ class FetchReport(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FetchOptions:
+class FetchOptions(_Group):
     """How each worker reads several samples at once: ``fetch_concurrency=FetchOptions(...)``.
 
     Attributes:
@@ -903,35 +768,17 @@ class FetchOptions:
         ValueError, TypeError: A value is not possible.
     """
 
-    concurrency: int = option(
-        1, "In-flight reads of each worker at most.", values="1 or more", check=_whole(1)
-    )
+    concurrency: int = option(1, values="1 or more", check=_whole(1))
     max_in_flight: int | None = option(
-        None,
-        "In-flight reads of all workers of a loader at most, at least one for each. The workers share them.",
-        values="the number of workers or more",
-        check=_whole(1),
+        None, values="the number of workers or more", check=_whole(1)
     )
-    slow_start: int | None = option(
-        None,
-        "The prefetch window grows by one batch after this many returned batches, up to what memory allows. So at "
-        "most `1 + 1/slow_start` times as many samples are requested as are returned. None: it is full at once.",
-        values="batches, 1 or more",
-        check=_whole(1),
-    )
-    hedge_percentile: float | None = option(
-        None,
-        "Reads that take longer than this percentile of their worker's reads are requested again, and the first answer "
-        "counts. Where more reads than that are late, only one at a time is hedged. The dataset must return the same "
-        "sample again.",
-        values="between 0 and 100",
-        check=_percentile,
-    )
+    slow_start: int | None = option(None, values="batches, 1 or more", check=_whole(1))
+    hedge_percentile: float | None = option(None, values="between 0 and 100", check=_percentile)
     counters: Counters | None = field(default=None, init=False, repr=False, compare=False)
     """None for a plain ``fetch_concurrency=N``, which has no report."""
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        super().__post_init__()
         object.__setattr__(self, "counters", Counters(*FetchReport._fields))
 
     @classmethod
@@ -979,151 +826,113 @@ class TorchArguments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(_Group):
     """The arguments that torch's loader lacks, and the two of torch's that take more values here."""
 
     num_workers: int = option(
         0,
-        'Also `"auto"` or an `AutoScale`: the number of active workers [follows the load](../how-to/slow-samples.md'
-        "#let-the-number-of-workers-follow), up while the loop waits and more workers help, down while they idle.",
         values='0 or more, `"auto"`, an `AutoScale`',
+        links={"follows the load": "../how-to/slow-samples.md#let-the-number-of-workers-follow"},
         check=_num_workers,
     )
     pin_memory: bool | str = option(
         False,
-        'Also `"in_place"`: pinned [where the workers write it](../how-to/gpu.md#pin_memory), without torch\'s copy. '
-        "Its memory is used again once the stream that is current when a batch is dropped has finished the work queued "
-        "until then.",
         values='`True`, `False`, `"in_place"`',
+        links={"where the workers write it": "../how-to/gpu.md#pin_memory"},
         check=_pin_memory,
     )
     persistent_workers: bool | str = option(
         False,
-        'Also `"next_epoch"`: the workers stay, and those that run out of work [begin the next epoch]'
-        "(../how-to/slow-samples.md#begin-the-next-epoch-early) before the loop asks for it. Its samples then see what "
-        "the loop had prepared by then, not what it prepares between epochs.",
         values='`True`, `False`, `"next_epoch"`',
+        links={"begin the next epoch": "../how-to/slow-samples.md#begin-the-next-epoch-early"},
         check=_persistent,
     )
-    transforms: Any = option(
-        None,
-        "Callables applied one after the other to `dataset[i]`, or an object with such a list in its attribute "
-        "`transforms`. Torchvision's `Compose` counts as the list of its transforms (those of `v2` take a pair of "
-        "image and label); any other callable, such as a subclass or the `Compose` of another library, is one "
-        "transform.",
-        values="list of callables, or an object with `.transforms`",
-    )
+    transforms: Any = option(None, values="list of callables, or an object with `.transforms`")
     order: str = option(
         None,
-        '[Which samples a batch holds and when it is returned](../how-to/order.md). `"strict"`: torch\'s batches in '
-        'torch\'s order. `"batch"`: torch\'s batches, each as soon as it is complete. `"arrival"`: samples that are '
-        'ready go into the oldest open batch. `"fast_first"`: as `arrival`, but slow samples wait for the newest open '
-        "batch while enough batches are ready. `Arrival` and `FastFirst` also say by how many batches a sample may be "
-        "late.",
         values='`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`, an `Arrival`, a `FastFirst`',
-        shown="follows from `in_order`",
+        links={"Which samples a batch holds and when it is returned": "../how-to/order.md"},
         check=_order,
     )
     seed: int | None = option(
-        None,
-        "The permutation of each epoch and the random numbers of each sample [follow from "
-        "it](../how-to/randomness.md), as functions of (seed, epoch, index).",
-        values="integer",
-        shown="torch's generator decides",
-        check=_seed,
+        None, values="integer", links={"follow from it": "../how-to/randomness.md"}, check=_seed
     )
     device: DeviceCopies | None = option(
         None,
-        "Where batches [are returned](../how-to/gpu.md): their tensors, and objects with torch's `to`, are copied "
-        "there while the training runs, from the pinned memory that the workers write to.",
         values="string, `torch.device`, a `DeviceCopies`",
-        shown="host memory",
+        links={"are returned": "../how-to/gpu.md"},
         check=_device,
     )
     fetch_concurrency: FetchOptions = option(
         1,
-        "How many samples each worker [reads at once](../how-to/remote-data.md): `dataset[i]` in as many threads or, "
-        "if the dataset has `async def __aget__(self, i)`, as coroutines of one thread. The transforms run one after "
-        "the other in the worker's main thread.",
         values="samples, 1 or more; a `FetchOptions`",
+        links={"reads at once": "../how-to/remote-data.md"},
         check=_fetch,
     )
     cache: Any = option(
         None,
-        "Keeps samples [after the first of the transforms](../how-to/caches.md); later epochs neither read nor "
-        "transform them again.",
         values="`DiskCache(…)`, `MemoryCache(…)`",
+        links={"after the first of the transforms": "../how-to/caches.md"},
     )
     compat: str | None = option(
         None,
-        '`"torch"`: batch k is for worker k mod n, with torch\'s seeds and one random stream per worker, so that all '
-        "content is [bit for bit torch's](../how-to/verify-a-migration.md). None: samples go to any free worker, and "
-        "the global generators are [seeded for each sample](../how-to/randomness.md), so that content does not depend "
-        "on the number of workers.",
         values='`None`, `"torch"`',
+        links={
+            "bit for bit torch's": "../how-to/verify-a-migration.md",
+            "seeded for each sample": "../how-to/randomness.md",
+        },
         check=_one_of(None, "torch"),
     )
     memory_budget: int | None = option(
         None,
-        "Bound of the [prefetched batches](../how-to/memory.md) in bytes.",
         values='bytes, 1 or more; `"8GB"`, `"512MiB"`',
-        shown="a quarter of the memory available at the first iteration, divided by the ranks of the node and the "
-        "loaders in use",
+        links={"prefetched batches": "../how-to/memory.md"},
         check=_bytes,
     )
     workers: str | RayWorkers = option(
         "process",
-        "What a worker is: a process, a thread, or [an actor in a Ray cluster](../how-to/several-machines.md).",
         values='`"process"`, `"thread"`, a `RayWorkers`',
+        links={"an actor in a Ray cluster": "../how-to/several-machines.md"},
         check=_workers,
     )
     errors: ErrorPolicy = option(
         "raise",
-        "What happens when [a sample raises](../how-to/bad-samples.md). An `ErrorPolicy` also holds retries, limits, a "
-        "log, a timeout, and what happens when a worker dies.",
         values='`"raise"`, `"skip"`, `"retry"`, a function, an `ErrorPolicy`',
+        links={"a sample raises": "../how-to/bad-samples.md"},
         check=_errors,
     )
     stragglers: StragglerPolicy = option(
         None,
-        "When a sample counts as [slow](../how-to/slow-samples.md#say-what-is-slow).",
         values="a `StragglerPolicy`",
-        shown="`StragglerPolicy(percentile=75)`",
+        links={"slow": "../how-to/slow-samples.md#say-what-is-slow"},
         check=_stragglers,
     )
     shared_pool: SharedPool | None = option(
         False,
-        "The ranks of a node [share one pool of workers](../how-to/ranks.md) under `torchrun`: each sample goes to any "
-        "free worker. Each rank gets its part of the dataset, and as many batches as every other.",
         values="`True`, `False`, a `SharedPool`",
+        links={"share one pool of workers": "../how-to/ranks.md"},
         check=_shared_pool,
     )
     observe: Observe = option(
         True,
-        "What is measured of a run, and where it goes: [the report](report.md), a [trace](../how-to/trace.md), "
-        "[metrics](metrics.md).",
         values="`True`, `False`, an `Observe`",
+        links={"the report": "report.md", "trace": "../how-to/trace.md", "metrics": "metrics.md"},
         check=_observe,
     )
     recording: Record | Replay | None = option(
         None,
-        "Writes down [the order of the batches](../how-to/order.md#repeat-a-run), or repeats it.",
         values="a `Record`, a `Replay`",
+        links={"the order of the batches": "../how-to/order.md#repeat-a-run"},
         check=_recording,
     )
     snapshot_every_n_steps: int | Literal["auto"] | None = option(
         "auto",
-        "A worker of an iterable dataset [sends its state](../how-to/resume.md#datasets-with-a-state) with one of this "
-        "many batches; `'auto'`: as often as that takes less than 2 % of its time; 0 or `None`: with none. The "
-        "loader's state is exact all the same: batches since then are read again on resume.",
         values="0 or more, `'auto'`, `None`",
+        links={"sends its state": "../how-to/resume.md#datasets-with-a-state"},
         check=_snapshots,
     )
     max_lag: int = DEFAULT_MAX_LAG
     """By how many batches a sample may be late; of ``order``."""
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], torchs: TorchArguments) -> Options:
