@@ -366,7 +366,7 @@ def read_in_child(shared: Any, connection: Any) -> None:
 
 
 def test_a_process_of_multiprocessing_maps_it_too() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=read_in_child, args=(SharedList([*"abcde"]), theirs))
     process.start()

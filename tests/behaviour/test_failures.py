@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -22,6 +23,7 @@ import minato
 from minato import SKIP, DataLoader, ErrorPolicy, SampleFailure
 from minato.workers.error_policy import FailureLog
 from tests.disks import file_size_limit, small_disk
+from tests.pairwise import pairwise
 
 BAD = {3, 4, 17, 30, 31, 32, 33, 39}
 
@@ -93,13 +95,14 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [index for batch in batches for index in batch]
 
 
-@each
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("collate", [None, as_list], ids=["fields", "collated"])
-@pytest.mark.parametrize("lists", [False, True], ids=["single", "lists"])
-def test_skip(workers: dict[str, Any], order: str, collate: Any, lists: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "order", "collate", "lists"),
+    pairwise(itertools.product(range(len(WORKERS)), ORDERS, (None, as_list), (False, True))),
+)
+def test_skip(kind: int, order: str, collate: Any, lists: bool) -> None:
     """What is left comes once; full batches where places are free, whole ones where they are not."""
     dataset = FlawedLists() if lists else Flawed()
+    workers = WORKERS[kind]
     loader = DataLoader(
         dataset, 4, order=order, errors="skip", collate_fn=collate, seed=1, **workers
     )
@@ -476,8 +479,10 @@ class Stuck(Flawed):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("collate", [None, as_list], ids=["fields", "collated"])
+@pytest.mark.parametrize(
+    ("order", "collate"),
+    [("strict", None), ("batch", as_list), ("arrival", None), ("fast_first", as_list)],
+)
 def test_stuck_and_deadly_samples_are_skipped(order: str, collate: Any, tmp_path: Path) -> None:
     log = tmp_path / "log"
     loader = DataLoader(

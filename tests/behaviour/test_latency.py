@@ -21,8 +21,6 @@ from minato.sources.base import Retry
 from minato.sources.sql import SQLite
 from tests.pairwise import pairwise
 
-pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
-
 COUNT, BATCH, EPOCHS, SEED = 42, 5, 2, 11
 LONGEST_S = 0.008
 FAILS = 0.1

@@ -434,10 +434,10 @@ def test_a_cache_travels_without_its_files(tmp_path: Path) -> None:
     again.close()
 
 
-def test_spawned_workers_count_too(tmp_path: Path) -> None:
+def test_workers_that_are_not_forked_count_too(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, QUOTA, version="1")
     for _ in range(2):
-        got = loaded(Numbers(8), cache, num_workers=1, multiprocessing_context="spawn")
+        got = loaded(Numbers(8), cache, num_workers=1, multiprocessing_context="forkserver")
         assert got == list(range(8))
     assert (cache.report().hits, cache.report().misses) == (8, 8)
     cache.close()

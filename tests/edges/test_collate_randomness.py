@@ -76,7 +76,6 @@ COLLATIONS: dict[str, Any] = {
 }
 LOADERS: dict[str, dict[str, Any]] = {
     "0": {},
-    "1": forked(1),
     "2": forked(2),
     "3": {**forked(3), "order": "batch"},
     "persistent": {**forked(2), "persistent_workers": True},

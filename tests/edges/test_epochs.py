@@ -425,15 +425,15 @@ OWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize(("workers", "stays"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("own", OWN)
 def test_an_epoch_that_is_chosen_before_the_first_batch(
     own: str, stays: bool, workers: int
 ) -> None:
-    def make() -> Any:
+    def make(count: int = 0) -> Any:
         torch.manual_seed(4)
-        given = {"num_workers": workers, "persistent_workers": stays and workers > 0}
+        # With another number of workers the same comes, but persistent workers draw less from a generator.
+        given = {"num_workers": workers if stays else count, "persistent_workers": stays}
         return DataLoader(Draws(SIZE), BATCH, **OWN[own](), **given)
 
     def chosen(loader: Any, number: int, by: str) -> None:
@@ -444,12 +444,12 @@ def test_an_epoch_that_is_chosen_before_the_first_batch(
         if by == "sampler" and not hasattr(whole.sampler, "set_epoch"):
             continue
         chosen(whole, 3, by)
-        expected = [drawn(whole), drawn(whole) if stays else None]
-        late = make()
+        expected = drawn(whole)
+        late = make(workers)
         iterator = iter(late)
         chosen(late, 3, by)
         found = drawn(iterator)
-        assert found == expected[0]
+        assert found == expected
         assert late.coverage().epoch == 3
         if own in ("seed", "sequential", "generator"):
             following = make()
@@ -461,7 +461,7 @@ def test_an_epoch_that_is_chosen_before_the_first_batch(
             assert drawn(again) == drawn(following)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_nothing_begins_again_where_nothing_was_chosen(workers: int) -> None:
     for own in OWN.values():
         for choose in (False, True):

@@ -10,9 +10,9 @@ import pytest
 from minato import Arrival, DataLoader, StragglerPolicy
 from tests.datasets import ORDERS, Journal, Numbers, Sleepy, flat, indices, wait_until
 
-SLOW = dict.fromkeys(range(3, 200, 20), 0.15)
-SLOW_AFTER_S = 0.1
-"""On a busy machine a sample of 1 ms can take tens of them."""
+SLOW = dict.fromkeys((3, 51, 147), 0.8)
+SLOW_AFTER_S = 0.7
+"""On a busy machine a sample of 1 ms can take a hundred of them."""
 
 
 def test_before_the_first_epoch_nothing_is_known() -> None:
@@ -48,7 +48,7 @@ def test_in_strict_order_nothing_is_late() -> None:
     assert flat(indices(loader)) == list(range(60))
     known = loader.slow_samples()
     assert known.lags == {0: 60}
-    assert known.shares == tuple(float(i % 5 == 0) / 4 for i in range(15))
+    assert known.shares == tuple(float(i in (0, 12)) / 4 for i in range(15))
 
 
 class Noted(Sleepy):

@@ -15,7 +15,6 @@ import minato
 from minato.integrations.logged import loaders_in, metrics_of
 from tests.datasets import Numbers
 from tests.integrations.models import Indexed
-from tests.selection import mostly_slow
 from tests.subprocesses import TIMEOUT_S
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds; ours are looked for
@@ -92,7 +91,8 @@ def test_lightning_without_our_loader() -> None:
     assert not [row for _, row in logger.rows if any("minato" in name for name in row)]
 
 
-@pytest.mark.parametrize("package", mostly_slow(["lightning.pytorch", "pytorch_lightning"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_lightning_under_both_names(package: str) -> None:
     pytest.importorskip(package)
     program = (

@@ -221,7 +221,7 @@ def test_a_read_whose_second_request_was_answered_delays_no_end(
 
 def test_worker_processes_report_too() -> None:
     fetching = FetchOptions(3, max_in_flight=4, slow_start=2, hedge_percentile=90)
-    for context in ("fork", "spawn"):
+    for context in ("fork", "forkserver"):
         before = fetching.report().reads
         loader = minato.DataLoader(
             Numbers(30),

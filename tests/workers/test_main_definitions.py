@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 from minato import DataLoader
 from minato.errors import NotPicklableError
 from tests.datasets import Numbers
-from tests.selection import mostly_slow
 
 LIMIT_S = 90.0
 METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -81,8 +80,9 @@ def test_python_c(method: str) -> None:
     assert output("-c", DEFINITIONS + ITERATION.format(method=method)) == GOT
 
 
-@pytest.mark.parametrize("method", mostly_slow(["forkserver", "spawn"]))
-@pytest.mark.parametrize("guarded", mostly_slow(["use", "all"]))
+@pytest.mark.slow
+@METHODS
+@pytest.mark.parametrize("guarded", ["use", "all"])
 def test_a_script(tmp_path: Path, method: str, guarded: str) -> None:
     script = tmp_path / "script.py"
     above, under = "", DEFINITIONS + ITERATION.format(method=method)
