@@ -19,6 +19,7 @@ import pickle
 import random
 import struct
 import sys
+from abc import ABC, abstractmethod
 from itertools import starmap
 from typing import Any, Protocol
 
@@ -75,6 +76,69 @@ class MemoryGenerator(Protocol):
 
 def _may_probe() -> bool:
     return sys.implementation.name == "cpython" and may_access_memory()
+
+
+class _InSpans:
+    """Memory that holds a whole state: what is filled is the state, and a copy of the spans is a copy of it."""
+
+    blocks: list[tuple[int, int, int, int]]
+    cells: list[tuple[int, int]]
+    spans: list[tuple[int, int]]
+
+    def apply(self) -> None:
+        """Do nothing: the filled memory is the state."""
+
+    def save_rest(self) -> None:
+        """Return None: the spans hold the whole state."""
+
+    keep = save_rest
+
+    def load_kept(self, kept: None) -> None:
+        """Do nothing: the spans hold the whole state."""
+
+    def save(self) -> Any:
+        return list(starmap(ctypes.string_at, self.spans))
+
+    def load(self, saved: list[bytes]) -> None:
+        for (address, nbytes), copy in zip(self.spans, saved, strict=True):
+            ctypes.memmove(address, copy, nbytes)
+
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
+        self.load(copies)
+
+
+class _ByCall(ABC):
+    """Words to fill, which ``apply`` makes a state by methods of the generator."""
+
+    def __init__(self, words: int, stream: int) -> None:
+        self._words = np.zeros(words, np.uint32)
+        self.blocks = [(self._words.ctypes.data, words, stream, 4)]
+        self.cells: list[tuple[int, int]] = []
+        self.spans: list[tuple[int, int]] = []
+
+    @abstractmethod
+    def apply(self) -> None:
+        """See :class:`MemoryGenerator`."""
+
+    @abstractmethod
+    def save(self) -> Any:
+        """See :class:`MemoryGenerator`."""
+
+    @abstractmethod
+    def load(self, saved: Any) -> None:
+        """See :class:`MemoryGenerator`."""
+
+    def save_rest(self) -> Any:
+        return self.save()
+
+    def keep(self) -> Any:
+        return self.save()
+
+    def load_kept(self, kept: object) -> None:
+        self.load(kept)
+
+    def load_copies(self, copies: list[bytes], rest: object) -> None:
+        self.load(rest)
 
 
 # --- random ---------------------------------------------------------------------------------
@@ -144,15 +208,12 @@ class PythonInMemory:
         self._generator.gauss_next = kept
 
 
-class PythonByCall:
+class PythonByCall(_ByCall):
     """The state of a ``random.Random``, through its methods."""
 
     def __init__(self, generator: random.Random, stream: int = PYTHON_STREAM) -> None:
+        super().__init__(WORDS, stream)
         self._generator = generator
-        self._words = np.zeros(WORDS, np.uint32)
-        self.blocks = [(self._words.ctypes.data, WORDS, stream, 4)]
-        self.cells: list[tuple[int, int]] = []
-        self.spans: list[tuple[int, int]] = []
 
     def apply(self) -> None:
         self._generator.setstate((3, (*self._words.tolist(), 0), None))
@@ -162,13 +223,6 @@ class PythonByCall:
 
     def load(self, saved: Any) -> None:
         self._generator.setstate(saved)
-
-    keep, load_kept = save, load
-
-    save_rest = save
-
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load(rest)
 
 
 def python_generator(
@@ -210,7 +264,7 @@ def _numpy_gauss_offset() -> int | None:
     return offset if verified else None
 
 
-class NumpyInMemory:
+class NumpyInMemory(_InSpans):
     """The legacy state of numpy: an MT19937 at its documented address, and a cached normal."""
 
     def __init__(self, generator: Any, gauss_offset: int, stream: int = NUMPY_STREAM) -> None:
@@ -223,47 +277,20 @@ class NumpyInMemory:
         self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
         self.spans = [(self._words_address, 4 * WORDS + 4), (gauss, _SAVED_GAUSS.size)]
 
-    def apply(self) -> None:
-        """Do nothing: the filled memory is the state."""
 
-    def save_rest(self) -> None:
-        """Return None: the spans hold the whole state."""
-
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load(copies)
-
-    def save(self) -> Any:
-        words = ctypes.string_at(self._words_address, 4 * WORDS + 4)
-        return words, ctypes.string_at(self._gauss_address, _SAVED_GAUSS.size)
-
-    def load(self, saved: Any) -> None:
-        words, gauss = saved
-        ctypes.memmove(self._words_address, words, len(words))
-        ctypes.memmove(self._gauss_address, gauss, len(gauss))
-
-    keep = save_rest
-
-    def load_kept(self, kept: None) -> None:
-        """Do nothing: the spans hold the whole state."""
-
-
-class NumpyByCall:
+class NumpyByCall(_ByCall):
     """A legacy state of NumPy with any bit generator, by ``set_state``."""
 
     def __init__(self, generator: Any, stream: int = NUMPY_STREAM) -> None:
         self._generator = generator
-        self._words = np.zeros(WORDS, np.uint32)
         self._twister = type(generator._bit_generator) is np.random.MT19937
-        words = WORDS if self._twister else 8
-        self.blocks = [(self._words.ctypes.data, words, stream, 4)]
-        self.cells: list[tuple[int, int]] = []
-        self.spans: list[tuple[int, int]] = []
+        super().__init__(WORDS if self._twister else 8, stream)
 
     def apply(self) -> None:
         if self._twister:
             self._generator.set_state(("MT19937", self._words, 0, 0, 0.0))
         else:
-            fresh = type(self._generator._bit_generator)(self._words[:8].tolist())
+            fresh = type(self._generator._bit_generator)(self._words.tolist())
             self._generator.set_state(fresh.state)
 
     def save(self) -> Any:
@@ -271,13 +298,6 @@ class NumpyByCall:
 
     def load(self, saved: Any) -> None:
         self._generator.set_state(pickle.loads(saved))
-
-    keep, load_kept = save, load
-
-    save_rest = save
-
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load(rest)
 
 
 def numpy_generator(generator: Any = None, stream: int = NUMPY_STREAM) -> MemoryGenerator:
@@ -342,7 +362,7 @@ _LOW_64 = (1 << 64) - 1
 _HALVES = {"<": (0, 64), ">": (64, 0)}
 
 
-class BitsInMemory:
+class BitsInMemory(_InSpans):
     """The state of NumPy's MT19937, PCG64 or PCG64DXSM, in the memory of the bit generator."""
 
     def __init__(self, bits: Any, order: str, stream: int) -> None:
@@ -360,38 +380,14 @@ class BitsInMemory:
         self.cells += [(address + 8, 0), (address + 12, 0)]
         self.spans = [(words, 32), (address + 8, 8)]
 
-    def apply(self) -> None:
-        """Do nothing: the filled memory is the state."""
 
-    def save_rest(self) -> None:
-        """Return None: the spans hold the whole state."""
-
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load(copies)
-
-    def save(self) -> Any:
-        return list(starmap(ctypes.string_at, self.spans))
-
-    def load(self, saved: Any) -> None:
-        for (address, nbytes), copy in zip(self.spans, saved, strict=True):
-            ctypes.memmove(address, copy, nbytes)
-
-    keep = save_rest
-
-    def load_kept(self, kept: None) -> None:
-        """Do nothing: the spans hold the whole state."""
-
-
-class BitsByCall:
+class BitsByCall(_ByCall):
     """The state of any bit generator of NumPy, by its attribute ``state``."""
 
     def __init__(self, bits: object, stream: int) -> None:
+        super().__init__(WORDS if type(bits) is np.random.MT19937 else 8, stream)
         self._bits: Any = bits
-        self._words = np.zeros(WORDS if type(bits) is np.random.MT19937 else 8, np.uint32)
         self._increment = _pcg64_increment(stream)
-        self.blocks = [(self._words.ctypes.data, len(self._words), stream, 4)]
-        self.cells: list[tuple[int, int]] = []
-        self.spans: list[tuple[int, int]] = []
 
     def apply(self) -> None:
         kind = type(self._bits)
@@ -417,13 +413,6 @@ class BitsByCall:
 
     def load(self, saved: Any) -> None:
         self._bits.state = pickle.loads(saved)
-
-    keep, load_kept = save, load
-
-    save_rest = save
-
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load(rest)
 
 
 _NOTHING_KEPT = {"has_uint32": 0, "uinteger": 0}
