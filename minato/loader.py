@@ -66,13 +66,17 @@ from minato.options import (
     TorchArguments,
     Unbound,
 )
-from minato.sampling.distributed import set_sampler_epoch
 from minato.sampling.epoch import Epoch, Position
 from minato.sampling.progress import Coverage
 from minato.sampling.replay import RecordedOrder
-from minato.sampling.samplers import SamplingSpec, SeededSampler, independent, next_sampler
-from minato.transforms.collate import TransformingCollate
-from minato.transforms.compose import Transforms
+from minato.sampling.samplers import (
+    SamplingSpec,
+    SeededSampler,
+    independent,
+    next_sampler,
+    set_sampler_epoch,
+)
+from minato.transforms.compose import TransformingCollate, Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
 
 if TYPE_CHECKING:  # imported by the methods that return them

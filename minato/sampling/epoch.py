@@ -18,7 +18,6 @@ from minato._core import spread_seed
 from minato._support.objects import takes_lists
 from minato.observe.lateness import Lateness
 from minato.observe.size import length_of
-from minato.sampling.distributed import InterleavedRanks, epoch_of, nested, set_sampler_epoch
 from minato.sampling.progress import (
     NOTHING,
     Completed,
@@ -32,15 +31,19 @@ from minato.sampling.resume import DatasetStates, LoaderState, SamplerState, is_
 from minato.sampling.samplers import (
     SEEDED,
     IndexBatches,
+    InterleavedRanks,
     Recurring,
     SamplingSpec,
     Source,
     batch_maker,
     drawn_ahead,
     endless,
+    epoch_of,
     in_epoch,
+    nested,
     next_sampler,
     occurrence_counter,
+    set_sampler_epoch,
 )
 
 __all__ = ["Epoch", "NextEpoch", "Position", "Seeds"]

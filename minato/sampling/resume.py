@@ -20,9 +20,15 @@ import torch
 from minato._compat import ExceptionWrapper
 from minato._support.objects import attribute, is_exactly
 from minato.observe.size import length_of
-from minato.sampling.distributed import at_epoch, epoch_of, nested
 from minato.sampling.progress import Completed, Tally
-from minato.sampling.samplers import DRAWS_AT_FIRST, DRAWS_NOTHING, SamplingSpec
+from minato.sampling.samplers import (
+    DRAWS_AT_FIRST,
+    DRAWS_NOTHING,
+    SamplingSpec,
+    at_epoch,
+    epoch_of,
+    nested,
+)
 
 __all__ = [
     "DatasetState",

@@ -20,11 +20,10 @@ from minato.engine.engine import Engine
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
 from minato.options import Observe, Options, StartingWorkers
-from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed, merged_ranks
 from minato.sampling.resume import is_stateful
-from minato.sampling.samplers import IndexBatches
+from minato.sampling.samplers import IndexBatches, InterleavedRanks, RankSampler, ranked
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.messages import Hello
 from minato.shared_pool.rendezvous import Rendezvous

@@ -30,7 +30,7 @@ from minato import DataLoader, MinatoWarning, Record, Replay, _fork_safety, patc
 from minato._core.segment import Segment
 from minato._fork_safety import Borrower, Loans, at_work, held_off_forks, starting_worker
 from minato._support.counters import Counters
-from minato.caching.memory import MemoryCache
+from minato.caching.base import MemoryCache
 from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
@@ -632,7 +632,7 @@ def of_worker_threads(folder: Path) -> tuple[Any, Callable[[], bool]]:
 
 
 LOCKS = {
-    "caching.memory": [of_memory_cache, of_unpickled_memory_cache],
+    "caching.base": [of_memory_cache, of_unpickled_memory_cache],
     "_support.counters": [of_counters],
     "sources.parquet": [of_parquet],
     "sources.connections": [of_sqlite],

@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from minato.sampling.distributed import InterleavedRanks, RankSampler, ranked, sampler_at_rank
-from minato.sampling.samplers import next_sampler
+from minato.sampling.samplers import (
+    InterleavedRanks,
+    RankSampler,
+    next_sampler,
+    ranked,
+    sampler_at_rank,
+)
 from tests.datasets import Numbers
 
 
