@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 
-__all__ = ["mostly_slow"]
+__all__ = ["WORKERS", "each", "each_of", "mostly_slow"]
+
+
+def each_of(workers: dict[str, dict[str, Any]]) -> Any:
+    """The mark of a test that runs with each of these workers, its argument ``workers``."""
+    return pytest.mark.parametrize("workers", workers.values(), ids=workers)
+
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "2-processes": {"num_workers": 2},
+    "2-threads": {"num_workers": 2, "workers": "thread"},
+}
+each = each_of(WORKERS)
 
 
 def mostly_slow(values: Iterable[Any], quick: int = 1) -> list[Any]:

@@ -28,7 +28,7 @@ from tests.datasets import (
     wait_until,
     worker_number,
 )
-from tests.selection import mostly_slow
+from tests.selection import each_of, mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -46,10 +46,6 @@ WORKERS = {
 FEW = {name: WORKERS[name] for name in ("inline", "2-processes", "2-threads")}
 
 
-def each(workers: dict[str, dict[str, Any]]) -> Any:
-    return pytest.mark.parametrize("workers", workers.values(), ids=workers.keys())
-
-
 # ---- exactly once ---------------------------------------------------------------------------
 
 # size, drop_last, persistent
@@ -60,7 +56,7 @@ THOROUGHLY = [
 ]
 
 
-@each(WORKERS)
+@each_of(WORKERS)
 @pytest.mark.parametrize("order", mostly_slow(ORDERS, quick=2))
 def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> None:
     processes = workers["num_workers"] if "workers" not in workers else 0
@@ -86,7 +82,7 @@ def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> Non
             assert set(delivered) <= set(range(size))
 
 
-@each({name: FEW[name] for name in ("2-processes", "2-threads")})
+@each_of({name: FEW[name] for name in ("2-processes", "2-threads")})
 @pytest.mark.parametrize("order", ORDERS)
 def test_break_and_begin_again_with_persistent_workers(order: str, workers: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(40), 4, order=order, persistent_workers=True, **workers)
@@ -96,7 +92,7 @@ def test_break_and_begin_again_with_persistent_workers(order: str, workers: dict
         assert sorted(flat(indices(loader))) == list(range(40))
 
 
-@each({name: FEW[name] for name in ("2-processes", "2-threads")})
+@each_of({name: FEW[name] for name in ("2-processes", "2-threads")})
 def test_iterator_dropped_while_workers_run(workers: dict[str, Any]) -> None:
     iterator = iter(DataLoader(Numbers(1000), 1, **workers))
     assert next(iterator).tolist() == [0]
@@ -150,7 +146,7 @@ def test_number_of_workers_may_be_changed() -> None:
         assert [int(batch[0, 0]) for batch in loader] == [0, 3, 6, 9]
 
 
-@each({name: FEW[name] for name in ("2-processes", "2-threads")})
+@each_of({name: FEW[name] for name in ("2-processes", "2-threads")})
 def test_workers_end_with_the_epoch(workers: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(8), 2, **workers)
     iterator = iter(loader)
@@ -193,7 +189,7 @@ def test_nothing_changes_in_the_main_process() -> None:
     assert (torch.get_num_threads(), torch.initial_seed(), get_worker_info()) == before
 
 
-@each({"2-processes": FEW["2-processes"], "2-threads": FEW["2-threads"]})
+@each_of({"2-processes": FEW["2-processes"], "2-threads": FEW["2-threads"]})
 def test_first_workers_do_not_wait_for_the_others(workers: dict[str, Any]) -> None:
     class Late:
         """The second worker has not started before the consumer has its batches."""

@@ -13,7 +13,6 @@ import torch
 from minato._core.codes import KIND_MASK
 from minato._core.segment import Segment
 from minato.batching.serialization import DamagedError, LocalStore, SharedStore
-from tests.datasets import Pair, assert_same
 
 
 class Memory:
@@ -43,41 +42,6 @@ def memory() -> Memory:
 
 
 BASE = torch.arange(100.0)
-VALUES = {
-    "none": None,
-    "number": 5,
-    "text": "ä" * 1000,
-    "dict": {"a": [1, (2, 3)], "b": {4}, "c": b"x"},
-    "array": np.arange(12).reshape(3, 4),
-    "empty-array": np.empty((0, 3)),
-    "fortran-array": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
-    "array-0d": np.array(3),
-    "structured": np.zeros(3, [("a", "i4"), ("b", "f8")]),
-    "object-array": np.array([None, "x"], object),
-    "tensor": torch.ones(3, 4),
-    "empty-tensor": torch.empty(2, 0, 3),
-    "tensor-0d": torch.tensor(3),
-    "bfloat16": torch.ones(3, dtype=torch.bfloat16),
-    "strided": torch.arange(12.0).view(3, 4).t(),
-    "view": BASE[90:95],
-    "named-tuple": Pair(np.ones(3), torch.zeros(2)),
-    "sparse": torch.eye(3).to_sparse(),
-    "parameter": torch.nn.Parameter(torch.ones(2)),
-    "large-bytes": [b"ab" * 50_000, bytearray(b"c" * 100_000), "ä" * 50_000, 1, b"d" * 65_536],
-    "long-list": list(range(60_000)),
-    "nested": [{"a": torch.ones(2), "b": [np.zeros(1), "text"]}] * 2,
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_objects_arrive_as_they_were(memory: Memory, name: str) -> None:
-    value, sent = VALUES[name], memory.sent(VALUES[name])
-    if name == "sparse":
-        assert sent.is_sparse
-        value, sent = value.to_dense(), sent.to_dense()
-    assert_same(sent, value)
-    if isinstance(value, torch.Tensor):
-        assert sent.requires_grad == value.requires_grad
 
 
 def test_copies_do_not_touch_the_arena(memory: Memory) -> None:

@@ -24,15 +24,9 @@ from tests.datasets import (
     plus_one,
 )
 from tests.parity.test_collation import ODD
+from tests.selection import each
 
 TorchLoader = torch.utils.data.DataLoader
-
-WORKERS = {
-    "inline": {"num_workers": 0},
-    "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "workers": "thread"},
-}
-each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 
 
 @each

@@ -29,15 +29,10 @@ from tests.datasets import (
     indices,
     outcomes,
 )
+from tests.selection import WORKERS, each
 
 TorchLoader = torch.utils.data.DataLoader
 
-WORKERS = {
-    "inline": {"num_workers": 0},
-    "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "workers": "thread"},
-}
-each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 PROCESSES = WORKERS["2-processes"]
 
 
@@ -166,16 +161,6 @@ def test_result_that_cannot_be_pickled() -> None:
     for workers in (WORKERS["inline"], WORKERS["2-threads"]):
         found = list(DataLoader(dataset, None, **workers))
         assert found[1]() is None
-
-
-def test_error_class_that_cannot_be_pickled() -> None:
-    class LocalError(Exception):
-        """A class that no other process can import."""
-
-    dataset = Failing(4, {1: lambda: LocalError("here")})
-    found = outcomes(iter(DataLoader(dataset, 1, num_workers=1)))
-    assert [outcome[0] for outcome in found] == ["batch", "raised", "batch", "batch"]
-    assert "LocalError" in found[1][2]
 
 
 # ---- workers --------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import minato
 from minato import SKIP, DataLoader, ErrorPolicy, SampleFailure
 from minato.workers.error_policy import FailureLog
+from tests.datasets import ORDERS, flat
 from tests.disks import file_size_limit, small_disk
 from tests.pairwise import pairwise
 
@@ -33,7 +34,6 @@ WORKERS: list[dict[str, Any]] = [
     {"num_workers": 2, "workers": "thread"},
 ]
 each = pytest.mark.parametrize("workers", WORKERS, ids=["in line", "processes", "threads"])
-ORDERS = ["strict", "batch", "arrival", "fast_first"]
 
 
 class Flawed:
@@ -89,10 +89,6 @@ def indices(loader: DataLoader[Any]) -> list[list[int]]:
     for batch in loader:
         batches.append(batch[0].tolist() if torch.is_tensor(batch[0]) else batch)
     return batches
-
-
-def flat(batches: list[list[int]]) -> list[int]:
-    return [index for batch in batches for index in batch]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,8 @@ import torch
 
 from minato import DataLoader, MinatoWarning
 from tests.datasets import Filled, Journal, Numbers, Samples, flat, wait_until
+from tests.selection import WORKERS, each
 
-WORKERS = {
-    "inline": {"num_workers": 0},
-    "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "workers": "thread"},
-}
-each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
 MEGABYTE = 1 << 20
 AHEAD = 2  # prefetch_factor=
 

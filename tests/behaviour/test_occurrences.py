@@ -25,6 +25,7 @@ import minato
 from minato import DataLoader, ErrorPolicy, Record, Replay
 from minato.sampling.samplers import SeededSampler, occurrence_counter
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers, late_by
+from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -36,7 +37,7 @@ WORKERS: dict[str, dict[str, Any]] = {
     "threads": {"num_workers": 2, "workers": "thread"},
     "reads": {"num_workers": 1, "fetch_concurrency": 3},
 }
-each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
+each = each_of(WORKERS)
 REPEATED = [3, 1, 3, 3, 0, 1, 2, 3, 3, 1, 0, 2, 2, 3]
 
 

@@ -29,6 +29,7 @@ from tests.datasets import (
     tally,
     wait_until,
 )
+from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -39,7 +40,7 @@ WORKERS = {
     "2-processes": {"num_workers": 2},
     "3-threads": {"num_workers": 3, "workers": "thread"},
 }
-each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
+each = each_of(WORKERS)
 THREADS = WORKERS["3-threads"]
 
 

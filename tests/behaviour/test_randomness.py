@@ -23,6 +23,7 @@ from tests.datasets import (
     add_noise,
     three_draws,
 )
+from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -39,10 +40,6 @@ THREADS = {
     "7-threads": {"num_workers": 7, "workers": "thread"},
 }
 FEW = {name: PROCESSES[name] for name in ("inline", "2-processes")}
-
-
-def each(workers: dict[str, dict[str, Any]]) -> Any:
-    return pytest.mark.parametrize("workers", workers.values(), ids=workers.keys())
 
 
 def contents(loader: Any, epochs: int = 2) -> list[dict[int, tuple[float, ...]]]:
@@ -109,7 +106,7 @@ def helped_draws(sample: list[float]) -> list[float]:
     ]
 
 
-@each({**FEW, **THREADS})
+@each_of({**FEW, **THREADS})
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_minatos_generators_in_processes_and_threads(order: str, workers: dict[str, Any]) -> None:
     options = {"transforms": [helped_draws]}
@@ -203,7 +200,7 @@ class Reseeds(Numbers):
         return [float(index), *three_draws()]
 
 
-@each(FEW)
+@each_of(FEW)
 def test_samples_that_seed_leave_no_trace_in_others(workers: dict[str, Any]) -> None:
     expected = reference("reseeds", lambda: contents(loader(Reseeds(22), shuffle=True)))
     assert contents(loader(Reseeds(22), shuffle=True, **workers)) == expected
@@ -212,7 +209,7 @@ def test_samples_that_seed_leave_no_trace_in_others(workers: dict[str, Any]) -> 
         assert (first[index] == second[index]) is (index % 3 == 0)
 
 
-@each({**FEW, "7-threads": THREADS["7-threads"]})
+@each_of({**FEW, "7-threads": THREADS["7-threads"]})
 def test_without_a_seed_torchs_generator_decides(workers: dict[str, Any]) -> None:
     def run(seed: int) -> Any:
         torch.manual_seed(seed)
@@ -286,7 +283,7 @@ class Listed(Numbers):
         return [[float(key), *three_draws()] for key in keys]
 
 
-@each(FEW)
+@each_of(FEW)
 def test_samples_fetched_together(workers: dict[str, Any]) -> None:
     expected = reference("listed", lambda: contents(loader(Listed(22))))
     assert contents(loader(Listed(22), **workers)) == expected

@@ -19,14 +19,7 @@ from torch.utils.data import IterableDataset, Sampler
 from minato import DataLoader, ErrorPolicy, MinatoWarning
 from minato.errors import SampleTimeoutError
 from tests.datasets import ORDERS, Numbers, flat
-from tests.selection import mostly_slow
-
-WORKERS = {
-    "inline": {"num_workers": 0},
-    "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "workers": "thread"},
-}
-each = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS.keys())
+from tests.selection import WORKERS, each, mostly_slow
 
 
 class OddError(Exception):

@@ -19,15 +19,9 @@ from minato import DataLoader, ErrorPolicy
 from minato import consumers as module
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Sleepy
 from tests.delivery.recorder import Recorder, watch_slots
+from tests.selection import each
 
 pytestmark = [pytest.mark.filterwarnings(TOO_MANY_WORKERS), pytest.mark.timeout(60)]
-
-WORKERS: dict[str, dict[str, Any]] = {
-    "in line": {"num_workers": 0},
-    "processes": {"num_workers": 2},
-    "threads": {"num_workers": 2, "workers": "thread"},
-}
-each_method = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
 
 
 def in_threads(work: Iterable[Callable[[], Any]]) -> list[Future[Any]]:
@@ -49,7 +43,7 @@ def flat(batches: Iterable[torch.Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@each_method
+@each
 def test_together_they_get_each_index_once_per_epoch(workers: Any, order: str) -> None:
     loader = DataLoader(Numbers(83), 4, shuffle=True, order=order, **workers)
     together = threading.Barrier(3)
@@ -144,7 +138,7 @@ def test_a_thread_that_ended_while_it_fetched_is_not_waited_for(
     gone.join()
 
 
-@each_method
+@each
 def test_what_one_leaves_is_for_the_others(workers: Any) -> None:
     loader = DataLoader(Numbers(60), 2, **workers)
     one, other = loader.consumers(2)
@@ -224,7 +218,7 @@ class Grumbling(Numbers):
         return index
 
 
-@each_method
+@each
 def test_an_error_is_that_of_one_consumer(workers: Any) -> None:
     loader = DataLoader(Grumbling(60), 2, **workers)
 

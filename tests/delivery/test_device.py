@@ -26,6 +26,7 @@ from minato.delivery import device
 from minato.delivery.device import move_leaves
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Pair, Samples, Sleepy
 from tests.delivery.recorder import DeviceEvent, Recorder, watch_slots
+from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -34,7 +35,7 @@ WORKERS: dict[str, dict[str, Any]] = {
     "processes": {"num_workers": 2, "prefetch_factor": 2},
     "threads": {"num_workers": 2, "prefetch_factor": 2, "workers": "thread"},
 }
-each_method = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
+each_method = each_of(WORKERS)
 each_order = pytest.mark.parametrize("order", ORDERS)
 
 

@@ -109,19 +109,6 @@ def test_samples_see_what_the_loop_has_prepared_in_every_way(tmp_path: Path) -> 
         check_what_samples_see(*way, tmp_path / "epoch")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"shuffle": True}, "order that is known in advance, and that of RandomSampler"),
-        ({"sampler": [1, 0]}, "order that is known in advance, and that of list"),
-        ({"compat": "torch"}, "does not go with compat='torch'"),
-    ],
-)
-def test_beginning_early_is_refused_where_it_cannot_be(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataLoader(Numbers(4), num_workers=1, persistent_workers="next_epoch", **given)
-
-
 # ---- the number of an epoch --------------------------------------------------------------------
 
 

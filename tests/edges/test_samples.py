@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from minato import DataLoader, ErrorPolicy
 from minato.batching.handover import are_plain
-from tests.datasets import Numbers, flat, forked, outcomes
+from tests.datasets import Numbers, flat, forked
 
 SIZE, BATCH = 12, 3
 
@@ -436,8 +436,3 @@ def test_samples_are_skipped_where_batches_stay_whole(loader: str, drop_last: bo
 def test_default_collate_gets_containers_as_they_are(kind: str, loader: str) -> None:
     expected = [*map(told, TorchLoader(Made(kind), BATCH))]
     assert [*map(told, DataLoader(Made(kind), BATCH, **LOADERS[loader]))] == expected
-
-
-def test_arrays_that_torch_refuses_are_refused_with_workers() -> None:
-    found = outcomes(iter(DataLoader(Made("reversed array"), 1, **forked(2))))
-    assert {(kind, error) for kind, error, *_ in found[1:]} == {("raised", ValueError)}

@@ -489,16 +489,6 @@ def test_what_torchs_workers_mutilate_arrives_as_without_workers(name: str) -> N
         assert ours == made_of(identity, [name], TorchLoader)
 
 
-@each
-def test_negative_strides_fail_as_with_torch(workers: Any, own: Any) -> None:
-    """Also where samples go from worker to worker, which would make ordinary arrays of them."""
-    found = same_for_both(
-        lambda make: next(iter(make(Samples(ODD["backwards"]), 3, **workers))), **own
-    )
-    assert found[1] == "ValueError"
-    assert "stride in the given numpy array is negative" in found[2]
-
-
 class Sums(Samples):
     """Samples that cannot be sent anywhere."""
 
