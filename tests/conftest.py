@@ -24,6 +24,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.sources import servers
 
+# Failures in the shared helpers show both sides.
+pytest.register_assert_rewrite("tests.parity.harness")
+
 SHARED_MEMORY = Path("/dev/shm")
 MAKER = re.compile(r"(?:sem\.mp-|torch_)(\d+)[-_]")
 """Names of multiprocessing's semaphores, with the prefix below, and of torch's shared memory: who made them."""

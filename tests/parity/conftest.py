@@ -10,9 +10,6 @@ import pytest
 from torch.utils.data import _utils as torch_utils
 from torch.utils.data import dataloader as torch_loader
 
-# Failures in the shared helpers show both sides.
-pytest.register_assert_rewrite("tests.parity.harness")
-
 
 @pytest.fixture(autouse=True, scope="module")
 def workers_are_forked() -> Iterator[None]:

@@ -529,7 +529,7 @@ def test_a_lost_machine_is_no_fault_of_what_ran_there() -> None:
     assert restart_policy.total == 5
 
 
-THIRD = CurrentSample(position=3, key=3, epoch=0, seed=0, transform=None, started_ns=0)
+THIRD = CurrentSample(position=3, index=3, epoch=0, seed=0, transform=None, started_ns=0)
 
 
 def test_a_sample_that_loses_three_actors_is_the_cause() -> None:
