@@ -90,7 +90,6 @@ __all__ = [
     "make_fetcher",
     "may_access_memory",
     "name_process_thread",
-    "next_is_replaced",
     "numpy_seed",
     "numpy_state",
     "pickling_for_a_child",
@@ -190,11 +189,6 @@ def make_fetcher(dataset: object, batched: bool, collate_fn: object, drop_last: 
 
 
 _NEXT = TorchIterator.__next__ if _is_torchs(TorchIterator.__next__, dataloader) else None
-
-
-def next_is_replaced() -> bool:
-    """Whether the program has replaced ``__next__`` of the iterators' base class, as profilers do."""
-    return TorchIterator.__next__ is not _NEXT
 
 
 def torch_looks_on() -> bool:

@@ -26,7 +26,6 @@ __all__ = [
     "check_private",
     "cut_torn_line",
     "gets_lock",
-    "is_private",
     "open_lines",
     "open_regular",
     "replacement",
@@ -245,15 +244,6 @@ def check_private(path: _Path) -> None:
                 _check_part(part, found.st_uid, found.st_gid, found.st_mode, above=part != place)
         except FileNotFoundError:
             continue
-
-
-def is_private(found: os.stat_result) -> bool:
-    """Whether a file's owner and mode keep other users from writing it, wherever it lies."""
-    try:
-        _check_part(Path(), found.st_uid, found.st_gid, found.st_mode, above=False)
-    except PermissionError:
-        return False
-    return True
 
 
 def _check_part(part: Path, owner: int, group: int, mode: int, above: bool) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, dataloader
 from torch.utils.data._utils import collate, fetch, pin_memory, worker
 
 from minato import DataLoader, ErrorPolicy
-from minato._compat import fetcher_is_replaced, next_is_replaced, replaced_parts
+from minato._compat import fetcher_is_replaced, replaced_parts, torch_looks_on
 from tests.datasets import Numbers, double, forked
 from tests.selection import mostly_slow
 
@@ -318,7 +318,7 @@ def test_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torchs_own_parts_are_known() -> None:
     assert not fetcher_is_replaced()
-    assert not next_is_replaced()
+    assert not torch_looks_on()
     for workers in (0, 2):
         for streams in (False, True):
             assert (
