@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import mmap
-import multiprocessing
 import os
 import signal
 import time
 from types import ModuleType
 from typing import Any
 
-import pytest
-
-from minato._core import codes
 from minato._core.segment import Segment
-from tests.core.ledger_tools import Desk, Hand, exactly
+from tests.core.ledger_tools import Desk, exactly
 from tests.stress.bare import fork
 
 TWIN = "ledger"
@@ -27,39 +22,6 @@ def share(twin: ModuleType) -> tuple[Desk, Segment]:
     desk = Desk(twin, memory=segment.array, lock_fd=segment.descriptor)
     desk.ledger.open_epoch(0)
     return desk, segment
-
-
-def work_elsewhere(name: str, segment: Segment, worker: int) -> None:
-    """A worker in another process, whatever its start method."""
-    twin = importlib.import_module(name)
-    hand = Hand(twin.WorkerLedger(segment.array, worker, segment.descriptor))
-    while not hand.ledger.stopping:
-        hand.work()
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_of_every_start_method_share_the_work(twin: ModuleType, method: str) -> None:
-    desk, segment = share(twin)
-    context = multiprocessing.get_context(method)
-    arguments = [(twin.__name__, segment, worker) for worker in range(2)]
-    processes = [context.Process(target=work_elsewhere, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    seen = []
-    deadline = time.monotonic() + 40
-    for number in range(60):
-        batch = desk.open(5, bound=number % 2 == 0)
-        while desk.ledger.state(batch) != codes.READY or not desk.ledger.settled(batch):
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-        seen += desk.deliver(batch)
-        desk.ledger.retire(batch)
-    assert exactly(seen, range(300))
-    desk.ledger.shut_down()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
 
 
 def test_a_process_killed_inside_an_operation_leaves_no_lock(twin: ModuleType) -> None:
