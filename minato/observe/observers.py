@@ -61,8 +61,12 @@ class Metrics:
     def __iadd__(self, other: Metrics) -> Metrics:
         """Add other metrics to a sum, which owns its histograms."""
         self.counts.update(other.counts)
+        own = self.histograms
         for name, values in other.histograms.items():
-            self.histograms.setdefault(name, Histogram()).merge(values)
+            if name not in own:
+                own[name] = Histogram()
+            if values.count:
+                own[name].merge(values)
         return self
 
 
