@@ -565,7 +565,7 @@ RAY_ACCELERATOR = "_TorchAccelerator"
 """Lightning's batch sampler in ``Trainer.predict``, by name: Lightning may be installed under two names."""
 
 
-def kill_actor(ray: Any, actor: Any) -> None:
+def kill_actor(ray: Any, actor: object) -> None:
     """End an actor over the present connection; ``ray.kill`` itself opens another where there is none any more."""
     inspect.unwrap(ray.kill)(actor)
 

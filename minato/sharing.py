@@ -121,7 +121,7 @@ def is_looked_through(kind: Kind) -> bool:
     return issubclass(kind.kind, Dataset) or kind.defines("__dataclass_fields__")
 
 
-def _large_parts(root: Any) -> tuple[list[Node], list[Node]]:
+def _large_parts(root: object) -> tuple[list[Node], list[Node]]:
     """The containers that are to be shared, and all objects that may hold one; holders come before what they hold.
 
     Raises:
@@ -202,7 +202,7 @@ def _replace(holders: Sequence[Node], forms: dict[int, Any]) -> None:
                     kind.set_attribute(node.thing, name, forms[id(value)])
 
 
-def _tuple_like(given: Any, items: list[Any]) -> Any:
+def _tuple_like(given: Any, items: list[object]) -> Any:
     made = tuple.__new__(type(given), items)
     kind = Kind(type(given))
     for name, value in kind.attributes_of(given):
@@ -233,7 +233,7 @@ class _Shared:
     _original: str
     """The type that it has been made of."""
 
-    def _write(self, write: Callable[[_Writer], Any]) -> None:
+    def _write(self, write: Callable[[_Writer], object]) -> None:
         layouts: list[Any] = []
         memory = ReadOnlyMemory.written_by(lambda file: layouts.append(write(_Writer(file))))
         self._attach(memory, layouts[0])
@@ -321,7 +321,7 @@ class SharedList(_Shared, Sequence[T]):
     def __radd__(self, other: Any) -> list[T]:
         return [*other, *self]
 
-    def __array__(self, dtype: Any = None, copy: object = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, copy: object = None) -> np.ndarray:
         return np.asarray(list(self), dtype)
 
     def __repr__(self) -> str:
@@ -453,7 +453,7 @@ def _can_be_key(key: object) -> bool:
 class _ItemPickler(pickle.Pickler):
     """Refuses objects that would come back unequal. Called for all but plain objects."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if (
             "__eq__" not in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
             and not isinstance(value, (type, FunctionType, BuiltinFunctionType, Enum))
@@ -519,7 +519,7 @@ class _Writer:
             self._append(places),
         )
 
-    def column(self, items: Sequence[Any], where: Callable[[int], str]) -> _Layout:
+    def column(self, items: Sequence[object], where: Callable[[int], str]) -> _Layout:
         """Write a list in the form that is read soonest; ``where`` names an item in errors."""
         kinds = set(map(type, items))
         kind = kinds.pop() if len(kinds) == 1 else None
@@ -546,7 +546,7 @@ class _Writer:
             lengths.append(np.fromiter(map(len, chunk), np.int64, len(chunk)))
         return _Layout(kind.__name__, len(items), self._offsets(start, lengths))
 
-    def _pickles(self, items: Sequence[Any], where: Callable[[int], str]) -> _Layout:
+    def _pickles(self, items: Sequence[object], where: Callable[[int], str]) -> _Layout:
         start = self._align()
         lengths = np.empty(len(items), np.int64)
         buffer = BytesIO()
@@ -567,11 +567,11 @@ class _Writer:
             buffer.truncate()
         return _Layout("pickle", len(items), self._offsets(start, [lengths]))
 
-    def _offsets(self, start: int, lengths: Sequence[np.ndarray[Any, Any]]) -> int:
+    def _offsets(self, start: int, lengths: Sequence[np.ndarray]) -> int:
         counts = np.concatenate([np.array([start], np.int64), *lengths])
         return self._append(np.cumsum(counts))
 
-    def _append(self, content: np.ndarray[Any, Any]) -> int:
+    def _append(self, content: np.ndarray) -> int:
         """Write an array; returns where it begins."""
         start = self._align()
         self._file.write(content.data)

@@ -153,7 +153,7 @@ class _Frame:
 
     __slots__ = ("digests", "optional", "parts", "value")
 
-    def __init__(self, value: object, parts: Generator[Any, None, None], optional: bool) -> None:
+    def __init__(self, value: object, parts: Generator[object, None, None], optional: bool) -> None:
         self.value = value
         self.parts = parts
         self.optional = optional

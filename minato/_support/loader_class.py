@@ -60,7 +60,7 @@ def made_only(method: F) -> F:
 class _MadeOnly:
     """A method that some instances lack, so that ``hasattr`` returns False for them."""
 
-    def __init__(self, method: Callable[..., Any]) -> None:
+    def __init__(self, method: Callable[..., object]) -> None:
         self.__wrapped__ = method
         self.__doc__ = method.__doc__
         self._name = method.__name__

@@ -144,7 +144,7 @@ class _Cut(NamedTuple):
         raise IndexError(start)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray[Any, Any]:
+def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
 
 
@@ -507,7 +507,7 @@ def _reduce_quantized(tensor: torch.Tensor) -> Any:
 class _Bytes:
     """The memory of an array, for NumPy; nobody writes to it."""
 
-    def __init__(self, array: np.ndarray[Any, Any], start: int, nbytes: int) -> None:
+    def __init__(self, array: np.ndarray, start: int, nbytes: int) -> None:
         self._array = array
         self.__array_interface__ = {
             "data": (start, False),
@@ -517,7 +517,7 @@ class _Bytes:
         }
 
 
-def _reduce_exactly(array: np.ndarray[Any, Any]) -> Any:
+def _reduce_exactly(array: np.ndarray) -> Any:
     """Pickle an array with its strides, and its type where several are of one size; its own pickle keeps neither."""
     flags, dtype = array.flags, array.dtype
     known = dtype.num in _KNOWN_TYPES or dtype.isbuiltin != 1
@@ -542,8 +542,8 @@ def _strided_array(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     writeable: bool,
-) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, before, strides)
+) -> np.ndarray:
+    array: np.ndarray = np.ndarray(shape, dtype, data, before, strides)
     array.flags.writeable = writeable
     return array
 

@@ -55,7 +55,7 @@ class CachedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         place = self._place(index)
         found, sample = self._cache.get(place)
         if not found:
@@ -65,7 +65,7 @@ class CachedDataset(Dataset[Any]):
             self._cache.put(place, sample)
         return sample
 
-    async def _aget(self, index: Any) -> Any:
+    async def _aget(self, index: object) -> Any:
         place = self._place(index)
         found, sample = self._cache.get(place)
         if not found:

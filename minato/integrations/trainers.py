@@ -140,7 +140,7 @@ def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]
 def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[..., None]:
     @functools.wraps(init)
     def adapted(
-        self: Any, dataset: object, use_stateful_dataloader: bool = False, **keywords: Any
+        self: Any, dataset: object, use_stateful_dataloader: bool = False, **keywords: object
     ) -> None:
         # A process that reads for others is ahead of them, which accelerate subtracts from torchdata's states alone.
         reads_ahead = (

@@ -28,7 +28,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # untyped here: p
         args: object,
         state: Any,
         control: object,
-        logs: dict[str, Any] | None = None,
+        logs: dict[str, object] | None = None,
         **more: object,
     ) -> None:
         """Add the metrics, except to the logs of an evaluation."""

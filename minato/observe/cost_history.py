@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato._support.files import open_regular, write_atomically
@@ -35,7 +34,7 @@ class CostHistory:
     """
 
     def __init__(
-        self, directory: str, dataset: object, transforms: Sequence[Callable[..., Any]]
+        self, directory: str, dataset: object, transforms: Sequence[Callable[..., object]]
     ) -> None:
         self._directory = directory
         self._warned = False

@@ -141,7 +141,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                 time.sleep(_PAUSE_S)
             raise
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         """Serve a client in a thread of its own; refuse it where there are many."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
@@ -152,7 +152,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: object) -> None:
         """Serve a client; runs in its thread."""
         try:
             super().process_request_thread(request, client_address)

@@ -146,7 +146,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 class _Nvml:
     """A GPU through NVML."""
 
-    def __init__(self, nvml: Any, handle: Any) -> None:
+    def __init__(self, nvml: Any, handle: object) -> None:
         self._nvml, self._handle = nvml, handle
         name = nvml.nvmlDeviceGetName(handle)
         self.name = name.decode() if isinstance(name, bytes) else str(name)

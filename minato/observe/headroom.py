@@ -28,7 +28,7 @@ class Headroom:
         ValueError: ``steps`` is less than 1.
     """
 
-    def __init__(self, batches: Callable[[], Iterable[Any]], steps: int) -> None:
+    def __init__(self, batches: Callable[[], Iterable[object]], steps: int) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps} is too few: give at least 1")
         self._batches = batches

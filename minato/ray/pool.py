@@ -41,7 +41,7 @@ class ActorGroup:
         options: Ray's options of each actor (``ActorClass.options``).
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, object]) -> None:
         self._options = options
         self._ray: Any = None
         self._job = ""
@@ -237,7 +237,7 @@ class ActorReads(FinishedReads):
             return
         future.add_done_callback(functools.partial(self._on_result, read))
 
-    def _ask(self, key: Any, epoch: int, seed: int | None, occurrence: int) -> Any:
+    def _ask(self, key: object, epoch: int, seed: int | None, occurrence: int) -> Any:
         if not self._connected():  # the call would open another one
             raise ConnectionError("the connection to the cluster is closed")
         return self._actor.sample.remote(key, epoch, seed, occurrence).future()

@@ -58,7 +58,7 @@ class CostBatchSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        costs: Sequence[float] | np.ndarray[Any, Any] | torch.Tensor | Callable[[int], float],
+        costs: Sequence[float] | np.ndarray | torch.Tensor | Callable[[int], float],
         max_cost: float,
         *,
         size: int | None = None,
@@ -143,7 +143,7 @@ class CostBatchSampler(Sampler[list[int]]):
             )
         return self._cut[1]
 
-    def _packed(self, indices: np.ndarray[Any, Any]) -> list[list[int]]:
+    def _packed(self, indices: np.ndarray) -> list[list[int]]:
         """Return the batches of one pool, by rising cost."""
         costs = self._costs[indices]
         by_cost = np.argsort(costs, kind="stable")

@@ -145,7 +145,7 @@ class Outgoing:
 
     __slots__ = ("batch", "error", "is_given", "is_pinned", "records")
 
-    def __init__(self, batch: Any = None, error: BaseException | None = None) -> None:
+    def __init__(self, batch: object = None, error: BaseException | None = None) -> None:
         self.batch = batch
         self.error = error
         self.is_given = self.is_pinned = False

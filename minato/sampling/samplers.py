@@ -432,7 +432,7 @@ def _copy_in_epoch(sampler: Any, epoch: int) -> Any:
     return other
 
 
-def _around(outer: Any, inner: Any) -> Any:
+def _around(outer: Any, inner: object) -> Any:
     """Return a copy of a sampler that draws from another one, drawing from ``inner``; ``inner`` if it does not."""
     if not is_exactly(outer, (BatchSampler, InterleavedRanks)):
         return inner

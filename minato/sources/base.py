@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from torch.utils.data import Dataset
 
@@ -19,7 +19,17 @@ from minato._support.text import message_of, printable
 from minato.errors import MinatoError
 from minato.sources.connections import Connections, Settings
 
-__all__ = ["BatchedSource", "KeyedSource", "MissingKey", "Retry", "SourceError", "TruncatedObject"]
+__all__ = [
+    "BatchedSource",
+    "KeyedSource",
+    "MissingKey",
+    "Retry",
+    "SourceError",
+    "TruncatedObject",
+]
+
+Row: TypeAlias = dict[str, Any]
+"""The columns of a row by their names."""
 
 
 class SourceError(MinatoError):
@@ -99,8 +109,8 @@ class KeyedSource(Dataset[Any], ABC):
 
     def __init__(
         self,
-        keys: Sequence[Any] | None = None,
-        decode: Callable[[Any], Any] | None = None,
+        keys: Sequence[object] | None = None,
+        decode: Callable[[Any], object] | None = None,
         retry: Retry | None = None,
     ) -> None:
         self._keys = keys
@@ -262,7 +272,7 @@ class BatchedSource(KeyedSource):
             keys, self.attempt(f"keys {keys[0]!r} …", lambda: self.read_values(keys))
         )
 
-    def all_decoded(self, keys: list[Any], values: Sequence[object]) -> list[Any]:
+    def all_decoded(self, keys: Sequence[object], values: Sequence[object]) -> list[Any]:
         """The samples of values; raises like :meth:`get`."""
         # A key without a value is read alone, with retries and with errors that name it.
         return [

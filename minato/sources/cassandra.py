@@ -25,7 +25,7 @@ from cassandra.policies import (
 )
 from cassandra.query import dict_factory
 
-from minato.sources.base import BatchedSource, Retry
+from minato.sources.base import BatchedSource, Retry, Row
 from minato.sources.connections import Settings
 from minato.sources.sql import TableSource, quoted, quoted_column
 
@@ -95,8 +95,8 @@ class Cassandra(TableSource, BatchedSource):
         key: str = "id",
         columns: Sequence[str] | None = None,
         *,
-        keys: Sequence[Any] | None = None,
-        decode: Callable[[dict[str, Any]], Any] | None = None,
+        keys: Sequence[object] | None = None,
+        decode: Callable[[Row], object] | None = None,
         retry: Retry | None = None,
         make_cluster: Callable[..., Cluster] = Cluster,
         **settings: object,
@@ -170,7 +170,7 @@ class Cassandra(TableSource, BatchedSource):
     def column_name(self, name: str) -> str:
         return quoted_column(name)
 
-    def query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
+    def query(self, text: str, *arguments: object) -> list[Row]:
         """The rows of a query; of the prepared one, with a key."""
         _, session, select = self.session()
         return list(session.execute(select, arguments) if arguments else session.execute(text))
@@ -181,7 +181,7 @@ class Cassandra(TableSource, BatchedSource):
     def list_keys(self) -> Sequence[Any]:
         return sorted(super().list_keys())
 
-    def read_values(self, keys: list[object]) -> list[dict[str, Any] | None]:
+    def read_values(self, keys: list[object]) -> list[Row | None]:
         """Concurrent requests."""
         _, session, select = self.session()
         results = execute_concurrent_with_args(
@@ -205,7 +205,7 @@ class Cassandra(TableSource, BatchedSource):
         if opened is None:
             return False
         keys = [self.keys[index] for index in indices]
-        results: list[list[dict[str, Any]]] = [[] for _ in keys]
+        results: list[list[Row]] = [[] for _ in keys]
         missing, lock = len(keys), threading.Lock()
 
         def samples() -> list[Any]:

@@ -195,7 +195,7 @@ class Settings:
             token …), and those named in ``secret``, are hidden in ``repr`` and not pickled.
     """
 
-    def __init__(self, values: Mapping[str, Any], secret: tuple[str, ...] = ()) -> None:
+    def __init__(self, values: Mapping[str, object], secret: tuple[str, ...] = ()) -> None:
         self._values = {
             name: _Secret(name, value)
             if (name in secret or _SECRET.search(name))

@@ -30,9 +30,9 @@ class Files(KeyedSource):
         url: str | Env,
         *,
         keys: Sequence[str] | None = None,
-        decode: Callable[[bytes], Any] | None = None,
+        decode: Callable[[bytes], object] | None = None,
         retry: Retry | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         super().__init__(keys, decode, retry)
         self.place = Place(url)

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
@@ -77,10 +77,10 @@ class Objects(KeyedSource):
         self,
         url: str | Env,
         *,
-        keys: Sequence[Any] | None = None,
-        decode: Callable[[bytes], Any] | None = None,
+        keys: Sequence[object] | None = None,
+        decode: Callable[[bytes], object] | None = None,
         retry: Retry | None = None,
-        client_options: dict[str, Any] | None = None,
+        client_options: Mapping[str, object] | None = None,
         **settings: object,
     ) -> None:
         super().__init__(keys, decode, retry)

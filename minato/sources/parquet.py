@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._fork_safety import renew_in_children
 from minato._support.counters import shared_integers
-from minato.sources.base import KeyedSource, Retry, SourceError
+from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place
 
 __all__ = ["Parquet", "ParquetStream"]
@@ -24,7 +24,7 @@ _GROUPS, _ROWS = 0, 1
 """The purpose of a generator, a part of its seed after (seed, epoch)."""
 
 _Get = Callable[[int], Any]
-_Rows = tuple[int, Callable[[int], dict[str, Any]]]
+_Rows = tuple[int, Callable[[int], Row]]
 """Number of rows, and the function that returns row i."""
 
 
@@ -41,10 +41,10 @@ class _RowGroups:
 
     def __init__(
         self,
-        files: Any,
+        files: object,
         columns: Sequence[str] | None = None,
         where: ds.Expression | None = None,
-        filesystem: Any = None,
+        filesystem: object = None,
     ) -> None:
         self.files = Place(files) if isinstance(files, (str, Env)) else files
         self._columns = None if columns is None else list(columns)
@@ -52,7 +52,7 @@ class _RowGroups:
         self._filesystem = filesystem
         self._all: list[Any] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Row:
         return {**self.__dict__, "_all": None}
 
     @property
@@ -102,14 +102,14 @@ class Parquet(KeyedSource):
 
     def __init__(
         self,
-        files: Any,
+        files: object,
         columns: Sequence[str] | None = None,
         *,
         where: ds.Expression | None = None,
-        filesystem: Any = None,
+        filesystem: object = None,
         kept_groups: int = 4,
         keys: Sequence[int] | None = None,
-        decode: Callable[[dict[str, Any]], Any] | None = None,
+        decode: Callable[[Row], object] | None = None,
         retry: Retry | None = None,
     ) -> None:
         if kept_groups < 1:
@@ -125,7 +125,7 @@ class Parquet(KeyedSource):
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, _Rows] = OrderedDict()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Row:
         return {**self.__dict__, "_lock": None, "_kept": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -133,7 +133,7 @@ class Parquet(KeyedSource):
         self._reset()
         renew_in_children(self, Parquet._reset)
 
-    def __fingerprint__(self) -> dict[str, Any]:
+    def __fingerprint__(self) -> Row:
         return {**super().__fingerprint__(), "_lock": None, "_kept": None, "_ends": None}
 
     def __repr__(self) -> str:
@@ -157,7 +157,7 @@ class Parquet(KeyedSource):
             self._ends = np.cumsum(self._groups.counts(), dtype=np.int64)
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read_value(self, key: int) -> dict[str, Any]:
+    def read_value(self, key: int) -> Row:
         if not 0 <= key < self._count():
             raise LookupError(key)
         number = int(np.searchsorted(self._ends, key, side="right"))
@@ -201,11 +201,11 @@ class ParquetStream(IterableDataset[Any]):
         columns: Sequence[str] | None = None,
         *,
         where: ds.Expression | None = None,
-        filesystem: Any = None,
+        filesystem: object = None,
         seed: int | None = None,
         window_rows: int = 10_000,
         shard: tuple[int, int] = (0, 1),
-        decode: Callable[[dict[str, Any]], Any] | None = None,
+        decode: Callable[[Row], object] | None = None,
     ) -> None:
         if window_rows < 1:
             raise ValueError(f"window_rows={window_rows} is too small: give at least 1")
@@ -234,19 +234,19 @@ class ParquetStream(IterableDataset[Any]):
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         return numbers[rank * workers + number :: ranks * workers]
 
-    def _in_order(self) -> Iterator[dict[str, Any]]:
+    def _in_order(self) -> Iterator[Row]:
         for number in self._mine(range(len(self._groups.all))):
             count, row = self._groups.read(number)
             yield from map(row, range(count))
 
-    def _shuffled(self, epoch: int) -> Iterator[dict[str, Any]]:
+    def _shuffled(self, epoch: int) -> Iterator[Row]:
         assert self._seed is not None
         seed = self._seed % 2**64
         order = np.random.default_rng((seed, epoch, _GROUPS)).permutation(len(self._groups.all))
         mine = self._mine(order.tolist())
         # The seed depends on the share, so that neither timing nor other workers influence the order.
         generator = np.random.default_rng((seed, epoch, _ROWS, *mine[:1]))
-        window: list[tuple[Callable[[int], dict[str, Any]], int]] = []
+        window: list[tuple[Callable[[int], Row], int]] = []
         for number in mine:
             count, row = self._groups.read(number)
             for i in generator.permutation(count).tolist():
@@ -264,7 +264,7 @@ class ParquetStream(IterableDataset[Any]):
 # ---- Arrow columns as NumPy -----------------------------------------------------------------
 
 
-def _rows_of(table: pa.Table) -> Callable[[int], dict[str, Any]]:
+def _rows_of(table: pa.Table) -> Callable[[int], Row]:
     """Convert a table once for all rows; returns the function that returns row i as a dict of its columns.
 
     Numbers become NumPy scalars, lists of numbers arrays (views of the column), strings ``str``, structs dicts, nulls
@@ -272,7 +272,7 @@ def _rows_of(table: pa.Table) -> Callable[[int], dict[str, Any]]:
     """
     columns = {name: _getter(_one_chunk(table[name])) for name in table.column_names}
 
-    def row(i: int) -> dict[str, Any]:
+    def row(i: int) -> Row:
         return {name: get(i) for name, get in columns.items()}
 
     return row

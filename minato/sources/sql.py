@@ -10,7 +10,7 @@ from typing import Any
 from urllib.request import pathname2url
 
 from minato._fork_safety import held_off_forks
-from minato.sources.base import KeyedSource, Retry, SourceError
+from minato.sources.base import KeyedSource, Retry, Row, SourceError
 
 __all__ = ["SQLite", "TableSource", "quoted", "quoted_column"]
 
@@ -53,8 +53,8 @@ class TableSource(KeyedSource):
         key: str,
         columns: Sequence[str] | None,
         where: str | None,
-        keys: Sequence[Any] | None,
-        decode: Callable[[dict[str, Any]], Any] | None,
+        keys: Sequence[object] | None,
+        decode: Callable[[Row], object] | None,
         retry: Retry | None,
     ) -> None:
         super().__init__(keys, decode, retry)
@@ -70,12 +70,10 @@ class TableSource(KeyedSource):
         """A statement of the database: with its placeholder for each NUL in the text, which no name contains."""
         return text.replace("\0", "?")
 
-    def query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
+    def query(self, text: str, *arguments: object) -> list[Row]:
         """The rows of a query."""
         with self.connections.lease() as connection:
-            rows: list[dict[str, Any]] = connection.execute(
-                self.statement(text), arguments
-            ).fetchall()
+            rows: list[Row] = connection.execute(self.statement(text), arguments).fetchall()
         return rows
 
     def listing(self) -> str:
@@ -99,7 +97,7 @@ class TableSource(KeyedSource):
             names = ", ".join(map(self.column_name, named))
         return f"SELECT {names} FROM {quoted(self.table)} WHERE {self.column_name(self.key)}"
 
-    def sample_of(self, key: object, rows: list[dict[str, object]]) -> dict[str, Any] | None:
+    def sample_of(self, key: object, rows: list[dict[str, object]]) -> Row | None:
         """The sample of the rows with a key; None if there are none."""
         if len(rows) > 1:
             raise SourceError(f"{self!r} has {len(rows)} rows with key {key!r}")
@@ -107,7 +105,7 @@ class TableSource(KeyedSource):
             rows[0].pop(self.key, None)
         return rows[0] if rows else None
 
-    def read_value(self, key: Any) -> dict[str, Any]:
+    def read_value(self, key: Any) -> Row:
         sample = self.sample_of(key, self.query(f"{self.selection()} = \0", key))
         if sample is None:
             raise LookupError(key)
@@ -134,8 +132,8 @@ class SQLite(TableSource):
         columns: Sequence[str] | None = None,
         *,
         where: str | None = None,
-        keys: Sequence[Any] | None = None,
-        decode: Callable[[dict[str, Any]], Any] | None = None,
+        keys: Sequence[object] | None = None,
+        decode: Callable[[Row], object] | None = None,
         retry: Retry | None = None,
     ) -> None:
         super().__init__(table, key, columns, where, keys, decode, retry)
@@ -149,7 +147,7 @@ class SQLite(TableSource):
         code: int | None = getattr(error, "sqlite_errorcode", None)
         return super().is_transient(error) and (code is None or code % 256 in _TRANSIENT)
 
-    def query(self, text: str, *arguments: object) -> list[dict[str, Any]]:
+    def query(self, text: str, *arguments: object) -> list[Row]:
         with held_off_forks():  # a child would inherit the locks of SQLite itself
             return super().query(text, *arguments)
 
@@ -171,6 +169,6 @@ class SQLite(TableSource):
         return opened
 
 
-def _named(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> dict[str, Any]:
+def _named(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> Row:
     """A row as a dict of its columns."""
     return {column[0]: cell for column, cell in zip(cursor.description, row, strict=True)}

@@ -54,7 +54,7 @@ class OwnedGenerators:
         others: Path and type of those that cannot.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = roots
         self.generators: dict[str, MemoryGenerator] = {}
         self.others: list[str] = []

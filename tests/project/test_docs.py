@@ -19,7 +19,7 @@ from tests.project.test_layering import dotted
 from tests.project.test_sourcecode import exported, parse
 
 PACKAGE = ROOT / "minato"
-INTERNAL_SOURCES = {"connections", "sql", "stores"}
+INTERNAL_SOURCES = {"connections", "sql"}
 """Modules of ``minato.sources`` of whose names users need some at most."""
 
 
