@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import multiprocessing
 import os
@@ -11,21 +10,17 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-import minato
 from minato import Arrival, DataLoader, ErrorPolicy
 from minato._core.codes import LeaseState
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from tests.datasets import wait_until
 from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
-
-PACKAGE = Path(minato.__file__).parent
 
 
 def at_work(process: Any) -> list[int]:
@@ -281,43 +276,6 @@ def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
 
 
 # ---- a clock that jumps ---------------------------------------------------------------------
-
-WALL_CLOCKS = {
-    ("time", "time"),
-    ("time", "time_ns"),
-    ("time", "CLOCK_REALTIME"),
-    ("datetime", "now"),
-    ("datetime", "utcnow"),
-    ("datetime", "today"),
-}
-
-
-def test_no_module_waits_or_measures_by_the_wall_clock() -> None:
-    """It jumps; text for people is made by strftime and fromtimestamp.
-
-    The age of a file, and of what another run has left in a cache, is told by no other clock.
-    """
-    found = []
-    for path in PACKAGE.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        lines = text.splitlines()
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Attribute) and isinstance(
-                node.value, (ast.Name, ast.Attribute)
-            ):
-                owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
-                line = lines[node.lineno - 1]
-                is_an_age = ".st_mtime" in line or "compared with that of other runs" in line
-                if (owner, node.attr) in WALL_CLOCKS and not is_an_age:
-                    found.append(f"{path.name}:{node.lineno}")
-            if isinstance(node, ast.ImportFrom) and node.module == "time":
-                found += [path.name for name in node.names if ("time", name.name) in WALL_CLOCKS]
-    for path in (*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.h")):
-        text = path.read_text(encoding="utf-8")
-        found += [
-            path.name for word in ("CLOCK_REALTIME", "gettimeofday", "time.time") if word in text
-        ]
-    assert found == []
 
 
 class Numbers:

@@ -490,3 +490,34 @@ def test_files_are_written_in_one_place() -> None:
     }
     found = {relative(path) for path in SOURCES for each in calls_of(path) if writes(*each)}
     assert found <= expected
+
+
+WALL_CLOCKS = {
+    *(("time", name) for name in ("time", "time_ns", "CLOCK_REALTIME")),
+    *(("datetime", name) for name in ("now", "utcnow", "today")),
+}
+
+
+def test_no_module_waits_or_measures_by_the_wall_clock() -> None:
+    """It jumps; text for people is made by strftime and fromtimestamp.
+
+    The age of a file, and of what another run has left in a cache, is told by no other clock.
+    """
+    found = []
+    for path in SOURCES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for node in nodes(path):
+            match node:
+                case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name):
+                    line = lines[node.lineno - 1]
+                    is_an_age = ".st_mtime" in line or "compared with that of other runs" in line
+                    if (owner, name) in WALL_CLOCKS and not is_an_age:
+                        found.append(f"{relative(path)}:{node.lineno}")
+                case ast.ImportFrom(module="time", names=names):
+                    imported = {("time", alias.name) for alias in names}
+                    found += [relative(path)] * bool(imported & WALL_CLOCKS)
+    for path in (*CORE.rglob("*.pyx"), *CORE.rglob("*.h")):
+        text = path.read_text(encoding="utf-8")
+        words = ("CLOCK_REALTIME", "gettimeofday", "time.time")
+        found += [relative(path) for word in words if word in text]
+    assert found == []
