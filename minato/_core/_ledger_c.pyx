@@ -594,7 +594,7 @@ cdef class ConsumerLedger(Ledger):
             bound: Whether each sample has its own place in this batch.
             indices_offset: Arena offset of pickled indices, in bytes.
             indices_nbytes: Their size.
-            wake: How many sleeping workers to wake.
+            wake: How many sleeping workers to wake; 0: ``wake`` follows.
             owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
             occurrences: How often each index came before in the epoch; None: none did.
 
@@ -632,6 +632,10 @@ cdef class ConsumerLedger(Ledger):
         self.in_flight[index] = tail
         mn_open(&self.ledger, index, wake)
         return index
+
+    def wake(self, int most):
+        """Wake up to ``most`` sleeping workers, after batches were opened without."""
+        mn_event_count_notify(&self.ledger.header.work, most)
 
     def bind_late(self, uint32_t old, uint32_t new):
         """Give every unplaced sample of batch ``old`` a place: in batch ``new``, or else the oldest open one."""

@@ -794,7 +794,7 @@ class ConsumerLedger(Ledger):
             bound: Whether each sample has its own place in this batch.
             indices_offset: Arena offset of pickled indices, in bytes.
             indices_nbytes: Their size.
-            wake: How many sleeping workers to wake.
+            wake: How many sleeping workers to wake; 0: ``wake`` follows.
             owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
             occurrences: How often each index came before in the epoch; None: none did.
 
@@ -832,8 +832,13 @@ class ConsumerLedger(Ledger):
             self._live[index] = tail
             self._epoch_slots[epoch_slot]["limit"] = tail + count
             self._header["tail"] = tail + count
-        self._work.notify(wake)
+        if wake:
+            self._work.notify(wake)
         return index
+
+    def wake(self, most: int) -> None:
+        """Wake up to ``most`` sleeping workers, after batches were opened without."""
+        self._work.notify(most)
 
     def bind_late(self, old: int, new: int) -> None:
         """Give every unplaced sample of batch ``old`` a place: in batch ``new``, or else the oldest open one."""

@@ -554,7 +554,7 @@ static inline void mn_set_sample(const mn_ledger *ledger, uint32_t batch, uint64
     mn_store_release_u64(&record->place, bound ? MN_BOUND | (position + 1) : position + 1);
 }
 
-/* Open a prepared batch: workers can claim its samples. */
+/* Open a prepared batch: workers can claim its samples. `wake`: how many that sleep to wake; 0: none yet. */
 static inline void mn_open(const mn_ledger *ledger, uint32_t index, int wake) {
     mn_header *header = ledger->header;
     mn_batch *batch = mn_batch_at(ledger, index);
@@ -567,7 +567,8 @@ static inline void mn_open(const mn_ledger *ledger, uint32_t index, int wake) {
     for (uint64_t position = tail; position < end; position++)
         mn_store_release_u64(&mn_at(ledger, position)->ticket, bound ? MN_FREE | (position + 1) : MN_FREE);
     mn_store_release_u64(&header->tail, end);
-    mn_event_count_notify(&header->work, wake);
+    if (wake)
+        mn_event_count_notify(&header->work, wake);
 }
 
 /* Give every unplaced sample of batch `old` a place: in batch `new`, or else the oldest open one. */

@@ -34,6 +34,8 @@ _HEADROOM = 8
 """Size of a later slot, in multiples of the largest batch seen."""
 _SPARE_SLOTS = 4
 """Free slots that keep their pages, beyond the number in flight."""
+_KEPT_BYTES = 1 << 22
+"""Free slots that take less than this together keep their pages: to give them back costs more than they do."""
 _FADING = 0.95
 """Decay of the number in flight with each batch, as it falls at the end of an epoch and rises again."""
 
@@ -209,6 +211,8 @@ class Arena:
         self._needed = max(in_flight, _FADING * self._needed)
         surplus = len(self._warm) - int(self._needed) - _SPARE_SLOTS
         written = -(-self._largest // mmap.PAGESIZE) * mmap.PAGESIZE
+        if len(self._warm) * written <= _KEPT_BYTES:
+            return
         for _ in range((surplus + 1) // 2):
             slot = self._warm.popleft()
             if self.pinned_slots is not None:

@@ -27,6 +27,7 @@ from minato.engine.pools import make_pool
 from minato.engine.shared_state import SharedState
 from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError, Postponed, not_the_end
+from minato.observe.lateness import InOrderLateness
 from minato.observe.meters import CostStats, merged
 from minato.observe.observers import LoaderSnapshot, Observer, Observers
 from minato.observe.trace import LoopTrack
@@ -237,6 +238,8 @@ class Engine:
             progress=epoch.progress,
         )
         self._outgoing, self._progress = None, epoch.progress
+        if self.plan.worker.order.in_order:
+            epoch.progress.lateness = InOrderLateness()
         if self._scaler is not None:
             self._scaler.restart()
         self._dispatcher.refill()
@@ -331,7 +334,6 @@ class Engine:
             self._prepare_workers(item)
             if self._prefetcher is not None:
                 self._prefetcher.prefetch(self._dispatcher.upcoming(self._num_prefetched))
-            self.arena.trim(self._dispatcher.num_open)
             self._leave(item, used_bytes)
             item.is_prepared = True
         outgoing.records = item.records
@@ -360,15 +362,17 @@ class Engine:
     def _prepare_workers(self, item: OpenBatch) -> None:
         """Open more batches and supervise the workers; the next call raises an error, because this one has a batch."""
         try:
+            if self._early_start is not None:
+                self._early_start.learn(item.record)
+            if not self._dispatcher.top_up():
+                return
             if self._uses_threshold:
                 self._update_threshold()
             if self._scaler is not None:
                 self._scaler.update()
-            self._dispatcher.top_up()
+            self.arena.trim(self._dispatcher.num_open)
             if self.plan.pool.restarts:
                 self._pool.check_early()
-            if self._early_start is not None:
-                self._early_start.learn(item.record)
         except Exception as error:
             self._pending_error = Postponed(error)
 

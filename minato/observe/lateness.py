@@ -91,8 +91,9 @@ class InOrderLateness(Lateness):
     ) -> None:
         """A batch is returned; each counts once (see :meth:`Lateness.delivered`)."""
         if number is None or number >= len(self.slow_shares):
-            self._samples += len(positions)
-            self.slow_shares.append(num_slow / len(positions))
+            count = len(positions) - positions.count(-1)
+            self._samples += count
+            self.slow_shares.append(num_slow / max(count, 1))
 
     @property
     def lags(self) -> Counter[int]:  # type: ignore[override]

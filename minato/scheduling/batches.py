@@ -55,7 +55,7 @@ class OpenEpoch:
     progress: Progress | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class OpenBatch:
     """A batch from its opening until its record is free.
 

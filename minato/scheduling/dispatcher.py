@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from minato._core import ConsumerLedger, EventCount
+from minato._core import ConsumerLedger, EventCount, now_ns
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato.batching.handover import Handover
 from minato.errors import warn
@@ -34,6 +34,10 @@ _LIVENESS_S = 1.0
 """Longest sleep of the training loop. Workers wake it as soon as a batch is ready; this is only for dead ones."""
 _SETTLING_S = 0.01
 """Time between checks whether cancelled samples have ended, for which there is no event."""
+_REFILL_NS = 300_000
+"""The window grows where batches are opened more often: to open several together takes a third of the time."""
+_WAKE_NS = 100_000
+"""Workers are woken once for all batches that are opened within this time: to wake them takes microseconds."""
 _STAYS_WHOLE = (
     "the samples hold objects of which another process would get a copy that may differ, so each batch is made by one "
     "worker, as with order='batch': use that, or let the dataset return tensors, arrays, numbers, strings, and lists, "
@@ -133,6 +137,8 @@ class Dispatcher:
         )
         self._batches = IndexBatches.of(())  # those of an epoch that are not open yet
         self._opening: OpenBatch | None = None  # until the lists below say what the ledger says
+        self._to_wake = 0  # samples that were opened since workers were woken, or _ALL_WORKERS
+        self._woken_ns = self._refilled_ns = 0
         self._current: OpenBatch | None = None  # the next one, from its choice until it is returned
         self._epoch = OpenEpoch(number=0, seed=0, slot=0)  # whose batches are being opened
         self._progress: Progress | None = None  # of the present epoch, unless it was abandoned
@@ -274,7 +280,8 @@ class Dispatcher:
         """
         if not self._has_begun:
             raise StopIteration  # iter() was interrupted
-        self._complete_opening()
+        if self._opening is not None:
+            self._complete_opening()
         # Of torch's timeout, which limits the wait alone: neither a slow sampler nor a stop of the process uses it up.
         left_s = self._timeout_s or None
         while True:
@@ -343,6 +350,7 @@ class Dispatcher:
             False if neither is possible.
         """
         if not self._exhausted and self._open_next():
+            self._wake()
             return True
         if self._lacks_samples:
             return False
@@ -441,17 +449,35 @@ class Dispatcher:
 
     def refill(self) -> None:
         """Open as many batches as the window allows."""
-        while self._window.has_room(self.num_open) and self._open_next():
-            pass
+        try:
+            while self._window.has_room(self.num_open) and self._open_next():
+                if now_ns() - self._woken_ns > _WAKE_NS:
+                    self._wake()
+        finally:
+            self._wake()
 
-    def top_up(self) -> None:
-        """Refill, but only when the window is low, so that several batches are opened at once."""
-        if self._window.is_low(self.num_open):
-            self.refill()
+    def _wake(self) -> None:
+        """Wake workers for the batches that were opened."""
+        if self._to_wake:
+            self._woken_ns = now_ns()
+            self._ledger.wake(self._to_wake)
+            self._to_wake = 0
+
+    def top_up(self) -> bool:
+        """Refill, but only when the window is low, so that several batches are opened at once; False if it is not."""
+        if not self._window.is_low(self.num_open):
+            return False
+        now = now_ns()
+        if now - self._refilled_ns < _REFILL_NS and not self._exhausted:
+            self._window.widen()
+        self._refilled_ns = now
+        self.refill()
+        return True
 
     def _open_next(self) -> bool:
         """Open the next batch; False if there is none, or no free record, position or worker."""
-        self._complete_opening()
+        if self._opening is not None:
+            self._complete_opening()
         if self._handover is not None and self._handover.refused:
             self._keep_places()
         drawn = self._draw()
@@ -493,8 +519,8 @@ class Dispatcher:
 
     def _draw(self) -> Drawn | None:
         """The next batch of the sampler, of this epoch and then of the next one if that is known."""
-        found = self._batches.ahead(1)
-        if not found and not self._exhausted:
+        found = self._batches.first()
+        if found is None and not self._exhausted:
             self._exhausted = True
             following = self._predict_next()
             if following is None:
@@ -502,8 +528,8 @@ class Dispatcher:
             self._prefetches_next = True
             self._open_epoch(following.number, following.seed, None)
             self._batches = IndexBatches.of(following.batches)
-            found = self._batches.ahead(1)
-        return found[0] if found else None
+            found = self._batches.first()
+        return found
 
     def _publish(self, drawn: Drawn, owner: int) -> OpenBatch:
         """Write a batch to the ledger, where workers find it."""
@@ -535,6 +561,8 @@ class Dispatcher:
             first=self._ledger.tail,
         )
         self._opening = item
+        # A batch with an owner must wake that very worker.
+        self._to_wake = _ALL_WORKERS if owner else min(self._to_wake + count, _ALL_WORKERS)
         item.record = self._ledger.open(
             indices=indices if fits_ledger else integers_of(indices),
             count=count,
@@ -545,8 +573,7 @@ class Dispatcher:
             bound=bound,
             indices_offset=offset,
             indices_nbytes=nbytes,
-            # A batch with an owner must wake that very worker.
-            wake=_ALL_WORKERS if owner else count,
+            wake=0,
             owner=owner,
             occurrences=occurrences,
         )

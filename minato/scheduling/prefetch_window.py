@@ -11,6 +11,9 @@ _DEPTH = 2
 _REFILL_SHARE = 8
 """The window is low when more than an eighth of it is empty."""
 
+_RUNS, _RUN_BYTES = 64, 4 << 20
+"""Number of batches, and their memory, up to which the window grows only so that they are opened in larger runs."""
+
 _sharing: set[PrefetchWindow] = set()
 """Windows in use that divide a budget among them."""
 
@@ -19,7 +22,8 @@ class PrefetchWindow:
     """Bounds the batches in flight: by a fixed number if one is given, by their bytes otherwise.
 
     A window that is not fixed starts at two batches per worker. It grows when the training loop waits while every
-    sample in flight is claimed: then a slow sample of the oldest batch holds back complete ones.
+    sample in flight is claimed: then a slow sample of the oldest batch holds back complete ones. It also grows where
+    the loop uses up small batches so fast that opening them, and waking workers for them, would take most of the time.
 
     Args:
         num_workers: Active workers.
@@ -105,6 +109,11 @@ class PrefetchWindow:
         if self._max_batches is not None:
             self.limit = min(self.limit, self._max_batches)
         return True
+
+    def widen(self) -> None:
+        """Allow more batches if they are small, because a few are used up as soon as they are opened."""
+        if self.limit < _RUNS and 0 < (self.limit + self._step) * self._batch_bytes <= _RUN_BYTES:
+            self.grow()
 
     def resize(self, num_workers: int) -> None:
         """Change the number of active workers. The limit never falls."""

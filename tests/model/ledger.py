@@ -243,7 +243,6 @@ class Ledger:
         yield store(self.state[index], (state & -ONE_GENERATION) + ONE_GENERATION | OPEN)
         yield (poke if bound else store)(self.limit[epoch_slot], tail + count)
         yield from self.offer(tail, count)
-        yield from self.notify(self.work, EVERYBODY if owner else count)
         return index
 
     def offer(self, tail: int, count: int) -> Steps:
@@ -847,6 +846,7 @@ class Ledger:
 
     def refill(self, state: Consumer, epoch_slot: int) -> Steps:
         sizes = self.setting.batches[epoch_slot]
+        unwoken = 0
         while len(state.open) < self.setting.window:
             if state.opened == len(sizes):
                 if epoch_slot == len(self.setting.batches) - 1 and not state.dry:
@@ -865,6 +865,7 @@ class Ledger:
                 break
             owner = state.opened % self.setting.workers + 1 if self.setting.owned else 0
             record = yield from self.open(count, epoch_slot, owner)
+            unwoken = EVERYBODY if owner else unwoken + count
             recent = (*state.recent, record)
             if not self.setting.bound and len(recent) > self.setting.lag:
                 overdue, *rest = recent
@@ -877,6 +878,8 @@ class Ledger:
                 live=(*state.live, record),
                 recent=recent,
             )
+        if unwoken:
+            yield from self.notify(self.work, unwoken)
         return state
 
     def look(self, open_: tuple[int, ...]) -> Steps:

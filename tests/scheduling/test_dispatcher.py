@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from minato._core import WORK_EVENTS_OFFSET, EventCount
 from minato.sampling.epoch import NextEpoch
-from minato.scheduling import waiting
+from minato.scheduling import dispatcher, waiting
 from minato.scheduling.orders import make_order
 from tests.scheduling.fakes import Bench
 
@@ -104,7 +105,10 @@ def test_no_more_batches_are_open_than_the_window_allows() -> None:
     assert bench.dispatcher.num_open == 3
 
 
-def test_batches_are_opened_several_at_once_but_never_while_the_consumer_waits() -> None:
+def test_batches_are_opened_several_at_once_but_never_while_the_consumer_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher, "_REFILL_NS", 0)
     bench = Bench(fixed=None, workers=8)
     bench.begin([[i] for i in range(40)])
     counts = []
@@ -120,6 +124,34 @@ def test_batches_are_opened_several_at_once_but_never_while_the_consumer_waits()
     bench.pool.script = [lambda: (waiting.append(bench.dispatcher.num_open), bench.work(1))]
     bench.take()
     assert waiting == [16]
+
+
+def test_small_batches_are_opened_in_larger_runs_where_they_are_used_up_quickly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher, "_REFILL_NS", 1 << 62)
+    bench = Bench(fixed=None, workers=2)
+    bench.begin([[i] for i in range(40)])
+    counts = []
+    for _ in range(4):
+        bench.work(1)
+        bench.take()
+        bench.dispatcher.top_up()
+        counts.append(bench.dispatcher.num_open)
+    assert counts == [6, 8, 10, 12]
+
+
+def test_workers_are_woken_once_for_the_batches_that_are_opened_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher, "_WAKE_NS", 1 << 62)
+    bench = Bench(fixed=3)
+    before = EventCount(bench.segment.array, WORK_EVENTS_OFFSET).events
+    bench.begin(PAIRS)
+    assert bench.dispatcher.num_open == 3
+    assert EventCount(bench.segment.array, WORK_EVENTS_OFFSET).events == before + 1
+    bench.always_work()
+    assert bench.rest() == PAIRS
 
 
 def test_a_fixed_window_is_kept_full() -> None:

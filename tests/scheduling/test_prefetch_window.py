@@ -24,6 +24,15 @@ def test_a_window_grows_by_the_number_of_workers() -> None:
     assert [window.has_room(n) for n in (8, 9)] == [True, False]
 
 
+def test_a_window_grows_for_the_cost_of_opening_only_while_its_batches_are_small() -> None:
+    windows = [PrefetchWindow(2, fixed=None, budget_bytes=10**9) for _ in range(3)]
+    for window, nbytes in zip(windows, (0, 1000, 1 << 20), strict=True):
+        window.expect(nbytes)
+        for _ in range(99):
+            window.widen()
+    assert [window.limit for window in windows] == [4, 64, 4]
+
+
 def test_a_fixed_window_stays() -> None:
     window = PrefetchWindow(3, fixed=4, budget_bytes=1)
     window.observe(100)  # no warning: the number was asked for
