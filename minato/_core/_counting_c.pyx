@@ -367,7 +367,8 @@ cdef class Arrivals:
         if 0 <= batch < self.delivered_batches:
             return
         if type(positions) is range:
-            at, end = positions.start, positions.stop
+            at = positions[0] if positions else 0
+            end = at + len(positions)
             while at < end:
                 self._arrive(at - start)
                 at += 1
