@@ -187,7 +187,7 @@ def second_loader(loader: str, workers: str, method: str) -> float:
 def preloaded(loader: str, workers: str, method: str) -> float:
     """The same with the server of multiprocessing, which has imported what the workers import."""
     os.environ["MINATO_FORK_SERVER"] = "0"
-    multiprocessing.set_forkserver_preload(["minato.engine.worker_context", "bench.growth"])
+    multiprocessing.set_forkserver_preload(["minato.workers.worker_process", "bench.growth"])
     return first_batch(loader, workers, method)
 
 

@@ -56,7 +56,7 @@ class BatchBuilder:
             self._slot = self._arena.acquire()
         return self._slot
 
-    def pack(self, samples: list[Any]) -> Any:
+    def pack(self, samples: list[object]) -> Any:
         """The batch of some samples, with one copy; None if they have no layout."""
         self.nbytes = 0
         kind, tried = type(samples[0]), self._last
@@ -75,7 +75,7 @@ class BatchBuilder:
         self._last = layout
         return self._packed(layout, samples)
 
-    def _packed(self, layout: Layout, samples: list[Any]) -> Any:
+    def _packed(self, layout: Layout, samples: list[object]) -> Any:
         """The batch of samples of a layout; None if they have another one."""
         count = len(samples)
         nbytes = layout.fields_nbytes(count)
@@ -108,7 +108,7 @@ class BatchBuilder:
             self._lease(slot, self.nbytes, memory)
         return layout.batch(memory, 0, count, ())
 
-    def collate(self, samples: Any) -> Any:
+    def collate(self, samples: object) -> Any:
         """The batch that ``collate_fn`` makes of the samples."""
         self.nbytes = 0
         return self._collate_fn(samples)

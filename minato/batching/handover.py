@@ -35,7 +35,7 @@ _has_names: Callable[[torch.Tensor], bool] = getattr(
 """Names of dimensions, which later versions of torch have no more."""
 
 
-def are_plain(samples: Iterable[Any]) -> bool:
+def are_plain(samples: Iterable[object]) -> bool:
     """Return whether samples are of types that are known to arrive in another process exactly as they are.
 
     They are numbers, strings, paths, plain tensors and arrays without attributes of their own, and lists, tuples, named

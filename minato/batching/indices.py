@@ -15,7 +15,7 @@ _MOST_LISTED = 8
 """Number of indices of a batch that a message lists."""
 
 
-def listed(indices: Sequence[Any]) -> str:
+def listed(indices: Sequence[object]) -> str:
     """Some indices, for a message: the first few."""
     more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
     return f"indices {', '.join(map(text_of, indices[:_MOST_LISTED]))}{more}"
@@ -49,7 +49,7 @@ class StoredIndices:
         """The indices of the samples at the places of a batch, for a message."""
         record = self._ledger.describe(batch)
         own_places = range(record.first, record.first + record.count)
-        indices: list[Any] = []
+        indices: list[object] = []
         for position in own_places if record.bound else self._ledger.occupants(batch):
             if position < 0:
                 continue  # the place is free

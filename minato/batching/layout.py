@@ -188,7 +188,7 @@ class Layout:
         columns = zip(*texts, strict=True) if self.num_texts else ()
         return self._collated(iter(tensors), iter(columns))
 
-    def collate(self, samples: list[Any], kept_nbytes: int, memory: Buffer | None = None) -> Any:
+    def collate(self, samples: list[object], kept_nbytes: int, memory: Buffer | None = None) -> Any:
         """Build the batch that ``default_collate`` would have built, with one copy.
 
         Args:

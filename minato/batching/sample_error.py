@@ -70,25 +70,25 @@ class SampleError:
 
     Args:
         error: The exception itself (workers in this process), or torch's wrapper of it.
-        key: Index in the dataset; None if the collation of the batch raised.
+        index: Index in the dataset; None if the collation of the batch raised.
         state: State of the worker's dataset afterwards, as :meth:`BatchReader.state` returns it; None without one.
     """
 
     _is_noted = False
 
     def __init__(
-        self, error: ExceptionWrapper | BaseException, key: object = None, state: object = None
+        self, error: ExceptionWrapper | BaseException, index: object = None, state: object = None
     ) -> None:
         self.error = error
-        self.key = key
+        self.index = index
         self.state = state
 
     def exception(self) -> BaseException:
         """Return the exception, with torch's type and text, and a note that names the sample."""
         error = self.error if isinstance(self.error, BaseException) else _unwrapped(self.error)
-        if self.key is not None and not (self._is_noted or isinstance(error, KeyboardInterrupt)):
+        if self.index is not None and not (self._is_noted or isinstance(error, KeyboardInterrupt)):
             self._is_noted = True
-            add_note(error, f"raised by the sample with index {text_of(self.key)}")
+            add_note(error, f"raised by the sample with index {text_of(self.index)}")
         return error
 
     def reraise(self) -> NoReturn:

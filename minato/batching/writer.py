@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minato._core import Packer, WorkerLedger, now_ns
 from minato._core.codes import MUST_COLLATE, SKIP_BLOB, TEXT_BLOB
@@ -103,8 +103,8 @@ class BatchWriter:
         self,
         batch: int,
         k: int,
-        indices: Sequence[Any],
-        samples: list[Any],
+        indices: Sequence[object],
+        samples: list[object],
         error: BaseException | None = None,
         *,
         whole: bool = False,
@@ -167,8 +167,8 @@ class BatchWriter:
     def deliver_free(
         self,
         position: int,
-        indices: Sequence[Any],
-        samples: list[Any],
+        indices: Sequence[object],
+        samples: list[object],
         *,
         slow: bool = False,
         collates: bool = True,
@@ -218,8 +218,8 @@ class BatchWriter:
     def deliver_list(
         self,
         batch: int,
-        indices: Sequence[Any],
-        result: Any,
+        indices: Sequence[object],
+        result: object,
         error: BaseException | None = None,
         state: GetState | None = None,
     ) -> None:
@@ -240,7 +240,7 @@ class BatchWriter:
     def deliver_stream(
         self,
         batch: int,
-        samples: list[Any],
+        samples: list[object],
         error: BaseException | None = None,
         state: GetState | None = None,
     ) -> None:
@@ -283,7 +283,7 @@ class BatchWriter:
             self.publish(batch)
 
     def _fill_all(
-        self, batch: int, k: int, samples: list[Any], indices: Sequence[Any] | None = None
+        self, batch: int, k: int, samples: list[object], indices: Sequence[object] | None = None
     ) -> None:
         """Fill the places of samples some of which are skipped, after writing the others unless ``indices`` is None."""
         position = self._ledger.describe(batch).first + k
@@ -303,8 +303,8 @@ class BatchWriter:
         self,
         batch: int,
         k: int,
-        indices: Sequence[Any],
-        samples: list[Any],
+        indices: Sequence[object],
+        samples: list[object],
         error: BaseException,
         state: GetState | None,
     ) -> None:
@@ -323,7 +323,7 @@ class BatchWriter:
 
     # ---- writing; the caller then fills the places
 
-    def _set_result(self, batch: int, samples: list[Any], state: GetState | None) -> None:
+    def _set_result(self, batch: int, samples: list[object], state: GetState | None) -> None:
         """Set the result of a batch of which this worker has all samples, without those that are skipped."""
         kept, skipped = samples, []
         if self._skips:
@@ -336,7 +336,7 @@ class BatchWriter:
     def _collate(
         self,
         batch: int,
-        samples: Any,
+        samples: object,
         skipped: Sequence[int] = (),
         state: GetState | None = None,
         name: str | None = None,
@@ -365,8 +365,8 @@ class BatchWriter:
         self,
         batch: int,
         k: int,
-        indices: Sequence[Any],
-        samples: list[Any],
+        indices: Sequence[object],
+        samples: list[object],
         whole: bool = False,
     ) -> None:
         """Write samples k, k+1, … of a batch.
@@ -397,8 +397,8 @@ class BatchWriter:
         batch: int,
         fields: _Fields,
         k: int,
-        indices: Sequence[Any],
-        samples: list[Any],
+        indices: Sequence[object],
+        samples: list[object],
         whole: bool,
     ) -> None:
         """Copy samples one by one: some may not fit the layout, or hold strings."""
@@ -413,7 +413,7 @@ class BatchWriter:
             elif texts:
                 self._blobs.attach(batch, fields.first + k + i, texts, TEXT_BLOB)
 
-    def _attach(self, batch: int, k: int, indices: Sequence[Any], samples: list[Any]) -> None:
+    def _attach(self, batch: int, k: int, indices: Sequence[object], samples: list[object]) -> None:
         """Attach samples for the worker that collates their batch, or what has them run again there."""
         handover, attach = self._handover, self._blobs.attach_sample
         place = self._ledger.describe(batch).first + k
@@ -425,7 +425,7 @@ class BatchWriter:
         if handover is not None and not sent:
             handover.settle(False)
 
-    def _note_types(self, result: Any) -> None:
+    def _note_types(self, result: object) -> None:
         """Find out from the samples of a whole batch whether those of others may be handed over."""
         handover = self._handover
         if handover is not None and handover.answer is None and type(result) is list:
@@ -438,7 +438,7 @@ class BatchWriter:
 
     # ---- fields
 
-    def _packs_all(self, batch: int, samples: list[Any]) -> bool:
+    def _packs_all(self, batch: int, samples: list[object]) -> bool:
         """Pack all samples of a batch that has one place; False if they do not have one layout."""
         if self.collates:
             return False
@@ -455,7 +455,7 @@ class BatchWriter:
                 return share_layout(self._ledger, self._segment, batch, record).fields == offset
         return False
 
-    def _pack_run(self, fields: _Fields, k: int, samples: list[Any]) -> bool:
+    def _pack_run(self, fields: _Fields, k: int, samples: list[object]) -> bool:
         """Copy samples to consecutive places; False if one does not fit the layout or holds strings."""
         return fields.packer.pack_run(samples, self._segment.address + fields.offset, k)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from minato._support.objects import Search, path_of
 from minato.errors import warn
 from minato.observe.observers import Observer
 from minato.sharing import is_looked_through
+from minato.workers.pool import WorkerPool
 
 __all__ = ["CopiedObjects"]
 
@@ -23,11 +22,6 @@ _LEAST_NBYTES = 256 << 20
 """Of all workers together: a warning is not worth less."""
 _SAMPLE = 256
 _SIZED = {id(each) for each in (dict, list, tuple, str, bytes, int, float)}
-
-
-class _Processes(Protocol):
-    @property
-    def processes(self) -> Sequence[BaseProcess]: ...
 
 
 class CopiedObjects(Observer):
@@ -43,7 +37,7 @@ class CopiedObjects(Observer):
     warned = False
     """Whether this process has warned: once is enough."""
 
-    def __init__(self, dataset: object, pool: _Processes) -> None:
+    def __init__(self, dataset: object, pool: WorkerPool) -> None:
         self._dataset = dataset
         self._pool = pool
         self._batches = 0

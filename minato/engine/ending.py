@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,11 +46,12 @@ def if_alive(
 
 def cost_history(plan: Plan, history: History) -> CostHistory | None:
     """The directory of the costs of earlier programs, if there is one; a new history begins with them."""
-    if plan.cost_history is None:
+    path = plan.options.stragglers.history
+    if path is None:
         return None
     if history.cost_history is None:  # once: the dataset may change itself
         dataset, steps = plan.worker.pipeline.dataset, plan.worker.pipeline.transforms.steps
-        history.cost_history = CostHistory(plan.cost_history, dataset, steps)
+        history.cost_history = CostHistory(os.fspath(path), dataset, steps)
     if history.costs is None:
         history.costs = history.cost_history.costs()
     return history.cost_history

@@ -14,7 +14,7 @@ from minato.batching.arena import Arena
 from minato.batching.indices import StoredIndices
 from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
-from minato.batching.serialization import LocalStore, SharedStore
+from minato.batching.serialization import LocalStore, SharedStore, Store
 from minato.delivery.device import device_copier
 from minato.delivery.pinning import Pin, PinCopier
 from minato.delivery.prefetch import Copier, PrefetchReader
@@ -24,13 +24,11 @@ from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
 from minato.engine.pools import make_pool
-from minato.engine.shared_state import SharedState
-from minato.engine.worker_context import WorkerContext
 from minato.errors import ErrorBudgetError, Postponed, not_the_end
 from minato.observe.lateness import InOrderLateness
 from minato.observe.meters import CostStats, merged
 from minato.observe.observers import LoaderSnapshot, Observer, Observers
-from minato.observe.trace import LoopTrack
+from minato.observe.trace import LoopTrack, Track
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
@@ -41,12 +39,13 @@ from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.slow_threshold import SlowThreshold
 from minato.scheduling.waiting import ConsumerWait, Pool
+from minato.workers.context import WorkerContext
 from minato.workers.current_sample import CurrentSample, CurrentWork
-from minato.workers.error_policy import FailureCount
 from minato.workers.reads import LEAST_LISTS
-from minato.workers.supervision import OomBackoff, RestartPolicy
+from minato.workers.sample_timeout import SampleWatchdog, StackFile
+from minato.workers.shared_state import SharedState
+from minato.workers.supervision import OomBackoff, RestartPolicy, WorkerRecovery
 
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
     from minato.workers.autoscale import Scaler
@@ -88,102 +87,43 @@ class Engine:
         make_reader: type[BatchReader] | None = None,
         pin: Pin | None = None,
     ) -> None:
-        worker, policy = plan.worker, plan.failures.policy
         self.plan = plan
         self.arena = arena
         self._history = history
         self._cost_history = cost_history(plan, history)
-        state = _shared_state(plan)
-        state.active.set_count(worker.most_workers)
-        # Where a place that a skipped sample leaves is for another one, no batch may begin with places that are kept.
-        fills = policy is not None and not worker.order.keeps_places
-        optimistic = history.may_travel is None and (fills or not worker.hands_over)
-        if worker.pipeline.refetches:
-            state.handover.settle(False)
-        elif optimistic or not worker.in_processes:
-            state.handover.settle(True)
-        elif history.may_travel is not None:
-            state.handover.settle(history.may_travel)
+        worker = plan.worker
+        self._state = state = _shared_state(plan, history)
         self.ledger = state.ledger
         self.meters = [state.meters(number) for number in range(worker.most_workers)]
+        self._window, self._wait_stats = _window(plan), ConsumerWait()
         store = (SharedStore if worker.in_processes else LocalStore)(arena.segment)
-        context = WorkerContext(
-            worker,
-            state.layout,
-            store,
-            policy=policy,
-        )
-        window, wait_stats = _window(plan), ConsumerWait()
-        restart_policy = RestartPolicy(
-            plan.pool.restarts,
-            policy is not None and policy.on_error != "raise",
-            OomBackoff(window) if worker.in_processes else None,
-        )
-        self._current_work = CurrentWork(
-            self.ledger, StoredIndices(self.ledger, store), worker.pipeline.transforms.names
-        )
-        self._pool = make_pool(plan, context, state, self._current_work, restart_policy, wait_stats)
-        track = None if worker.tracks is None else worker.tracks.loop()
+        context = WorkerContext(worker, state.layout, store, policy=plan.policy)
+        indices = StoredIndices(self.ledger, store)
+        self._current_work = CurrentWork(self.ledger, indices, worker.pipeline.transforms.names)
+        recovery = self._recovery(context)
+        self._pool = make_pool(plan, context, state, recovery)
+        self._pickles_plan = worker.in_processes and plan.context.get_start_method() != "fork"
+        # A context of another package has a pickler of its own.
+        if self._pickles_plan and type(plan.context).__module__ == "multiprocessing.context":
+            context.sent = pickling.for_children(worker)
+        track = None if plan.tracks is None else plan.tracks.loop()
         tracer: Tracer = NULL_TRACER if track is None else track
-        observers: list[Observer] = [] if track is None else [LoopTrack(track)]
-        if worker.in_processes and plan.pool.context.get_start_method() == "fork":
-            observers.append(CopiedObjects(worker.pipeline.dataset, self._pool))
-        self._observers = Observers(history.observers, observers)
+        self._observers = self._observe(track)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
-        self._num_prefetched = plan.prefetch.to_device if pin is None else 1
+        self._num_prefetched = plan.options.to_device if pin is None else 1
         copier = _copier(plan, arena, pin, tracer)
         self._prefetcher = None if copier is None else PrefetchReader(reader, self.ledger, copier)
         self._reader = self._prefetcher or reader
-        self._early_start: EarlyStart | None = None
-        if worker.starts_early:
-            self._early_start = EarlyStart(
-                ledger=self.ledger, costs=history.cost_model, num_workers=plan.pool.first
-            )
-            if history.costs is not None:
-                self._early_start.mean_ns = history.costs.mean
+        self._early_start = self._starts_early()
         self._scaler: Scaler | None = None
-        pool: Pool = self._pool
-        if history.autoscale is not None:
-            from minato.workers.autoscale import PolledPool, Scaler
-
-            wait_stats.watched = True
-            self._scaler = Scaler(
-                history.autoscale,
-                workers=self._pool,
-                active_workers=state.active,
-                window=window,
-                wait_stats=wait_stats,
-                ledger=self.ledger,
-                times=[meters.total for meters in self.meters],
-                resized=None if self._early_start is None else self._early_start.resize,
-            )
-            pool = PolledPool(pool, self._scaler)
-        self._dispatcher = Dispatcher(
-            self.ledger,
-            ready_events=state.ready,
-            pool=pool,
-            storage=BatchStorage(arena, store, self._reader.discard),
-            schedule=Schedule(
-                window=window,
-                order=worker.order,
-                assignment=_assignment(plan, self._reader.state),
-                early_start=self._early_start,
-                handover=state.handover,
-            ),
-            settings=_dispatcher_settings(plan),
-            wait_stats=wait_stats,
-            tracer=tracer,
-        )
-        self._window, self._active_workers = window, state.active
-        self._failures: FailureCount | None = None
-        if policy is not None:
-            self._failures = FailureCount(policy.log, plan.failures.budget, plan.failures.log)
+        self._dispatcher = self._dispatch(store, self._scaled_pool(), tracer)
+        self._failures = plan.failure_count()
         self._pending_error: Postponed | None = None
         self._outgoing: Outgoing | None = None
         self._progress: Progress | None = None
         self._started = False
         self._started_ns = now_ns()
-        self.slow_threshold = SlowThreshold(plan.slow, history.costs)
+        self.slow_threshold = plan.slow_threshold(history.costs)
         history.decision = self.slow_threshold.decision
         self.ledger.slow_ns = history.decision.threshold_ns
         self._costs_due_ns = self._started_ns + _READ_COSTS_EVERY_NS
@@ -191,30 +131,119 @@ class Engine:
             self._early_start is not None or worker.order.slow_to_newest or worker.defers
         )
         self._costs = CostStats(worker.pipeline.transforms.names)
-        self._metrics = EngineMetrics(
+        self._metrics = self._count(recovery.restart_policy)
+        self.afterwards = self._endings()
+        self._end = functools.partial(end_engine, self._pool.shut_down, arena, self.afterwards)
+        self._finalizer = weakref.finalize(self, self._end)
+
+    # ---- its parts
+
+    def _recovery(self, context: WorkerContext) -> WorkerRecovery:
+        """What happens when a worker dies, or its sample takes too long."""
+        plan = self.plan
+        policy, limit_s = plan.policy, plan.options.errors.sample_timeout
+        restart_policy = RestartPolicy(
+            plan.restarts,
+            policy is not None and policy.on_error != "raise",
+            OomBackoff(self._window) if plan.worker.in_processes else None,
+        )
+        watchdog: SampleWatchdog | None = None
+        if limit_s is not None and plan.worker.method != "thread":
+            context.stacks = StackFile()
+            watchdog = SampleWatchdog(self.ledger, limit_s, context.stacks)
+        return WorkerRecovery(
+            self.ledger, context, self._current_work, restart_policy, self._wait_stats, watchdog
+        )
+
+    def _observe(self, track: Track | None) -> Observers:
+        """Those who follow the calls of this engine."""
+        plan = self.plan
+        own: list[Observer] = [] if track is None else [LoopTrack(track)]
+        if plan.worker.in_processes and plan.context.get_start_method() == "fork":
+            own.append(CopiedObjects(plan.worker.pipeline.dataset, self._pool))
+        return Observers(self._history.observers, own)
+
+    def _starts_early(self) -> EarlyStart | None:
+        """The samples that start before those that precede them, if any may."""
+        if not self.plan.worker.starts_early:
+            return None
+        history = self._history
+        early = EarlyStart(
+            ledger=self.ledger, costs=history.cost_model, num_workers=self.plan.first
+        )
+        if history.costs is not None:
+            early.mean_ns = history.costs.mean
+        return early
+
+    def _scaled_pool(self) -> Pool:
+        """The pool as the dispatcher sees it, with a scaler where the number of workers changes."""
+        if self._history.autoscale is None:
+            return self._pool
+        from minato.workers.autoscale import PolledPool, Scaler
+
+        self._wait_stats.watched = True
+        self._scaler = Scaler(
+            self._history.autoscale,
+            workers=self._pool,
+            active_workers=self._state.active,
+            window=self._window,
+            wait_stats=self._wait_stats,
+            ledger=self.ledger,
+            times=[meters.total for meters in self.meters],
+            resized=None if self._early_start is None else self._early_start.resize,
+        )
+        return PolledPool(self._pool, self._scaler)
+
+    def _dispatch(self, store: Store, pool: Pool, tracer: Tracer) -> Dispatcher:
+        plan, worker = self.plan, self.plan.worker
+        return Dispatcher(
+            self.ledger,
+            ready_events=self._state.ready,
+            pool=pool,
+            storage=BatchStorage(self.arena, store, self._reader.discard),
+            schedule=Schedule(
+                window=self._window,
+                order=worker.order,
+                assignment=_assignment(plan, self._reader.state),
+                early_start=self._early_start,
+                handover=self._state.handover,
+            ),
+            settings=DispatcherSettings(
+                timeout_s=plan.spec.workers.timeout_s,
+                one_epoch=not plan.spec.workers.persistent,
+                skips=plan.policy is not None,
+                drop_short=worker.pipeline.drop_last,
+            ),
+            wait_stats=self._wait_stats,
+            tracer=tracer,
+        )
+
+    def _count(self, restart_policy: RestartPolicy) -> EngineMetrics:
+        """All counters of this engine."""
+        return EngineMetrics(
             activities=self.ledger,
             meters=self.meters,
             costs=self._costs,
-            window=window,
-            wait_stats=wait_stats,
+            window=self._window,
+            wait_stats=self._wait_stats,
             slow_threshold=self.slow_threshold,
             restart_policy=restart_policy,
             failures=self._failures,
         )
-        self._pickles_plan = worker.in_processes and plan.pool.context.get_start_method() != "fork"
-        # A context of another package has a pickler of its own.
-        if self._pickles_plan and type(plan.pool.context).__module__ == "multiprocessing.context":
-            context.sent = pickling.for_children(worker)
-        self.afterwards: list[Callable[[], object]] = []
-        if plan.prefetch.shares_budget:
-            self.afterwards.append(window.release_budget)
+
+    def _endings(self) -> list[Callable[[], object]]:
+        """What to call after the workers have ended; none of it refers to this engine."""
+        worker, endings = self.plan.worker, list[Callable[[], object]]()
+        if self.plan.shares_budget:
+            endings.append(self._window.release_budget)
         if worker.dataset_states is not None:
-            self.afterwards.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
+            endings.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
         if worker.hands_over:
-            self.afterwards.append(if_alive(History.learn, history, state.handover))
-        self.afterwards.append(self._observers.ending(self._metrics))
-        self._end = functools.partial(end_engine, self._pool.shut_down, arena, self.afterwards)
-        self._finalizer = weakref.finalize(self, self._end)
+            endings.append(if_alive(History.learn, self._history, self._state.handover))
+        endings.append(self._observers.ending(self._metrics))
+        return endings
+
+    # ---- epochs and batches
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Start an epoch and, with the first one, the workers.
@@ -371,7 +400,7 @@ class Engine:
             if self._scaler is not None:
                 self._scaler.update()
             self.arena.trim(self._dispatcher.num_open)
-            if self.plan.pool.restarts:
+            if self.plan.restarts:
                 self._pool.check_early()
         except Exception as error:
             self._pending_error = Postponed(error)
@@ -380,7 +409,7 @@ class Engine:
         self._metrics.look(self._pool.usage)
         window, in_flight = self._window, self._dispatcher.num_open
         return LoaderSnapshot(
-            self._active_workers.count,
+            self._state.active.count,
             in_flight,
             self._dispatcher.num_ready,
             window.limit,
@@ -454,29 +483,31 @@ def _copier(plan: Plan, arena: Arena, pin: Pin | None, tracer: Tracer) -> Copier
     """The copier of batches that are prefetched, to pinned memory or to a device."""
     if pin is not None:
         return PinCopier(pin)
-    device = plan.prefetch.device
+    device = plan.options.target
     return None if device is None else device_copier(device, arena, tracer=tracer)
 
 
-def _dispatcher_settings(plan: Plan) -> DispatcherSettings:
+def _shared_state(plan: Plan, history: History) -> SharedState:
+    """The memory that the workers share; all of them are active."""
     worker = plan.worker
-    return DispatcherSettings(
-        timeout_s=plan.timeout_s,
-        one_epoch=not plan.pool.persistent,
-        skips=plan.failures.policy is not None,
-        drop_short=worker.pipeline.drop_last,
-    )
-
-
-def _shared_state(plan: Plan) -> SharedState:
-    worker = plan.worker
-    return SharedState.create(
+    state = SharedState.create(
         num_workers=worker.most_workers,
         records=_BATCH_RECORDS,
-        positions=max(_POSITIONS, 1 << (4 * plan.prefetch.largest_batch - 1).bit_length()),
+        positions=max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length()),
         num_steps=len(worker.pipeline.transforms),
         shared=worker.in_processes,
     )
+    state.active.set_count(worker.most_workers)
+    # Where a place that a skipped sample leaves is for another one, no batch may begin with places that are kept.
+    fills = plan.policy is not None and not worker.order.keeps_places
+    optimistic = history.may_travel is None and (fills or not worker.hands_over)
+    if worker.pipeline.refetches:
+        state.handover.settle(False)
+    elif optimistic or not worker.in_processes:
+        state.handover.settle(True)
+    elif history.may_travel is not None:
+        state.handover.settle(history.may_travel)
+    return state
 
 
 def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Any] | None]) -> Assignment:
@@ -486,7 +517,7 @@ def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Any] | None]) -
     return RoundRobin(
         worker.most_workers,
         in_order=worker.order.in_order,
-        capacity=cast(int, plan.prefetch.batches),
+        capacity=cast(int, plan.batches),
         dataset_states=worker.dataset_states,
         state_of=state_of,
     )
@@ -494,19 +525,19 @@ def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Any] | None]) -
 
 def _window(plan: Plan) -> PrefetchWindow:
     """The prefetch window of a plan."""
-    worker, prefetch = plan.worker, plan.prefetch
-    reads = plan.pool.first * worker.fetching.concurrency
-    concurrent_batches = -(-reads // prefetch.largest_batch)
+    worker = plan.worker
+    reads = plan.first * worker.fetching.concurrency
+    concurrent_batches = -(-reads // plan.largest_batch)
     if worker.begins_lists:
-        concurrent_batches = plan.pool.first * LEAST_LISTS
+        concurrent_batches = plan.first * LEAST_LISTS
     return PrefetchWindow(
-        plan.pool.first,
-        fixed=prefetch.batches,
-        budget_bytes=prefetch.budget_bytes,
+        plan.first,
+        fixed=plan.batches,
+        budget_bytes=plan.budget_bytes,
         # A sample gets a place in the batch max_lag after its own when that batch is opened. By then, its own batch
         # must have been returned: until then, the sample is not late.
         max_batches=None if worker.order.keeps_places else worker.order.max_lag,
         concurrent_batches=concurrent_batches,
         slow_start=worker.fetching.slow_start,
-        shares=prefetch.shares_budget,
+        shares=plan.shares_budget,
     )

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # all stages: the first iterator loads them
     from minato.engine.engine import Engine
     from minato.engine.history import History
     from minato.engine.inline import InlineEngine
-    from minato.engine.plan import WorkerPlan
     from minato.observe.trace import Trace, Tracks
+    from minato.workers.plan import WorkerPlan
 
 __all__ = ["EngineFactory", "RankSession"]
 

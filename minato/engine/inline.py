@@ -25,8 +25,7 @@ from minato.delivery.device import device_copier
 from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
-from minato.engine.plan import Plan, WorkerPlan
-from minato.engine.worker_parts import collate_of, fetcher_of, generators_of, restore
+from minato.engine.plan import Plan
 from minato.errors import SKIP, ErrorBudgetError, not_the_end
 from minato.observe.lateness import InOrderLateness
 from minato.observe.meters import CostStats, Meters
@@ -37,17 +36,18 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
-from minato.scheduling.slow_threshold import SlowThreshold
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
-from minato.workers.concurrent import ConcurrentFetch, InFlight, SharedReadLimit, close_reads
+from minato.workers.concurrent import InFlight, close_reads
 from minato.workers.current_sample import CurrentSample
 from minato.workers.error_policy import FailureCount, SampleRetry
-from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher
+from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, fetcher_of
+from minato.workers.plan import WorkerPlan
 from minato.workers.reads import Read, reads_of
 from minato.workers.runner import Runner, RunnerSettings
-from minato.workers.staged_runner import StageRunner
+from minato.workers.shared_state import SharedReadLimit
+from minato.workers.stages import StageRunner
 
 __all__ = ["InlineEngine"]
 
@@ -179,27 +179,25 @@ class InlineEngine:
         history: History,
         keep: Callable[[InlineEngine], bool] = lambda engine: False,
     ) -> None:
-        worker, policy = plan.worker, plan.failures.policy
+        worker = plan.worker
         pipeline = worker.pipeline
         self.plan = plan
         self.arena = arena
         self._history = history
         self._cost_history = cost_history(plan, history)
-        track = None if worker.tracks is None else worker.tracks.loop()
+        track = None if plan.tracks is None else plan.tracks.loop()
         self._tracer: Tracer = NULL_TRACER if track is None else track
         own: list[Observer] = [] if track is None else [LoopTrack(track)]
         self._observers = Observers(history.observers, own)
-        self._builder = BatchBuilder(arena, collate_of(pipeline))
-        device = plan.prefetch.device
+        self._builder = BatchBuilder(arena, pipeline.collate())
+        device = plan.options.target
         self._copier = None if device is None else device_copier(device, arena, tracer=self._tracer)
-        self._failures: FailureCount | None = None
-        if policy is not None:
-            self._failures = FailureCount(policy.log, plan.failures.budget, plan.failures.log)
+        self._failures = plan.failure_count()
         self._meters = Meters(len(pipeline.transforms))
         self._costs = CostStats(pipeline.transforms.names)
         self._activity = _Activity()
         self._lease = Lease()
-        self.slow_threshold = SlowThreshold(plan.slow, history.costs)
+        self.slow_threshold = plan.slow_threshold(history.costs)
         history.decision = self.slow_threshold.decision
         self._slow_ns = history.decision.threshold_ns
         self._metrics = EngineMetrics(
@@ -270,7 +268,7 @@ class InlineEngine:
     def _start(self) -> None:
         """Make what loads the samples of an iterator; that over a stream begins here, as with torch."""
         plan = self.plan.worker
-        restore(plan, 0)
+        plan.restore_dataset(0)
         self._fetcher = fetcher = fetcher_of(plan, 0)
         self._stream = fetcher if isinstance(fetcher, StreamFetcher) else None
         self._single = None
@@ -285,7 +283,7 @@ class InlineEngine:
         if self._takes_rows:
             self._runner.cost_estimate.draws = False
         if self._failures is not None and isinstance(fetcher, Fetcher):
-            policy, transforms = self.plan.failures.policy, plan.pipeline.transforms
+            policy, transforms = self.plan.policy, plan.pipeline.transforms
             assert policy is not None
             self._retry = SampleRetry(
                 0,
@@ -701,7 +699,7 @@ class InlineEngine:
         return records
 
     def _snapshot(self) -> LoaderSnapshot:
-        return LoaderSnapshot(1, 0, 0, 1, self._batch_bytes, self.plan.prefetch.budget_bytes)
+        return LoaderSnapshot(1, 0, 0, 1, self._batch_bytes, self.plan.budget_bytes)
 
     def pinned(self, duration_ns: int) -> None:
         """Record the time in ns that pinning the last batch took."""
@@ -743,7 +741,7 @@ class InlineEngine:
 
 
 def _transformed(runner: Runner, read: Read, transforms: Transforms, index: object) -> Any:
-    return runner.transformed(read, transforms)
+    return runner.transformed(read, transforms.run)
 
 
 def _reads_in_flight(plan: WorkerPlan) -> InFlight:
@@ -752,19 +750,15 @@ def _reads_in_flight(plan: WorkerPlan) -> InFlight:
     memory = np.zeros(SharedReadLimit.nbytes(1), np.uint8)
     return InFlight(
         0,
-        ConcurrentFetch(
-            reads=reads_of(dataset, options.concurrency),
-            transforms=plan.pipeline.transforms,
-            binds_randomness=plan.seeds_samples,
-            read_limit=SharedReadLimit(memory, 0, 1, options.max_in_flight),
-            options=options,
-        ),
+        reads_of(dataset, options.concurrency),
+        SharedReadLimit(memory, 0, 1, options.max_in_flight),
+        options,
     )
 
 
 def _randomness(plan: WorkerPlan, history: History, seed: int) -> SampleRandomness:
     """The randomness of samples from a seed; warns of generators that cannot be bound to them."""
-    owned = OwnedGenerators(generators_of(plan))
+    owned = OwnedGenerators(plan.generator_roots())
     if not plan.fetching.at_once:
         history.warn_of_generators(owned.others)
     # In another thread, restoring the generators would undo the draws of the main thread.

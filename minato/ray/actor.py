@@ -23,7 +23,8 @@ from minato.observe.size import nbytes_of
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
-from minato.workers.process_pool import seed_worker
+from minato.workers.plan import WorkerPlan
+from minato.workers.worker_process import seed_worker
 
 __all__ = ["ActorSpec", "SampleResult", "SampleServer", "unpack"]
 
@@ -41,6 +42,14 @@ class ActorSpec:
     num_workers: int
     base_seed: int
     worker_init_fn: Callable[[int], None] | None
+
+    @classmethod
+    def of(cls, plan: WorkerPlan) -> ActorSpec:
+        """The arguments of the actors of a plan."""
+        pipeline = plan.pipeline
+        return cls(
+            pipeline.dataset, pipeline.transforms, plan.most_workers, plan.base_seed, plan.init_fn
+        )
 
 
 class SampleResult(NamedTuple):

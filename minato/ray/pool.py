@@ -11,14 +11,17 @@ from typing import Any
 
 from minato._compat import kill_actor
 from minato._core import Lease, now_ns
-from minato._support.threads import start_thread
+from minato.batching.sample_error import ErrorTransport, wrapped
 from minato.errors import warn
 from minato.observe.meters import Meters
 from minato.ray.actor import ActorSpec, SampleResult, SampleServer, unpack
 from minato.transforms.rng import current
-from minato.workers.local_pools import ThreadPool, ThreadSettings
+from minato.workers.context import WorkerContext
 from minato.workers.reads import FinishedReads, Read
-from minato.workers.supervision import WorkerLoss
+from minato.workers.shared_state import SharedState
+from minato.workers.supervision import WorkerLoss, WorkerRecovery
+from minato.workers.thread_pool import ThreadPool
+from minato.workers.worker import Worker
 
 __all__ = ["ActorGroup", "ActorLost", "ActorPool", "ActorReads"]
 
@@ -110,33 +113,41 @@ class ActorPool(ThreadPool):
     """Worker threads with one actor each; a worker whose actor is lost is replaced.
 
     Args:
-        spec: Arguments of all actors.
-        recover: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples and returns a warning to
+        state: What the workers share with the training loop.
+        context: Makes the workers.
+        recovery: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples and returns a warning to
             give, or None; or raises.
+        options: Ray's options of each actor.
     """
 
     def __init__(
         self,
-        settings: ThreadSettings,
-        group: ActorGroup,
-        spec: ActorSpec,
-        recover: Callable[[int, int | None, WorkerLoss], str | None],
+        state: SharedState,
+        context: WorkerContext,
+        recovery: WorkerRecovery,
+        options: Mapping[str, Any],
     ) -> None:
-        ask = settings.stop  # alone: the other settings refer to the dataset
+        group = ActorGroup(options)
 
         def stop() -> None:
-            ask()
+            state.stop()
             group.end_all()  # which wakes their threads
 
-        super().__init__(settings._replace(stop=stop))
+        super().__init__(state, context, stop)
         self._group = group
-        self._spec = spec
-        self._recover = recover
+        self._recover = recovery
         self._lost: dict[int, ActorLost] = {}
+
+    def make_worker(self, number: int) -> Worker:
+        """Make worker ``number``, in its thread, with an actor of its own."""
+        errors = ErrorTransport((Exception,), wrapped(f"Ray actor {number}"))
+        reads = functools.partial(ActorReads, *self._group.start_actor(number))
+        end = self.state.worker_ledger(number)
+        return self.context.worker(end, self.state, errors, remote_reads=reads)
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start all threads; each works as soon as the cluster has free resources for its actor."""
-        self._group.connect(self._spec)
+        self._group.connect(ActorSpec.of(self.context.plan))
         super().start(enough)
 
     def work(self, number: int) -> Callable[[], bool] | None:
@@ -154,15 +165,15 @@ class ActorPool(ThreadPool):
         for number, lost in list(self._lost.items()):
             warning = self._recover(number, lost.pid, lost.loss)
             del self._lost[number]
-            self.threads[number] = self._make(number)
-            start_thread(self.threads[number])
+            self.replace(number)
             if warning is not None:
                 warn(warning, stacklevel=2)
         super().check()
 
-    def _gone(self) -> list[int]:
+    def may_leave(self, number: int) -> bool:
+        """Whether the thread of worker ``number`` may end by itself, or its actor is lost: then it is replaced."""
         # The loss was noted before the thread ended.
-        return [number for number in super()._gone() if number not in self._lost]
+        return number in self._lost or super().may_leave(number)
 
 
 class ActorLost(BaseException):
@@ -221,7 +232,7 @@ class ActorReads(FinishedReads):
             self._pid, self._host = future.result()
         except Exception as error:
             self._lost = error
-        self._any_done.set()
+        self.wake()
 
     def submit(self, read: Read) -> None:
         """Request a sample; requests beyond the limit wait in the actor's queue."""
@@ -230,10 +241,10 @@ class ActorReads(FinishedReads):
         self.outstanding += 1
         read.started_ns = now_ns()
         try:
-            future = self._ask(read.key, read.epoch, read.seed, read.occurrence)
+            future = self._ask(read.index, read.epoch, read.seed, read.occurrence)
         except Exception as error:  # the connection is closed, or the key cannot be pickled
             read.error = error
-            self._finish(read)
+            self.finish(read)
             return
         future.add_done_callback(functools.partial(self._on_result, read))
 
@@ -247,7 +258,7 @@ class ActorReads(FinishedReads):
             read.value = future.result()
         except Exception as error:
             read.error = error
-        self._finish(read)
+        self.finish(read)
 
     def finished(self) -> Read | None:
         """Return the oldest finished sample; None if there is none.

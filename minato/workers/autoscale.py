@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from minato._core import ConsumerLedger, Histogram, now_ns
 from minato._system import available_cores, machine_usage
+from minato.options import PaperController
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.waiting import ConsumerWait, Pool
-from minato.workers.active_workers import ActiveWorkers
 from minato.workers.current_sample import has_begun
-from minato.workers.pool import CpuUsage
+from minato.workers.pool import CpuUsage, WorkerPool
+from minato.workers.shared_state import ActiveWorkers
 
 __all__ = [
     "CONTROLLERS",
@@ -93,21 +94,13 @@ class ControllerSettings:
         least: Fewest workers.
         most: Most workers.
         cores: Cores of this loader's rank; a fraction under a quota.
-        alpha: Weight of the empty part of the queue in Formula 2.
-        beta: Weight of the processor's use above ``theta``.
-        theta: The target for the use of the processor.
-        clip: Largest change per period, both ways, in ``paper``.
-        smoothing: Weight of the latest period in ``paper``'s moving average of the queue.
+        paper: The paper's constants.
     """
 
     least: int
     most: int
     cores: float
-    alpha: float = 2.0
-    beta: float = 2.0
-    theta: float = 0.7
-    clip: float = 2.0
-    smoothing: float = 0.3
+    paper: PaperController = field(default_factory=PaperController)
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -144,7 +137,8 @@ class ControllerState:
 
 def formula_2(settings: ControllerSettings, ready_share: float, cpu_share: float) -> float:
     """The paper's Formula 2: Δ = α (1 - Qsize / Qmax) + β (Cusage - θ)."""
-    return settings.alpha * (1.0 - ready_share) + settings.beta * (cpu_share - settings.theta)
+    paper = settings.paper
+    return paper.alpha * (1.0 - ready_share) + paper.beta * (cpu_share - paper.theta)
 
 
 def formula_1(settings: ControllerSettings, workers: int, delta: float) -> int:
@@ -165,9 +159,10 @@ def paper(
     see ``corrected``.
     """
     before = measured.ready_share if state.ready_average is None else state.ready_average
-    average = before + settings.smoothing * (measured.ready_share - before)
+    average = before + settings.paper.smoothing * (measured.ready_share - before)
     delta = formula_2(settings, average, measured.cpu_share)
-    delta = min(settings.clip, max(-settings.clip, delta))
+    clip = settings.paper.clip
+    delta = min(clip, max(-clip, delta))
     workers = formula_1(settings, state.workers, delta)
     why = "steady" if workers == state.workers else "grow"
     if workers < state.workers:
@@ -285,18 +280,24 @@ class AutoscaleState:
 
     @classmethod
     def of(
-        cls, controller: Any, first: int, least: int | None, most: int | None
+        cls,
+        controller: str | PaperController,
+        first: int,
+        least: int | None,
+        most: int | None,
     ) -> AutoscaleState | None:
         """The state of a new loader; None if the number of its workers is fixed.
 
         Args:
-            controller: Name of a controller, or a dataclass of constants for ``paper``.
+            controller: Name of a controller, or constants for ``paper``.
         """
         if least is None or most is None:
             return None
-        constants = {} if isinstance(controller, str) else asdict(controller)
-        settings = ControllerSettings(least, most, available_cores(), **constants)
-        return cls("paper" if constants else controller, settings, ControllerState(first))
+        paper, name = PaperController(), controller
+        if isinstance(name, PaperController):
+            paper, name = name, "paper"
+        settings = ControllerSettings(least, most, available_cores(), paper)
+        return cls(name, settings, ControllerState(first))
 
     def numbers(self, persistent: bool) -> tuple[int, int]:
         """The first and the largest number of workers in the next engine.
@@ -309,16 +310,6 @@ class AutoscaleState:
             # These workers live for one epoch, and inactive ones cost time at its start.
             most = min(most, _ROOM_TO_GROW * now)
         return now, most
-
-
-class Workers(Protocol):
-    """The workers, as a scaler sees them."""
-
-    def grow(self, count: int) -> None:
-        """Start workers until there are ``count``."""
-
-    def usage(self) -> CpuUsage:
-        """Processor time of all of them."""
 
 
 class _Reading(NamedTuple):
@@ -344,7 +335,7 @@ class Scaler:
         self,
         autoscale_state: AutoscaleState,
         *,
-        workers: Workers,
+        workers: WorkerPool,
         active_workers: ActiveWorkers,
         window: PrefetchWindow,
         wait_stats: ConsumerWait,

@@ -9,23 +9,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from minato._core import Claim, Histogram, SharedWords, now_ns
+from minato._core import Claim, Histogram, WorkerLedger, now_ns
 from minato.batching.writer import BatchWriter
-from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
-from minato.transforms.compose import Transforms
 from minato.workers.error_policy import SampleRetry
-from minato.workers.fetch import Fetcher, StreamFetcher
+from minato.workers.fetch import Fetcher
+from minato.workers.plan import WorkerPlan
 from minato.workers.reads import BegunLists, Read, Reads
 from minato.workers.runner import Runner
-from minato.workers.worker import ALL_SAMPLES, WHOLE_BATCH, Worker, WorkerSettings, WorkQueue
+from minato.workers.shared_state import SharedReadLimit, SharedState
+from minato.workers.worker import ALL_SAMPLES, WHOLE_BATCH, Worker
 
 __all__ = [
-    "ConcurrentFetch",
     "ConcurrentWorker",
     "Hedging",
     "InFlight",
-    "SharedReadLimit",
     "close_reads",
 ]
 
@@ -39,50 +37,6 @@ _LEAST_NS = 1_000_000
 """A second request for a faster read saves nothing."""
 _MOST_SAVED = 2.0
 """Second requests that may accumulate in a time without stragglers, so that congestion causes no burst of them."""
-
-
-class SharedReadLimit:
-    """A limit that all workers share. Each worker may always have one read in flight; the rest is shared.
-
-    Args:
-        buffer: Writable memory that every party maps; zeros mean that no read is in flight.
-        offset: Where the ``nbytes(workers)`` start; a multiple of 8.
-        workers: Largest number of workers.
-        most: Largest number of reads in flight in all of them; None: no limit.
-    """
-
-    def __init__(self, buffer: Any, offset: int, workers: int, most: int | None) -> None:
-        self._in_flight = SharedWords(buffer, offset, workers)
-        self._workers = range(workers)
-        self.unlimited = most is None
-        self._shared = 0 if most is None else max(most - workers, 0)
-
-    @staticmethod
-    def nbytes(workers: int) -> int:
-        """Bytes for this number of workers: whole cache lines."""
-        return -(-SharedWords.nbytes(workers) // 64) * 64
-
-    def begin(self, number: int) -> None:
-        """Reset the count of worker ``number``, which starts: the reads of a predecessor are lost."""
-        self._in_flight.store(number, 0)
-
-    def take(self, number: int, wanted: int) -> int:
-        """Return how many of ``wanted`` reads worker ``number`` may start; they count as in flight."""
-        in_flight = self._in_flight
-        own = in_flight.load(number)
-        # Store first, then read: of two workers that take at the same time, at least one sees what both have taken.
-        in_flight.store(number, own + wanted)
-        if self.unlimited:
-            return wanted
-        excess = sum(max(in_flight.load(one) - 1, 0) for one in self._workers) - self._shared
-        back = min(max(excess, 0), wanted - (own == 0))
-        if back:
-            in_flight.store(number, own + wanted - back)
-        return wanted - back
-
-    def give_back(self, number: int, count: int = 1) -> None:
-        """Count ``count`` reads of worker ``number`` as finished."""
-        self._in_flight.store(number, self._in_flight.load(number) - count)
 
 
 class Hedging:
@@ -161,42 +115,26 @@ class _Raised(NamedTuple):
     error: BaseException
 
 
-class ConcurrentFetch(NamedTuple):
-    """How a worker reads several samples at once.
-
-    Attributes:
-        reads: Reads the samples.
-        transforms: Run on the value of each read.
-        binds_randomness: Whether randomness is bound to the samples.
-        read_limit: The reads in flight of all workers.
-        options: Whether slow reads are hedged, and the counters of reads.
-    """
-
-    reads: Reads
-    transforms: Transforms
-    binds_randomness: bool
-    read_limit: SharedReadLimit
-    options: FetchOptions
-
-
 class InFlight:
     """The reads of one worker: those that wait for the limits, those that have begun, and second requests.
 
     Args:
         number: The worker's.
-        concurrency: How it reads.
+        reads: Reads the samples, or the batches; an attribute, too.
+        read_limit: The reads in flight of all workers.
+        options: Whether slow reads are hedged, and the counters of reads.
 
     Attributes:
-        reads: What reads the samples.
         positions: The first requests that are not complete, with their positions; the oldest first.
     """
 
-    def __init__(self, number: int, concurrency: ConcurrentFetch) -> None:
-        options = concurrency.options
-        self.reads = concurrency.reads
+    def __init__(
+        self, number: int, reads: Reads, read_limit: SharedReadLimit, options: FetchOptions
+    ) -> None:
+        self.reads = reads
         self.positions: dict[Read, int] = {}
         self._number = number
-        self._read_limit = concurrency.read_limit
+        self._read_limit = read_limit
         self._read_limit.begin(number)
         self._counters = options.counters
         percentile = options.hedge_percentile
@@ -280,42 +218,33 @@ class ConcurrentWorker(Worker):
     complete. With :class:`BegunLists` a read is one of a whole batch, and so is what it claims and writes.
 
     Args:
-        concurrency: How it reads.
-        queue, fetcher, runner, writer, sample_retry, tracer: As of :class:`Worker`.
+        flight: The reads, and how many of them may be in flight.
+        plan, ledger, state, fetcher, runner, writer, sample_retry: As of :class:`Worker`.
     """
 
     def __init__(
         self,
-        settings: WorkerSettings,
-        *,
-        concurrency: ConcurrentFetch,
-        queue: WorkQueue,
-        fetcher: Fetcher | StreamFetcher,
+        flight: InFlight,
+        plan: WorkerPlan,
+        ledger: WorkerLedger,
+        state: SharedState,
+        fetcher: Fetcher,
         runner: Runner,
         writer: BatchWriter,
         sample_retry: SampleRetry | None = None,
-        tracer: Tracer = NULL_TRACER,
     ) -> None:
-        super().__init__(
-            settings,
-            queue=queue,
-            fetcher=fetcher,
-            runner=runner,
-            writer=writer,
-            sample_retry=sample_retry,
-            tracer=tracer,
-        )
-        self._flight = InFlight(self._number, concurrency)
-        self._reads = reads = concurrency.reads
+        super().__init__(plan, ledger, state, fetcher, runner, writer, sample_retry)
+        self._flight = flight
+        self._reads = reads = flight.reads
         reads.on_finished = self._wake
         # Weakly: the end of an engine must not keep the dataset, which the reads refer to.
         self.endings.append(functools.partial(close_reads, weakref.ref(reads)))
-        self._transforms = concurrency.transforms
+        self._transform = fetcher.transform
         self._reads_lists = isinstance(reads, BegunLists)
-        self._seeds = concurrency.binds_randomness
+        self._seeds = plan.seeds_samples
         self._sleeping = False
-        self._lease = self._ledger.lease
-        self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
+        self._lease = self.ledger.lease
+        self.runner.cost_estimate.draws = True  # a sample costs far more than binding it does
 
     @property
     def idle(self) -> bool:
@@ -355,22 +284,22 @@ class ConcurrentWorker(Worker):
     def _wake(self) -> None:
         # Runs in the thread of a read. A worker that is not asleep checks for reads before it sleeps.
         if self._sleeping:
-            self._events.notify()
+            self.events.notify()
 
-    def _resume_all(self) -> None:
-        # The worker becomes inactive: what it has claimed must not wait until it is active again.
+    def resume_all(self) -> None:
+        """Complete everything that was claimed: it must not wait until the worker is active again."""
         while self._flight.positions:
             self._flight.begin()
             read = self._reads.finished()
             if read is not None:
                 self._take(read)
-            elif not self._reads.wait(_PATIENCE_S) and self._ledger.stopping:
+            elif not self._reads.wait(_PATIENCE_S) and self.ledger.stopping:
                 return
 
     def _claim(self) -> bool:
         """Claim samples and submit their reads until enough are in flight."""
         claimed = False
-        whole = self._writer.collates or self._writer.keeps_batches
+        whole = self.writer.collates or self.writer.keeps_batches
         while True:
             free = self._flight.room()
             run = self._claim_run(free, whole) if free else None
@@ -378,17 +307,17 @@ class ConcurrentWorker(Worker):
                 return claimed
             claimed = True
             if run.count == 0:
-                self._writer.publish(run.batch)
+                self.writer.publish(run.batch)
             else:
                 self._enter(run, whole)
 
     def _claim_run(self, free: int, whole: bool) -> Claim | None:
         """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
-        if self._reads_lists and self._flight.positions and not self._fair_share():
+        if self._reads_lists and self._flight.positions and not self.fair_share():
             return None  # the other workers could not begin a batch, too
-        if self._reads_lists or self._writer.keeps_batches:
-            return self._ledger.claim(WHOLE_BATCH)
-        return self._ledger.claim(ALL_SAMPLES if whole else free)
+        if self._reads_lists or self.writer.keeps_batches:
+            return self.ledger.claim(WHOLE_BATCH)
+        return self.ledger.claim(ALL_SAMPLES if whole else free)
 
     def _enter(self, claimed: Claim, whole: bool) -> None:
         """Queue the reads of a run."""
@@ -400,35 +329,35 @@ class ConcurrentWorker(Worker):
 
     def _enter_list(self, claimed: Claim) -> None:
         """Queue one read of a whole batch; a batch that cannot be read so runs as in any other worker."""
-        record = self._ledger.describe(claimed.batch)
-        given = self._read_indices(claimed.batch, claimed.k, claimed.count)
+        record = self.ledger.describe(claimed.batch)
+        given = self.read_indices(claimed.batch, claimed.k, claimed.count)
         if claimed.count == record.count and len(given):
             self._queue(Read(given, record.epoch, None, claimed), record.first)
         else:
-            self._run_lease(claimed)
+            self.run_lease(claimed)
 
     def _enter_samples(self, claimed: Claim, whole: bool) -> None:
         """Queue a read of each sample."""
         batch, k, count = claimed.batch, claimed.k, claimed.count
-        record = self._ledger.describe(batch)
+        record = self.ledger.describe(batch)
         first, bound, epoch, seed = record.first, record.bound, record.epoch, record.seed
-        indices = list(self._read_indices(batch, k, count))
+        indices = list(self.read_indices(batch, k, count))
         if not indices:  # an empty batch has a place, too
-            assert isinstance(self._fetcher, Fetcher)
-            self._runner.enter(seed)
-            self._run_list(self._fetcher, list, batch, record, indices)
+            assert isinstance(self.fetcher, Fetcher)
+            self.runner.enter(seed)
+            self.run_list(self.fetcher, list, batch, record, indices)
             return
         held = [None] * count if whole and bound and count == record.count else None
         run = _ClaimedRun(batch, first, k, bound, epoch, seed, indices, held, count)
         bound_to = seed if self._seeds else None
-        occurrences = self._ledger.occurrences(first + k, count) or [0] * count
+        occurrences = self.ledger.occurrences(first + k, count) or [0] * count
         for i, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
             read = Read(index, epoch, bound_to, (run, i), occurrence=occurrence)
             self._queue(read, first + k + i)
 
     def _queue(self, read: Read, position: int) -> None:
         if not self._flight.positions:
-            self._end(0, now_ns())  # the worker was idle until now
+            self.end_lease(0, now_ns())  # the worker was idle until now
         self._flight.add(read, position)
 
     def _show_oldest(self) -> None:
@@ -446,41 +375,41 @@ class ConcurrentWorker(Worker):
         finish = self._finish_list if self._reads_lists else self._finish_sample
         samples = finish(read, position)
         # The time since the last run counts as busy: reads were in flight.
-        self._end(samples, self._idle_since)
+        self.end_lease(samples, self.idle_since)
         self._show_oldest()
 
     def _finish_list(self, read: Read, position: int) -> int:
         """Make the samples of a batch from what has arrived, and write them; returns their number."""
         claimed: Claim = read.tag
-        fetcher, complete = self._fetcher, read.complete
+        fetcher, complete = self.fetcher, read.complete
         assert isinstance(fetcher, Fetcher)
-        record = self._ledger.describe(claimed.batch)
-        self._runner.enter(record.seed)
+        record = self.ledger.describe(claimed.batch)
+        self.runner.enter(record.seed)
 
         def fetch(indices: Any) -> Any:
             return fetcher.many(indices) if complete is None else fetcher.transformed(complete())
 
         if complete is not None:
-            self._runner.ahead_ns = read.duration_ns
-        self._run_list(fetcher, fetch, claimed.batch, record, read.key)
+            self.runner.ahead_ns = read.duration_ns
+        self.run_list(fetcher, fetch, claimed.batch, record, read.index)
         return claimed.count
 
     def _finish_sample(self, read: Read, position: int) -> int:
         """Make the sample from what was read, and write it; returns the number of samples."""
-        if self._tracer.enabled:
+        if self.tracer.enabled:
             ended_ns = read.started_ns + read.duration_ns
-            self._tracer.span("read", read.started_ns, ended_ns, {"index": read.key})
+            self.tracer.span("read", read.started_ns, ended_ns, {"index": read.index})
         run, i = read.tag
-        runner = self._runner
+        runner = self.runner
         runner.enter(run.seed)
         runner.ahead_ns = read.duration_ns
         samples, error = runner.run(
-            position, run.epoch, [read.key], lambda _: runner.transformed(read, self._transforms)
+            position, run.epoch, [read.index], lambda _: runner.transformed(read, self._transform)
         )
         cost_ns = runner.durations[0]
-        self._ledger.note_costs(position, runner.durations, len(samples))
-        if error is not None and self._sample_retry is not None:
-            sample, error = self._sample_retry.settle(position, run.epoch, read.key, error)
+        self.ledger.note_costs(position, runner.durations, len(samples))
+        if error is not None and self.sample_retry is not None:
+            sample, error = self.sample_retry.settle(position, run.epoch, read.index, error)
             samples = [sample] if error is None else []
         if run.held is not None:
             run.held[i] = samples[0] if error is None else _Raised(error)
@@ -489,16 +418,18 @@ class ConcurrentWorker(Worker):
                 self._write_held(run, run.held)
         elif run.bound:
             k = run.k + i
-            self._writer.deliver(run.batch, k, [read.key], samples, error, state=self._state())
+            self.writer.deliver(
+                run.batch, k, [read.index], samples, error, state=self.dataset_state()
+            )
         else:
-            self._deliver_free(position, [read.key], samples, [cost_ns], error)
+            self.deliver_free(position, [read.index], samples, [cost_ns], error)
         return 1
 
     def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
-        state = self._state()
-        self._writer.deliver(
+        state = self.dataset_state()
+        self.writer.deliver(
             run.batch, 0, run.indices, held[:raised], error, whole=True, state=state
         )
 

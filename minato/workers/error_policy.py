@@ -244,7 +244,7 @@ class FailureHandler(NamedTuple):
         Returns:
             ``(substitute, None)``, ``(SKIP, None)`` or ``(None, error)``.
         """
-        result: Any = None
+        result: object = None
         error: BaseException | None = None
         outcome = "substituted"
         if self.on_error == "skip":
@@ -317,8 +317,8 @@ class SampleRetry:
         self,
         position: int,
         epoch: int,
-        indices: list[Any],
-        samples: list[Any],
+        indices: list[object],
+        samples: list[object],
         error: BaseException | None,
         run: Callable[[int, list[Any]], tuple[list[Any], BaseException | None]],
     ) -> tuple[list[Any], BaseException | None]:
@@ -340,7 +340,7 @@ class SampleRetry:
         return samples, error
 
     def _failure(
-        self, epoch: int, index: Any, error: BaseException, attempts: int, occurrence: int
+        self, epoch: int, index: object, error: BaseException, attempts: int, occurrence: int
     ) -> SampleFailure:
         step = self._transforms.failed_step(error)
         if step is None and self._lease.step >= 0:
@@ -355,13 +355,13 @@ class FailureCount:
     Args:
         budget: How many samples may be skipped or substituted in an epoch: a number, or a share of its samples below 1;
             None for any number.
-        place: Path of the log, for messages.
+        path: Path of the log, for messages.
     """
 
-    def __init__(self, log: FailureLog, budget: float | None, place: str | None) -> None:
+    def __init__(self, log: FailureLog, budget: float | None, path: str | None) -> None:
         self._log = log
         self._budget = budget
-        self._place = place
+        self._path = path
         self.totals: Counter[str] = Counter()
         """Failures by outcome: ``skipped``, ``substituted``, ``recovered``, ``raised``; those without a
         record in the log: ``unrecorded``."""
@@ -447,7 +447,7 @@ class FailureCount:
 
     def _where(self) -> str:
         return (
-            f" (all of them: {self._place})"
-            if self._place
+            f" (all of them: {self._path})"
+            if self._path
             else "; ErrorPolicy(log=PATH) keeps them all"
         )

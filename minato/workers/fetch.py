@@ -16,12 +16,14 @@ from minato._support.objects import takes_lists
 from minato.batching.rows import Rows, has_rows, rows_of
 from minato.sampling.resume import DatasetState, is_stateful
 from minato.transforms.compose import Transforms
+from minato.workers.plan import WorkerPlan
 
 __all__ = [
     "Fetcher",
     "ReplacedFetcher",
     "StreamEnd",
     "StreamFetcher",
+    "fetcher_of",
     "one_each",
 ]
 
@@ -44,6 +46,8 @@ class Fetcher:
     ) -> None:
         self._dataset = dataset
         self._run = transforms.run if transforms.steps else None
+        self.transform = transforms.run
+        """Runs the transforms on what the dataset has returned for an index."""
         get = functools.partial(operator.getitem, dataset)  # dataset[index] without a frame
         self.one: Callable[[Any], Any] = self._transformed if transforms.steps else get
         """Loads the sample of an index and runs the transforms."""
@@ -302,3 +306,35 @@ class StreamFetcher:
         if self._keeps:
             samples = samples.copy()
         return samples if self._run is None else [self._run(sample) for sample in samples]
+
+
+def fetcher_of(plan: WorkerPlan, number: int, reads: object = None) -> Fetcher | StreamFetcher:
+    """The fetcher of worker ``number``.
+
+    Args:
+        reads: They take the place of dataset and transforms, which another machine has.
+    """
+    pipeline = plan.pipeline
+    dataset, transforms = pipeline.dataset, pipeline.transforms
+    if reads is not None:
+        dataset, transforms = reads, Transforms()
+    if pipeline.streams:
+        return StreamFetcher(
+            dataset,
+            transforms,
+            batched=pipeline.batched,
+            drop_last=pipeline.drop_last,
+            at_once=plan.in_main_process,
+            initial=None if plan.dataset_states is None else plan.dataset_states.each[number],
+            state_every=plan.state_every,
+        )
+    if pipeline.refetches:
+        return ReplacedFetcher(
+            dataset,
+            transforms,
+            pipeline.batched,
+            plan.sends_states,
+            collate_fn=pipeline.collate_fn,
+            drop_last=pipeline.drop_last,
+        )
+    return Fetcher(dataset, transforms, pipeline.batched, plan.sends_states)

@@ -58,7 +58,7 @@ _VARIABLE = "MINATO_FORK_SERVER"
 """``0`` in the environment of the training process: multiprocessing's own server is used."""
 _PRELOAD = "_MINATO_PRELOAD"
 """In the environment of the server alone: what it imports, as JSON."""
-_WORKER = "minato.engine.worker_context"
+_WORKER = "minato.workers.worker_process"
 """The module with the main function of the workers."""
 _FORK_SAFE = {"jemalloc_bg_thd"}
 """Threads, by the kernel's name, that their library (pyarrow's jemalloc) starts again in a forked child."""

@@ -68,7 +68,7 @@ class Read:
         "duration_ns",
         "epoch",
         "error",
-        "key",
+        "index",
         "occurrence",
         "seed",
         "started_ns",
@@ -79,14 +79,14 @@ class Read:
 
     def __init__(
         self,
-        key: Any,
+        index: Any,
         epoch: int,
         seed: int | None,
         tag: Any,
         again_for: Read | None = None,
         occurrence: int = 0,
     ) -> None:
-        self.key = key
+        self.index = index
         self.occurrence = occurrence
         self.epoch = epoch
         self.seed = seed
@@ -111,7 +111,7 @@ class Read:
     def hedge(self) -> Read:
         """A second request for the sample."""
         self.attempts += 1
-        return Read(self.key, self.epoch, self.seed, self.tag, self, self.occurrence)
+        return Read(self.index, self.epoch, self.seed, self.tag, self, self.occurrence)
 
     def bound(self) -> SampleRandomness | None:
         """Bind what ``minato.numpy_rng`` and the like return in this thread to the sample."""
@@ -119,7 +119,7 @@ class Read:
             return None
         # The global generators belong to the process, not to one of its reads.
         randomness = SampleRandomness(self.seed, bind_globals=False)
-        randomness.bind(self.epoch, self.key, self.occurrence)
+        randomness.bind(self.epoch, self.index, self.occurrence)
         return randomness
 
 
@@ -174,12 +174,17 @@ class FinishedReads:
         check_owner(self._owner)
         return self._any_done.wait(timeout_s)
 
-    def _finish(self, read: Read) -> None:
+    def finish(self, read: Read) -> None:
+        """Say, in any thread, that a read has finished."""
         end_copy(self._owner, read.error)  # in which no worker waits for the read
         read.duration_ns = now_ns() - read.started_ns
         self._done.append(read)
         self._any_done.set()
         self.on_finished()
+
+    def wake(self) -> None:
+        """Wake the worker that waits for a read, although none may have finished."""
+        self._any_done.set()
 
 
 class ThreadReads(FinishedReads):
@@ -220,11 +225,11 @@ class ThreadReads(FinishedReads):
         read.started_ns = now_ns()
         try:
             randomness = read.bound()
-            read.value = self._get(read.key)
+            read.value = self._get(read.index)
             read.asked = randomness.asked if randomness else 0
         except BaseException as error:  # the worker's thread decides whether it ends the worker
             read.error = error
-        self._finish(read)
+        self.finish(read)
         return True
 
     def close(self) -> None:
@@ -298,16 +303,16 @@ class CoroutineReads(FinishedReads):
         read.started_ns = now_ns()
         try:
             randomness = read.bound()
-            coroutine = self._aget(read.key)
+            coroutine = self._aget(read.index)
             read.value = await (_Bound(coroutine, randomness) if randomness else coroutine)
             read.asked = randomness.asked if randomness else 0
         except asyncio.CancelledError as error:
             # A CancelledError would end the worker.
-            read.error = RuntimeError(f"the read of {text_of(read.key)} was cancelled")
+            read.error = RuntimeError(f"the read of {text_of(read.index)} was cancelled")
             read.error.__cause__ = error
         except BaseException as error:  # the worker's thread decides whether it ends the worker
             read.error = error
-        self._finish(read)
+        self.finish(read)
 
     @property
     def is_closed(self) -> bool:
@@ -415,15 +420,15 @@ class BegunLists(FinishedReads):
             self._busy_before_ns = self._busy_ns()
         self.outstanding += 1
         try:
-            begun = self._begin(read.key, functools.partial(self._arrive, read))
+            begun = self._begin(read.index, functools.partial(self._arrive, read))
         except Exception:  # of which __getitems__ tells, or which it overcomes
             begun = False
         if not begun:
-            self._finish(read)
+            self.finish(read)
 
     def _arrive(self, read: Read, complete: Callable[[], Any] | None) -> None:
         read.complete = complete
-        self._finish(read)
+        self.finish(read)
 
     def finished(self) -> Read | None:
         """Return the next read that has finished, in the order in which they finish; None if there is none."""
@@ -433,7 +438,7 @@ class BegunLists(FinishedReads):
             if read is self._alone:
                 self._alone = None
                 waited_ns = read.duration_ns - (self._busy_ns() - self._busy_before_ns)
-            self.adapt(read.started_ns, read.duration_ns, waited_ns, now_ns(), len(read.key))
+            self.adapt(read.started_ns, read.duration_ns, waited_ns, now_ns(), len(read.index))
         elif read is not None:
             self.limit = 1
         return read

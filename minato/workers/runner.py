@@ -16,11 +16,9 @@ from minato._support.hashes import index_hash
 from minato.batching.sample_error import Kinds
 from minato.observe.meters import UNKNOWN, Meters
 from minato.observe.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
-from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness
-from minato.workers.deferral import DeferredSample
 from minato.workers.reads import Read
-from minato.workers.staged_runner import StageRunner
+from minato.workers.stages import DeferredSample, StageRunner
 
 __all__ = ["CostEstimate", "Runner", "RunnerSettings"]
 
@@ -94,6 +92,10 @@ class Runner:
         cost_estimate: That of an earlier worker on the same samples.
         occurrences: Returns how often the index of each of ``count`` samples from a position on came before in the
             epoch; None: none did.
+
+    Attributes:
+        tracer: The same.
+        deferral: That of the stage runner.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Runner:
         occurrences: Occurrences = lambda position, count: None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
-        self._tracer = tracer
+        self.tracer = tracer
         self._stats = settings.stats
         self._occurrences = occurrences
         self._lease = lease
@@ -131,7 +133,7 @@ class Runner:
         """Active time in ns of each sample that ``run`` or ``resume`` returned last."""
         self.longest_ns = 0
         """The largest of these."""
-        self._deferral = None if stage_runner is None else stage_runner.deferral
+        self.deferral = None if stage_runner is None else stage_runner.deferral
         self._deferred_before = 0
         self.ahead_ns = 0
         """Cost of the next sample before it runs: the time of its concurrent read."""
@@ -174,7 +176,7 @@ class Runner:
         estimate = self.cost_estimate
         return (
             self._stage_runner is not None
-            and not self._tracer.enabled
+            and not self.tracer.enabled
             and estimate.draws is False
             and (self.randomness is None or not collates or estimate.collate_draws is False)
             and self.longest_ns < _WORTH_BINDING_NS
@@ -230,21 +232,25 @@ class Runner:
         # An index and its occurrence belong to one batch of an epoch. Negative: the sample itself draws others.
         return randomness.bound(epoch, index, ~occurrence, restores=self.in_main_process)
 
-    def transformed(self, read: Read, transforms: Transforms) -> Any:
-        """The sample of a read that has finished in another thread; raises what it raised."""
+    def transformed(self, read: Read, transform: Fetch) -> Any:
+        """The sample of a read that has finished in another thread; raises what it raised.
+
+        Args:
+            transform: Runs the transforms, where the sample has no stages.
+        """
         if read.error is not None:
             self._lease.step = read.step
             raise read.error
         if self.randomness is not None:
             self.randomness.asked = read.asked  # generators that it has got from minato
         if self._stage_runner is None:
-            return transforms.run(read.value)
+            return transform(read.value)
         return self._stage_runner.transformed(
-            read.key, read.value, read.duration_ns, thread_time_ns()
+            read.index, read.value, read.duration_ns, thread_time_ns()
         )
 
     def run_steps(
-        self, position: int, epoch: int, indices: list[Any], plain: Fetch, slow_ns: int
+        self, position: int, epoch: int, indices: list[object], plain: Fetch, slow_ns: int
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises, stage by stage where that costs little, or where one may be deferred.
 
@@ -273,7 +279,7 @@ class Runner:
         self,
         position: int,
         epoch: int,
-        indices: list[Any],
+        indices: list[object],
         fetch: Fetch,
         probes: bool = False,
         batch_size: int = 0,
@@ -292,11 +298,11 @@ class Runner:
             self.durations = array("q", bytes(8 * len(indices)))
         if self._failure is not None:
             return [], self._failure
-        if self._tracer.enabled:
+        if self.tracer.enabled:
             if batch_size:
-                fetch = _recorded_batch(fetch, self._tracer, batch_size, epoch)
+                fetch = _recorded_batch(fetch, self.tracer, batch_size, epoch)
             else:
-                fetch = _recorded(fetch, self._tracer, self._lease, epoch, repeats=repeats)
+                fetch = _recorded(fetch, self.tracer, self._lease, epoch, repeats=repeats)
         randomness, draws = self.randomness, self.cost_estimate.draws
         if randomness is None:
             samples, error = self._run(position, epoch, indices, fetch, probes, None)
@@ -327,13 +333,13 @@ class Runner:
         self._record(samples, indices, epoch)
         return samples, error
 
-    def record_rows(self, indices: list[Any], epoch: int, begun_ns: int) -> None:
+    def record_rows(self, indices: list[object], epoch: int, begun_ns: int) -> None:
         """Record samples that were copied together, from ``begun_ns`` until now."""
         count = len(indices)
         self.durations = array("q", [(now_ns() - begun_ns) // count]) * count
         self._reset()
         self._record(indices, indices, epoch)
-        self._tracer.slice(f"{SAMPLE}s", begun_ns, args={"count": count, "epoch": epoch})
+        self.tracer.slice(f"{SAMPLE}s", begun_ns, args={"count": count, "epoch": epoch})
 
     @property
     def fails(self) -> bool:
@@ -381,8 +387,8 @@ class Runner:
 
         self._reset()
         fetch: Fetch = stage_runner.resume
-        if self._tracer.enabled:
-            fetch = _recorded(fetch, self._tracer, self._lease, epoch)
+        if self.tracer.enabled:
+            fetch = _recorded(fetch, self.tracer, self._lease, epoch)
         samples, error = run_samples(
             fetch,
             [deferred],
@@ -395,14 +401,14 @@ class Runner:
         )
         end_copy(self._owner, error)
         self.durations[0] += deferred.active_ns
-        self._record(samples, [deferred.key], epoch)
+        self._record(samples, [deferred.index], epoch)
         return samples, error
 
     def _run(
         self,
         position: int,
         epoch: int,
-        indices: list[Any],
+        indices: list[object],
         fetch: Fetch,
         probes: bool,
         bind: Bind | None,
@@ -438,7 +444,7 @@ class Runner:
         self,
         position: int,
         epoch: int,
-        indices: list[Any],
+        indices: list[object],
         fetch: Fetch,
         probes: bool,
         batch_size: int,
@@ -469,7 +475,7 @@ class Runner:
         self,
         position: int,
         epoch: int,
-        indices: list[Any],
+        indices: list[object],
         fetch: Fetch,
     ) -> tuple[list[Any], BaseException | None]:
         """Run the first samples of a worker together; the first of them may make generators, and then runs again."""
@@ -498,13 +504,13 @@ class Runner:
             samples += rest
         return samples, error
 
-    def _record(self, samples: list[Any], indices: list[Any], epoch: int) -> None:
+    def _record(self, samples: list[object], indices: list[object], epoch: int) -> None:
         """Record what complete samples have cost."""
         durations, total, slowest = self.durations, self._total, self._slowest
         if self.ahead_ns:
             durations[0] += self.ahead_ns
             self.ahead_ns = 0
-        deferral = self._deferral
+        deferral = self.deferral
         if deferral is None or deferral.num_deferred == self._deferred_before:
             self.longest_ns = total.record_all(durations, len(samples))
         else:
@@ -515,7 +521,7 @@ class Runner:
         if self._stats and self.longest_ns > slowest.floor_ns:
             self._note_slowest(samples, indices, epoch)
 
-    def _note_slowest(self, samples: list[Any], indices: list[Any], epoch: int) -> None:
+    def _note_slowest(self, samples: list[object], indices: list[object], epoch: int) -> None:
         """Keep those that are slower than the slowest so far."""
         durations, slowest = self.durations, self._slowest
         # If some were measured, they are the last ones.
@@ -531,8 +537,8 @@ class Runner:
         """Reset what belongs to the samples of an earlier run."""
         if self._stage_runner is not None:
             self._stage_runner.longest.clear()
-        if self._deferral is not None:
-            self._deferred_before = self._deferral.num_deferred
+        if self.deferral is not None:
+            self._deferred_before = self.deferral.num_deferred
 
     def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
         return randomness.saved() if self.in_main_process else nullcontext()
@@ -551,7 +557,7 @@ def _recorded(
 
     def fetched(index: object) -> Any:
         begin_ns, position = tracer.now(), lease.position or 0
-        args = {"index": index.key if type(index) is DeferredSample else index, "epoch": epoch}
+        args = {"index": index.index if type(index) is DeferredSample else index, "epoch": epoch}
         try:
             sample = fetch(index)
         except BaseException as error:

@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, cast
 
 from minato._compat import forget_child_processes
-from minato._core import ConsumerLedger, WorkerLedger
+from minato._core import ConsumerLedger
 from minato._core.codes import STARTING
 from minato._fork_safety import Borrower
 from minato._support.text import text_of
@@ -33,11 +33,11 @@ from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
 from minato.batching.writer import BatchWriter
 from minato.errors import WorkerDiedError
-from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.waiting import STOPPED_S
+from minato.scheduling.waiting import STOPPED_S, ConsumerWait
+from minato.workers.context import WorkerContext
 from minato.workers.current_sample import Collation, CurrentSample, CurrentWork
-from minato.workers.error_policy import FailureHandler, SampleFailure
+from minato.workers.error_policy import SampleFailure
 from minato.workers.sample_timeout import SampleWatchdog
 
 __all__ = [
@@ -288,20 +288,20 @@ class WorkerRecovery:
     """Releases the samples of a dead worker, except for one that no worker can run.
 
     Attributes:
+        ledger: Has the samples.
+        context: As the workers have it.
         current_work: Says what the workers were on.
-        make_writer: Makes the writer in place of a worker, from its end of the ledger.
-        progress: Returns a number that grows with the samples that were run and the batches that were delivered.
-        tracer_of: Returns the tracer of worker ``number``.
+        restart_policy: Decides whether a dead worker is replaced.
+        wait_stats: Counts the batches that were delivered.
+        watchdog: Ends workers whose sample takes too long; None: there is no limit.
     """
 
     ledger: ConsumerLedger
+    context: WorkerContext
     current_work: CurrentWork
-    make_writer: Callable[[WorkerLedger], BatchWriter]
-    progress: Callable[[], int]
     restart_policy: RestartPolicy
-    watchdog: SampleWatchdog | None
-    policy: FailureHandler | None
-    tracer_of: Callable[[int], Tracer] = lambda number: NULL_TRACER
+    wait_stats: ConsumerWait
+    watchdog: SampleWatchdog | None = None
 
     def __post_init__(self) -> None:
         # By position; negative for a collation, None for a start.
@@ -318,7 +318,7 @@ class WorkerRecovery:
         Raises:
             RuntimeError: The worker is not replaced.
         """
-        tracer = self.tracer_of(number)
+        tracer = self.context.plan.tracer(number)
         how = "lost" if isinstance(exit_code, WorkerLoss) else f"exit code {exit_code}"
         tracer.instant(f"process {pid} has died ({how})")
         tracer.flush()
@@ -333,10 +333,11 @@ class WorkerRecovery:
                 self._timeouts[sample.position] += 1
                 attempts = self._timeouts[sample.position]
             elif collation is not None or starts:
-                place = None if collation is None else -1 - collation.first
-                self._timeouts[place] += 1
-                attempts = self._timeouts[place]
-            if self.policy is not None and attempts <= self.policy.retries:
+                where = None if collation is None else -1 - collation.first
+                self._timeouts[where] += 1
+                attempts = self._timeouts[where]
+            policy = self.context.policy
+            if policy is not None and attempts <= policy.retries:
                 error = None
             elif collation is not None or starts:
                 raise error  # no single sample is the cause
@@ -353,9 +354,19 @@ class WorkerRecovery:
             self.watchdog.forget(number)
         return warning
 
+    def progress(self) -> int:
+        """A number that grows with the samples that were run and the batches that were delivered.
+
+        A worker that is killed before it has counted its samples has still delivered them in batches.
+        """
+        workers = range(self.context.plan.most_workers)
+        samples = sum(self.ledger.activity(number).samples for number in workers)
+        return self.wait_stats.delivered + samples
+
     def _give_up(self, number: int, sample: CurrentSample, error: Exception, attempts: int) -> None:
         """Treat a sample as its worker does if the sample raises ``error``."""
-        assert self.policy is not None
+        context = self.context
+        assert context.policy is not None
         failure = SampleFailure(
             sample.index,
             sample.epoch,
@@ -366,8 +377,9 @@ class WorkerRecovery:
             sample.transform,
             sample.occurrence,
         )
-        result, raised = self.policy.settle(failure)
-        writer = self.make_writer(self.ledger.worker(number))
+        result, raised = context.policy.settle(failure)
+        end = self.ledger.worker(number)
+        writer = BatchWriter(end, context.store, context.plan.pipeline.collate())
         # If the batch is full now, a worker collates it: release offers the collation again.
         if raised is None:
             writer.deliver_free(sample.position, [sample.index], [result], collates=False)
@@ -408,7 +420,7 @@ class RestartPolicy:
         self._oom_backoff = oom_backoff
         self._settles = settles
         # By the sample's position, because indices may be unhashable; between samples by the progress of all workers.
-        self._by_place: Counter[tuple[int | None, object]] = Counter()
+        self._deaths: Counter[tuple[int | None, object]] = Counter()
         self.total = 0
         """Number of workers that have died."""
 
@@ -436,32 +448,21 @@ class RestartPolicy:
             RuntimeError: torch's, with an explanation as its cause.
         """
         self.total += 1
-        place: tuple[int | None, object] = (None, (number, progress))
+        where: tuple[int | None, object] = (None, (number, progress))
         if sample is not None:
-            place = sample.position, None
+            where = sample.position, None
         elif collation is not None:
-            place = collation.first, _COLLATION
+            where = collation.first, _COLLATION
         # A machine may fail with all its workers, between samples.
         is_remote_fault = (
             isinstance(exit_code, WorkerLoss) and exit_code.infrastructure_fault and not sample
         )
-        self._by_place[place] += not is_remote_fault
-        times = self._by_place[place]
-        # An exception before the first sample, which the next worker would raise, too.
-        if isinstance(exit_code, WorkerLoss):
-            unable = exit_code.unable
-        else:
-            on_nothing = not (sample or collation or progress)
-            own = exit_code is not None and exit_code > 0 and exit_code != UNREADABLE
-            unable = on_nothing and own
+        self._deaths[where] += not is_remote_fault
+        times = self._deaths[where]
         between = not (sample or collation)
+        unable = _is_unable(exit_code, has_begun=not between or progress > 0)
         fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
-        on = "before its first sample, see what it wrote to stderr" if unable else "between samples"
-        if sample:
-            on = f"while it ran the sample with index {text_of(sample.index)}"
-        elif collation:
-            on = f"in collate_fn, for the batch of {collation.indices}"
-        what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {on}."
+        what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {_moment(sample, collation, unable)}."
         if self._oom_backoff is not None:
             what += self._oom_backoff.apply_if_killed()
         if self._restarts and not unable and times < fatal:
@@ -476,7 +477,23 @@ class RestartPolicy:
 
     def deaths_on(self, sample: CurrentSample) -> int:
         """Number of workers that died on a sample."""
-        return self._by_place[sample.position, None]
+        return self._deaths[sample.position, None]
+
+
+def _is_unable(exit_code: int | WorkerLoss | None, *, has_begun: bool) -> bool:
+    """Whether an exception before the first sample has ended a worker: the next worker would raise it, too."""
+    if isinstance(exit_code, WorkerLoss):
+        return exit_code.unable
+    return not has_begun and exit_code is not None and exit_code > 0 and exit_code != UNREADABLE
+
+
+def _moment(sample: CurrentSample | None, collation: Collation | None, unable: bool) -> str:
+    """When a worker died, for a message."""
+    if sample:
+        return f"while it ran the sample with index {text_of(sample.index)}"
+    if collation:
+        return f"in collate_fn, for the batch of {collation.indices}"
+    return "before its first sample, see what it wrote to stderr" if unable else "between samples"
 
 
 def _describe(exit_code: int | WorkerLoss | None) -> str:

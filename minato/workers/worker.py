@@ -6,22 +6,23 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from minato._core import BatchRecord, Claim, EventCount, WorkerLedger, now_ns
+from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
 from minato.batching.blobs import GetState
 from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
-from minato.observe.tracer import NULL_TRACER, Tracer
+from minato.observe.tracer import Tracer
 from minato.sampling.samplers import LISTS
-from minato.workers.active_workers import ActiveWorkers
-from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, one_each
+from minato.workers.plan import WorkerPlan
 from minato.workers.runner import Runner
+from minato.workers.shared_state import SharedState
+from minato.workers.stages import DeferredSample
 
-__all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "WorkQueue", "Worker", "WorkerSettings", "run_again"]
+__all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "Worker", "run_again"]
 
 _RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
@@ -42,80 +43,59 @@ _WORTH_NOTING_NS = 100_000
 """The costs of samples that cost more are recorded for the next epoch."""
 
 
-class WorkerSettings(NamedTuple):
-    """What distinguishes one worker from others.
-
-    Attributes:
-        slow_to_newest: Slow samples go to the newest batch, where they have no place of their own.
-        whole_batches: Claim batches as a whole, whatever their samples cost.
-    """
-
-    slow_to_newest: bool = False
-    whole_batches: bool = False
-
-
-class WorkQueue(NamedTuple):
-    """Where workers claim samples, and sleep while there are none.
-
-    Attributes:
-        ledger: The worker's end: holds the samples.
-        events: Counts the changes of the ledger that give workers something to do.
-        active_workers: Which workers may claim samples; None: all.
-    """
-
-    ledger: WorkerLedger
-    events: EventCount
-    active_workers: ActiveWorkers | None = None
-
-
 class Worker:
     """Runs samples until the ledger says stop.
 
     Args:
-        queue: Where it claims samples.
+        ledger: Its end of the ledger.
+        state: Where it sleeps, and learns whether it is active.
         fetcher: Loads samples by index, or batches from a stream.
         runner: Runs the samples.
         writer: Delivers the samples.
-        deferral: Decides which slow samples are deferred; None: none is.
         sample_retry: What to do about samples that raise; None: they are errors.
+
+    Attributes:
+        ledger, fetcher, runner, writer, sample_retry: The same.
+        events: Counts the changes of the ledger that give workers something to do.
+        read_indices: Returns the indices of samples k … k+count-1 of a batch.
         tracer: Records leases and waiting.
+        idle_since: End of the last lease.
+        endings: The functions that ``close`` calls; none refers to the worker.
     """
 
     def __init__(
         self,
-        settings: WorkerSettings,
-        *,
-        queue: WorkQueue,
+        plan: WorkerPlan,
+        ledger: WorkerLedger,
+        state: SharedState,
         fetcher: Fetcher | StreamFetcher,
         runner: Runner,
         writer: BatchWriter,
-        deferral: Deferral | None = None,
         sample_retry: SampleRetry | None = None,
-        tracer: Tracer = NULL_TRACER,
     ) -> None:
-        self._ledger = queue.ledger
-        self._number = queue.ledger.number
-        self._events = queue.events
-        self._read_indices = writer.indices.read
-        self._active_workers = queue.active_workers
-        self._fetcher = fetcher
-        self._runner = runner
-        self._writer = writer
-        self._slow_to_newest = settings.slow_to_newest
-        self._deferral = deferral
-        self._whole_batches = settings.whole_batches or fetcher.takes_lists or fetcher.keeps_state
+        self.ledger = ledger
+        self._number = ledger.number
+        self._shared = state
+        self.events = state.work
+        self._active = state.active
+        self.read_indices = writer.indices.read
+        self.fetcher = fetcher
+        self.runner = runner
+        self.writer = writer
+        self._slow_to_newest = plan.order.slow_to_newest
+        self._deferral = runner.deferral
+        self._whole_batches = plan.round_robin or fetcher.takes_lists or fetcher.keeps_state
         self._takes_rows = fetcher.has_rows and not writer.collates and not runner.fails
         if self._takes_rows:
             runner.cost_estimate.draws = False
-        self._sample_retry = sample_retry
+        self.sample_retry = sample_retry
         self._run_ns = _LONG_RUN_NS if writer.collates else _RUN_NS
-        self._idle_since = now_ns()
+        self.idle_since = now_ns()
         self._lacks_room = self._was_inactive = False
         self._epoch_slot = -1
         self._whole_size = 0  # of the last batch
         self.endings: list[Callable[[], None]] = []
-        """The functions that ``close`` calls; none refers to the worker."""
-        self._tracer = tracer
+        self.tracer = tracer = runner.tracer
         tracer.instant(f"process {os.getpid()}, thread {threading.get_native_id()}")
         tracer.flush()
         self.endings.append(tracer.flush)
@@ -132,20 +112,15 @@ class Worker:
             A function that sleeps until there may be something, and returns whether to go on; it does not refer to a
             worker that has nothing in flight. None: the loader shuts down or its process ends.
         """
-        ledger, events, active_workers = self._ledger, self._events, self._active_workers
+        ledger, events, active = self.ledger, self.events, self._active
         checked_ns, owner = now_ns(), os.getpid()
         if self._was_inactive:
-            self._was_inactive, self._idle_since = False, checked_ns
+            self._was_inactive, self.idle_since = False, checked_ns
         while True:
-            if active_workers is not None and not active_workers.is_active(self._number):
-                self._resume_all()
+            if not active.is_active(self._number):
+                self.resume_all()
                 self._was_inactive = True
-                return functools.partial(
-                    active_workers.wait_until_active,
-                    self._number,
-                    lambda: ledger.stopping or ledger.draining,
-                    parent_lives,
-                )
+                return functools.partial(self._shared.wait_until_active, self._number, parent_lives)
             # Read first: an event after one of the checks below then ends the sleep.
             seen = events.events
             if ledger.stopping:
@@ -164,7 +139,7 @@ class Worker:
             if draining and self.idle:
                 return None
             ledger.notify_idle()
-            if active_workers is not None and not active_workers.is_active(self._number):
+            if not active.is_active(self._number):
                 continue
             self._lacks_room = not ledger.waiting
             sleep = self._sleep()
@@ -177,7 +152,7 @@ class Worker:
 
     def rest(self, seen: int, timeout_s: float) -> bool:
         """Sleep until the work events exceed ``seen``; returns whether they do."""
-        return self._events.wait(seen, timeout_s)
+        return self.events.wait(seen, timeout_s)
 
     @property
     def is_empty(self) -> bool:
@@ -186,12 +161,12 @@ class Worker:
 
     def _sleep(self) -> Callable[[int, float], bool]:
         """``rest``, recorded in the trace; without a reference to the worker if that is empty."""
-        rest = self._events.wait if self.is_empty else self.rest
-        if not self._tracer.enabled:
+        rest = self.events.wait if self.is_empty else self.rest
+        if not self.tracer.enabled:
             return rest
         reason = "enough is loaded" if self._lacks_room else "nothing is left to begin"
         reason = reason if self.idle else "for reads"
-        return functools.partial(_recorded, self._tracer, f"wait ({reason})", rest)
+        return functools.partial(_recorded, self.tracer, f"wait ({reason})", rest)
 
     def close(self) -> None:
         """End what was started in other threads."""
@@ -202,29 +177,30 @@ class Worker:
         """Do one lease, or resume the deferred sample; False if there is nothing to do."""
         if self._deferral is not None and self._deferral.is_due() and self._resume():
             return True
-        lease = self._ledger.claim(self._longest_run())
+        lease = self.ledger.claim(self._longest_run())
         if lease is None:
             return self._resume()
-        self._run_lease(lease)
+        self.run_lease(lease)
         return True
 
-    def _run_lease(self, lease: Claim) -> None:
+    def run_lease(self, lease: Claim) -> None:
+        """Run claimed samples and deliver them, or collate a batch that another worker has left."""
         batch, k, count = lease.batch, lease.k, lease.count
         if count == 0:
-            self._writer.publish(batch)
+            self.writer.publish(batch)
             return
-        record = self._ledger.describe(batch)
+        record = self.ledger.describe(batch)
         first, bound, epoch = record.first, record.bound, record.epoch
         self._whole_size = record.count
         if record.epoch_slot != self._epoch_slot:
             self._epoch_slot = record.epoch_slot
-            self._resume_all()  # deferred samples of the last epoch go before the next epoch
+            self.resume_all()  # deferred samples of the last epoch go before the next epoch
         started, deferred = now_ns(), self._num_deferred()
-        given = self._read_indices(batch, k, count)
+        given = self.read_indices(batch, k, count)
         indices = list(given)
-        self._runner.enter(record.seed)
+        self.runner.enter(record.seed)
         whole = count == record.count
-        fetcher = self._fetcher
+        fetcher = self.fetcher
         done = self._run_rows(fetcher, first + k, epoch, indices) if self._takes_rows else 0
         if isinstance(fetcher, StreamFetcher):
             self._run_stream(fetcher, batch, first, (epoch, record.epoch_slot), indices[0])
@@ -232,32 +208,32 @@ class Worker:
             pass  # they are in their places
         elif whole and (fetcher.takes_lists or not indices):
             fetch = fetcher.many if fetcher.takes_lists else list
-            self._run_list(fetcher, fetch, batch, record, given)
+            self.run_list(fetcher, fetch, batch, record, given)
         elif bound:
             samples, error = self._run_retrying(fetcher, first + k, epoch, indices)
-            state = self._state()
-            self._writer.deliver(batch, k, indices, samples, error, whole=whole, state=state)
+            state = self.dataset_state()
+            self.writer.deliver(batch, k, indices, samples, error, whole=whole, state=state)
         else:
             self._run_unbound(fetcher, first + k + done, epoch, indices[done:])
-        busy_ns = self._end(count - (self._num_deferred() - deferred), started)
-        self._runner.observe(busy_ns / count)
+        busy_ns = self.end_lease(count - (self._num_deferred() - deferred), started)
+        self.runner.observe(busy_ns / count)
 
-    def _end(self, samples: int, started_ns: int) -> int:
+    def end_lease(self, samples: int, started_ns: int) -> int:
         """Record the end of a lease and the number of samples that it completed; returns its duration in ns."""
         now = now_ns()
-        busy_ns, idle_ns = now - started_ns, started_ns - self._idle_since
-        self._ledger.end(samples, busy_ns, idle_ns)
+        busy_ns, idle_ns = now - started_ns, started_ns - self.idle_since
+        self.ledger.end(samples, busy_ns, idle_ns)
         if self._lacks_room:
             self._lacks_room = False
-            self._runner.meters.window_full.record(max(idle_ns, 0))
-        self._idle_since = now
-        self._tracer.flush()
+            self.runner.meters.window_full.record(max(idle_ns, 0))
+        self.idle_since = now
+        self.tracer.flush()
         return busy_ns
 
     def _num_deferred(self) -> int:
         return 0 if self._deferral is None else self._deferral.num_deferred
 
-    def _resume_all(self) -> None:
+    def resume_all(self) -> None:
         """Complete everything that was claimed."""
         while self._resume():
             pass
@@ -267,53 +243,53 @@ class Worker:
         deferred = None if self._deferral is None else self._deferral.take()
         if deferred is None:
             return False
-        started, position, index = now_ns(), deferred.position, deferred.key
-        batch, _ = self._ledger.locate(position)
-        record = self._ledger.describe(batch)
+        started, position, index = now_ns(), deferred.position, deferred.index
+        batch, _ = self.ledger.locate(position)
+        record = self.ledger.describe(batch)
         epoch = record.epoch
-        self._runner.enter(record.seed)
-        samples, error = self._runner.resume(deferred, epoch)
-        self._ledger.note_costs(position, self._runner.durations, 1)
-        cost_ns = self._runner.durations[0]
+        self.runner.enter(record.seed)
+        samples, error = self.runner.resume(deferred, epoch)
+        self.ledger.note_costs(position, self.runner.durations, 1)
+        cost_ns = self.runner.durations[0]
         is_deferred = error is None and type(samples[0]) is DeferredSample
         if error is not None:
             self._write_failed(position, epoch, index, error, cost_ns)
         elif not is_deferred:
-            self._deliver_free(position, [index], samples, [cost_ns])
-        self._end(int(not is_deferred), started)
+            self.deliver_free(position, [index], samples, [cost_ns])
+        self.end_lease(int(not is_deferred), started)
         return True
 
     def _run(
-        self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]
+        self, fetcher: Fetcher, position: int, epoch: int, indices: list[object]
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises; returns them, a DeferredSample in place of a deferred one, and the error."""
         if fetcher.takes_lists:
-            return self._runner.run(position, epoch, indices, fetcher.each(indices))
-        slow_ns = 0 if self._deferral is None else self._ledger.slow_ns
-        runner = self._runner
+            return self.runner.run(position, epoch, indices, fetcher.each(indices))
+        slow_ns = 0 if self._deferral is None else self.ledger.slow_ns
+        runner = self.runner
         samples, error = runner.run_steps(position, epoch, indices, fetcher.one, slow_ns)
         is_expensive = runner.cost_estimate.mean_ns >= _WORTH_NOTING_NS
-        if is_expensive or 0 < self._ledger.slow_ns < runner.longest_ns:
-            self._ledger.note_costs(position, runner.durations, len(samples))
+        if is_expensive or 0 < self.ledger.slow_ns < runner.longest_ns:
+            self.ledger.note_costs(position, runner.durations, len(samples))
         return samples, error
 
     def _run_singly(
-        self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]
+        self, fetcher: Fetcher, position: int, epoch: int, indices: list[object]
     ) -> tuple[list[Any], BaseException | None]:
         """``_run``, but with one call of the dataset for each sample."""
         if fetcher.takes_lists:
-            return self._runner.run(position, epoch, indices, fetcher.single)
+            return self.runner.run(position, epoch, indices, fetcher.single)
         return self._run(fetcher, position, epoch, indices)
 
-    def _state(self) -> GetState | None:
+    def dataset_state(self) -> GetState | None:
         """The function that returns the state of the dataset, if that goes with the current batch."""
-        return self._fetcher.state if self._fetcher.sends_state else None
+        return self.fetcher.state if self.fetcher.sends_state else None
 
-    def _deliver_free(
+    def deliver_free(
         self,
         position: int,
-        indices: Sequence[Any],
-        samples: list[Any],
+        indices: Sequence[object],
+        samples: list[object],
         costs_ns: Sequence[int],
         error: BaseException | None = None,
     ) -> None:
@@ -321,8 +297,8 @@ class Worker:
 
         Those that are slow go to the newest batch, where the order says so.
         """
-        writer, count = self._writer, len(samples)
-        slow_ns = self._ledger.slow_ns if self._slow_to_newest else 0
+        writer, count = self.writer, len(samples)
+        slow_ns = self.ledger.slow_ns if self._slow_to_newest else 0
         has_slow = 0 < slow_ns < max(costs_ns[:count], default=0)
         if has_slow or DeferredSample in set(map(type, samples)):
             for i, sample in enumerate(samples):
@@ -336,88 +312,86 @@ class Worker:
             writer.deliver_free_error(position + count, indices[count], error, slow=slow)
 
     def _longest_run(self) -> int:
-        if self._fetcher.takes_lists:
+        if self.fetcher.takes_lists:
             return WHOLE_BATCH  # ``__getitems__`` may return one object for the batch
         if self._whole_batches:
             return ALL_SAMPLES
-        if self._writer.keeps_batches:
+        if self.writer.keeps_batches:
             return WHOLE_BATCH
-        cost_estimate = self._runner.cost_estimate
-        mean_ns, share = cost_estimate.mean_ns, self._fair_share()
-        is_cheap = mean_ns < _HANDOVERS * self._writer.handover_ns
-        if self._writer.collates and is_cheap and 0 < self._whole_size <= share:
+        cost_estimate = self.runner.cost_estimate
+        mean_ns, share = cost_estimate.mean_ns, self.fair_share()
+        is_cheap = mean_ns < _HANDOVERS * self.writer.handover_ns
+        if self.writer.collates and is_cheap and 0 < self._whole_size <= share:
             return ALL_SAMPLES
         if cost_estimate.draws is None:
             return 1
         return max(min(int(self._run_ns / mean_ns), share), int(_LEAST_RUN_NS / mean_ns), 1)
 
-    def _fair_share(self) -> int:
+    def fair_share(self) -> int:
         """The most samples that leave as many for each other worker: at the end of an epoch none has to idle."""
-        active_workers = self._active_workers
-        workers = 1 if active_workers is None else active_workers.count
-        return self._ledger.unclaimed() // max(workers, 1)
+        return self.ledger.unclaimed() // max(self._active.count, 1)
 
     def _run_retrying(
-        self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]
+        self, fetcher: Fetcher, position: int, epoch: int, indices: list[object]
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples until one raises for good; SKIP stands for those that are skipped."""
         samples, error = self._run(fetcher, position, epoch, indices)
-        if self._sample_retry is None:
+        if self.sample_retry is None:
             return samples, error
         if error is not None and fetcher.takes_lists:
             # One call for all of them failed: single calls find the sample that raises.
             samples, error = self._run_singly(fetcher, position, epoch, indices)
         if error is not None:
 
-            def run(position: int, rest: list[Any]) -> tuple[list[Any], BaseException | None]:
+            def run(position: int, rest: list[object]) -> tuple[list[Any], BaseException | None]:
                 return self._run_singly(fetcher, position, epoch, rest)
 
-            return self._sample_retry.complete(position, epoch, indices, samples, error, run)
+            return self.sample_retry.complete(position, epoch, indices, samples, error, run)
         return samples, error
 
     def _run_rows(
-        self, fetcher: Fetcher | StreamFetcher, position: int, epoch: int, indices: list[Any]
+        self, fetcher: Fetcher | StreamFetcher, position: int, epoch: int, indices: list[object]
     ) -> int:
         """Copy samples that are rows into places; returns how many, and the others must be loaded one by one."""
         assert isinstance(fetcher, Fetcher)
         begun_ns = now_ns()
         rows = fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
-        done = 0 if rows is None else self._writer.deliver_rows(position, rows)
+        done = 0 if rows is None else self.writer.deliver_rows(position, rows)
         if done:
-            self._runner.record_rows(indices[:done], epoch, begun_ns)
+            self.runner.record_rows(indices[:done], epoch, begun_ns)
         return done
 
-    def _run_list(
+    def run_list(
         self,
         fetcher: Fetcher,
         fetch: Callable[[Any], Any],
         batch: int,
         record: BatchRecord,
-        indices: Sequence[Any],
+        indices: Sequence[object],
     ) -> None:
         """Run a whole or an empty batch by one call of the dataset, which may return any object."""
         if not record.bound:
             self._run_free_list(fetcher, fetch, record, list(indices))
             return
         first, count, epoch = record.first, record.count, record.epoch
-        results, error = self._runner.run(first, epoch, [indices], fetch, batch_size=count)
+        results, error = self.runner.run(first, epoch, [indices], fetch, batch_size=count)
         # What another container than a list says of its indices would be missing in calls for single ones.
         divisible = type(indices) in LISTS and len(indices) > 0
-        if error is not None and self._sample_retry is not None and divisible:
+        if error is not None and self.sample_retry is not None and divisible:
             single = list(indices)
             samples, error = self._run_retrying(fetcher, first, epoch, single)
-            state = self._state()
-            self._writer.deliver(batch, 0, single, samples, error, whole=True, state=state)
+            state = self.dataset_state()
+            self.writer.deliver(batch, 0, single, samples, error, whole=True, state=state)
             return
         result = results[0] if results else None
-        self._writer.deliver_list(batch, indices, result, error, self._state())
+        self.writer.deliver_list(batch, indices, result, error, self.dataset_state())
 
     def _run_free_list(
         self,
         fetcher: Fetcher,
         fetch: Callable[[Any], Any],
         record: BatchRecord,
-        indices: list[Any],
+        indices: list[object],
     ) -> None:
         """``_run_list`` for samples that may go to any batch: the call returns one for each index."""
 
@@ -425,10 +399,10 @@ class Worker:
             return one_each(fetch(indices), len(indices))
 
         first, count, epoch = record.first, record.count, record.epoch
-        results, error = self._runner.run(first, epoch, [indices], fetch_each, batch_size=count)
+        results, error = self.runner.run(first, epoch, [indices], fetch_each, batch_size=count)
         if error is None:
-            costs_ns = [self._runner.durations[0] // count] * count
-            self._deliver_free(first, indices, results[0], costs_ns)
+            costs_ns = [self.runner.durations[0] // count] * count
+            self.deliver_free(first, indices, results[0], costs_ns)
         else:
             self._run_unbound(fetcher, first, epoch, indices)
 
@@ -441,24 +415,26 @@ class Worker:
             stream.enter(epoch, count)
             return stream.take(count)
 
-        batches, error = self._runner.run(first, 0, [wanted], fetch, batch_size=wanted)
+        batches, error = self.runner.run(first, 0, [wanted], fetch, batch_size=wanted)
         if isinstance(error, StreamEnd):
-            self._writer.deliver_end(batch, stream.state if stream.sends_last_state else None)
+            self.writer.deliver_end(batch, stream.state if stream.sends_last_state else None)
             return
-        state = self._state()
-        self._writer.deliver_stream(batch, batches[0] if batches else [], error, state)
+        state = self.dataset_state()
+        self.writer.deliver_stream(batch, batches[0] if batches else [], error, state)
         if error is None and state is not None:
             stream.state_sent()
 
-    def _run_unbound(self, fetcher: Fetcher, position: int, epoch: int, indices: list[Any]) -> None:
+    def _run_unbound(
+        self, fetcher: Fetcher, position: int, epoch: int, indices: list[object]
+    ) -> None:
         """Run samples that may go to any batch; those after one that raised are run, too."""
         samples, error = self._run(fetcher, position, epoch, indices)
         if error is not None and fetcher.takes_lists and len(indices) > 1:
             # One call for all of them failed: single calls find the sample that raises.
             samples, error = self._run_singly(fetcher, position, epoch, indices)
         while True:
-            done, costs_ns = len(samples), self._runner.durations
-            self._deliver_free(position, indices, samples, costs_ns)
+            done, costs_ns = len(samples), self.runner.durations
+            self.deliver_free(position, indices, samples, costs_ns)
             if error is not None:
                 cost_ns = costs_ns[done]
                 self._write_failed(position + done, epoch, indices[done], error, cost_ns)
@@ -472,12 +448,12 @@ class Worker:
         self, position: int, epoch: int, index: object, error: BaseException, cost_ns: int
     ) -> None:
         """Write the outcome of a sample that raised."""
-        samples: list[Any] = []
+        samples: list[object] = []
         remaining: BaseException | None = error
-        if self._sample_retry is not None:
-            sample, remaining = self._sample_retry.settle(position, epoch, index, error)
+        if self.sample_retry is not None:
+            sample, remaining = self.sample_retry.settle(position, epoch, index, error)
             samples = [sample] if remaining is None else []
-        self._deliver_free(position, [index], samples, [cost_ns], remaining)
+        self.deliver_free(position, [index], samples, [cost_ns], remaining)
 
 
 def run_again(

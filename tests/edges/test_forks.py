@@ -34,7 +34,7 @@ from minato.caching.base import MemoryCache
 from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
-from minato.workers import fork_server, process_pool, supervision
+from minato.workers import fork_server, supervision, worker_process
 from tests.pairwise import pairwise
 from tests.subprocesses import environment, started
 
@@ -628,7 +628,7 @@ def of_worker_threads(folder: Path) -> tuple[Any, Callable[[], bool]]:
     def works() -> bool:
         return sum(len(batch) for batch in rows("thread")) == 400
 
-    return process_pool._ANNOUNCED, works
+    return worker_process._ANNOUNCED, works
 
 
 LOCKS = {
@@ -639,7 +639,7 @@ LOCKS = {
     "caching.disk": [of_disk_cache],
     "consumers": [of_consumers],
     "patching": [of_patch],
-    "workers.process_pool": [of_worker_threads],
+    "workers.worker_process": [of_worker_threads],
 }
 """Locks that a child may need, by module."""
 UNUSED = {

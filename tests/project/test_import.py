@@ -241,7 +241,7 @@ def test_no_more_is_imported_than_is_used(tmp_path: Path) -> None:
     program.write_text(ORDINARY)
     seen = json.loads(run_python(str(program), PYTHONPATH=str(PACKAGE.parent)))
     assert [name for name in BY_ITER if name in seen["import"]] == []
-    assert "minato.engine.worker_context" in seen["spawned worker"]
+    assert "minato.workers.worker_process" in seen["spawned worker"]
     assert len(of_minato(seen["import"])) <= MOST_MODULES, of_minato(seen["import"])
     ours = of_minato(seen["spawned worker"])
     assert len(ours) <= MOST_MODULES_IN_WORKERS, ours

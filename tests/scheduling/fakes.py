@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
-from minato._core import READY_EVENTS_OFFSET, Claim, ConsumerLedger, EventCount
+from torch.utils.data import default_collate
+
+from minato._core import (
+    READY_EVENTS_OFFSET,
+    WORK_EVENTS_OFFSET,
+    Claim,
+    ConsumerLedger,
+    EventCount,
+)
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, STATE_BLOB
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.batching.indices import StoredIndices
 from minato.batching.serialization import LocalStore
+from minato.options import FetchOptions
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.assignment import AnyWorker
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
 from minato.scheduling.orders import make_order
 from minato.scheduling.prefetch_window import PrefetchWindow
+from minato.transforms.compose import Transforms
+from minato.workers.plan import Pipeline, WorkerPlan
+from minato.workers.shared_state import ActiveWorkers
 from tests.protocol import deliver, delivery
 
 SLOT_BYTES = 1 << 16
@@ -247,6 +259,35 @@ class Bench:
     def always_work(self, times: int = 1000) -> None:
         """Let the workers do everything whenever the consumer waits."""
         self.pool.script = [self.work_all] * times
+
+
+def worker_plan(order: str = "strict", max_lag: int = 0) -> WorkerPlan:
+    """The plan of workers that read from a dataset of their own; the loader's defaults."""
+    return WorkerPlan(
+        pipeline=Pipeline(None, Transforms(), default_collate, True, False, False),
+        method="process",
+        in_main_process=False,
+        most_workers=1,
+        init_fn=None,
+        base_seed=0,
+        seeds_samples=False,
+        order=make_order(order, max_lag),
+        round_robin=False,
+        dataset_states=None,
+        state_every=None,
+        fetching=FetchOptions(1),
+        stats=True,
+        tracks=None,
+    )
+
+
+class Shared:
+    """What a worker asks of the memory that it shares: where it sleeps, and whether it is active."""
+
+    def __init__(self, bench: Bench, active: int) -> None:
+        self.work = EventCount(bench.segment.array, WORK_EVENTS_OFFSET)
+        self.active = ActiveWorkers(bytearray(ActiveWorkers.NBYTES), 0, self.work)
+        self.active.set_count(active)
 
 
 class Journal:

@@ -39,8 +39,8 @@ import minato.engine.engine
 from minato._core import ConsumerLedger, WorkerLedger
 from minato._fork_safety import Borrower, starting_worker
 from minato.batching.sample_error import ErrorTransport, wrapped
-from minato.engine.shared_state import SharedState
 from minato.workers.pool import thread_usage
+from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker
 from tests.stress.bare import fork
 from tests.stress.tracee import POSSIBLE, UNTRACEABLE, Tracee
@@ -258,10 +258,10 @@ class Stage:
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
         state = SharedState.attach(self.context.layout)
         ledger: WorkerLedger = wrap(state.worker_ledger(number))
-        wrap = wrapped(f"worker process {number}", in_process=True)
-        worker = self.context.worker(ledger, state, ErrorTransport((Exception,), wrap), None)
+        told = wrapped(f"worker process {number}", in_process=True)
+        worker = self.context.worker(ledger, state, ErrorTransport((Exception,), told))
         if scene.cheap:
-            worker._runner.cost_estimate.draws, worker._runner.cost_estimate.mean_ns = False, 1000.0
+            worker.runner.cost_estimate.draws, worker.runner.cost_estimate.mean_ns = False, 1000.0
         return worker
 
     def wait(self, seen: int, timeout_s: float) -> None:
@@ -301,7 +301,7 @@ def work(worker: Any, steps: int) -> None:
 def defer(worker: Any, ledger: Any) -> None:
     """Have a worker defer a sample, run another one, resume the first, and so on."""
     ledger.slow_ns = 1
-    worker._runner.cost_estimate.draws = True  # which is known after a while
+    worker.runner.cost_estimate.draws = True  # which is known after a while
     deferral = worker._deferral
     deferral.allows = lambda position: deferral._sample is None
     due = itertools.cycle((False, False, True))

@@ -11,8 +11,8 @@ import pytest
 from minato._core import EVENT_COUNT_NBYTES, EventCount
 from minato._system import machine_usage
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.workers.active_workers import ActiveWorkers
 from minato.workers.pool import process_usage, thread_usage
+from minato.workers.shared_state import ActiveWorkers
 from tests.datasets import wait_until
 
 
@@ -67,7 +67,7 @@ def test_an_inactive_worker_exits_when_the_loader_shuts_down(active_workers):
 
 
 def test_a_worker_without_a_parent_leaves(active_workers, monkeypatch):
-    monkeypatch.setattr("minato.workers.active_workers._PATIENCE_S", 0.01)
+    monkeypatch.setattr("minato.workers.shared_state._PATIENCE_S", 0.01)
     assert not active_workers.wait_until_active(1, lambda: False, lambda: False)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minato import PaperController
 from minato.workers.autoscale import (
     CONTROLLERS,
     ControllerSettings,
@@ -37,7 +38,7 @@ shares = st.floats(0.0, 1.0)
     ],
 )
 def test_formula_2_as_printed(ready, cpu, alpha, beta, delta):
-    constants = replace(LIMITS, alpha=alpha, beta=beta)
+    constants = replace(LIMITS, paper=PaperController(alpha=alpha, beta=beta))
     assert formula_2(constants, ready, cpu) == pytest.approx(delta)
 
 
@@ -58,7 +59,7 @@ def test_formula_1_as_printed(workers, delta, expected):
 
 
 def test_the_paper_clips_delta_and_averages_the_queue():
-    steep = replace(LIMITS, alpha=10.0, smoothing=0.3)
+    steep = replace(LIMITS, paper=PaperController(alpha=10.0, smoothing=0.3))
     state = paper(ControllerState(12), replace(IDLE, ready_share=0.0, cpu_share=0.7), steep)
     assert (state.workers, state.ready_average, state.why) == (14, 0.0, "grow")
     state = paper(state, replace(IDLE, ready_share=1.0, cpu_share=0.7), steep)
@@ -77,7 +78,7 @@ def test_the_paper_grows_with_a_full_queue_on_a_busy_machine():
 
 def test_the_paper_sheds_workers_that_a_slow_disk_makes_wait():
     starving = Measurement(0.0, 0.02, 0.9, 1.0, 0.98, 100.0)
-    steep = replace(LIMITS, beta=5.0)
+    steep = replace(LIMITS, paper=PaperController(beta=5.0))
     assert paper(ControllerState(12), starving, steep).workers < 12
     assert corrected(ControllerState(12), starving, steep).workers > 12
 

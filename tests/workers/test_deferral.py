@@ -16,20 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato import DataLoader
-from minato._core import WORK_EVENTS_OFFSET, EventCount, WorkerLedger
+from minato._core import WorkerLedger
 from minato._core.codes import READY
 from minato._support.counters import shared_integers
+from minato.batching.writer import BatchWriter
 from minato.engine.engine import Engine
 from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, numpy_rng
-from minato.workers.deferral import Deferral, DeferredSample
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner, RunnerSettings
-from minato.workers.staged_runner import StageRunner
-from minato.workers.worker import Worker, WorkerSettings, WorkQueue
+from minato.workers.shared_state import SharedState
+from minato.workers.stages import Deferral, DeferredSample, StageRunner
+from minato.workers.worker import Worker
 from tests.datasets import TOO_MANY_WORKERS, Numbers, late_by, three_draws
-from tests.scheduling.fakes import Bench, Journal
+from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
 
 SIZE, BATCH = 24, 4
 SEED = 7
@@ -257,15 +258,12 @@ class Case:
         runner.cost_estimate.mean_ns = mean_ns
         runner.cost_estimate.draws = {1.0: False, 1e5: None, 4e6: True}[mean_ns]
         return Worker(
-            WorkerSettings(),
-            queue=WorkQueue(
-                ledger,
-                EventCount(self.bench.segment.array, WORK_EVENTS_OFFSET),
-            ),
-            fetcher=Fetcher(Keyed(), chain, batched=True),
-            runner=runner,
-            writer=self.writer,  # type: ignore[arg-type]
-            deferral=deferral,
+            worker_plan(),
+            ledger,
+            cast(SharedState, Shared(self.bench, len(self.bench.workers))),
+            Fetcher(Keyed(), chain, batched=True),
+            runner,
+            cast(BatchWriter, self.writer),
         )
 
     def kill(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -9,7 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,8 +22,12 @@ from minato._core import EventCount
 from minato._core.segment import Segment
 from minato.batching.sample_error import wrapped
 from minato.workers import supervision
-from minato.workers.local_pools import ThreadPool, ThreadSettings
-from minato.workers.process_pool import ProcessPool, ProcessSettings, parent_watch
+from minato.workers.context import WorkerContext
+from minato.workers.process_pool import ProcessPool
+from minato.workers.shared_state import SharedState
+from minato.workers.supervision import WorkerRecovery
+from minato.workers.thread_pool import ThreadPool
+from minato.workers.worker_process import parent_watch
 
 FORK = multiprocessing.get_context("fork")
 
@@ -38,42 +44,48 @@ PATIENCE_S = 60.0
 
 
 class Stage:
-    """Gates, a flag that tells workers to leave, and what was said of dead ones."""
+    """In the place of the shared state and of the recovery: flags of both, and what was said of dead workers."""
+
+    watchdog = None
 
     def __init__(self) -> None:
         self.segment = Segment(4096)
         self.ready = EventCount(self.segment.array, 0)
         self.left = False
-        self.has_work = True
-        self.has_begun = False
+        self.works = True
+        self.begun = False
         self.at_once = 2
         self.deaths: list[tuple[Any, ...]] = []
 
     def stop(self) -> None:
         self.segment.array[100] = 1
 
-    def recover(self, number: int, pid: int | None, code: int | None) -> None:
+    def may_leave(self, number: int) -> bool:
+        return self.left
+
+    def has_work(self) -> bool:
+        return self.works
+
+    def has_begun(self, number: int) -> bool:
+        return self.begun
+
+    def wait_until_active(self, number: int, parent_lives: Any) -> bool:
+        return True
+
+    def __call__(self, number: int, pid: int | None, code: int | None) -> None:
         self.deaths.append((number, pid, code))
         if len(self.deaths) > 2:
             raise RuntimeError("too many")
 
     def processes(self, work: Any, context: Any = FORK) -> ProcessPool:
-        settings = ProcessSettings(
+        return ProcessPool(
+            cast(SharedState, self),
+            cast(WorkerRecovery, self),
+            functools.partial(work, stage=self),
             context=context,
             num_workers=2,
             first=2,
             max_starting=self.at_once,
-            target=work,
-            args=(self,),
-        )
-        return ProcessPool(
-            settings,
-            ready=self.ready,
-            stop=self.stop,
-            may_leave=lambda number: self.left,
-            recover=self.recover,
-            has_work=lambda: self.has_work,
-            has_begun=lambda number: self.has_begun,
         )
 
 
@@ -293,10 +305,10 @@ def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
     stage = Stage()
     pool = stage.processes(mortal, OfServer())
     pool.start(lambda: pool.processes[0].pid is not None)
-    stage.has_work = False
+    stage.works = False
     pool.wait(stage.ready.events, 0.01)
     assert pool.processes[1].pid is None
-    stage.has_work = True
+    stage.works = True
     seen = stage.ready.events
     pool.wait(seen, 60)  # does not sleep
     assert pool.processes[1].pid is not None
@@ -323,12 +335,12 @@ def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.M
     pool.start(lambda: False)
     pool.wait(stage.ready.events, 0.01)
     assert [process_pool.pid is None for process_pool in pool.processes] == [False, True]
-    stage.has_begun = True
+    stage.begun = True
     pool.wait(stage.ready.events, 0.01)
     assert all(process_pool.pid for process_pool in pool.processes)
     pool.shut_down()
     late = stage.processes(obedient, OfServer())
-    stage.has_begun = False
+    stage.begun = False
     monkeypatch.setattr("minato.workers.process_pool._ARRIVAL_S", 0.0)
     late.start(lambda: False)
     assert all(process_pool.pid for process_pool in late.processes)
@@ -337,7 +349,7 @@ def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.M
 
 def test_waiting_ends_with_an_event() -> None:
     stage = Stage()
-    stage.has_work = False
+    stage.works = False
     pool = stage.processes(obedient)
     seen = stage.ready.events
     start = time.monotonic()
@@ -400,19 +412,24 @@ class Worker:
         """It has begun nothing in other threads."""
 
 
+class Threads(ThreadPool):
+    """Two threads with such workers."""
+
+    def __init__(self, stage: Stage, leave: threading.Event, make: Callable[..., Any]) -> None:
+        context = SimpleNamespace(plan=SimpleNamespace(most_workers=2))
+        super().__init__(cast(SharedState, stage), cast(WorkerContext, context), leave.set)
+        self.leaving, self.make = leave, make
+
+    def make_worker(self, number: int) -> Any:
+        return self.make(number, self.leaving)
+
+
 def threads(
     leave: threading.Event, may_leave: bool = False, make: Callable[..., Any] = Worker
 ) -> ThreadPool:
-    return ThreadPool(
-        ThreadSettings(
-            2,
-            wait_until_active=lambda number, lives: True,
-            make_worker=lambda number: make(number, leave),
-            ready=Stage().ready,
-            stop=leave.set,
-            may_leave=lambda number: may_leave,
-        )
-    )
+    stage = Stage()
+    stage.left = may_leave
+    return Threads(stage, leave, make)
 
 
 def test_threads_start_and_end() -> None:

@@ -297,8 +297,7 @@ def test_the_papers_constants_can_be_chosen():
     autoscale_state = loader._history.autoscale
     assert autoscale_state.controller == "paper"
     settings = autoscale_state.settings
-    assert (settings.least, settings.most, settings.alpha, settings.beta) == (1, 4, 0.5, 3)
-    assert (settings.theta, settings.clip, settings.smoothing) == (0.9, 1, 1.0)
+    assert (settings.least, settings.most, settings.paper) == (1, 4, mine)
     assert sorted(flat(indices(loader))) == list(range(200))
     for wrong in ({"alpha": -1}, {"clip": -1}, {"theta": 1.5}, {"smoothing": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

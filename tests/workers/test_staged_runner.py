@@ -13,8 +13,7 @@ from minato._core import Lease, now_ns
 from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.workers import runner
-from minato.workers.deferral import DeferredSample
-from minato.workers.staged_runner import StageRunner
+from minato.workers.stages import DeferredSample, StageRunner
 from tests.datasets import Numbers
 
 
@@ -103,7 +102,7 @@ def test_a_slow_sample_is_deferred_between_any_two_stages(way: str) -> None:
     found = []
     while type(sample) is DeferredSample:
         assert deferral.samples[-1] is sample
-        found.append((sample.position, sample.key, sample.value, sample.step, sample.randomness))
+        found.append((sample.position, sample.index, sample.value, sample.step, sample.randomness))
         deferred, sample = sample, stage_runner.resume(sample)
         assert deferred.value is None  # it may have been changed in place
         if type(sample) is DeferredSample:

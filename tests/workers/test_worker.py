@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from minato._core import WORK_EVENTS_OFFSET, EventCount
 from minato._core.codes import READY
+from minato.batching.writer import BatchWriter
 from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
-from minato.workers.active_workers import ActiveWorkers
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner, RunnerSettings
-from minato.workers.staged_runner import StageRunner
-from minato.workers.worker import Worker, WorkerSettings, WorkQueue
-from tests.scheduling.fakes import Bench, Journal
+from minato.workers.shared_state import SharedState
+from minato.workers.stages import StageRunner
+from minato.workers.worker import Worker
+from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
 
 
 class Bad(list):
@@ -68,15 +68,13 @@ class Setting:
             meters=self.meters,
             stage_runner=stage_runner,
         )
-        events = EventCount(self.bench.segment.array, WORK_EVENTS_OFFSET)
-        active_workers = ActiveWorkers(bytearray(ActiveWorkers.NBYTES), 0, events)
-        active_workers.set_count(active)
         self.worker = Worker(
-            WorkerSettings(),
-            queue=WorkQueue(ledger, events, active_workers),
-            fetcher=fetcher,
-            runner=self.runner,
-            writer=self.writer,  # type: ignore[arg-type]
+            worker_plan(),
+            ledger,
+            cast(SharedState, Shared(self.bench, active)),
+            fetcher,
+            self.runner,
+            cast(BatchWriter, self.writer),
         )
         self.bench.begin(batches)
 
@@ -304,5 +302,5 @@ class StopsFirst:
 
 def test_an_end_between_two_looks_is_not_slept_through() -> None:
     setting = Setting(Bad(), [])
-    setting.worker._events = StopsFirst(setting.bench.ledger.shut_down)  # type: ignore[assignment]
+    setting.worker.events = StopsFirst(setting.bench.ledger.shut_down)  # type: ignore[assignment]
     setting.worker.loop(lambda: True)

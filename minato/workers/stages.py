@@ -1,20 +1,112 @@
-"""A sample stage by stage: the dataset, then each transform, with a clock in between."""
+"""A sample stage by stage: the dataset, then each transform, with a clock in between.
+
+A worker may defer a slow sample between two transforms, and resume it later.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import thread_time_ns
 from typing import Any
 
-from minato._core import Lease, now_ns, run_steps
+from minato._core import Lease, WorkerLedger, now_ns, run_steps
 from minato.observe.meters import Meters
 from minato.observe.size import nbytes_of
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.transforms.compose import Transforms
-from minato.workers.deferral import Deferral, DeferredSample
 
-__all__ = ["StageRunner"]
+__all__ = ["Deferral", "DeferredSample", "StageRunner"]
+
+
+@dataclass(eq=False)
+class DeferredSample:
+    """A sample between two of its transforms.
+
+    Attributes:
+        position: Its position in the ledger, where it stays claimed.
+        index: Its index in the dataset.
+        value: The result of the transforms so far.
+        step: The transform that is next.
+        randomness: State of its generators (``SampleRandomness.capture``); None: they are not bound to samples.
+        active_ns: Time spent on it so far.
+        cpu_ns: Processor time spent on it so far; None: not measured.
+        longest: The longest stage so far (-1: the dataset) and its time in ns; unused if not measured.
+        deferred_ns: When it was deferred.
+    """
+
+    position: int
+    index: Any
+    value: Any
+    step: int
+    randomness: object
+    active_ns: int
+    cpu_ns: int | None
+    longest: tuple[int, int]
+    deferred_ns: int
+
+
+class Deferral:
+    """Decides which slow sample a worker defers, keeps it, and decides when the worker resumes it.
+
+    Deferral changes the order of work, not its amount. A worker therefore defers a sample only while the consumer waits
+    for a batch that quicker samples can fill. It resumes the sample when the consumer no longer waits, or when few
+    other samples remain: otherwise the other workers would idle at the end while this one completes it.
+
+    A worker defers one sample at a time: more would only pile up work, and need memory.
+
+    Args:
+        num_workers: Returns how many workers share the samples that are left to claim.
+    """
+
+    def __init__(
+        self, *, ledger: WorkerLedger, meters: Meters, num_workers: Callable[[], int]
+    ) -> None:
+        self._ledger = ledger
+        self._meters = meters
+        self._num_workers = num_workers
+        self._sample: DeferredSample | None = None
+        self.num_deferred = 0
+        """How many samples the worker has deferred so far."""
+
+    def allows(self, position: int) -> bool:
+        """Whether the worker defers the slow sample at this position now."""
+        ledger = self._ledger
+        return (
+            self._sample is None
+            and bool(ledger.waiting)
+            and self._others_have_work()
+            # A sample that started early must be complete when its batch is due.
+            and position < ledger.front
+            and not ledger.is_placed(position)
+        )
+
+    def defer(self, sample: DeferredSample) -> None:
+        """Keep a sample until ``take``."""
+        self._sample = sample
+        self.num_deferred += 1
+
+    def is_due(self) -> bool:
+        """Whether the deferred sample goes before samples that no worker has begun."""
+        sample, ledger = self._sample, self._ledger
+        return sample is not None and (
+            not ledger.waiting
+            or not self._others_have_work()
+            # ``max_lag`` is reached: the batch that needs this sample is settled.
+            or ledger.is_placed(sample.position)
+        )
+
+    def take(self) -> DeferredSample | None:
+        """Return the deferred sample, which the worker then resumes; None if there is none."""
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            self._meters.deferred.record(max(now_ns() - sample.deferred_ns, 0))
+        return sample
+
+    def _others_have_work(self) -> bool:
+        """Whether each worker can claim another sample meanwhile."""
+        return self._ledger.unclaimed() > self._num_workers()
 
 
 class StageRunner:
@@ -54,12 +146,12 @@ class StageRunner:
         self.capture: Callable[[], object] | None = None
         """Saves the randomness of the current sample; None while it is not bound to samples."""
 
-    def straight(self, index: Any) -> Any:
+    def straight(self, index: object) -> Any:
         """The sample of an index, not measured; a DeferredSample if it was deferred."""
         value = self._dataset[index]
         return self._transform(index, value, 0, 0, None, self._is_slow())
 
-    def measured(self, index: Any) -> Any:
+    def measured(self, index: object) -> Any:
         """The sample of an index, measured; a DeferredSample if it was deferred."""
         cpu_ns, begin_ns = thread_time_ns(), now_ns()
         value = self._dataset[index]
@@ -68,7 +160,7 @@ class StageRunner:
             self._tracer.slice("dataset", begin_ns, end_ns)
         return self.transformed(index, value, end_ns - begin_ns, cpu_ns)
 
-    def transformed(self, index: Any, value: Any, dataset_ns: int, cpu_ns: int) -> Any:
+    def transformed(self, index: object, value: object, dataset_ns: int, cpu_ns: int) -> Any:
         """The sample of an index whose read took ``dataset_ns``, measured; a DeferredSample if it was deferred.
 
         Args:
@@ -85,14 +177,20 @@ class StageRunner:
         cpu_ns = None if sample.cpu_ns is None else thread_time_ns() - sample.cpu_ns
         # Transforms may change the value in place: no other reference may remain.
         value, sample.value = sample.value, None
-        return self._transform(sample.key, value, sample.step, sample.active_ns, cpu_ns, False)
+        return self._transform(sample.index, value, sample.step, sample.active_ns, cpu_ns, False)
 
     def _is_slow(self) -> bool:
         """Whether the dataset alone has made the sample slow."""
         return self.slow_ns > 0 and now_ns() - self._lease.started_ns >= self.slow_ns
 
     def _transform(
-        self, index: Any, value: Any, step: int, active_ns: int, cpu_ns: int | None, is_slow: bool
+        self,
+        index: object,
+        value: object,
+        step: int,
+        active_ns: int,
+        cpu_ns: int | None,
+        is_slow: bool,
     ) -> Any:
         """Run the transforms from ``step`` on, or those until the sample is deferred.
 
@@ -140,8 +238,8 @@ class StageRunner:
     def _defer(
         self,
         deferral: Deferral,
-        index: Any,
-        value: Any,
+        index: object,
+        value: object,
         step: int,
         active_ns: int,
         cpu_ns: int | None,
@@ -149,7 +247,7 @@ class StageRunner:
         now = now_ns()
         sample = DeferredSample(
             position=_position(self._lease),
-            key=index,
+            index=index,
             value=value,
             step=step,
             randomness=None if self.capture is None else self.capture(),

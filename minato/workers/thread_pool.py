@@ -1,4 +1,4 @@
-"""Workers in this process: threads."""
+"""Workers that are threads of this process: when they start and end."""
 
 from __future__ import annotations
 
@@ -6,44 +6,23 @@ import os
 import threading
 import time
 import weakref
-from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
 
-from minato._core import EventCount
 from minato._fork_safety import check_owner
 from minato._support.threads import start_thread
-from minato.batching.sample_error import Kinds
+from minato.batching.sample_error import ErrorTransport, wrapped
 from minato.observe.tracer import in_profile
+from minato.workers.context import WorkerContext
 from minato.workers.pool import CpuUsage, thread_usage
+from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker
+from minato.workers.worker_process import announced, initialise
 
-__all__ = ["ThreadPool", "ThreadSettings"]
+__all__ = ["ThreadPool"]
 
-_ERRORS: Kinds = (Exception, GeneratorExit, SystemExit, CancelledError)
 _GRACE_S = 4.0
 """How long a shutdown waits for the threads; a thread that hangs in user code cannot be ended."""
-
-
-class ThreadSettings(NamedTuple):
-    """The threads of a pool.
-
-    Attributes:
-        wait_until_active: Called in each thread with its number and a function that returns whether the consumer is
-            alive; sleeps until the worker is active, and returns False if the loader shuts down before that.
-        make_worker: Called with its number in each thread.
-        ready: Counts the events that wake the training loop.
-        stop: Asks the workers to exit.
-        may_leave: Whether worker ``number`` may exit by itself.
-    """
-
-    num_workers: int
-    wait_until_active: Callable[[int, Callable[[], bool]], bool]
-    make_worker: Callable[[int], Worker]
-    ready: EventCount
-    stop: Callable[[], None]
-    may_leave: Callable[[int], bool]
 
 
 class ThreadPool:
@@ -51,14 +30,28 @@ class ThreadPool:
 
     A thread that sleeps refers neither to the pool nor to its worker: both may belong to a cycle through the dataset,
     which the garbage collector can free then.
+
+    Args:
+        state: What the workers share with the training loop.
+        context: Makes the workers.
+        stop: Asks the workers to exit, in place of ``state.stop``; it must not refer to objects of the user's.
+
+    Attributes:
+        state, context: The same.
     """
 
-    def __init__(self, settings: ThreadSettings) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        state: SharedState,
+        context: WorkerContext,
+        stop: Callable[[], None] | None = None,
+    ) -> None:
+        self.state = state
+        self.context = context
         self._owner = os.getpid()
         self._workers: dict[threading.Thread, Worker] = {}
-        self.threads = [self._make(number) for number in range(settings.num_workers)]
-        self.shut_down: Callable[[], bool] = _EndThreads(settings.stop, self.threads)
+        self.threads = [self._make(number) for number in range(context.plan.most_workers)]
+        self.shut_down: Callable[[], bool] = _EndThreads(stop or state.stop, self.threads)
         """Asks the threads to exit and waits for them; returns whether all have ended."""
 
     @property
@@ -68,8 +61,7 @@ class ThreadPool:
 
     def _make(self, number: int) -> threading.Thread:
         name = f"minato-{number}"
-        settings = self._settings
-        arguments = weakref.ref(self), number, settings.wait_until_active, settings.ready
+        arguments = weakref.ref(self), number, self.state
         return threading.Thread(target=_run_thread, args=arguments, name=name, daemon=True)
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
@@ -91,8 +83,16 @@ class ThreadPool:
         me = threading.current_thread()
         worker = self._workers.get(me)
         if worker is None:
-            worker = self._workers[me] = self._settings.make_worker(number)
+            worker = self._workers[me] = self.make_worker(number)
         return worker.work(_process_lives)
+
+    def make_worker(self, number: int) -> Worker:
+        """Make worker ``number``, in its thread."""
+        plan = self.context.plan
+        with announced(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset):
+            failure = initialise(plan, number)
+        errors = ErrorTransport((BaseException,), wrapped(f"worker thread {number}"))
+        return self.context.worker(self.state.worker_ledger(number), self.state, errors, failure)
 
     def leave(self) -> None:
         """End what the worker of this thread has started."""
@@ -103,20 +103,30 @@ class ThreadPool:
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready events exceed ``seen``."""
         with in_profile("minato: wait for workers"):
-            self._settings.ready.wait(seen, timeout_s)
+            self.state.ready.wait(seen, timeout_s)
 
     def check(self) -> None:
         """Raise RuntimeError if a thread has ended unexpectedly, or this is a forked child, which has no threads."""
         check_owner(self._owner)
-        ended = [self.threads[n].name for n in self._gone() if not self._settings.may_leave(n)]
+        ended = [
+            thread.name
+            for number, thread in enumerate(self.threads)
+            if not (thread.is_alive() or self.may_leave(number))
+        ]
         if ended:
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(ended)} ended unexpectedly")
 
     def check_early(self) -> None:
         """Do nothing: a thread starts fast."""
 
-    def _gone(self) -> list[int]:
-        return [number for number, thread in enumerate(self.threads) if not thread.is_alive()]
+    def may_leave(self, number: int) -> bool:
+        """Whether the thread of worker ``number`` may end by itself."""
+        return self.state.may_leave(number)
+
+    def replace(self, number: int) -> None:
+        """Start a new thread for worker ``number``, whose own has ended."""
+        self.threads[number] = self._make(number)
+        start_thread(self.threads[number])
 
 
 def _process_lives() -> bool:
@@ -126,18 +136,17 @@ def _process_lives() -> bool:
 def _run_thread(
     reference: weakref.ref[ThreadPool],
     number: int,
-    wait_until_active: Callable[[int, Callable[[], bool]], bool],
-    ready: EventCount,
+    state: SharedState,
 ) -> None:
     """Be worker ``number`` of a pool as long as that lives."""
     try:
-        if wait_until_active(number, _process_lives):
+        if state.wait_until_active(number, _process_lives):
             while (rest := _work(reference, number)) is not None and rest():
                 pass
     finally:
         if (pool := reference()) is not None:
             pool.leave()
-        ready.notify()  # wake the consumer, which then sees that this thread has ended
+        state.ready.notify()  # wake the consumer, which then sees that this thread has ended
 
 
 def _work(reference: weakref.ref[ThreadPool], number: int) -> Callable[[], bool] | None:

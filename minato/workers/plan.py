@@ -1,0 +1,175 @@
+"""The plan of the workers of one engine: it travels to them, and their parts read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch.utils.data import default_collate, default_convert
+
+from minato._support.objects import attribute, takes_lists
+from minato.batching.collate import Bind, Collate
+from minato.observe.tracer import NULL_TRACER, Tracer
+from minato.options import FetchOptions
+from minato.sampling.resume import DatasetStates
+from minato.scheduling.orders import Order
+from minato.transforms.compose import Transforms
+
+__all__ = ["Pipeline", "WorkerPlan"]
+
+
+class WorkerTracks(Protocol):
+    """The tracks of a trace that workers write to (``minato.observe.trace``)."""
+
+    def worker(self, number: int) -> Tracer:
+        """The tracer of worker ``number``."""
+
+
+class Pipeline(NamedTuple):
+    """The steps from an index to a batch.
+
+    Attributes:
+        batched: Samples come in lists (``batch_size`` or a ``batch_sampler``), and ``collate_fn`` gets these.
+        drop_last: The incomplete last batch of a stream is dropped.
+        streams: The dataset is iterable.
+        refetches: The program has replaced torch's fetcher, which then makes whole batches, collated.
+    """
+
+    dataset: Any
+    transforms: Transforms
+    collate_fn: Callable[[Any], Any]
+    batched: bool
+    drop_last: bool
+    streams: bool
+    refetches: bool = False
+
+    def collate(self, bind: Bind | None = None) -> Collate:
+        """The loader's ``collate_fn``; what a replaced fetcher has made is collated already.
+
+        Args:
+            bind: Binds randomness to a batch while a worker collates it.
+        """
+        return Collate(_as_it_is if self.refetches else self.collate_fn, self.batched, bind)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class WorkerPlan(NamedTuple):
+    """The plan of a worker; travels to worker processes.
+
+    Attributes:
+        method: ``process``, ``thread`` or ``ray``.
+        in_main_process: There are no workers: the training loop runs the samples.
+        most_workers: Largest number of workers.
+        base_seed: torch's draw for the workers, or a seed that follows from ``seed=``.
+        seeds_samples: Randomness is bound to each sample rather than to the worker.
+        round_robin: Batch k is for worker k mod n, as in torch.
+        dataset_states: The states of the workers' copies of the dataset, if it is iterable or has a state.
+        state_every: Number of batches after which a stream's worker sends its state again; None: never; ``auto``: as
+            often as that is cheap.
+        fetching: How samples are read concurrently.
+        stats: Times are measured for a report, and the slowest samples are kept.
+        tracks: Of the trace, or None.
+    """
+
+    pipeline: Pipeline
+    method: str
+    in_main_process: bool
+    most_workers: int
+    init_fn: Callable[[int], None] | None
+    base_seed: int
+    seeds_samples: bool
+    order: Order
+    round_robin: bool
+    dataset_states: DatasetStates | None
+    state_every: int | Literal["auto"] | None
+    fetching: FetchOptions
+    stats: bool
+    tracks: WorkerTracks | None
+
+    def tracer(self, number: int) -> Tracer:
+        """The tracer of worker ``number``."""
+        return NULL_TRACER if self.tracks is None else self.tracks.worker(number)
+
+    def generator_roots(self, at_once: bool | None = None) -> dict[str, Any]:
+        """The objects whose generators are bound to samples, by name.
+
+        Args:
+            at_once: Whether the dataset reads several samples at once, which share its generators; by default as
+                planned.
+        """
+        pipeline = self.pipeline
+        roots = {"dataset": pipeline.dataset, **pipeline.transforms.by_name}
+        at_once = self.fetching.at_once if at_once is None else at_once
+        if at_once:
+            del roots["dataset"]
+        collate_fn = pipeline.collate_fn
+        of_dataset = at_once and getattr(collate_fn, "__self__", None) is pipeline.dataset
+        if not (of_dataset or collate_fn is default_collate or collate_fn is default_convert):
+            roots["collate_fn"] = collate_fn
+        return roots
+
+    def restore_dataset(self, number: int) -> None:
+        """Load the state of a worker's copy of the dataset at the end of an earlier epoch."""
+        state = None if self.dataset_states is None else self.dataset_states.each[number].dataset
+        if state is not None:
+            self.pipeline.dataset.load_state_dict(state)
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether the workers are processes of this machine."""
+        return not self.in_main_process and self.method == "process"
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether samples may go to other workers than the one that made them before ``collate_fn`` gets them."""
+        collates = self.pipeline.collate_fn is not default_collate or not self.pipeline.batched
+        return self.in_processes and collates and not (self.round_robin or self.pipeline.refetches)
+
+    @property
+    def sends_states(self) -> bool:
+        """Whether the state of a worker's copy of a map-style dataset is sent with each of its batches."""
+        return self.dataset_states is not None and self.in_processes and self.order.keeps_places
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether the dataset loads all samples of a batch in one call."""
+        pipeline = self.pipeline
+        return pipeline.batched and (pipeline.refetches or takes_lists(pipeline.dataset))
+
+    @property
+    def begins_lists(self) -> bool:
+        """Whether a worker may begin to read further batches while it waits for one."""
+        return (
+            self.takes_lists
+            and not self.pipeline.refetches
+            and self.order.keeps_places
+            and not (self.in_main_process or self.round_robin or self.fetching.at_once)
+            and self.method != "ray"
+            and self.dataset_states is None
+            and attribute(self.pipeline.dataset, "__beginitems__") is not None
+        )
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether slow samples may start before those that precede them."""
+        return not (
+            self.in_main_process or self.round_robin or self.pipeline.streams or self.takes_lists
+        )
+
+    @property
+    def defers(self) -> bool:
+        """Whether a worker may defer a slow sample for faster ones.
+
+        Where each sample has its own place, the batch that the consumer waits for needs the slow sample itself. With
+        concurrent reads a slow read delays no other.
+        """
+        return (
+            not self.order.keeps_places
+            and not self.in_main_process
+            and len(self.pipeline.transforms) > 0
+            and not self.fetching.at_once
+            and not (self.round_robin or self.dataset_states is not None)
+        )

@@ -1,0 +1,271 @@
+"""The shared segment of the training process and its workers: ledger, meters, active workers, read limit, handover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from minato._core import (
+    READY_EVENTS_OFFSET,
+    WORK_EVENTS_OFFSET,
+    ConsumerLedger,
+    EventCount,
+    SharedWords,
+    WorkerLedger,
+)
+from minato._core.segment import Segment
+from minato._fork_safety import renew_in_children, starts_worker
+from minato.batching.handover import Handover
+from minato.observe.meters import Meters
+from minato.workers.current_sample import has_begun
+
+__all__ = ["ActiveWorkers", "SharedLayout", "SharedReadLimit", "SharedState"]
+
+_WORDS_NBYTES = SharedWords.nbytes(1)
+_PATIENCE_S = 1.0
+"""The longest sleep of an inactive worker between two checks that its parent is alive."""
+_LINE = 64
+"""Bytes of a cache line, to which the parts are aligned."""
+
+
+class ActiveWorkers:
+    """Workers with a number below ``count`` are active, the others sleep.
+
+    Inactive processes start before the program has threads or uses a GPU, when a fork is safe. They sleep on an event
+    count of their own: on the one of the active workers they would consume its wake-ups.
+
+    Args:
+        buffer: Writable memory that every party maps; zeros mean that no worker is active.
+        offset: Where its ``NBYTES`` start; a multiple of 8.
+        work: The event count on which active workers sleep.
+    """
+
+    NBYTES = 64
+
+    def __init__(self, buffer: object, offset: int, work: EventCount) -> None:
+        self._words = SharedWords(buffer, offset, 1)
+        self._events = EventCount(buffer, offset + _WORDS_NBYTES)
+        self._work = work
+
+    @property
+    def count(self) -> int:
+        """Number of active workers."""
+        return self._words.load(0)
+
+    def set_count(self, count: int) -> None:
+        """Set the number of active workers; a worker that becomes inactive first completes what it has claimed."""
+        self._words.store(0, count)
+        self._events.notify()
+        self._work.notify()  # an inactive worker that sleeps there would consume wake-ups of active ones
+
+    def wake_inactive(self) -> None:
+        """Wake the inactive workers, because the loader shuts down."""
+        self._events.notify()
+
+    def is_active(self, number: int) -> bool:
+        """Whether worker ``number`` is active now."""
+        return number < self._words.load(0)
+
+    def wait_until_active(
+        self, number: int, over: Callable[[], bool], parent_lives: Callable[[], bool]
+    ) -> bool:
+        """Sleep until worker ``number`` is active.
+
+        Returns:
+            False if the worker must exit: ``over()`` holds, or its parent process has ended.
+        """
+        while True:
+            seen = self._events.events
+            if self.is_active(number):
+                return True
+            if over():
+                return False
+            if not self._events.wait(seen, _PATIENCE_S) and not parent_lives():
+                return False
+
+
+class SharedReadLimit:
+    """A limit that all workers share. Each worker may always have one read in flight; the rest is shared.
+
+    Args:
+        buffer: Writable memory that every party maps; zeros mean that no read is in flight.
+        offset: Where the ``nbytes(workers)`` start; a multiple of 8.
+        workers: Largest number of workers.
+        most: Largest number of reads in flight in all of them; None: no limit.
+    """
+
+    def __init__(self, buffer: Any, offset: int, workers: int, most: int | None) -> None:
+        self._in_flight = SharedWords(buffer, offset, workers)
+        self._workers = range(workers)
+        self.unlimited = most is None
+        self._shared = 0 if most is None else max(most - workers, 0)
+
+    @staticmethod
+    def nbytes(workers: int) -> int:
+        """Bytes for this number of workers: whole cache lines."""
+        return -(-SharedWords.nbytes(workers) // _LINE) * _LINE
+
+    def begin(self, number: int) -> None:
+        """Reset the count of worker ``number``, which starts: the reads of a predecessor are lost."""
+        self._in_flight.store(number, 0)
+
+    def take(self, number: int, wanted: int) -> int:
+        """Return how many of ``wanted`` reads worker ``number`` may start; they count as in flight."""
+        in_flight = self._in_flight
+        own = in_flight.load(number)
+        # Store first, then read: of two workers that take at the same time, at least one sees what both have taken.
+        in_flight.store(number, own + wanted)
+        if self.unlimited:
+            return wanted
+        excess = sum(max(in_flight.load(one) - 1, 0) for one in self._workers) - self._shared
+        back = min(max(excess, 0), wanted - (own == 0))
+        if back:
+            in_flight.store(number, own + wanted - back)
+        return wanted - back
+
+    def give_back(self, number: int, count: int = 1) -> None:
+        """Count ``count`` reads of worker ``number`` as finished."""
+        self._in_flight.store(number, self._in_flight.load(number) - count)
+
+
+class SharedLayout(NamedTuple):
+    """A segment and the offsets of its parts; travels to worker processes.
+
+    Attributes:
+        segment: Holds ledger, meters, active workers, read limit and handover, one after the other.
+        num_workers: Largest number of workers.
+        num_steps: Number of transforms, each with a meter.
+        ledger_nbytes: Size of the ledger.
+    """
+
+    segment: Segment
+    num_workers: int
+    num_steps: int
+    ledger_nbytes: int
+
+    @property
+    def active_offset(self) -> int:
+        """Offset of the active workers, after the meters."""
+        return self.ledger_nbytes + self.num_workers * Meters.nbytes(self.num_steps)
+
+    @property
+    def reads_offset(self) -> int:
+        """Offset of the read limit."""
+        return self.active_offset + ActiveWorkers.NBYTES
+
+    @property
+    def handover_offset(self) -> int:
+        """Offset of what is known of handing over samples."""
+        return self.reads_offset + SharedReadLimit.nbytes(self.num_workers)
+
+
+class SharedState:
+    """The parts of the segment in one process.
+
+    Attributes:
+        layout: The offsets of the parts.
+        ready: Counts batches that have become ready.
+        work: Counts samples that have become available.
+        active: Which workers are active.
+        handover: Whether workers may hand samples over to each other.
+    """
+
+    def __init__(self, layout: SharedLayout, ledger: ConsumerLedger | None = None) -> None:
+        memory = layout.segment.array
+        self.layout = layout
+        self._ledger = ledger
+        self.ready = EventCount(memory, READY_EVENTS_OFFSET)
+        self.work = EventCount(memory, WORK_EVENTS_OFFSET)
+        self.active = ActiveWorkers(memory, layout.active_offset, self.work)
+        self.handover = Handover(memory, layout.handover_offset)
+        self._meters: dict[int, Meters] = {}
+        renew_in_children(layout.segment, _separate)
+
+    @classmethod
+    def create(
+        cls, *, num_workers: int, records: int, positions: int, num_steps: int, shared: bool
+    ) -> SharedState:
+        """A new segment.
+
+        Args:
+            num_workers: Largest number of workers, at least 1.
+            records: Largest number of batches in flight.
+            positions: Largest number of samples in flight, a power of two.
+            num_steps: Number of transforms.
+            shared: Whether other processes use the segment too.
+        """
+        sizes = (num_workers, records, positions)
+        ledger_nbytes = -(-ConsumerLedger.nbytes(*sizes) // _LINE) * _LINE
+        nbytes = ledger_nbytes + num_workers * Meters.nbytes(num_steps) + ActiveWorkers.NBYTES
+        nbytes += SharedReadLimit.nbytes(num_workers) + Handover.NBYTES
+        segment = Segment(nbytes, shared=shared)
+        layout = SharedLayout(segment, num_workers, num_steps, ledger_nbytes)
+        return cls(layout, ConsumerLedger(segment.array, sizes, segment.descriptor))
+
+    @classmethod
+    def attach(cls, layout: SharedLayout) -> SharedState:
+        """The parts of a segment that another process created."""
+        return cls(layout)
+
+    @property
+    def ledger(self) -> ConsumerLedger:
+        """The consumer's end of the ledger: only the process that created the segment has it."""
+        assert self._ledger is not None, "the ledger's other end is in the training process"
+        return self._ledger
+
+    def worker_ledger(self, number: int) -> WorkerLedger:
+        """The end of worker ``number``: it claims samples, and fills their places in batches."""
+        if self._ledger is not None:
+            return self._ledger.worker(number)
+        segment = self.layout.segment
+        return WorkerLedger(segment.array, number, segment.descriptor)
+
+    # ---- what pools ask
+
+    def stop(self) -> None:
+        """Ask the workers to exit."""
+        self.ledger.shut_down()
+        self.active.wake_inactive()
+
+    def may_leave(self, number: int) -> bool:
+        """Whether worker ``number`` may exit by itself: nothing is left for it, and it holds nothing."""
+        return self.ledger.draining and not self.ledger.owns(number)
+
+    def has_work(self) -> bool:
+        """Whether there is work for one more worker."""
+        return self.ledger.unclaimed() > 0
+
+    def has_begun(self, number: int) -> bool:
+        """Whether worker ``number`` runs, or has ever run, a sample."""
+        return has_begun(self.ledger, number)
+
+    def wait_until_active(self, number: int, parent_lives: Callable[[], bool]) -> bool:
+        """Sleep until worker ``number`` is active; False if it must exit, as for :class:`ActiveWorkers`."""
+        ledger = self._ledger or self.worker_ledger(number)
+        return self.active.wait_until_active(
+            number, lambda: ledger.stopping or ledger.draining, parent_lives
+        )
+
+    # ---- parts of single workers
+
+    def meters(self, number: int) -> Meters:
+        """The measurements of worker ``number``."""
+        found = self._meters.get(number)
+        if found is None:
+            layout = self.layout
+            nbytes = Meters.nbytes(layout.num_steps)
+            start = layout.ledger_nbytes + number * nbytes
+            memory = layout.segment.array[start : start + nbytes]
+            found = self._meters[number] = Meters(layout.num_steps, memory)
+        return found
+
+    def read_limit(self, most: int | None) -> SharedReadLimit:
+        """The limit of in-flight reads of all workers together; ``most`` None: unlimited."""
+        layout = self.layout
+        return SharedReadLimit(layout.segment.array, layout.reads_offset, layout.num_workers, most)
+
+
+def _separate(segment: Segment) -> None:
+    """Have a forked child of the program, or of a worker, change only its own copy."""
+    if not starts_worker():
+        segment.separate()

@@ -1,0 +1,188 @@
+"""How a process, or a thread, becomes a worker: signals, seeds, ``get_worker_info()``; and its main function.
+
+It imports only what a worker needs: spawned processes import it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+
+import numpy as np
+import numpy.random  # numpy imports it at first use: once here, not once in each worker
+import torch
+
+from minato._compat import (
+    announce_worker,
+    forget_dataset,
+    forget_executor_threads,
+    name_process_thread,
+    numpy_seed,
+    serves_other_processes,
+    set_signal_handlers,
+    withdraw_worker,
+)
+from minato._core import now_ns
+from minato._core.codes import STARTING
+from minato._core.segment import Segment
+from minato._fork_safety import end_copy, forget_in_children, renew_in_children
+from minato.batching.sample_error import ErrorTransport, wrapped
+from minato.errors import not_the_end
+from minato.workers.context import WorkerContext
+from minato.workers.plan import WorkerPlan
+from minato.workers.shared_state import SharedState
+
+if sys.platform != "win32":  # which has threads only
+    import fcntl
+
+__all__ = [
+    "announced",
+    "enter_worker_process",
+    "initialise",
+    "parent_watch",
+    "run_worker_process",
+    "seed_worker",
+]
+
+_ANNOUNCED = threading.Lock()
+_SERVING_S = 0.02
+"""Interval between two looks whether a worker that has sent descriptors may end."""
+
+
+def _renew_lock() -> None:
+    global _ANNOUNCED
+    _ANNOUNCED = threading.Lock()
+
+
+forget_in_children(_renew_lock)
+
+
+def run_worker_process(number: int, context: WorkerContext) -> None:
+    """Run as worker ``number`` until nothing is left to do, or the training process ends."""
+    # A collection would write to every object, and so copy the pages that a forked worker shares with its parent.
+    gc.freeze()
+    # A copy of this worker that a sample forks must not write to batches, until it ends.
+    renew_in_children(context.store.segment, Segment.separate)
+    try:
+        _work(number, context, parent_watch())
+    except KeyboardInterrupt:
+        pass  # the training process was interrupted too, and reports it
+    finally:
+        # The process ends without a last collection: the dataset's files are flushed as it is destroyed here.
+        forget_dataset()
+        vars(context).clear()
+        gc.collect()
+
+
+def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool]) -> None:
+    plan = context.plan
+    enter_worker_process(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset)
+    if context.stacks is not None:
+        context.stacks.listen()
+    state = SharedState.attach(context.layout)
+    if not state.wait_until_active(number, parent_lives):
+        return
+    ledger = state.worker_ledger(number)
+    if plan.init_fn is not None:
+        ledger.lease.enter(STARTING, now_ns())
+    failure = initialise(plan, number)
+    ledger.lease.step = -1
+    wrap = wrapped(f"worker process {number}", in_process=True)
+    worker = context.worker(ledger, state, ErrorTransport((BaseException,), wrap), failure)
+    worker.loop(parent_lives)
+    worker.close()
+    # What the training loop has not unpickled yet may need this process: an end of a pipe, memory of a device.
+    while serves_other_processes() and not ledger.stopping and parent_lives():
+        time.sleep(_SERVING_S)
+
+
+def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset: object) -> None:
+    """Prepare this process as torch prepares a worker: signal handlers, one thread, seeds, worker info."""
+    set_signal_handlers()
+    # At exit Python joins the threads of executors; one of them may have forked this process, which would join itself.
+    forget_executor_threads()
+    _end_with_parent()
+    name_process_thread("minato_worker")
+    seed_worker(number, num_workers, base_seed, dataset)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the process that requested its start ends or runs another program.
+
+    The other side of the pipe between the two is then closed, and the kernel sends the chosen signal. That does not
+    depend on the activity of this process nor on the thread that started it.
+    """
+    creator = multiprocessing.parent_process()
+    # A context of another package may have no such pipe.
+    if sys.platform != "linux" or creator is None or getattr(creator, "sentinel", 0) is None:
+        return
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(creator.sentinel, fcntl.F_GETFL)
+    fcntl.fcntl(creator.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if connection.wait([creator.sentinel], 0):  # it has ended already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def seed_worker(number: int, num_workers: int, base_seed: int, dataset: object) -> None:
+    """Prepare a process that acts for a worker, local or remote: one thread, seeds, worker info."""
+    torch.set_num_threads(1)
+    seed = base_seed + number
+    random.seed(seed)
+    if torch.version.cuda or torch.version.hip:
+        torch.manual_seed(seed)
+    else:
+        # torch.manual_seed also seeds the generators of other devices, and records a stack trace: 2 ms per worker.
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(numpy_seed(base_seed, number))
+    announce_worker(number, num_workers, seed, dataset)
+
+
+@contextlib.contextmanager
+def announced(number: int, num_workers: int, base_seed: int, dataset: object) -> Iterator[None]:
+    """Have torch's ``get_worker_info()`` describe this worker thread; one at a time, as torch keeps one record."""
+    with _ANNOUNCED:
+        before = announce_worker(number, num_workers, base_seed + number, dataset)
+        try:
+            yield
+        finally:
+            withdraw_worker(before)
+
+
+def parent_watch() -> Callable[[], bool]:
+    """Return a function that returns whether the process that requested the start of this one is alive."""
+    creator = multiprocessing.parent_process()
+    assert creator is not None
+    if os.getppid() == creator.pid:
+        return lambda: os.getppid() == creator.pid
+    # It has ended, or a fork server is between the two. Then the state of a pipe decides. Forked siblings inherit its
+    # other end, but only those that start later.
+    return creator.is_alive
+
+
+def initialise(plan: WorkerPlan, number: int) -> Exception | None:
+    """Prepare worker ``number``; returns its error, which becomes that of its first sample."""
+    owner = os.getpid()
+    failure: Exception | None = None
+    try:
+        if plan.init_fn is not None:
+            plan.init_fn(number)
+        plan.restore_dataset(number)
+    except StopIteration as stop:
+        failure = not_the_end("worker_init_fn", stop)
+    except Exception as error:
+        failure = error
+    except BaseException as error:
+        end_copy(owner, error)
+        raise
+    end_copy(owner, failure)
+    return failure
