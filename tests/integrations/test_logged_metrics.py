@@ -1,8 +1,7 @@
-"""The metrics of loaders in the logs of trainers and of OpenTelemetry, with the real packages."""
+"""The metrics of loaders in the logs of trainers, with the real packages."""
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -156,62 +155,3 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
     steps = [each["minato/batches_total"] for each in ours if "loss" in each]
     # Accelerate fetches one batch ahead of the step.
     assert all(step <= seen <= step + 1 for step, seen in zip((2, 4, 6, 8, 10), steps, strict=True))
-
-
-def test_opentelemetry() -> None:
-    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
-    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
-    from minato.integrations.opentelemetry import observe
-
-    reader = InMemoryMetricReader()
-    provider = sdk.MeterProvider([reader])
-
-    def read() -> dict[str, Any]:
-        data = reader.get_metrics_data()
-        if data is None:
-            return {}
-        (resource,) = data.resource_metrics
-        (scope,) = resource.scope_metrics
-        assert scope.scope.name == "minato"
-        names = [each.name for each in scope.metrics]
-        assert len(set(names)) == len(names)
-        return {each.name: each for each in scope.metrics}
-
-    loaders = [loader_of("train"), loader_of("valid")]
-    for loader in loaders:
-        observe(loader, provider)
-        observe(loader, provider)  # no second time
-    list(loaders[0])
-    found = read()
-    points = {
-        point.attributes["loader"]: point.value
-        for point in found["minato.samples"].data.data_points
-    }
-    assert points == {"train": 20, "valid": 0}
-    assert found["minato.samples"].data.is_monotonic
-    assert found["minato.samples"].unit == "{samples}"
-    assert (found["minato.wait_seconds"].unit, found["minato.wait_ratio"].unit) == ("s", "1")
-    assert found["minato.in_flight_batches"].unit == "{batches}"
-    assert not [name for name in found if name.endswith("_total")]
-    del loader
-    loaders.clear()
-    gc.collect()
-    assert not [each for each in read().values() if each.data.data_points]
-    provider.shutdown()
-
-
-def test_opentelemetry_refuses_a_loader_that_measures_nothing() -> None:
-    pytest.importorskip("opentelemetry.sdk.metrics")
-    from minato.integrations.opentelemetry import observe
-
-    with pytest.raises(ValueError, match="observe=False"):
-        observe(loader_of(observe=False))
-
-
-def test_opentelemetry_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minato.integrations.opentelemetry import observe
-
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ImportError, match=r'pip install "minatoloader\[otel\]"'):
-        observe(loader_of())

@@ -48,7 +48,6 @@ OPTIONAL = {
     "matplotlib",
     "nilearn",
     "obstore",
-    "opentelemetry",
     "pandas",
     "prometheus_client",
     "psutil",
