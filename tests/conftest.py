@@ -119,6 +119,17 @@ def stress_s(request: pytest.FixtureRequest) -> float:
     return float(request.config.getoption("--stress-s"))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in a worker: threads of torch that wait for a core make a test slow on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a child process, a thread or an entry of ``/dev/shm`` behind.

@@ -173,6 +173,19 @@ class Shuffled(Sampler[int]):
         return self.size
 
 
+class InOrder(Sampler[int]):
+    """Like ``SequentialSampler``, but nobody can know that."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+    def __len__(self) -> int:
+        return self.size
+
+
 def indices(batches: Iterable[torch.Tensor]) -> list[list[int]]:
     """Batches of integers as lists."""
     return [batch.tolist() for batch in batches]

@@ -6,19 +6,19 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler
 
 from minato import Arrival, DataLoader
 from tests.datasets import (
     TOO_MANY_WORKERS,
     Filled,
     Held,
+    InOrder,
     Journal,
     Numbers,
     Sleepy,
@@ -340,19 +340,6 @@ def test_nothing_is_sampled_ahead_without_workers() -> None:
 # ---- loading the next epoch ahead -----------------------------------------------------------
 
 
-class Sequence(Sampler[int]):
-    """Like ``SequentialSampler``, but nobody can know that."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.size))
-
-    def __len__(self) -> int:
-        return self.size
-
-
 def distributed(size: int) -> DistributedSampler[int]:
     return DistributedSampler(Numbers(size), num_replicas=2, rank=0, shuffle=True)
 
@@ -374,7 +361,7 @@ FORETOLD = {
 }
 UNKNOWN = {
     "shuffled": lambda size: {"shuffle": True},
-    "own-sampler": lambda size: {"sampler": Sequence(size)},
+    "own-sampler": lambda size: {"sampler": InOrder(size)},
     "list": lambda size: {"sampler": list(range(size))},
     "own-batch-sampler": lambda size: {"batch_size": 1, "batch_sampler": blocks(size, 2)},
 }

@@ -228,8 +228,13 @@ def test_a_sampler_that_always_raises_ends_with_its_error(workers: dict[str, Any
     sampler = Shaky(PAIRS, lambda number: OddError(number) if number > 4 else None)
     prefetch = 2 if workers["num_workers"] else None
     loader = DataLoader(Numbers(40), batch_sampler=sampler, prefetch_factor=prefetch, **workers)
-    iterator, found = iter(loader), []
-    while len(found) < 8:  # each call raises, also while batches are under way
+    assert_eight_come_among_errors(iter(loader))
+
+
+def assert_eight_come_among_errors(iterator: Iterator[Any]) -> None:
+    """Each call raises, also while batches are under way."""
+    found: list[int] = []
+    while len(found) < 8:
         more, raised = drain(iterator, most=1)
         found += more
         assert [type(error) for error in raised] == [OddError]
@@ -268,13 +273,7 @@ def test_keys_that_cannot_be_sent_for_a_while_are_not_lost(
         ByKey(40), batch_sampler=sampler, num_workers=2, prefetch_factor=1, compat=compat
     )
     iterator = iter(loader)
-    found: list[int] = []
-    while len(found) < 8:  # each call raises, also while batches are under way
-        more, raised = drain(iterator, most=1)
-        found += more
-        assert [type(error) for error in raised] == [OddError]
-        time.sleep(0.01)
-    assert found == [*range(8)]
+    assert_eight_come_among_errors(iterator)
     monkeypatch.setattr(Key, "fails", False)
     assert drain(iterator) == ([*range(8, 40)], [])
 

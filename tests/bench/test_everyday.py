@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from bench import everyday
 from bench.everyday import CAUSES, DATA, Job, Result
@@ -29,15 +27,6 @@ def test_each_dataset_has_each_value_of_each_axis(name: str) -> None:
         assert {job.workers for job in jobs} == {0, 1, 2, 4}
         assert {job.persistent for job in jobs} == {job.in_order for job in jobs} == {True, False}
     assert not [job for job in jobs if not job.workers and (job.persistent or not job.in_order)]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As in a worker: threads of torch that wait for a core make a test slow on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -48,14 +48,6 @@ def seeded() -> None:
     np.random.seed(1)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_volume_is_a_labelled_brain(volume):
     assert volume.image.shape == volume.label.shape == (197, 233, 189)
     assert (volume.image.dtype, volume.label.dtype) == (np.float32, np.uint8)

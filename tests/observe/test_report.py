@@ -258,13 +258,13 @@ class Unsteady(KeyedSource):
         self.size = size
         self.tried: set[int] = set()
 
-    def _fetch(self, key: int) -> int:
+    def read_value(self, key: int) -> int:
         if key not in self.tried:
             self.tried.add(key)
             raise ConnectionError
         return key
 
-    def _list(self) -> range:
+    def list_keys(self) -> range:
         return range(self.size)
 
 

@@ -40,7 +40,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import minato
 from minato._support.loader_class import TorchDataLoader
-from tests.datasets import Numbers, Roll
+from tests.datasets import InOrder, Numbers, Roll
 from tests.edges import test_indices, test_replaced_parts
 from tests.parity.harness import describe
 
@@ -593,16 +593,7 @@ class PartsWithArguments(Parts):
         raise AssertionError
 
 
-class InOrder(Sampler[int]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.size))
-
-    def __len__(self) -> int:
-        return self.size
-
+class InOrderWithArguments(InOrder):
     def state_dict(self, iterator: Any) -> dict[str, int]:
         raise AssertionError
 
@@ -625,7 +616,9 @@ def state_with_arguments(base: Any, workers: int) -> Any:
     found = []
     for dataset in (WithArguments(6), PartsWithArguments(6)):
         found += again_from(base(dataset, 2, num_workers=workers), 2)
-    return found + again_from(base(Numbers(6), 2, sampler=InOrder(6), num_workers=workers), 1)
+    return found + again_from(
+        base(Numbers(6), 2, sampler=InOrderWithArguments(6), num_workers=workers), 1
+    )
 
 
 class Encoder(torch.nn.Module, Dataset[int]):  # type: ignore[misc]

@@ -12,8 +12,17 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 
+from tests.datasets import TOO_MANY_WORKERS
+
+MARKS = [
+    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.timeout(90),
+]
+"""Of the tests of such jobs."""
 _FORK = multiprocessing.get_context("fork")
 _jobs = itertools.count()
 TIMEOUT_S = 40

@@ -17,14 +17,10 @@ from minato.shared_pool.channel import RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.messages import Hello, from_host
 from minato.shared_pool.rendezvous import Rendezvous
-from tests.datasets import TOO_MANY_WORKERS, Filled, Numbers, indices
-from tests.shared_pool.jobs import Job, run, until
+from tests.datasets import Filled, Numbers, indices
+from tests.shared_pool.jobs import MARKS, Job, run, until
 
-pytestmark = [
-    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
-    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
-    pytest.mark.timeout(90),
-]
+pytestmark = MARKS
 
 
 def loader_of(dataset: Any, **arguments: Any) -> DataLoader[Any]:

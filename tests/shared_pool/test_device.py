@@ -20,15 +20,11 @@ from minato.batching.arena import Slot
 from minato.shared_pool import source
 from minato.shared_pool.messages import BatchDescriptor
 from minato.shared_pool.source import BatchHandle, RankDevice
-from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Pair, flat
+from tests.datasets import ORDERS, Filled, Pair, flat
 from tests.delivery.recorder import DeviceEvent, Recorder
-from tests.shared_pool.jobs import run, until
+from tests.shared_pool.jobs import MARKS, run, until
 
-pytestmark = [
-    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
-    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
-    pytest.mark.timeout(90),
-]
+pytestmark = MARKS
 
 
 def loader_of(recorder: Recorder, dataset: Any, batch_size: int = 3, **arguments: Any) -> Any:

@@ -20,16 +20,12 @@ from minato.sampling.progress import (
     remaining_batches,
 )
 from minato.shared_pool import source
-from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Filled, Numbers, flat, indices
+from tests.datasets import ORDERS, Draws, Filled, Numbers, flat, indices
 from tests.delivery.recorder import Recorder
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import Failure, Job, run
+from tests.shared_pool.jobs import MARKS, Failure, Job, run
 
-pytestmark = [
-    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
-    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
-    pytest.mark.timeout(90),
-]
+pytestmark = MARKS
 SIZE = 46  # each of two ranks: five batches of four and one of three
 
 
@@ -225,15 +221,6 @@ def test_states_of_two_runs_are_refused() -> None:
     other = json.loads(states[1])
     other["done"] = json.loads(states[0])["done"]
     refused([states[0], json.dumps(other)], "samples that two ranks have had", order="arrival")
-
-
-@pytest.fixture
-def in_a_job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """This process is the second of two ranks."""
-    places = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**places, "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    return monkeypatch
 
 
 def test_states_of_other_places_are_refused(in_a_job: pytest.MonkeyPatch) -> None:

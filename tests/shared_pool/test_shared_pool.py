@@ -21,7 +21,6 @@ from minato.shared_pool import channel, server
 from minato.shared_pool.client import PoolClient
 from tests.datasets import (
     ORDERS,
-    TOO_MANY_WORKERS,
     Draws,
     Filled,
     Numbers,
@@ -31,13 +30,9 @@ from tests.datasets import (
     indices,
 )
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import Failure, Job, run, until
+from tests.shared_pool.jobs import MARKS, Failure, Job, run, until
 
-pytestmark = [
-    pytest.mark.filterwarnings(TOO_MANY_WORKERS),
-    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
-    pytest.mark.timeout(90),
-]
+pytestmark = MARKS
 
 
 def loader_of(dataset: Any, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
@@ -587,20 +582,6 @@ def test_workers_and_limits_are_those_of_all_ranks() -> None:
         return None
 
     assert run(program)[0] == (8, 4)
-
-
-@pytest.fixture
-def in_a_job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """This process is the second of two ranks."""
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_PORT": "29500",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return monkeypatch
 
 
 @pytest.mark.parametrize(

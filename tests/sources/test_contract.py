@@ -260,14 +260,14 @@ def test_who_cannot_be_reached_is_named_with_the_key(kind: Kind) -> None:
     source.close()
 
 
-def test_spawned_workers_open_their_own(kind_named: Callable[[str], Kind]) -> None:
+def test_workers_that_are_not_forked_open_their_own(kind_named: Callable[[str], Kind]) -> None:
     """All kinds at once: it is the start of the worker that takes time."""
     sources = [kind_named(name).source() for name in KINDS]
     lengths = [len(source) for source in sources]
     assert lengths == [COUNT] * len(KINDS)
     together = torch.utils.data.ConcatDataset(sources)
     loader = minato.DataLoader(
-        together, batch_size=COUNT, num_workers=1, multiprocessing_context="spawn"
+        together, batch_size=COUNT, num_workers=1, multiprocessing_context="forkserver"
     )
     for batch in loader:
         check([batch], list(range(COUNT)))

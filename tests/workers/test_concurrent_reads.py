@@ -357,8 +357,11 @@ class Deadly(Journal):
 
 
 def test_a_worker_that_dies_with_reads_under_way_loses_none() -> None:
-    dataset = Deadly(24)
-    loader = minato.DataLoader(dataset, batch_size=4, num_workers=2, fetch_concurrency=6)
+    assert_deaths_lose_nothing(Deadly(24), fetch_concurrency=6)
+
+
+def assert_deaths_lose_nothing(dataset: Any, **options: Any) -> None:
+    loader = minato.DataLoader(dataset, batch_size=4, num_workers=2, **options)
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
         batches = [batch.tolist() for batch in loader]
     assert batches == [list(range(start, start + 4)) for start in range(0, 24, 4)]
