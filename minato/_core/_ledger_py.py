@@ -805,24 +805,11 @@ class ConsumerLedger(Ledger):
             ValueError: There is no room, or the number of indices is not ``count``.
         """
         with self._lock:
-            if not self.has_room(count):
-                raise ValueError(f"there is no room for a batch of {count} samples")
-            for values in (indices, occurrences):
-                if values is not None and len(values) != count:
-                    raise ValueError(
-                        f"{len(values)} indices are not those of a batch of {count} samples"
-                    )
+            self._check_open(count, indices, occurrences)
             states = self._batches["state"].tolist()
             index = next(i for i, state in enumerate(states) if state & 15 == VACANT)
             tail = int(self._header["tail"])
-            for k in range(count):
-                position = tail + k
-                own = position + 1
-                self._positions[position & self._mask] = (
-                    FREE | own if bound else FREE, BOUND | own if bound else own, 0, 0,
-                    NO_INTEGER if indices is None else indices[k], 0, position, index,
-                    0 if occurrences is None else occurrences[k],
-                )  # fmt: skip
+            self._open_positions(tail, count, index, bound, indices, occurrences)
             generation = (int(self._batches[index]["state"]) >> 16) + 1
             start, cursor, end = slot
             self._batches[index] = (
@@ -835,6 +822,36 @@ class ConsumerLedger(Ledger):
         if wake:
             self._work.notify(wake)
         return index
+
+    def _check_open(
+        self, count: int, indices: Sequence[int] | None, occurrences: Sequence[int] | None
+    ) -> None:
+        if not self.has_room(count):
+            raise ValueError(f"there is no room for a batch of {count} samples")
+        for values in (indices, occurrences):
+            if values is not None and len(values) != count:
+                raise ValueError(
+                    f"{len(values)} indices are not those of a batch of {count} samples"
+                )
+
+    def _open_positions(
+        self,
+        tail: int,
+        count: int,
+        batch: int,
+        bound: bool,
+        indices: Sequence[int] | None,
+        occurrences: Sequence[int] | None,
+    ) -> None:
+        """Write the positions of a batch, which no worker sees before the tail has moved; with the lock held."""
+        for k in range(count):
+            position = tail + k
+            own = position + 1
+            self._positions[position & self._mask] = (
+                FREE | own if bound else FREE, BOUND | own if bound else own, 0, 0,
+                NO_INTEGER if indices is None else indices[k], 0, position, batch,
+                0 if occurrences is None else occurrences[k],
+            )  # fmt: skip
 
     def wake(self, most: int) -> None:
         """Wake up to ``most`` sleeping workers, after batches were opened without."""

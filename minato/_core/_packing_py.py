@@ -161,14 +161,7 @@ def _write(
                 return True
             return fits and _put_tensor(x, address + offset, k)
         case ("array", dtype, shape, offset):
-            return (
-                type(x) in (np.ndarray, np.memmap)
-                and x.dtype.num == np.dtype(dtype).num
-                and x.dtype.isnative
-                and x.shape == shape
-                and all(step >= 0 and step % x.itemsize == 0 for step in x.strides)
-                and _put(x, address + offset, k)
-            )
+            return _is_array(x, dtype, shape) and _put(x, address + offset, k)
         case ("scalar", dtype, offset):
             return type(x) is np.dtype(dtype).type and _put(np.asarray(x), address + offset, k)
         case ("float", offset):
@@ -205,6 +198,18 @@ def _write(
                 )
             )
     raise AssertionError(spec)
+
+
+def _is_array(x: object, dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a value is an array of this dtype and shape that is copied as it is."""
+    return (
+        isinstance(x, np.ndarray)
+        and type(x) in (np.ndarray, np.memmap)
+        and x.dtype.num == np.dtype(dtype).num
+        and x.dtype.isnative
+        and x.shape == shape
+        and all(step >= 0 and step % x.itemsize == 0 for step in x.strides)
+    )
 
 
 def _is_plain(x: object) -> bool:

@@ -64,22 +64,11 @@ MOST_ANY = 400
 """Parameters whose type contains ``Any``."""
 MOST_UNNAMED = 3
 MOST_LINES = 60
-LONG_FUNCTIONS = {
-    "_core/_ledger_py.py: open",
-    "_core/_packing_py.py: _write",
-    "engine/plan.py: of",
-    "engine/pools.py: make_pool",
-    "engine/worker_context.py: worker",
-    "workers/supervision.py: report",
-}
-"""Longer ones; none may be added."""
 MOST_IMPORTS = 15
 WIRING = {"loader.py", "shared_pool/session.py", "workers/context.py", "_core/__init__.py"}
 """Modules outside ``engine/`` that may import more modules of the package."""
 QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
 """Modules that may use private names of other packages."""
-DERIVED = {"ray/pool.py", "workers/concurrent.py"}
-"""Modules whose classes are another kind of a worker or a pool, and use its private members."""
 PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
 """Names that Python documents in spite of the underscore."""
 
@@ -133,7 +122,7 @@ def test_functions_are_short() -> None:
         for node in functions(path)
         if (node.end_lineno or 0) - node.lineno >= MOST_LINES and node.name != "__init__"
     }
-    assert long <= LONG_FUNCTIONS
+    assert long == set()
 
 
 def test_results_of_many_values_have_names() -> None:
@@ -201,7 +190,7 @@ def test_private_members_of_a_base_stay_in_its_module() -> None:
         if base not in nodes(path)
         for name in private(base) & (private(node) | used_of_self(node))
     }
-    assert {each for each in reached if each.partition(":")[0] not in DERIVED} == set()
+    assert reached == set()
 
 
 @functools.cache
