@@ -363,15 +363,13 @@ cdef class Arrivals:
             batch: Number of the batch, in the order of arrival; one that has arrived before changes nothing. -1: the
                 next number.
         """
-        cdef int64_t at, end
+        cdef int64_t at
         if 0 <= batch < self.delivered_batches:
             return
         if type(positions) is range:
             at = positions[0] if positions else 0
-            end = at + len(positions)
-            while at < end:
+            for at in range(at, at + <int64_t>len(positions)):
                 self._arrive(at - start)
-                at += 1
         else:
             for position in <list?>positions:
                 at = position

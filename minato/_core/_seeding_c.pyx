@@ -151,13 +151,8 @@ cdef struct Span:
 
 
 cdef inline bint differs(const char *copy, Span span) noexcept nogil:
-    if span.nbytes <= 2 * COMPARED_BYTES:
-        return memcmp(copy, span.address, span.nbytes) != 0
-    cdef Py_ssize_t end = span.nbytes - COMPARED_BYTES
-    return (
-        memcmp(copy, span.address, COMPARED_BYTES) != 0
-        or memcmp(copy + end, span.address + end, COMPARED_BYTES) != 0
-    )
+    cdef Py_ssize_t head = min(span.nbytes, COMPARED_BYTES), tail = span.nbytes - head
+    return memcmp(copy, span.address, head) != 0 or memcmp(copy + tail, span.address + tail, head) != 0
 
 
 @cython.final

@@ -129,13 +129,9 @@ class StateWriter:
 
 def _differs(span: tuple[int, int], copy: bytes) -> bool:
     address, nbytes = span
-    if nbytes <= 2 * _COMPARED_BYTES:
-        return ctypes.string_at(address, nbytes) != copy
-    end = nbytes - _COMPARED_BYTES
-    return (
-        ctypes.string_at(address, _COMPARED_BYTES) != copy[:_COMPARED_BYTES]
-        or ctypes.string_at(address + end, _COMPARED_BYTES) != copy[end:]
-    )
+    head = min(nbytes, _COMPARED_BYTES)
+    ends = (ctypes.string_at(at, head) for at in (address, address + nbytes - head))
+    return (*ends,) != (copy[:head], copy[nbytes - head :])
 
 
 @final
