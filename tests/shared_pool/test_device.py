@@ -137,7 +137,7 @@ def test_pages_that_the_host_gives_back_are_unlocked_by_all() -> None:
     def program(rank: int, together: Any) -> Any:
         recorder = Recorder()
         batches = []
-        for number, batch in enumerate(loader_of(recorder, Filled(480, 20, 30))):
+        for number, batch in enumerate(loader_of(recorder, Filled(480, 200, 200))):
             # Of a rank that is far behind, all batches are built before it frees a slot.
             together.wait(20)
             batches.append(batch)
