@@ -145,7 +145,6 @@ class WorkerPlan(NamedTuple):
         return (
             self.takes_lists
             and not self.pipeline.refetches
-            and self.order.keeps_places
             and not (self.in_main_process or self.round_robin or self.fetching.at_once)
             and self.method != "ray"
             and self.dataset_states is None

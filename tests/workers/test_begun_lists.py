@@ -97,7 +97,7 @@ def test_each_sample_comes_once_and_in_its_order(
 
 @pytest.mark.parametrize(
     ("arguments", "most"),
-    [({}, 2), ({"order": "arrival"}, 0), ({"compat": "torch"}, 0), ({"num_workers": 0}, 0)],
+    [({}, 2), ({"order": "arrival"}, 2), ({"compat": "torch"}, 0), ({"num_workers": 0}, 0)],
 )
 def test_batches_are_read_ahead_where_that_changes_nothing_else(
     arguments: dict[str, Any], most: int
