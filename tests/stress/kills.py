@@ -3,8 +3,8 @@
     python -m tests.stress.kills --seconds 600 --figures docs/benchmarks/chaos.md
 
 Each worker starts a timer whose signal ends it, so it dies wherever it happens to be: in a sample, between two stores
-to shared memory, while it collates. Both backends take turns, each in a process of its own. When a loader's time is
-over the kills end, so that its epoch can: what makes little progress under fire is checked to the end as well.
+to shared memory, while it collates. Both backends take turns, each in a process of its own. So many workers
+of a loader die, and then its epoch can end: what makes little progress under fire is checked to the end as well.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from minato import AutoScale, ErrorPolicy, FetchOptions
+from minato._support.counters import shared_integers
 from minato.caching import DiskCache
 from minato.workers import supervision
 from tests.datasets import ORDERS
@@ -37,8 +38,8 @@ LENGTH, BATCH = 192, 12
 METHODS = (*["fork"] * 14, *["forkserver"] * 5, "spawn")
 LIFE_S = 0.02
 """Upper bound of a worker's life after it has begun its first sample, in seconds."""
-FIRE_S = {"fork": 1.0, "forkserver": 1.5, "spawn": 6.0}
-"""How long the workers of one loader die; a spawned one imports torch first."""
+DEATHS = {"fork": 24, "forkserver": 12, "spawn": 4}
+"""How many workers of one loader die, however long that takes; a spawned one imports torch first."""
 TURN_S = 30.0
 """How long one backend runs before the other has its turn."""
 Figures = dict[str, Counter[str]]
@@ -49,22 +50,21 @@ class Fire:
     """Starts a timer in each worker: a random time later its signal ends the process.
 
     Attributes:
-        until: When this ends, on ``time.monotonic``.
+        left: How many timers will be started; shared by all processes.
     """
 
     def __init__(self) -> None:
-        self.until = float("inf")
+        self.left = shared_integers(1)
         self.process = 0
 
     def arm(self) -> None:
         """Start this process's timer, unless it runs."""
         if self.process != os.getpid():
             self.process = os.getpid()
-            if time.monotonic() < self.until:
+            if self.left[0] > 0:
+                self.left[0] -= 1
                 life_s = random.SystemRandom().uniform(1e-4, LIFE_S)
                 signal.setitimer(signal.ITIMER_REAL, life_s)
-        elif time.monotonic() > self.until:
-            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Plain(scenario.Plain):
@@ -204,12 +204,11 @@ def play_path(path: str, draw: random.Random, figures: Figures) -> None:
         scene = Scenario(dataset, dataset.true, options, watch, check, BAD if bad else ())
         print(f"{path}: {options}", file=sys.stderr, flush=True)
         loader = scene.loader()
-        dataset.fire.until = begin + FIRE_S[method]
-        samples, first = 0, True
-        while first or time.monotonic() < dataset.fire.until:
+        dataset.fire.left[0] = DEATHS[method]
+        samples = 0
+        while dataset.fire.left[0] > 0:
             scene.run(loader)
             samples += len(scene.found)
-            first = False
         faulthandler.cancel_dump_traceback_later()
         del loader
     row = figures.setdefault(path, Counter())
