@@ -798,7 +798,7 @@ def test_long_texts_are_cut() -> None:
 SCRIPT = """
 import os, sys, warnings
 import torch
-from minato import DataLoader, ErrorPolicy
+from minato import DataLoader, Observe
 how = sys.argv[1]
 if how == "closed":
     sys.stderr.close()
@@ -814,7 +814,7 @@ def five(value):
     return value
 found = []
 for workers in ({}, {"num_workers": 1, "multiprocessing_context": "fork"}, {"num_workers": 1, "workers": "thread"}):
-    loader = DataLoader(range(12), 4, transforms=[five], errors="skip", name="\\udcff µ", **workers)
+    loader = DataLoader(range(12), 4, transforms=[five], errors="skip", observe=Observe(name="\\udcff µ"), **workers)
     for batch in loader:
         found += batch.tolist()
     loader.live()
