@@ -138,7 +138,7 @@ def test_pages_go_back_within_a_few_batches_after_a_burst() -> None:
     slots = [arena.acquire() for _ in range(100)]
     for slot in slots:
         arena.segment.array[slot.start] = 1
-        arena.release(slot, 1)
+        arena.release(slot, MIB)
     assert pages(arena) >= 100 * mmap.PAGESIZE
     for _ in range(8):
         arena.trim(in_flight=2)
@@ -152,7 +152,7 @@ def test_pages_stay_while_fewer_are_in_flight_for_a_short_time() -> None:
     for left in range(20, 0, -1):
         slot = slots.pop()
         arena.segment.array[slot.start] = 1
-        arena.release(slot, 1)
+        arena.release(slot, MIB)
         arena.trim(in_flight=left - 1)
     assert pages(arena) >= 10 * mmap.PAGESIZE
 

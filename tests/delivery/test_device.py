@@ -166,7 +166,7 @@ def test_pages_are_unlocked_before_they_are_given_back(
         discard(segment, start, end)
 
     monkeypatch.setattr(Segment, "discard", watched)
-    for number, _ in enumerate(make(Filled(300, 20, 30), num_workers=1)):
+    for number, _ in enumerate(make(Filled(300, 200, 200), num_workers=1)):
         if number == 40:
             recorder.run()  # until then no slot was free again
     assert discarded
