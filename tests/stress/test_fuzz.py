@@ -43,12 +43,6 @@ def orders(folder: Path) -> Any:
     return written(whole, test_files_written.check_order)(folder)
 
 
-def journals(folder: Path) -> Any:
-    lines = st.lists(test_files_written.JOURNAL_PART, max_size=12)
-    headed = lines.map(lambda parts: [test_files_written.ABOUT, *parts])
-    return written(lines | headed, test_files_written.check_journal)(folder)
-
-
 def logs(folder: Path) -> Any:
     return test_failures.LOG_PARTS, test_failures.check_log
 
@@ -69,7 +63,7 @@ def states(folder: Path) -> Any:
     return st.data(), test_damaged_states.damage
 
 
-@pytest.mark.parametrize("fuzz", [orders, journals, logs, histories, entries, states])
+@pytest.mark.parametrize("fuzz", [orders, logs, histories, entries, states])
 def test_any_content_is_used_or_refused(
     fuzz: Callable[[Path], Any], stress_s: float, tmp_path: Path
 ) -> None:
