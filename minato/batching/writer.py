@@ -62,6 +62,7 @@ class BatchWriter:
 
     Attributes:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
+        has_texts: Whether the last samples were texts, which have no fields: a list of them is stored at once.
         handover_ns: What it takes to store one sample for the worker that collates its batch; 0: not measured yet.
         indices: The indices of the batches.
     """
@@ -79,6 +80,7 @@ class BatchWriter:
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self.collates = collate.is_own
+        self.has_texts = False
         self.handover_ns = 0.0
         self._ledger = ledger
         self._store = store
@@ -377,7 +379,9 @@ class BatchWriter:
         """
         start_ns = self._tracer.now()
         try:
-            fields = None if self.collates else self._fields(batch, samples[0])
+            self.has_texts = type(samples[0]) in (str, bytes)
+            in_fields = not (self.collates or self.has_texts)
+            fields = self._fields(batch, samples[0]) if in_fields else None
         except (MemoryError, DamagedError) as error:  # the batch does not fit its slot
             place = self._ledger.describe(batch).first + k
             self._blobs.attach_error(batch, place, error, None, None)

@@ -321,7 +321,8 @@ class Worker:
         cost_estimate = self.runner.cost_estimate
         mean_ns, share = cost_estimate.mean_ns, self.fair_share()
         is_cheap = mean_ns < _HANDOVERS * self.writer.handover_ns
-        if self.writer.collates and is_cheap and 0 < self._whole_size <= share:
+        in_one = self.writer.collates or self.writer.has_texts
+        if in_one and is_cheap and 0 < self._whole_size <= share:
             return ALL_SAMPLES
         if cost_estimate.draws is None:
             return 1

@@ -122,3 +122,22 @@ def test_skipped_samples_are_not_collated(whole: bool) -> None:
     assert case.ledger.state(batch) == READY
     assert case.result(batch) == ["b", "c"]
     assert case.ledger.skipped(batch) == [0]
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["own places", "free places"])
+def test_texts_of_a_whole_batch_are_stored_at_once(bound: bool) -> None:
+    texts = ["a", "µ" * 1000, ""]
+    case = Case(bound, default_collate)
+    whole, parts = case.open(3), case.open(3)
+    assert [case.worker.claim(3).batch for _ in range(2)] == [whole, parts]
+    if bound:
+        case.writer.deliver(whole, 0, [0, 1, 2], texts, whole=True)
+        case.writer.deliver(parts, 0, [0], texts[:1])
+        case.writer.deliver(parts, 1, [1, 2], texts[1:])
+    else:
+        case.writer.deliver_free(0, [0, 1, 2], texts)
+        case.writer.deliver_free(3, [0], texts[:1])
+        case.writer.deliver_free(4, [1, 2], texts[1:])
+    assert case.result(whole) == texts
+    assert all(offset == 0 for _, offset, _ in case.ledger.blobs(whole))
+    assert case.read(whole) == case.read(parts) == texts

@@ -294,7 +294,7 @@ class Journal:
     """In the place of a worker's writer: writes down what it is given, and fills the places."""
 
     def __init__(self, bench: Bench, collates: bool = False) -> None:
-        self.collates = collates
+        self.collates, self.has_texts = collates, False
         self.handover_ns = 0.0
         self.keeps_batches = False
         self.journal: list[Any] = []
