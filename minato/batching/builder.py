@@ -42,6 +42,7 @@ class BatchBuilder:
         self.nbytes = 0
         self._arena = arena
         self._collate_fn = collate
+        self._largest = 0  # bytes of a batch
         self._last: Layout | None = None
         self._slot: Slot | None = None
         self._last_slot: Slot | None = None
@@ -117,6 +118,11 @@ class BatchBuilder:
         """The slot that a batch is built in; None: it gets memory of its own."""
         if nbytes < _LEAST_RECYCLED_BYTES and self._arena.pinned_slots is None:
             return None
+        if nbytes > self._largest:
+            # glibc keeps freed blocks that are no larger than the largest one that it has got back. torch's loader frees
+            # its batches; without this, the kernel would clear new pages for each sample of more than 128 KiB.
+            self._largest = nbytes
+            torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         slot = self._next_slot()
         return slot if nbytes <= slot.end - slot.start else None
 
