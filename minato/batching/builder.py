@@ -119,8 +119,8 @@ class BatchBuilder:
         if nbytes < _LEAST_RECYCLED_BYTES and self._arena.pinned_slots is None:
             return None
         if nbytes > self._largest:
-            # glibc keeps freed blocks that are no larger than the largest one that it has got back. torch's loader frees
-            # its batches; without this, the kernel would clear new pages for each sample of more than 128 KiB.
+            # glibc keeps freed blocks that are no larger than the largest one that it has got back. torch's loader
+            # frees its batches; without this, the kernel would clear new pages for each sample above 128 KiB.
             self._largest = nbytes
             torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         slot = self._next_slot()
