@@ -20,6 +20,8 @@ Buffer: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 _LEAST_RECYCLED_BYTES = 64 << 10
 """Smaller batches get memory of their own, which the C library hands out from warm pages."""
+_MOST_KEPT_BYTES = 32 << 20
+"""glibc keeps no larger block, whatever it has got back."""
 _SHARED_WORK_BYTES = 8 << 20
 """From this size on, several threads copy faster than one, even if they have to wake up first."""
 
@@ -42,7 +44,7 @@ class BatchBuilder:
         self.nbytes = 0
         self._arena = arena
         self._collate_fn = collate
-        self._largest = 0  # bytes of a batch
+        self._largest = 0  # bytes of a batch that glibc has got back
         self._last: Layout | None = None
         self._slot: Slot | None = None
         self._last_slot: Slot | None = None
@@ -118,7 +120,7 @@ class BatchBuilder:
         """The slot that a batch is built in; None: it gets memory of its own."""
         if nbytes < _LEAST_RECYCLED_BYTES and self._arena.pinned_slots is None:
             return None
-        if nbytes > self._largest:
+        if self._largest < nbytes <= _MOST_KEPT_BYTES:
             # glibc keeps freed blocks that are no larger than the largest one that it has got back. torch's loader
             # frees its batches; without this, the kernel would clear new pages for each sample above 128 KiB.
             self._largest = nbytes

@@ -379,7 +379,8 @@ class BatchWriter:
         """
         start_ns = self._tracer.now()
         try:
-            self.has_texts = type(samples[0]) in (str, bytes)
+            kind = type(samples[0])
+            self.has_texts = kind is str or kind is bytes
             in_fields = not (self.collates or self.has_texts)
             fields = self._fields(batch, samples[0]) if in_fields else None
         except (MemoryError, DamagedError) as error:  # the batch does not fit its slot

@@ -142,7 +142,6 @@ class Inspector:
             return
         if self._history.views_of == opened:
             return  # an epoch may last as long as a look at the environment
-        self._history.views_of = opened
         _open("the report at the end", self._keep_for_exit, self._history.epoch_log)
         _open("the figures of the machine", self._watch_machine, self._history.epoch_log)
         rank = local_rank()
@@ -158,6 +157,7 @@ class Inspector:
             self._serve_metrics(address, rank)
         if address is not None or self._spec.options.observe.stats == "gpu":
             _open("the figures of the GPUs", self.watch_gpus)
+        self._history.views_of = opened
 
     def close_views(self) -> None:
         """Close the metrics endpoint, unless other loaders use it; the next ``open_views`` opens it again."""

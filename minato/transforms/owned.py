@@ -140,7 +140,7 @@ class _NamesOnly(NamedTuple):
 
     Attributes:
         kind: The class, so that its id stands for it.
-        values: What its attributes were.
+        values: Its attributes that hold code, and the types of the others, whose values may be large.
         named: Global variables of each function, and the names among them that its code has.
     """
 
@@ -150,7 +150,7 @@ class _NamesOnly(NamedTuple):
 
     def holds(self) -> bool:
         """Whether its attributes are the same, and no name stands for a generator."""
-        values = vars_of(self.kind).values()
+        values = _code_or_types(self.kind)
         return (
             len(values) == len(self.values)
             and all(map(is_, values, self.values))
@@ -160,6 +160,15 @@ class _NamesOnly(NamedTuple):
                 for name in names
             )
         )
+
+
+def _code_or_types(kind: type) -> list[Any]:
+    return [
+        value
+        if type(value) is types.FunctionType or any(True for _ in parts_of(value))
+        else type(value)
+        for value in list(vars_of(kind).values())
+    ]
 
 
 _MOST_KNOWN = 256
@@ -174,7 +183,7 @@ def _parts_of_class(kind: type) -> Iterable[Node]:
     known = _known.get(id(kind))
     if known is not None and known.holds():
         return ()
-    values = list(vars_of(kind).values())
+    values = _code_or_types(kind)
     nodes = list(_searched(kind))
     if not nodes and len(_known) < _MOST_KNOWN:
         functions = [
