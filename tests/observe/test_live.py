@@ -30,7 +30,7 @@ from tests.observe.terminals import Terminal, terminal
 from tests.subprocesses import environment
 
 LONGEST_S = 30.0
-ENDED = r"Numbers, epoch 0: 40 batches, 80 samples in \S+ m?s, \S+ samples/s, waiting \S+ %"
+ENDED = r"Numbers, epoch 0: 40 batches, 80 samples in \S+ [mµ]?s, \S+ samples/s, waiting \S+ %"
 
 
 @pytest.fixture(autouse=True)
