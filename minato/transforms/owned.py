@@ -56,7 +56,7 @@ class OwnedGenerators:
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = roots
-        self.generators: dict[str, MemoryGenerator] = {}
+        self.generators: dict[str, MemoryGenerator[Any]] = {}
         self.others: list[str] = []
         self._found: list[Node] = []
         self._gets: list[tuple[Callable[[Any], Any], str]] = []

@@ -31,6 +31,7 @@ from minato.transforms.owned import OwnedGenerators
 
 __all__ = [
     "Binding",
+    "Captured",
     "SampleRandomness",
     "current",
     "generators_created",
@@ -52,6 +53,15 @@ class Binding(NamedTuple):
     epoch: int
     key: object
     occurrence: int = 0
+
+
+class Captured(NamedTuple):
+    """The random state of a sample: its binding, the generators that it has made, and all states."""
+
+    binding: tuple[int, int, object, int] | None
+    generators_made: int
+    states: list[Any]
+    own: dict[str, Any]
 
 
 _NONE_OWNED = OwnedGenerators({})
@@ -86,10 +96,10 @@ class SampleRandomness:
         self._owned = owned or _NONE_OWNED
         self.watches = bind_globals
         """Whether ``drawn`` can detect draws."""
-        self._all: tuple[rng_memory.MemoryGenerator, ...] = ()
-        self._own: dict[str, rng_memory.MemoryGenerator] = {}
+        self._all: tuple[rng_memory.MemoryGenerator[Any], ...] = ()
+        self._own: dict[str, rng_memory.MemoryGenerator[Any]] = {}
         self._snapshot = StateSnapshot([])
-        self._rests: Callable[[], Any] = tuple
+        self._rests: list[Callable[[], object]] = []
         self._by_state: list[rng_memory.TorchByState] = []
         self._written: list[tuple[int, int]] = []
         self._keepers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
@@ -125,22 +135,13 @@ class SampleRandomness:
         self._apply_python, self._apply_numpy, self._apply_torch = (
             generator.apply for generator in self._all[:3]
         )
-        in_spans = rng_memory.is_all_in_spans
-        saves = [each.save_rest for each in self._all if not in_spans(each)]
         # The parts of states that the snapshot does not cover: nearly always one, a cached normal of ``random``.
-        self._only_rest = len(saves) == 1
-        self._rests = saves[0] if self._only_rest else lambda: [save() for save in saves]
-        in_memory = [each for each in self._all if isinstance(each, rng_memory.IN_MEMORY)]
-        self._written = [span for each in in_memory for span in each.spans]
-        self._keepers = [
-            (each.keep, each.load_kept)
-            for each in self._all
-            if type(each) not in rng_memory.AT_ONCE
-        ]
+        self._rests = [each.rest for each in self._all if not each.is_whole]
+        self._written = [span for each in self._all if each.is_writable for span in each.spans]
+        applied = [each for each in self._all if not each.takes_effect_at_once]
+        self._keepers = [(each.keep, each.set_rest) for each in applied]
         self._by_state = [each for each in self._all if isinstance(each, rng_memory.TorchByState)]
-        self._apply_own = [
-            generator.apply for generator in own if type(generator) not in rng_memory.AT_ONCE
-        ]
+        self._apply_own = [each.apply for each in applied if each in own]
 
     def _make_writer(self) -> None:
         self._write = StateWriter(self.base_seed, self._blocks, self._cells).write
@@ -193,7 +194,8 @@ class SampleRandomness:
         if unbind:
             _this_thread.binding = None
         self._snapshot.take()
-        self._before = _this_thread.binding, _this_thread.generators_made, self._rests()
+        rests = [rest() for rest in self._rests]
+        self._before = _this_thread.binding, _this_thread.generators_made, rests
 
     def drawn(self) -> bool:
         """Return whether code drew from the bound generators, or created a generator, since ``mark``."""
@@ -204,38 +206,37 @@ class SampleRandomness:
         return (
             not self._snapshot.holds()
             or made != _this_thread.generators_made
-            or rests != self._rests()
+            or rests != [rest() for rest in self._rests]
         )
 
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
         _this_thread.binding, _this_thread.generators_made, rests = self._before
-        copies = iter(self._snapshot.copies())
-        left = iter((rests,) if self._only_rest else rests)
+        copies, left = iter(self._snapshot.copies()), iter(rests)
         for generator in self._all:
-            rest = None if rng_memory.is_all_in_spans(generator) else next(left)
-            generator.load_copies([next(copies) for _ in generator.spans], rest)
+            rest = None if generator.is_whole else next(left)
+            generator.load([next(copies) for _ in generator.spans], rest)
 
-    def capture(self) -> Any:
+    def capture(self) -> Captured:
         """Return the random state of a deferred sample, to continue it later, in any process.
 
         It can be pickled for processes with the same versions of Python, NumPy and torch.
         """
-        return (
+        return Captured(
             _this_thread.binding,
             _this_thread.generators_made,
-            tuple([generator.save() for generator in self._all[:3]]),
+            [generator.save() for generator in self._all[:3]],
             {path: generator.save() for path, generator in self._own.items()},
         )
 
-    def restore(self, captured: Any) -> None:
+    def restore(self, captured: Captured) -> None:
         """Continue from the state that :meth:`capture` returned."""
         _this_thread.binding, _this_thread.generators_made, states, own = captured
         for generator, state in zip(self._all, states, strict=False):
-            generator.load(state)
+            generator.load(*state)
         for path, state in own.items():
             if path in self._own:  # one that another process has made since is missing here
-                self._own[path].load(state)
+                self._own[path].load(*state)
 
     def saved(self) -> AbstractContextManager[None]:
         """Restore the generators and the binding after the ``with`` block."""

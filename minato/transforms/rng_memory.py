@@ -19,19 +19,18 @@ import pickle
 import random
 import struct
 import sys
-from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from itertools import starmap
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from minato._compat import may_access_memory, numpy_state, python_state
+from minato._compat import bit_generator_of, may_access_memory, numpy_state, python_state
 
 __all__ = [
     "MemoryGenerator",
     "found_in_memory",
-    "is_all_in_spans",
     "numpy_generator",
     "own_generator",
     "probe_generators",
@@ -42,103 +41,68 @@ __all__ = [
 WORDS = 624
 PYTHON_STREAM, NUMPY_STREAM, TORCH_STREAM = 0, 1, 2
 
+Rest = TypeVar("Rest")
 
-class MemoryGenerator(Protocol):
-    """Memory of a generator, to fill for a sample."""
+
+class MemoryGenerator(Generic[Rest]):
+    """Memory of a generator, to fill for a sample: here it is the state itself.
+
+    ``Rest`` is the part of the state outside the spans; it supports pickling and ``==``.
+
+    Attributes:
+        blocks: ``(address, words, stream, width)`` for ``StateWriter``.
+        cells: Further words for it, each an address and a value.
+        spans: ``(address, nbytes)`` of the memory that holds the state, for ``StateSnapshot``.
+        is_whole: Whether the spans hold the whole state.
+        is_writable: Whether the spans may be written.
+    """
 
     blocks: list[tuple[int, int, int, int]]
-    """``(address, words, stream, width)`` for ``StateWriter``."""
-    cells: list[tuple[int, int]]
-    spans: list[tuple[int, int]]
-    """``(address, nbytes)`` of the memory that holds the state, for ``StateSnapshot``."""
+    cells: Sequence[tuple[int, int]] = ()
+    spans: Sequence[tuple[int, int]] = ()
+    is_whole = False
+    is_writable = True
+
+    @property
+    def takes_effect_at_once(self) -> bool:
+        """Whether the filled memory is the state, so that ``apply`` and ``set_rest`` do nothing."""
+        return self.is_whole and self.is_writable
 
     def apply(self) -> None:
         """Make the filled memory the generator's state."""
 
-    def save_rest(self) -> Any:
-        """Return a copy of the part of the state outside the spans, which supports ``==``."""
+    def rest(self) -> Rest | None:
+        """Return a copy of the part of the state outside the spans."""
+        return None
 
-    def load_copies(self, copies: list[bytes], rest: Any) -> None:
-        """Load a state from copies of its spans and its rest, taken in this process."""
+    def keep(self) -> Rest | None:
+        """Return a copy of the part outside the spans that may be written."""
+        return self.rest()
 
-    def save(self) -> Any:
-        """Return a copy of the whole state, which supports pickling and ``==``."""
+    def set_rest(self, rest: Rest) -> None:
+        """Set the part that :meth:`rest` or :meth:`keep` returned."""
 
-    def load(self, saved: Any) -> None:
-        """Load a state that :meth:`save` returned in a process of the same kind."""
+    def save(self) -> tuple[list[bytes], Rest | None]:
+        """Return a copy of the whole state: of its spans, and its rest."""
+        return list(starmap(ctypes.string_at, self.spans)), self.rest()
 
-    def keep(self) -> Any:
-        """Return a copy of the state, but for spans that may be written (``IN_MEMORY``)."""
-
-    def load_kept(self, kept: Any) -> None:
-        """Load what :meth:`keep` of this object returned."""
+    def load(self, copies: Iterable[bytes], rest: Rest) -> None:
+        """Load a state from copies of its spans and its rest, taken in a process of the same kind."""
+        for (address, nbytes), copy in zip(self.spans, copies, strict=True):
+            ctypes.memmove(address, copy, nbytes)
+        self.set_rest(rest)
 
 
 def _may_probe() -> bool:
     return sys.implementation.name == "cpython" and may_access_memory()
 
 
-class _InSpans:
-    """Memory that holds a whole state: what is filled is the state, and a copy of the spans is a copy of it."""
-
-    blocks: list[tuple[int, int, int, int]]
-    cells: list[tuple[int, int]]
-    spans: list[tuple[int, int]]
-
-    def apply(self) -> None:
-        """Do nothing: the filled memory is the state."""
-
-    def save_rest(self) -> None:
-        """Return None: the spans hold the whole state."""
-
-    keep = save_rest
-
-    def load_kept(self, kept: None) -> None:
-        """Do nothing: the spans hold the whole state."""
-
-    def save(self) -> Any:
-        return list(starmap(ctypes.string_at, self.spans))
-
-    def load(self, saved: list[bytes]) -> None:
-        for (address, nbytes), copy in zip(self.spans, saved, strict=True):
-            ctypes.memmove(address, copy, nbytes)
-
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load(copies)
-
-
-class _ByCall(ABC):
+class _ByCall(MemoryGenerator[Rest]):
     """Words to fill, which ``apply`` makes a state by methods of the generator."""
 
     def __init__(self, words: int, stream: int) -> None:
         self._words = np.zeros(words, np.uint32)
         self.blocks = [(self._words.ctypes.data, words, stream, 4)]
-        self.cells: list[tuple[int, int]] = []
-        self.spans: list[tuple[int, int]] = []
-
-    @abstractmethod
-    def apply(self) -> None:
-        """See :class:`MemoryGenerator`."""
-
-    @abstractmethod
-    def save(self) -> Any:
-        """See :class:`MemoryGenerator`."""
-
-    @abstractmethod
-    def load(self, saved: Any) -> None:
-        """See :class:`MemoryGenerator`."""
-
-    def save_rest(self) -> Any:
-        return self.save()
-
-    def keep(self) -> Any:
-        return self.save()
-
-    def load_kept(self, kept: object) -> None:
-        self.load(kept)
-
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load(rest)
 
 
 # --- random ---------------------------------------------------------------------------------
@@ -174,41 +138,30 @@ def _python_state_is_at(offset: int, generator: random.Random) -> bool:
     return ctypes.string_at(id(generator) + offset, len(state)) == state
 
 
-class PythonInMemory:
+class PythonInMemory(MemoryGenerator[float | None]):
     """The state of a ``random.Random``, in the memory of CPython's object."""
 
     def __init__(
         self, generator: random.Random, position_offset: int, stream: int = PYTHON_STREAM
     ) -> None:
-        self._generator: Any = generator
-        self._address = id(generator) + position_offset
-        self.blocks = [(self._address + 4, WORDS, stream, 4)]
-        self.cells = [(self._address, 0)]
-        self.spans = [(self._address, 4 + 4 * WORDS)]
+        self._generator: Any = generator  # typeshed lacks gauss_next
+        address = id(generator) + position_offset
+        self.blocks = [(address + 4, WORDS, stream, 4)]
+        self.cells = [(address, 0)]
+        self.spans = [(address, 4 + 4 * WORDS)]
 
     def apply(self) -> None:
         self._generator.gauss_next = None
 
-    def save_rest(self) -> Any:
-        return self._generator.gauss_next
+    def rest(self) -> float | None:
+        kept: float | None = self._generator.gauss_next
+        return kept
 
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load((*copies, rest))
-
-    def save(self) -> Any:
-        return ctypes.string_at(self._address, 4 + 4 * WORDS), self._generator.gauss_next
-
-    def load(self, saved: Any) -> None:
-        state, self._generator.gauss_next = saved
-        ctypes.memmove(self._address, state, len(state))
-
-    keep = save_rest
-
-    def load_kept(self, kept: Any) -> None:
-        self._generator.gauss_next = kept
+    def set_rest(self, rest: float | None) -> None:
+        self._generator.gauss_next = rest
 
 
-class PythonByCall(_ByCall):
+class PythonByCall(_ByCall[tuple[object, ...]]):
     """The state of a ``random.Random``, through its methods."""
 
     def __init__(self, generator: random.Random, stream: int = PYTHON_STREAM) -> None:
@@ -218,16 +171,16 @@ class PythonByCall(_ByCall):
     def apply(self) -> None:
         self._generator.setstate((3, (*self._words.tolist(), 0), None))
 
-    def save(self) -> Any:
+    def rest(self) -> tuple[object, ...]:
         return self._generator.getstate()
 
-    def load(self, saved: Any) -> None:
-        self._generator.setstate(saved)
+    def set_rest(self, rest: tuple[object, ...]) -> None:
+        self._generator.setstate(rest)
 
 
 def python_generator(
     generator: random.Random | None = None, stream: int = PYTHON_STREAM
-) -> MemoryGenerator:
+) -> PythonInMemory | PythonByCall:
     """Return the memory of a ``random.Random``, by default the one behind the module's functions."""
     generator = python_state() if generator is None else generator
     offset = _python_position_offset()
@@ -264,50 +217,56 @@ def _numpy_gauss_offset() -> int | None:
     return offset if verified else None
 
 
-class NumpyInMemory(_InSpans):
+class NumpyInMemory(MemoryGenerator[None]):
     """The legacy state of numpy: an MT19937 at its documented address, and a cached normal."""
 
-    def __init__(self, generator: Any, gauss_offset: int, stream: int = NUMPY_STREAM) -> None:
-        self._words_address: int = generator._bit_generator.ctypes.state_address
-        self._gauss_address = id(generator) + gauss_offset
-        self._kept_alive = generator, generator._bit_generator
-        self.blocks = [(self._words_address, WORDS, stream, 4)]
-        position, gauss = self._words_address + 4 * WORDS, self._gauss_address
+    is_whole = True
+
+    def __init__(
+        self, generator: np.random.RandomState, gauss_offset: int, stream: int = NUMPY_STREAM
+    ) -> None:
+        bits = bit_generator_of(generator)
+        self._kept_alive = generator, bits
+        words, gauss = bits.ctypes.state_address, id(generator) + gauss_offset
+        position = words + 4 * WORDS
+        self.blocks = [(words, WORDS, stream, 4)]
         # The flag of the cached normal and both halves of its value, which get_state() returns even if the flag is 0.
         self.cells = [(position, 0), (gauss, 0), (gauss + 8, 0), (gauss + 12, 0)]
-        self.spans = [(self._words_address, 4 * WORDS + 4), (gauss, _SAVED_GAUSS.size)]
+        self.spans = [(words, 4 * WORDS + 4), (gauss, _SAVED_GAUSS.size)]
 
 
-class NumpyByCall(_ByCall):
+class NumpyByCall(_ByCall[bytes]):
     """A legacy state of NumPy with any bit generator, by ``set_state``."""
 
-    def __init__(self, generator: Any, stream: int = NUMPY_STREAM) -> None:
+    def __init__(self, generator: np.random.RandomState, stream: int = NUMPY_STREAM) -> None:
         self._generator = generator
-        self._twister = type(generator._bit_generator) is np.random.MT19937
+        self._kind = type(bit_generator_of(generator))
+        self._twister = self._kind is np.random.MT19937
         super().__init__(WORDS if self._twister else 8, stream)
 
     def apply(self) -> None:
         if self._twister:
             self._generator.set_state(("MT19937", self._words, 0, 0, 0.0))
         else:
-            fresh = type(self._generator._bit_generator)(self._words.tolist())
-            self._generator.set_state(fresh.state)
+            self._generator.set_state(self._kind(self._words.tolist()).state)
 
-    def save(self) -> Any:
+    def rest(self) -> bytes:
         return pickle.dumps(self._generator.get_state(legacy=False))  # arrays do not support ==
 
-    def load(self, saved: Any) -> None:
-        self._generator.set_state(pickle.loads(saved))
+    def set_rest(self, rest: bytes) -> None:
+        self._generator.set_state(pickle.loads(rest))
 
 
-def numpy_generator(generator: Any = None, stream: int = NUMPY_STREAM) -> MemoryGenerator:
+def numpy_generator(
+    generator: np.random.RandomState | None = None, stream: int = NUMPY_STREAM
+) -> NumpyInMemory | NumpyByCall:
     """Return the memory of a ``RandomState``, by default the one behind the functions of ``numpy.random``."""
     generator = numpy_state() if generator is None else generator
     offset = _numpy_gauss_offset()
     if (
         offset is None
         or type(generator) is not np.random.RandomState
-        or type(generator._bit_generator) is not np.random.MT19937
+        or type(bit_generator_of(generator)) is not np.random.MT19937
     ):
         return NumpyByCall(generator, stream)
     return NumpyInMemory(generator, offset, stream)
@@ -362,10 +321,12 @@ _LOW_64 = (1 << 64) - 1
 _HALVES = {"<": (0, 64), ">": (64, 0)}
 
 
-class BitsInMemory(_InSpans):
+class BitsInMemory(MemoryGenerator[None]):
     """The state of NumPy's MT19937, PCG64 or PCG64DXSM, in the memory of the bit generator."""
 
-    def __init__(self, bits: Any, order: str, stream: int) -> None:
+    is_whole = True
+
+    def __init__(self, bits: np.random.BitGenerator, order: str, stream: int) -> None:
         self._kept_alive = bits
         address: int = bits.ctypes.state_address
         if type(bits) is np.random.MT19937:
@@ -381,7 +342,7 @@ class BitsInMemory(_InSpans):
         self.spans = [(words, 32), (address + 8, 8)]
 
 
-class BitsByCall(_ByCall):
+class BitsByCall(_ByCall[bytes]):
     """The state of any bit generator of NumPy, by its attribute ``state``."""
 
     def __init__(self, bits: object, stream: int) -> None:
@@ -408,11 +369,11 @@ class BitsByCall(_ByCall):
             fresh = kind(self._words.tolist()).state
         self._bits.state = fresh
 
-    def save(self) -> Any:
+    def rest(self) -> bytes:
         return pickle.dumps(self._bits.state)  # arrays do not support ==
 
-    def load(self, saved: Any) -> None:
-        self._bits.state = pickle.loads(saved)
+    def set_rest(self, rest: bytes) -> None:
+        self._bits.state = pickle.loads(rest)
 
 
 _NOTHING_KEPT = {"has_uint32": 0, "uinteger": 0}
@@ -425,7 +386,7 @@ _PHILOX: dict[str, Any] = {
 _SFC64: dict[str, Any] = {"bit_generator": "SFC64", **_NOTHING_KEPT}
 
 
-def _bits_generator(bits: object, stream: int) -> MemoryGenerator:
+def _bits_generator(bits: np.random.BitGenerator, stream: int) -> BitsInMemory | BitsByCall:
     order = _pcg64_order()
     known = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM)
     if order is None or _numpy_gauss_offset() is None or type(bits) not in known:
@@ -499,8 +460,10 @@ def _find_torch_state(address: int, kept: tuple[Any, ...]) -> int | None:
     return None
 
 
-class TorchByState:
+class TorchByState(MemoryGenerator["torch.Tensor | bytes"]):
     """The state of a CPU generator of torch, by ``set_state``; ``initial_seed()`` stays the same."""
+
+    is_writable = False
 
     def __init__(
         self, generator: torch.Generator = torch.default_generator, stream: int = TORCH_STREAM
@@ -510,15 +473,11 @@ class TorchByState:
         self._state = torch.from_numpy(self._memory.view(np.uint8))
         self._initial_seed: int | None = None
         self.adopt_initial_seed()
-        self.blocks = [
-            (self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, stream, 8),
-        ]
-        self.cells: list[tuple[int, int]] = []
-        self.spans: list[tuple[int, int]] = []
+        self.blocks = [(self._memory.ctypes.data + _TORCH_HEADER.size, WORDS, stream, 8)]
         offset = _torch_state_offset()
         if offset is not None:
             address = generator._cdata + offset  # type: ignore[attr-defined]  # not in torch's stubs
-            self.spans = _torch_spans(address)
+            self.spans, self.is_whole = _torch_spans(address), True
 
     def adopt_initial_seed(self) -> None:
         """Write the generator's present ``initial_seed()`` into later states."""
@@ -532,24 +491,29 @@ class TorchByState:
     def apply(self) -> None:
         self._generator.set_state(self._state)
 
-    def save(self) -> Any:
-        return self._generator.get_state().numpy().tobytes()
+    def rest(self) -> bytes | None:
+        return None if self.is_whole else self._state_bytes()
 
-    def load(self, saved: Any) -> None:
-        state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
-        self._generator.set_state(state)
+    def save(self) -> tuple[list[bytes], bytes]:
+        return [], self._state_bytes()
 
-    def keep(self) -> Any:
+    def _state_bytes(self) -> bytes:
+        return self.keep().numpy().tobytes()
+
+    def keep(self) -> torch.Tensor:
         return self._generator.get_state()
 
-    def load_kept(self, kept: Any) -> None:
-        self._generator.set_state(kept)
+    def set_rest(self, rest: torch.Tensor | bytes) -> None:
+        state = (
+            torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+            if isinstance(rest, bytes)
+            else rest
+        )
+        self._generator.set_state(state)
 
-    def save_rest(self) -> Any:
-        return None if self.spans else self.save()
-
-    def load_copies(self, copies: list[bytes], rest: object) -> None:
-        self.load(_torch_state(_TORCH_KEPT.unpack(b"".join(copies))) if copies else rest)
+    def load(self, copies: Iterable[bytes], rest: torch.Tensor | bytes) -> None:
+        memory = b"".join(copies)
+        self.set_rest(_torch_state(_TORCH_KEPT.unpack(memory)) if memory else rest)
 
 
 class TorchBySeed(TorchByState):
@@ -561,8 +525,6 @@ class TorchBySeed(TorchByState):
         self._generator = generator
         self._words = np.zeros(1, np.uint64)
         self.blocks = [(self._words.ctypes.data, 2, stream, 4)]
-        self.cells = []
-        self.spans = []
 
     def adopt_initial_seed(self) -> None:
         """Do nothing: the initial seed is that of the sample."""
@@ -579,20 +541,7 @@ def torch_generator(
     return make(generator, stream)
 
 
-IN_MEMORY = (PythonInMemory, NumpyInMemory, BitsInMemory)
-"""Classes whose spans may be written; torch's are only read."""
-AT_ONCE = (NumpyInMemory, BitsInMemory)
-"""Classes whose ``apply`` does nothing."""
-
-
-def is_all_in_spans(generator: MemoryGenerator) -> bool:
-    """Whether the spans of a generator hold its whole state."""
-    return isinstance(generator, AT_ONCE) or (
-        isinstance(generator, TorchByState) and bool(generator.spans)
-    )
-
-
-def own_generator(generator: Any, stream: int) -> MemoryGenerator | None:
+def own_generator(generator: object, stream: int) -> MemoryGenerator[Any] | None:
     """Return the memory of a generator that an object owns; None if its state cannot be written.
 
     Args:

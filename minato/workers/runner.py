@@ -383,6 +383,7 @@ class Runner:
 
         def rebind(epoch: int, deferred: DeferredSample) -> None:
             assert randomness is not None
+            assert deferred.randomness is not None
             randomness.restore(deferred.randomness)
 
         self._reset()

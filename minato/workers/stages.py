@@ -16,6 +16,7 @@ from minato.observe.meters import Meters
 from minato.observe.size import nbytes_of
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.transforms.compose import Transforms
+from minato.transforms.rng import Captured
 
 __all__ = ["Deferral", "DeferredSample", "StageRunner"]
 
@@ -40,7 +41,7 @@ class DeferredSample:
     index: Any
     value: Any
     step: int
-    randomness: object
+    randomness: Captured | None
     active_ns: int
     cpu_ns: int | None
     longest: tuple[int, int]
@@ -143,7 +144,7 @@ class StageRunner:
         """The longest stage (-1: the dataset) and its time, of each sample measured since the list was cleared."""
         self.slow_ns = 0
         """A sample that has taken longer may be deferred; 0: none is, as without a ``deferral``."""
-        self.capture: Callable[[], object] | None = None
+        self.capture: Callable[[], Captured] | None = None
         """Saves the randomness of the current sample; None while it is not bound to samples."""
 
     def straight(self, index: object) -> Any:
