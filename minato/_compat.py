@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executor
@@ -55,60 +56,9 @@ except ImportError as error:
         "minato, or a version of torch that it names in its requirements"
     ) from error
 
-__all__ = [
-    "LIGHTNING_PREDICT_SAMPLER",
-    "LIGHTNING_TRAINING_LOOP",
-    "PRIVATE_NAMES",
-    "RAY_ACCELERATOR",
-    "EndlessSampler",
-    "ExceptionWithTraceback",
-    "ExceptionWrapper",
-    "PrivateName",
-    "TorchIterator",
-    "active_progress_bars",
-    "announce_worker",
-    "bit_generator_of",
-    "collate_in_own_memory",
-    "collates_by_default",
-    "collates_texts",
-    "duplicates_for_child",
-    "fetcher_is_replaced",
-    "forget_child_processes",
-    "forget_dataset",
-    "forget_executor_threads",
-    "has_cuda_context",
-    "hold_server_key",
-    "importing_main",
-    "in_starting_child",
-    "index_sampler",
-    "is_batched",
-    "is_constructed",
-    "is_iterable",
-    "is_profiling",
-    "kill_actor",
-    "length_was_asked",
-    "make_fetcher",
-    "may_access_memory",
-    "name_process_thread",
-    "numpy_seed",
-    "numpy_state",
-    "pickling_for_a_child",
-    "pin_batch",
-    "process_reducers",
-    "python_state",
-    "quantized_per_channel",
-    "quantized_per_tensor",
-    "replaced_parts",
-    "serves_other_processes",
-    "set_popen_of_spawning",
-    "set_signal_handlers",
-    "shared_file_storage",
-    "torch_modes",
-    "typed_storage",
-    "untyped_storage",
-    "user_preload",
-    "withdraw_worker",
-]
+
+__all__ = ["EndlessSampler", "ExceptionWithTraceback", "ExceptionWrapper", "TorchIterator"]
+"""Names of others that go on under these; all functions below are public, too."""
 
 
 def may_access_memory() -> bool:
@@ -119,22 +69,22 @@ def may_access_memory() -> bool:
 # --- torch's loader and its iterator --------------------------------------------------------
 
 
-def is_iterable(loader: Any) -> bool:
+def is_iterable(loader: TorchDataLoader[object] | TorchIterator) -> bool:
     """Whether the dataset of a loader, or of an iterator of torch's, is iterable."""
     return bool(loader._dataset_kind == _DatasetKind.Iterable)
 
 
-def length_was_asked(iterator: Any) -> bool:
+def length_was_asked(iterator: TorchIterator) -> bool:
     """Whether ``len(loader)`` of an iterable dataset was asked for before the iterator began."""
     return iterator._IterableDataset_len_called is not None
 
 
-def index_sampler(loader: Any) -> Any:
+def index_sampler(loader: TorchDataLoader[object]) -> Any:
     """The sampler of a loader's batches, or of its samples if it does not batch."""
     return loader._index_sampler
 
 
-def is_batched(loader: Any) -> bool:
+def is_batched(loader: TorchDataLoader[object]) -> bool:
     """Whether a loader puts samples together to batches."""
     return bool(loader._auto_collation)
 
@@ -204,10 +154,10 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
     """
     found = []
 
-    def look(module: ModuleType, owner: Any, name: str) -> None:
+    def look(module: ModuleType, owner: type | ModuleType, name: str) -> None:
         value = vars(owner).get(name)
         if not _is_torchs(getattr(value, "__func__", value), module):
-            found.append(f"{getattr(owner, '__qualname__', None) or owner.__name__}.{name}")
+            found.append(f"{getattr(owner, '__qualname__', owner.__name__)}.{name}")
 
     look(dataloader, TorchDataLoader, "_get_iterator")
     look(dataloader, TorchIterator, "_next_index")
@@ -228,14 +178,14 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
 # --- torch's workers ------------------------------------------------------------------------
 
 
-def announce_worker(number: int, num_workers: int, seed: int, dataset: Any) -> Any:
+def announce_worker(number: int, num_workers: int, seed: int, dataset: Any) -> WorkerInfo | None:
     """Have ``get_worker_info()`` describe a worker; returns what :func:`withdraw_worker` takes."""
     before = worker._worker_info
     worker._worker_info = WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
     return before
 
 
-def withdraw_worker(before: Any) -> None:
+def withdraw_worker(before: WorkerInfo | None) -> None:
     """Have ``get_worker_info()`` answer as before."""
     worker._worker_info = before
 
@@ -325,7 +275,9 @@ def collate_in_own_memory(samples: object) -> Any:
 
 
 def _stack_in_own_memory(
-    tensors: Sequence[torch.Tensor], *, collate_fn_map: Any = None
+    tensors: Sequence[torch.Tensor],
+    *,
+    collate_fn_map: dict[type | tuple[type, ...], Callable[..., Any]] | None = None,
 ) -> torch.Tensor:
     first = tensors[0]
     in_worker = torch.utils.data.get_worker_info() is not None
@@ -379,9 +331,9 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def untyped_storage(typed: Any) -> torch.UntypedStorage:
+def untyped_storage(typed: torch.storage.TypedStorage) -> torch.UntypedStorage:
     """The storage of a typed one, without that warning."""
-    return cast("torch.UntypedStorage", typed._untyped_storage)
+    return typed._untyped_storage
 
 
 def quantized_per_tensor() -> Callable[..., torch.Tensor] | None:
@@ -508,9 +460,9 @@ def duplicates_for_child(held: list[int]) -> Iterator[None]:
         set_popen_of_spawning(popen)
 
 
-def set_popen_of_spawning(popen: Any) -> None:
+def set_popen_of_spawning(popen: object) -> None:
     """Name the starting child for which this thread pickles, or None at the end."""
-    context.set_spawning_popen(popen)
+    context.set_spawning_popen(cast(Any, popen))
 
 
 def in_starting_child() -> bool:
@@ -565,7 +517,7 @@ RAY_ACCELERATOR = "_TorchAccelerator"
 """Lightning's batch sampler in ``Trainer.predict``, by name: Lightning may be installed under two names."""
 
 
-def kill_actor(ray: Any, actor: object) -> None:
+def kill_actor(ray: ModuleType, actor: object) -> None:
     """End an actor over the present connection; ``ray.kill`` itself opens another where there is none any more."""
     inspect.unwrap(ray.kill)(actor)
 
@@ -584,12 +536,13 @@ class PrivateName(NamedTuple):
     Attributes:
         name: Where it stands, as a dotted name.
         without: What happens where it is missing.
+        probe: Returns whether it is as expected; None: whether it exists.
         package: The optional package that defines it; None for torch, NumPy and Python.
     """
 
     name: str
     without: str
-    probe: Callable[[], bool]
+    probe: Callable[[], bool] | None = None
     package: str | None = None
 
     def is_installed(self) -> bool:
@@ -599,19 +552,9 @@ class PrivateName(NamedTuple):
     def is_present(self) -> bool:
         """Run the probe; whatever it raises means that the name is not as expected."""
         try:
-            return self.probe()
+            return bool(pkgutil.resolve_name(self.name)) if self.probe is None else self.probe()
         except Exception:
             return False
-
-
-def _has(module: str, *path: str) -> Callable[[], bool]:
-    def probe() -> bool:
-        found = importlib.import_module(module)
-        for name in path:
-            found = getattr(found, name)
-        return True
-
-    return probe
 
 
 def _defines(package: str, path: str, *words: str) -> Callable[[], bool]:
@@ -627,11 +570,10 @@ def _defines(package: str, path: str, *words: str) -> Callable[[], bool]:
     return probe
 
 
-_ITERATOR_FIELDS = (
+_ITERATOR_MEMBERS = (
     *("_dataset_kind", "_num_workers", "_timeout", "_pin_memory", "_pin_memory_device"),
-    *("_sampler_iter", "_base_seed", "_persistent_workers", "_num_yielded"),
+    *("_sampler_iter", "_base_seed", "_persistent_workers", "_num_yielded", "_reset", "_next_data"),
 )
-_ITERATOR_METHODS = ("_reset", "_next_data")
 _LOADER_MEMBERS = (
     *("_index_sampler", "_auto_collation", "_get_iterator", "_iterator", "_dataset_kind"),
     "_DataLoader__initialized",
@@ -646,13 +588,7 @@ def _private_loader() -> TorchDataLoader[int]:
 
 def _iterator_is_known() -> bool:
     iterator = iter(_private_loader())
-    fields: Sequence[str] = (*_ITERATOR_FIELDS, *_ITERATOR_METHODS)
-    return all(hasattr(iterator, name) for name in fields)
-
-
-def _loader_is_known() -> bool:
-    loader = _private_loader()
-    return all(hasattr(loader, name) for name in _LOADER_MEMBERS)
+    return all(hasattr(iterator, name) for name in _ITERATOR_MEMBERS)
 
 
 def _worker_info_is_known() -> bool:
@@ -676,10 +612,6 @@ def _numpy_state_is_known() -> bool:
     )
 
 
-def _reducers_are_known() -> bool:
-    return torch.Tensor in process_reducers()
-
-
 def _child_can_be_faked() -> bool:
     with pickling_for_a_child():
         known = isinstance(context.get_spawning_popen(), _Spawning)
@@ -693,7 +625,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch._utils.ExceptionWrapper",
         _IMPORT_FAILS,
-        _has("torch._utils", "ExceptionWrapper", "reraise"),
     ),
     PrivateName(
         "torch.utils.data.dataloader._BaseDataLoaderIter",
@@ -703,12 +634,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.utils.data.DataLoader's _index_sampler, _auto_collation, _iterator, _get_iterator, __initialized",
         "an AttributeError at iter(loader); without __initialized a loader's attributes stay fixed",
-        _loader_is_known,
+        lambda: all(hasattr(_private_loader(), name) for name in _LOADER_MEMBERS),
     ),
     PrivateName(
         "torch.utils.data.dataloader._DatasetKind",
         _IMPORT_FAILS,
-        _has("torch.utils.data.dataloader", "_DatasetKind", "Iterable"),
     ),
     PrivateName(
         "torch.utils.data._utils.fetch._MapDatasetFetcher, _BaseDatasetFetcher, _DatasetKind.create_fetcher",
@@ -734,7 +664,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.utils.data.dataloader._InfiniteConstantSampler",
         _IMPORT_FAILS,
-        _has("torch.utils.data.dataloader", "_InfiniteConstantSampler"),
     ),
     PrivateName(
         "torch.utils.data._utils.worker._worker_info, WorkerInfo",
@@ -749,7 +678,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.utils.data._utils.pin_memory.pin_memory",
         _IMPORT_FAILS,
-        _has("torch.utils.data._utils.pin_memory", "pin_memory"),
     ),
     PrivateName(
         "torch.utils.data._utils.collate.default_collate_fn_map",
@@ -764,17 +692,14 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch._C._len_torch_function_stack",
         "each sample makes an empty tensor to find out: a microsecond",
-        _has("torch", "_C", "_len_torch_function_stack"),
     ),
     PrivateName(
         "torch._C._set_worker_signal_handlers",
         "the words are missing; the worker is replaced all the same",
-        _has("torch", "_C", "_set_worker_signal_handlers"),
     ),
     PrivateName(
         "torch.multiprocessing._set_thread_name",
         "workers keep the name of the program",
-        _has("torch.multiprocessing", "_set_thread_name"),
     ),
     PrivateName(
         "torch._C._cuda_hasPrimaryContext",
@@ -790,7 +715,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.UntypedStorage._new_shared_fd_cpu",
         "torch's share_memory_() makes them, with a name",
-        _has("torch", "UntypedStorage", "_new_shared_fd_cpu"),
     ),
     PrivateName(
         "torch.storage.TypedStorage(_internal=), _untyped_storage",
@@ -805,7 +729,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.Tensor._cdata, torch._efficientzerotensor",
         "four attributes of each tensor are asked for: 0.15 µs a tensor",
-        _has("torch", "_efficientzerotensor"),
+        lambda: hasattr(torch, "_efficientzerotensor"),
     ),
     PrivateName(
         "random._inst",
@@ -839,12 +763,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "multiprocessing.reduction.ForkingPickler._extra_reducers",
         "pipes, sockets and objects of packages that register a function cannot be sent",
-        _reducers_are_known,
+        lambda: torch.Tensor in process_reducers(),
     ),
     PrivateName(
         "multiprocessing.resource_sharer._resource_sharer",
         "the worker may have ended before, and the loop raises an OSError",
-        _has("multiprocessing.resource_sharer", "_resource_sharer", "_listener"),
     ),
     PrivateName(
         "multiprocessing.context.set_spawning_popen",
@@ -862,9 +785,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "multiprocessing.forkserver._forkserver._preload_modules",
         "the workers import these modules themselves",
-        lambda: (
-            isinstance(user_preload(), list) and _has("multiprocessing.forkserver", "_forkserver")()
-        ),
+        lambda: hasattr(cast(Any, forkserver)._forkserver, "_preload_modules"),
     ),
     PrivateName(
         "multiprocessing.forkserver.main's authkey, authkey_r",
@@ -877,7 +798,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "multiprocessing.pool.ExceptionWithTraceback",
         _IMPORT_FAILS,
-        _has("multiprocessing.pool", "ExceptionWithTraceback"),
     ),
     PrivateName(
         "ray.kill.__wrapped__",

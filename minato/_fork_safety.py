@@ -12,20 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = [
-    "Borrower",
-    "Loans",
-    "at_work",
-    "check_owner",
-    "end_copy",
-    "forget_in_children",
-    "held_off_forks",
-    "interrupted_calls",
-    "renew_in_children",
-    "starting_worker",
-    "starts_worker",
-]
-
 _PATIENCE_S = 10.0
 """How long a fork waits for calls of other threads that it would interrupt; a disk may hang."""
 

@@ -11,25 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "affinity_cores",
-    "available_cores",
-    "available_memory_bytes",
-    "cores_by_numa_node",
-    "cpu_quota",
-    "cpuset_cores",
-    "disk_read_bytes",
-    "group_processes_left",
-    "local_rank",
-    "local_ranks",
-    "machine_usage",
-    "memory_kills",
-    "memory_limit_bytes",
-    "recent_available_memory_bytes",
-    "text_of",
-    "user_threads",
-]
-
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _OWN_STATUS = Path("/proc/self/status")
