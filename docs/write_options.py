@@ -1,6 +1,6 @@
 """Writes the tables of ``docs/reference/options.md`` from the docstrings of ``DataLoader`` and the groups of options.
 
-The fields in ``minato/options.py`` say which values are possible, and which words are links.
+The fields in ``minato/options.py`` say which values are possible.
 """
 
 from __future__ import annotations
@@ -16,6 +16,49 @@ from minato.options import GROUPS, WIDENED, Options
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "reference" / "options.md"
+LINKS = {
+    "Record.path": {"the order of the batches": "../how-to/order.md#repeat-a-run"},
+    "Observe.stats": {"the report": "report.md"},
+    "Observe.trace": {"the run moment by moment": "../how-to/trace.md"},
+    "Observe.metrics": {"metrics for Prometheus": "metrics.md#prometheus"},
+    "ErrorPolicy.on_worker_death": {"replaces it": "../how-to/debugging.md#a-worker-dies"},
+    "StragglerPolicy.percentile": {"slow": "../how-to/slow-samples.md#say-what-is-slow"},
+    "SharedPool.on_rank_death": {
+        "when the process of one ends": "../how-to/ranks.md#when-a-rank-ends"
+    },
+    "Options.num_workers": {
+        "follows the load": "../how-to/slow-samples.md#let-the-number-of-workers-follow"
+    },
+    "Options.pin_memory": {"where the workers write it": "../how-to/gpu.md#pin_memory"},
+    "Options.persistent_workers": {
+        "begin the next epoch": "../how-to/slow-samples.md#begin-the-next-epoch-early"
+    },
+    "Options.order": {"Which samples a batch holds and when it is returned": "../how-to/order.md"},
+    "Options.seed": {"follow from it": "../how-to/randomness.md"},
+    "Options.device": {"are returned": "../how-to/gpu.md"},
+    "Options.fetch_concurrency": {"reads at once": "../how-to/remote-data.md"},
+    "Options.cache": {"after the first of the transforms": "../how-to/caches.md"},
+    "Options.compat": {
+        "bit for bit torch's": "../how-to/verify-a-migration.md",
+        "seeded for each sample": "../how-to/randomness.md",
+    },
+    "Options.memory_budget": {"prefetched batches": "../how-to/memory.md"},
+    "Options.workers": {"an actor in a Ray cluster": "../how-to/several-machines.md"},
+    "Options.errors": {"a sample raises": "../how-to/bad-samples.md"},
+    "Options.stragglers": {"slow": "../how-to/slow-samples.md#say-what-is-slow"},
+    "Options.shared_pool": {"share one pool of workers": "../how-to/ranks.md"},
+    "Options.observe": {
+        "the report": "report.md",
+        "trace": "../how-to/trace.md",
+        "metrics": "metrics.md",
+    },
+    "Options.recording": {"the order of the batches": "../how-to/order.md#repeat-a-run"},
+    "Options.snapshot_every_n_steps": {
+        "sends its state": "../how-to/resume.md#datasets-with-a-state"
+    },
+    "RayWorkers.actor_options": {"each actor": "../how-to/several-machines.md#what-an-actor-takes"},
+}
+"""Words of the meaning of a field that are links, with their targets, relative to ``docs/reference``."""
 _TABLE = re.compile(r"(<!-- fields of (\w+) -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
@@ -60,7 +103,7 @@ def table(name: str) -> str:
     lines = [f"| {title} | values | default | meaning |", "|---|---|---|---|"]
     said = documented(group)
     for each in shown:
-        text = meaning(said[each.name], each.metadata["links"])
+        text = meaning(said[each.name], LINKS.get(f"{group.__name__}.{each.name}", {}))
         values = each.metadata["values"]
         lines.append(f"| `{each.name}` | {values} | {said[each.name].default} | {text} |")
     return "\n".join(lines)

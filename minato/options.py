@@ -85,7 +85,6 @@ def option(
     default: object,
     *,
     values: str,
-    links: Mapping[str, str] | None = None,
     check: Callable[[str, Any], object] | None = None,
 ) -> Any:
     """Define a field: its default and its check. The docstring of the class has its meaning.
@@ -93,11 +92,9 @@ def option(
     Args:
         default: The default value.
         values: The possible values, in Markdown.
-        links: Words of the meaning that are links in the reference, with their targets, relative to
-            ``docs/reference``.
         check: Called with the field's name and value; returns the value to keep, or raises.
     """
-    return field(default=default, metadata={"values": values, "links": links or {}, "check": check})
+    return field(default=default, metadata={"values": values, "check": check})
 
 
 class _Group:
@@ -119,23 +116,38 @@ class _Group:
 # ---- checks of single values ----------------------------------------------------------------
 
 
-def _one_of(*choices: object) -> Callable[[str, Any], Any]:
+def _one_of(
+    *choices: object, unless: Callable[[object], object] = lambda value: False
+) -> Callable[[str, Any], Any]:
+    """One of some values, unless a value is a setting of another kind."""
+
     def check(name: str, value: object) -> Any:
-        check_choice(name, value, choices)
+        if not unless(value):
+            check_choice(name, value, choices)
         return value
 
     return check
 
 
-def _whole(least: int | None) -> Callable[[str, Any], Any]:
+def _is(*kinds: type) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_no_text(value: object) -> bool:
+    """Whether torch checks an argument that takes more values here."""
+    return not isinstance(value, str)
+
+
+def _wrong_type(name: str, value: object, remedy: str) -> TypeError:
+    return TypeError(f"{name}={text_of(value)} is a {type_name(value)}: {remedy}")
+
+
+def _whole(least: int, other: str | None = None) -> Callable[[str, Any], Any]:
     def check(name: str, value: object) -> Any:
-        return check_whole(name, value, least)
+        is_other = isinstance(value, str) and value == other
+        return value if is_other else check_whole(name, value, least)
 
     return check
-
-
-def _snapshots(name: str, value: object) -> Any:
-    return value if value == "auto" else check_whole(name, value, 0)
 
 
 def _positive_seconds(name: str, value: object) -> Any:
@@ -156,13 +168,10 @@ def _path(name: str, value: Any) -> str | None:
     try:
         return as_path(value)
     except TypeError:
-        raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give a path") from None
+        raise _wrong_type(name, value, "give a path") from None
 
 
-def _on_error(name: str, value: object) -> Any:
-    if not callable(value):
-        check_choice(name, value, ("raise", "skip", "retry"))
-    return value
+_on_error = _one_of("raise", "skip", "retry", unless=callable)
 
 
 def _max_failures(name: str, value: object) -> Any:
@@ -174,17 +183,9 @@ def _max_failures(name: str, value: object) -> Any:
     return value
 
 
-def _controller(name: str, value: object) -> Any:
-    if not isinstance(value, PaperController):
-        check_choice(name, value, ("corrected", "paper"))
-    return value
-
-
 def _actor_options(name: str, value: object) -> Any:
     if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{name}={text_of(value)} is a {type_name(value)}: give a dictionary, as {{'num_cpus': 2}}"
-        )
+        raise _wrong_type(name, value, "give a dictionary, as {'num_cpus': 2}")
     ours = [each for each in value if each in _NOT_FOR_ACTORS]
     if ours:
         raise ValueError(
@@ -216,14 +217,8 @@ def _name(name: str, value: object) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give a string")
+        raise _wrong_type(name, value, "give a string")
     return short(value)
-
-
-def _order(name: str, value: object) -> Any:
-    if not isinstance(value, (Arrival, FastFirst)):
-        check_choice(name, value, (None, "strict", "batch", *_MIXING))
-    return value
 
 
 def _device(name: str, value: object) -> DeviceCopies | None:
@@ -240,12 +235,6 @@ def _torch_device(name: str, value: object) -> torch.device:
     return found
 
 
-def _persistent(name: str, value: object) -> Any:
-    if isinstance(value, str):
-        check_choice(name, value, (False, True, NEXT_EPOCH))
-    return value
-
-
 def _observe(name: str, value: object) -> Observe:
     if isinstance(value, Observe):
         return value
@@ -255,9 +244,7 @@ def _observe(name: str, value: object) -> Observe:
 
 def _recording(name: str, value: object) -> Any:
     if value is not None and not isinstance(value, (Record, Replay)):
-        raise TypeError(
-            f"{name}={text_of(value)} is a {type_name(value)}: give a Record or a Replay"
-        )
+        raise _wrong_type(name, value, "give a Record or a Replay")
     return value
 
 
@@ -288,7 +275,7 @@ def _errors(name: str, value: object) -> ErrorPolicy:
 
 def _stragglers(name: str, value: object) -> StragglerPolicy:
     if value is not None and not isinstance(value, StragglerPolicy):
-        raise TypeError(f"{name}={text_of(value)} is a {type_name(value)}: give a StragglerPolicy")
+        raise _wrong_type(name, value, "give a StragglerPolicy")
     return value or StragglerPolicy()
 
 
@@ -296,9 +283,7 @@ def _shared_pool(name: str, value: object) -> SharedPool | None:
     if value is None or isinstance(value, SharedPool):
         return value
     if not isinstance(value, bool):
-        raise TypeError(
-            f"{name}={text_of(value)} is a {type_name(value)}: give True, False or a SharedPool"
-        )
+        raise _wrong_type(name, value, "give True, False or a SharedPool")
     return SharedPool() if value else None
 
 
@@ -328,12 +313,6 @@ def _num_workers(name: str, value: object) -> Any:
         value = AutoScale()
     # torch refuses what is no number.
     return StartingWorkers.of(value) if isinstance(value, AutoScale) else value
-
-
-def _pin_memory(name: str, value: object) -> Any:
-    if isinstance(value, str):
-        check_choice(name, value, (False, True, IN_PLACE))
-    return value
 
 
 # ---- groups ---------------------------------------------------------------------------------
@@ -408,7 +387,6 @@ class Record(_Group):
     path: str | os.PathLike[str] = option(
         None,
         values="path",
-        links={"the order of the batches": "../how-to/order.md#repeat-a-run"},
         check=_needed_path,
     )
 
@@ -448,16 +426,12 @@ class Observe(_Group):
     stats: bool | str = option(
         True,
         values='`True`, `False`, `"gpu"`',
-        links={"the report": "report.md"},
         check=_one_of(True, False, "gpu"),
     )
-    trace: str | os.PathLike[str] | None = option(
-        None, values="path", links={"the run moment by moment": "../how-to/trace.md"}, check=_path
-    )
+    trace: str | os.PathLike[str] | None = option(None, values="path", check=_path)
     metrics: int | str | tuple[str, int] | None = option(
         None,
         values='0 to 65535, `"host:port"`',
-        links={"metrics for Prometheus": "metrics.md#prometheus"},
         check=_metrics,
     )
 
@@ -529,7 +503,9 @@ class AutoScale(_Group):
     min: int | None = option(None, values="1 or more", check=_whole(1))
     max: int | None = option(None, values="`min` or more", check=_whole(1))
     controller: str | PaperController = option(
-        "corrected", values='`"corrected"`, `"paper"`, a `PaperController`', check=_controller
+        "corrected",
+        values='`"corrected"`, `"paper"`, a `PaperController`',
+        check=_one_of("corrected", "paper", unless=_is(PaperController)),
     )
     start: int | None = option(None, values="between `min` and `max`", check=_whole(1))
 
@@ -597,7 +573,6 @@ class RayWorkers(_Group):
         default_factory=dict,
         metadata={
             "values": "dictionary",
-            "links": {"each actor": "../how-to/several-machines.md#what-an-actor-takes"},
             "check": _actor_options,
         },
     )
@@ -642,7 +617,6 @@ class ErrorPolicy(_Group):
     on_worker_death: str = option(
         "restart",
         values='`"restart"`, `"raise"`',
-        links={"replaces it": "../how-to/debugging.md#a-worker-dies"},
         check=_one_of("restart", "raise"),
     )
 
@@ -693,7 +667,6 @@ class StragglerPolicy(_Group):
     percentile: float | None = option(
         None,
         values="between 0 and 100",
-        links={"slow": "../how-to/slow-samples.md#say-what-is-slow"},
         check=_percentile,
     )
     after_s: float | None = option(None, values="seconds above 0", check=_positive_seconds)
@@ -730,7 +703,6 @@ class SharedPool(_Group):
     on_rank_death: str = option(
         "raise",
         values='`"raise"`, `"continue"`, `"wait"`',
-        links={"when the process of one ends": "../how-to/ranks.md#when-a-rank-ends"},
         check=_one_of("raise", "continue", "wait"),
     )
 
@@ -832,104 +804,83 @@ class Options(_Group):
     num_workers: int = option(
         0,
         values='0 or more, `"auto"`, an `AutoScale`',
-        links={"follows the load": "../how-to/slow-samples.md#let-the-number-of-workers-follow"},
         check=_num_workers,
     )
     pin_memory: bool | str = option(
         False,
         values='`True`, `False`, `"in_place"`',
-        links={"where the workers write it": "../how-to/gpu.md#pin_memory"},
-        check=_pin_memory,
+        check=_one_of(False, True, IN_PLACE, unless=_is_no_text),
     )
     persistent_workers: bool | str = option(
         False,
         values='`True`, `False`, `"next_epoch"`',
-        links={"begin the next epoch": "../how-to/slow-samples.md#begin-the-next-epoch-early"},
-        check=_persistent,
+        check=_one_of(False, True, NEXT_EPOCH, unless=_is_no_text),
     )
     transforms: Any = option(None, values="list of callables, or an object with `.transforms`")
     order: str = option(
         None,
         values='`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`, an `Arrival`, a `FastFirst`',
-        links={"Which samples a batch holds and when it is returned": "../how-to/order.md"},
-        check=_order,
+        check=_one_of(None, "strict", "batch", *_MIXING, unless=_is(Arrival, FastFirst)),
     )
-    seed: int | None = option(
-        None, values="integer", links={"follow from it": "../how-to/randomness.md"}, check=_seed
-    )
+    seed: int | None = option(None, values="integer", check=_seed)
     device: DeviceCopies | None = option(
         None,
         values="string, `torch.device`, a `DeviceCopies`",
-        links={"are returned": "../how-to/gpu.md"},
         check=_device,
     )
     fetch_concurrency: FetchOptions = option(
         1,
         values="samples, 1 or more; a `FetchOptions`",
-        links={"reads at once": "../how-to/remote-data.md"},
         check=_fetch,
     )
     cache: Any = option(
         None,
         values="`DiskCache(…)`, `MemoryCache(…)`",
-        links={"after the first of the transforms": "../how-to/caches.md"},
     )
     compat: str | None = option(
         None,
         values='`None`, `"torch"`',
-        links={
-            "bit for bit torch's": "../how-to/verify-a-migration.md",
-            "seeded for each sample": "../how-to/randomness.md",
-        },
         check=_one_of(None, "torch"),
     )
     memory_budget: int | None = option(
         None,
         values='bytes, 1 or more; `"8GB"`, `"512MiB"`',
-        links={"prefetched batches": "../how-to/memory.md"},
         check=_bytes,
     )
     workers: str | RayWorkers = option(
         "process",
         values='`"process"`, `"thread"`, a `RayWorkers`',
-        links={"an actor in a Ray cluster": "../how-to/several-machines.md"},
         check=_workers,
     )
     errors: ErrorPolicy = option(
         "raise",
         values='`"raise"`, `"skip"`, `"retry"`, a function, an `ErrorPolicy`',
-        links={"a sample raises": "../how-to/bad-samples.md"},
         check=_errors,
     )
     stragglers: StragglerPolicy = option(
         None,
         values="a `StragglerPolicy`",
-        links={"slow": "../how-to/slow-samples.md#say-what-is-slow"},
         check=_stragglers,
     )
     shared_pool: SharedPool | None = option(
         False,
         values="`True`, `False`, a `SharedPool`",
-        links={"share one pool of workers": "../how-to/ranks.md"},
         check=_shared_pool,
     )
     observe: Observe = option(
         True,
         values="`True`, `False`, an `Observe`",
-        links={"the report": "report.md", "trace": "../how-to/trace.md", "metrics": "metrics.md"},
         check=_observe,
     )
     recording: Record | Replay | None = option(
         None,
         values="a `Record`, a `Replay`",
-        links={"the order of the batches": "../how-to/order.md#repeat-a-run"},
         check=_recording,
     )
     snapshot_every_n_steps: int | Literal["auto"] | None = option(
         "auto",
         values="0 or more, `'auto'`, `None`",
-        links={"sends its state": "../how-to/resume.md#datasets-with-a-state"},
-        check=_snapshots,
+        check=_whole(0, other="auto"),
     )
     max_lag: int = DEFAULT_MAX_LAG
     """By how many batches a sample may be late; of ``order``."""
@@ -1019,6 +970,12 @@ class Options(_Group):
         return self.order == "strict"
 
 
+def _refuse(given: str, refused: Mapping[str, bool], remedy: str = "") -> None:
+    for cause, applies in refused.items():
+        if applies:
+            raise ValueError(f"{given} does not go with {cause}{remedy}")
+
+
 def _check_recording(options: Options, is_stream: bool) -> None:
     """Files of recorded orders."""
     recording = options.recording
@@ -1070,11 +1027,7 @@ def _check_next_epoch(options: Options, torchs: TorchArguments) -> None:
         "compat='torch'": options.compat == "torch",
         f"recording={options.recording}": options.replays,
     }
-    for cause, applies in refused.items():
-        if applies:
-            raise ValueError(
-                f"persistent_workers={NEXT_EPOCH!r} does not go with {cause}: give True"
-            )
+    _refuse(f"persistent_workers={NEXT_EPOCH!r}", refused, ": give True")
 
 
 def _check_errors(options: Options, is_stream: bool) -> None:
@@ -1157,9 +1110,7 @@ def _check_sharing(options: Options, is_stream: bool) -> None:
         f"pin_memory={IN_PLACE!r}, as only torch knows when all ranks' copies are over: use device=, or "
         "pin_memory=True": options.pin_memory == IN_PLACE,
     }
-    for cause, applies in refused.items():
-        if applies:
-            raise ValueError(f"shared_pool=True does not go with {cause}")
+    _refuse("shared_pool=True", refused)
 
 
 def _check_ray(options: Options, is_stream: bool) -> None:
