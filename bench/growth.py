@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import threading
@@ -184,13 +183,6 @@ def second_loader(loader: str, workers: str, method: str) -> float:
     return first_batch(loader, workers, method)
 
 
-def preloaded(loader: str, workers: str, method: str) -> float:
-    """The same with the server of multiprocessing, which has imported what the workers import."""
-    os.environ["MINATO_FORK_SERVER"] = "0"
-    multiprocessing.set_forkserver_preload(["minato.workers.worker_process", "bench.growth"])
-    return first_batch(loader, workers, method)
-
-
 class _Pids(Dataset[int]):
     """Samples of 1 ms that are the pid of their worker."""
 
@@ -325,15 +317,6 @@ first worker that is ready.
 """,
         _STARTS,
         [(str(workers), method) for method in METHODS for workers in WORKERS],
-    ),
-    "preloaded": Section(
-        "The server of multiprocessing",
-        """\
-The same with the server of `multiprocessing` in place of minato's (`MINATO_FORK_SERVER=0`); `set_forkserver_preload`
-names the modules of the workers and of the dataset.
-""",
-        _STARTS,
-        [("12", "forkserver")],
     ),
     "second_loader": Section(
         "Later loaders",

@@ -453,16 +453,11 @@ def duplicates_for_child(held: list[int]) -> Iterator[None]:
     Those of a temporary tensor are closed before the child has them, and ``spawn`` takes none twice.
     """
     popen = context.get_spawning_popen()
-    set_popen_of_spawning(_Duplicating(popen, held))
+    context.set_spawning_popen(cast(Any, _Duplicating(popen, held)))
     try:
         yield
     finally:
-        set_popen_of_spawning(popen)
-
-
-def set_popen_of_spawning(popen: object) -> None:
-    """Name the starting child for which this thread pickles, or None at the end."""
-    context.set_spawning_popen(cast(Any, popen))
+        context.set_spawning_popen(popen)
 
 
 def in_starting_child() -> bool:
@@ -470,43 +465,11 @@ def in_starting_child() -> bool:
     return hasattr(process_module.current_process(), "_inheriting")
 
 
-@contextmanager
-def importing_main() -> Iterator[None]:
-    """Import the main module as a starting child does: a start of processes there is refused by its usual error."""
-    current = cast(Any, process_module.current_process())
-    current._inheriting = True
-    try:
-        yield
-    finally:
-        del current._inheriting
-
-
-def hold_server_key() -> None:
-    """Write this fork server's key back to the descriptor that it came from, for the server that replaces this program.
-
-    From Python 3.14 on a fork server reads a key from a pipe when it starts, and asks its clients for it.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not forkserver.main.__code__:
-        frame = frame.f_back
-    variables = {} if frame is None else frame.f_locals
-    key, descriptor = variables.get("authkey"), variables.get("authkey_r")
-    if not key or descriptor is None:
-        return
-    read_end, write_end = os.pipe()
-    os.write(write_end, key)
-    os.close(write_end)
-    if read_end == descriptor:
-        os.set_inheritable(descriptor, True)
-    else:
-        os.dup2(read_end, descriptor)
-        os.close(read_end)
-
-
-def user_preload() -> list[str]:
-    """The modules of ``multiprocessing.set_forkserver_preload``."""
-    server = getattr(forkserver, "_forkserver", None)
-    return [name for name in getattr(server, "_preload_modules", ()) if name != "__main__"]
+def preload_in_server(module: str) -> None:
+    """Have the fork server of multiprocessing import a module too, if it has not started yet."""
+    named = getattr(getattr(forkserver, "_forkserver", None), "_preload_modules", ["__main__"])
+    if module not in named:
+        forkserver.set_forkserver_preload([*named, module])
 
 
 # --- optional packages ----------------------------------------------------------------------
@@ -776,7 +739,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "multiprocessing.process.BaseProcess._inheriting",
-        "a script without a guard ends its workers by another error; workers start more slowly",
+        "a script without a guard ends its workers by another error",
         lambda: (
             "_inheriting" in inspect.getsource(spawn.get_preparation_data)
             or "_inheriting" in inspect.getsource(spawn)
@@ -784,16 +747,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(
         "multiprocessing.forkserver._forkserver._preload_modules",
-        "the workers import these modules themselves",
-        lambda: hasattr(cast(Any, forkserver)._forkserver, "_preload_modules"),
-    ),
-    PrivateName(
-        "multiprocessing.forkserver.main's authkey, authkey_r",
-        "such a script's loader raises an EOFError or a ConnectionError from Python 3.14 on",
-        lambda: (
-            "authkey_r" not in inspect.signature(forkserver.main).parameters
-            or "authkey" in forkserver.main.__code__.co_varnames
-        ),
+        "the server imports none of the modules that the program has named",
+        lambda: isinstance(getattr(forkserver._forkserver, "_preload_modules", None), list),
     ),
     PrivateName(
         "multiprocessing.pool.ExceptionWithTraceback",

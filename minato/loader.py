@@ -309,11 +309,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             handled_errors=options.errors.handles_samples
             or options.errors.sample_timeout is not None,
         )
-        if self.num_workers > 0 and options.worker_kind == "process" and session is None:
-            from minato.workers.fork_server import start_early
-
-            used = (dataset, collate_fn, worker_init_fn, *self._transforms.steps)
-            start_early(self.multiprocessing_context, used)
         _note("%r is made", self)
 
     @classmethod

@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -180,8 +179,6 @@ def _processes() -> set[int]:
         getattr(resource_tracker._resource_tracker, "_pid", None),
         getattr(forkserver._forkserver, "_forkserver_pid", None),
     }
-    if (ours := sys.modules.get("minato.workers.fork_server")) is not None:
-        helpers.add(ours.server_pid())
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:

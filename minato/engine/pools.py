@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from minato._compat import preload_in_server
 from minato._system import available_cores
 from minato.engine.plan import Plan
 from minato.transforms import rng_memory
@@ -35,16 +36,12 @@ def make_pool(
 def _processes(
     plan: Plan, context: WorkerContext, state: SharedState, recovery: WorkerRecovery
 ) -> ProcessPool:
-    from minato.workers.fork_server import fork_server_context  # which Windows cannot import
-
-    work = plan.worker
-    pipeline = work.pipeline
+    work, starts = plan.worker, plan.context
     if work.seeds_samples:
         rng_memory.probe_generators()
-    used = (pipeline.dataset, pipeline.collate_fn, work.init_fn, *pipeline.transforms.steps)
-    asked = plan.context
-    starts = fork_server_context(asked, used)
-    is_forked = starts is not asked or starts.get_start_method() == "fork"
+    method = starts.get_start_method()
+    if method == "forkserver":
+        preload_in_server(run_worker_process.__module__)
     return ProcessPool(
         state,
         recovery,
@@ -52,6 +49,6 @@ def _processes(
         context=starts,
         num_workers=work.most_workers,
         first=plan.first,
-        # A fork is fast. Other processes first import torch, which occupies a core.
-        max_starting=work.most_workers if is_forked else max(int(available_cores()), 1),
+        # A fork is fast. Other processes first import the script, or even torch, which occupies a core.
+        max_starting=work.most_workers if method == "fork" else max(int(available_cores()), 1),
     )

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -34,9 +33,9 @@ from minato.caching.base import MemoryCache
 from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
-from minato.workers import fork_server, supervision, worker_process
+from minato.workers import supervision, worker_process
 from tests.pairwise import pairwise
-from tests.subprocesses import environment, started
+from tests.subprocesses import started
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE_S = 60.0
@@ -986,77 +985,6 @@ def test_a_pause_while_the_loop_computes_does_not_count_for_a_sample(
     now_s += 9.0
     watch._look()  # as its thread does, before the loop asks
     assert (watch.was_stopped(), watch.was_stopped()) == (True, False)
-
-
-# ---- what a fork server shares --------------------------------------------------------------
-
-
-SCRIPT = """\
-import os, socket, sys, tempfile
-import torch
-from minato import DataLoader
-
-FOLDER = os.path.dirname(os.path.abspath(__file__))
-{top}
-
-class Reads(torch.utils.data.Dataset):
-    def __len__(self):
-        return 200
-
-    def __getitem__(self, index):
-        return {sample}
-
-if __name__ == "__main__":
-    loader = DataLoader(Reads(), 10, num_workers=2, multiprocessing_context="forkserver")
-    print(*[value for batch in loader for value in batch.tolist()])
-"""
-OPENING = {
-    "a file": ("FILE = open(os.path.join(FOLDER, 'rows'), 'rb', buffering=0)", True),
-    "a socket": ("PAIR = socket.socketpair()", True),
-    "a pipe": ("PIPE = os.pipe()", True),
-    "a log": ("LOG = open(os.path.join(FOLDER, 'log'), 'a')", False),
-    "shared memory": ("SHARED = torch.zeros(9).share_memory_()", False),
-    "nothing that stays": (
-        "with open(os.path.join(FOLDER, 'rows'), 'rb') as file: file.read()",
-        False,
-    ),
-}
-
-
-def test_open_files_that_children_would_use_together_are_found(tmp_path: Path) -> None:
-    names: dict[str, Any] = {"os": os, "socket": socket, "torch": torch, "FOLDER": str(tmp_path)}
-    (tmp_path / "rows").touch()
-    before = fork_server._files().keys()
-    for what, (top, is_left) in OPENING.items():
-        exec(top, names)
-        found = fork_server._files().keys() - before
-        assert bool(found) == is_left, what
-        for name in [name for name in names if name in ("FILE", "PAIR", "PIPE", "LOG", "SHARED")]:
-            opened = names.pop(name)
-            for each in opened if isinstance(opened, tuple) else [opened]:
-                if isinstance(each, int):
-                    os.close(each)
-                elif hasattr(each, "close"):
-                    each.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", OPENING)
-def test_what_a_script_opens_at_its_top_is_not_shared_by_workers(what: str, tmp_path: Path) -> None:
-    top, is_left = OPENING[what]
-    (tmp_path / "rows").write_bytes(bytes(range(200)))
-    sample = "(FILE.seek(index), FILE.read(1)[0])[1]" if what == "a file" else "index"
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(top=top, sample=sample))
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=environment(),
-    )
-    assert ended.stdout.split() == [*map(str, range(200))], ended.stderr
-    assert ("each worker imports it again: it opened" in ended.stderr) == is_left
 
 
 # ---- programs whose threads are none of the system ------------------------------------------

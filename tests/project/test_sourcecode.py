@@ -479,7 +479,6 @@ def test_files_are_written_in_one_place() -> None:
         "cli/main.py",  # /dev/null
         "shared_pool/rendezvous.py",  # O_EXCL, in a directory that it has made for this user alone
         "sources/objects.py",  # a pipe
-        "workers/fork_server.py",  # a pipe
     }
     found = {relative(path) for path in SOURCES for each in calls_of(path) if writes(*each)}
     assert found <= expected

@@ -39,7 +39,6 @@ import pytest
 import minato
 from minato import DataLoader, ErrorPolicy, Observe
 from minato.caching import DiskCache
-from minato.workers.fork_server import server_pid
 from tests import subprocesses
 from tests.datasets import ORDERS
 from tests.disks import Disk, small_disk
@@ -253,7 +252,7 @@ class Run:
         """Load two epochs, the fault in the first."""
         if self.method == "forkserver":
             multiprocessing.set_forkserver_preload([PROGRAM])
-            # Starts minato's own server, which stays.
+            # Starts the server, which stays.
             list(DataLoader([0], num_workers=1, multiprocessing_context="forkserver"))
         resource_tracker.ensure_running()
         before = descriptors()
@@ -319,7 +318,6 @@ def children() -> list[str]:
     helpers = {
         getattr(resource_tracker._resource_tracker, "_pid", None),
         getattr(forkserver._forkserver, "_forkserver_pid", None),
-        server_pid(),
     }
     found = psutil.Process().children()
     return [f"process {one.pid} ({one.status()})" for one in found if one.pid not in helpers]
