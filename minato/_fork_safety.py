@@ -110,7 +110,7 @@ class Loans:
         leases: Refer to objects; as long as one lives, its part of the memory is not overwritten.
     """
 
-    def __init__(self, leases: Mapping[int, weakref.ref[Any]]) -> None:
+    def __init__(self, leases: Mapping[int, weakref.ref[object]]) -> None:
         self._leases = leases
         self._kept: dict[Borrower, list[Any]] = {}
         self._owner = os.getpid()

@@ -52,7 +52,7 @@ class Group:
         open_epoch: Returns the iterator of the next epoch.
     """
 
-    def __init__(self, open_epoch: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, open_epoch: Callable[[], Iterator[object]]) -> None:
         self._open_epoch = open_epoch
         self._epoch = -1
         self._batches: Iterator[Any] = iter(())

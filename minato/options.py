@@ -85,7 +85,7 @@ def option(
     default: object,
     *,
     values: str,
-    check: Callable[[str, Any], object] | None = None,
+    check: Callable[[str, object], object] | None = None,
 ) -> Any:
     """Define a field: its default and its check. The docstring of the class has its meaning.
 
@@ -287,7 +287,7 @@ def _shared_pool(name: str, value: object) -> SharedPool | None:
     return SharedPool() if value else None
 
 
-def _fetch(name: str, value: Any) -> FetchOptions:
+def _fetch(name: str, value: object) -> FetchOptions:
     if isinstance(value, FetchOptions):
         return value
     return FetchOptions.uncounted(check_whole(name, value, 1) or 1)

@@ -197,12 +197,12 @@ class Histogram:
         return window
 
 
-def _hash(index: object, hash_other: Callable[[Any], int]) -> int:
+def _hash(index: object, hash_other: Callable[[object], int]) -> int:
     number = index if type(index) is int else hash_other(index)
     return _avalanche((number & _MASK) + _GOLDEN)
 
 
-def sum_of_hashes(indices: Iterable[Any], hash_other: Callable[[Any], int]) -> int:
+def sum_of_hashes(indices: Iterable[object], hash_other: Callable[[object], int]) -> int:
     """The sum modulo 2**64 of the indices' hashes: the same for every order of the indices.
 
     Args:
@@ -226,7 +226,7 @@ class Arrivals:
 
     def __init__(
         self,
-        hash_other: Callable[[Any], int],
+        hash_other: Callable[[object], int],
         asked: tuple[int, int] = (0, 0),
         delivered: tuple[int, int] = (0, 0),
         skipped: tuple[int, int] = (0, 0),
@@ -276,7 +276,7 @@ class Arrivals:
         """The numbers above that have arrived or were skipped, ascending."""
         return sorted(self._arrived)
 
-    def ask(self, indices: Sequence[Any], batch: int = -1) -> None:
+    def ask(self, indices: Sequence[object], batch: int = -1) -> None:
         """Number further indices; an empty batch takes a number too.
 
         Args:
@@ -361,12 +361,12 @@ class Occurrences:
         hash_other: Returns an integer for an index that is neither an integer nor a string.
     """
 
-    def __init__(self, length: int, hash_other: Callable[[Any], int]) -> None:
+    def __init__(self, length: int, hash_other: Callable[[object], int]) -> None:
         self._hash_other = hash_other
         self._counts = array("I", bytes(4 * length))
         self._others: dict[Any, int] = {}
 
-    def count(self, indices: Sequence[Any]) -> list[int] | None:
+    def count(self, indices: Sequence[object]) -> list[int] | None:
         """How often each of these indices came before, in this call too; None if none did."""
         counts, others = self._counts, self._others
         length = len(counts)

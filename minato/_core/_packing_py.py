@@ -86,7 +86,7 @@ class Packer:
             return None
         return (texts or ()) if fits else None
 
-    def pack_run(self, samples: list[Any], address: int, k: int) -> bool:
+    def pack_run(self, samples: list[object], address: int, k: int) -> bool:
         """Write a run of samples from place k on.
 
         Args:
@@ -111,7 +111,7 @@ class Packer:
             return False
 
     def pack_fields(
-        self, samples: list[Any], addresses: list[int], kept_nbytes: int
+        self, samples: list[object], addresses: list[int], kept_nbytes: int
     ) -> list[Any] | None:
         """Write all samples of a batch into fields that lie anywhere, except texts and large tensors.
 
@@ -233,7 +233,7 @@ def _put_tensor(item: torch.Tensor, field: int, k: int) -> bool:
     return True
 
 
-def _put(item: np.ndarray[Any, Any], field: int, k: int) -> bool:
+def _put(item: np.ndarray, field: int, k: int) -> bool:
     """Copy an item to place ``k`` of the field at an absolute address; always True."""
     if item.nbytes:
         place = (ctypes.c_char * item.nbytes).from_address(field + k * item.nbytes)

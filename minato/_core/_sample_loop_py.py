@@ -75,8 +75,8 @@ class Lease:
 
 
 def run_samples(
-    fetch: Callable[[Any], Any],
-    keys: Sequence[Any],
+    fetch: Callable[[Any], object],
+    keys: Sequence[object],
     position: int,
     lease: Lease,
     durations: Buffer,

@@ -60,7 +60,7 @@ class SharedArray(np.ndarray[Any, Any]):
 
     memory: ReadOnlyMemory
 
-    def reduce_view(self, view: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    def reduce_view(self, view: np.ndarray) -> tuple[Any, ...]:
         """How a process that is being started makes a view of the same memory."""
         start = (
             view.__array_interface__["data"][0] - self.memory.array.__array_interface__["data"][0]
@@ -70,7 +70,7 @@ class SharedArray(np.ndarray[Any, Any]):
 
 def view_of(
     memory: ReadOnlyMemory,
-    dtype: np.dtype[Any],
+    dtype: np.dtype,
     start: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
@@ -83,7 +83,7 @@ def view_of(
     return np.asarray(base)
 
 
-def shared_base(array: np.ndarray[Any, Any]) -> SharedArray | None:
+def shared_base(array: np.ndarray) -> SharedArray | None:
     """The base of an array that views shared memory; None for other arrays."""
     base: Any = array
     while type(base) is np.ndarray:

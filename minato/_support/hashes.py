@@ -229,7 +229,7 @@ class _Walk:
                 return True
         return False
 
-    def _hash(self, data: Any) -> bytes:
+    def _hash(self, data: bytes) -> bytes:
         self._count(len(data))
         return hashlib.blake2b(data, digest_size=16).digest()
 
@@ -278,7 +278,7 @@ class _Walk:
         else:
             yield from _state(value)
 
-    def _content(self, array: Any) -> bytes:
+    def _content(self, array: np.ndarray) -> bytes:
         self._count(array.nbytes)  # before it reads a file
         flat = np.ascontiguousarray(array).reshape(-1)
         return hashlib.blake2b(flat.view(np.uint8) if flat.size else b"").digest()

@@ -62,12 +62,10 @@ def attribute(thing: object, name: str, default: object = None) -> Any:
         return default
 
 
-def takes_lists(dataset: Any) -> bool:
+def takes_lists(dataset: object) -> bool:
     """Whether a dataset has ``__getitems__``. One that raises has it: its use raises again, as with torch."""
     try:
-        return bool(dataset.__getitems__)
-    except AttributeError:
-        return False
+        return bool(getattr(dataset, "__getitems__", None))
     except Exception:
         return True
 
@@ -219,7 +217,7 @@ class Node(NamedTuple):
     thing: Any
     parent: Node | None
     step: str | tuple[Any]
-    get: Callable[[Any], Any] | None = None
+    get: Callable[[str], Any] | None = None
     name: str = ""
     group: Any = None
     place: Any = None
@@ -472,7 +470,7 @@ class Search:
         holder: Node,
         step: str | tuple[object],
         value: object,
-        get: Callable[[Any], object] | None = None,
+        get: Callable[[str], object] | None = None,
         name: str = "",
     ) -> Node:
         """The node of a value that a holder holds."""
@@ -536,7 +534,7 @@ def held_by(thing: object) -> Iterator[tuple[str, Any]]:
 
 
 def failing_part(
-    thing: object, error: Exception, failure: Callable[[Any], Exception | None]
+    thing: object, error: Exception, failure: Callable[[object], Exception | None]
 ) -> tuple[str, Any, Exception]:
     """The innermost part of an object for which something fails that fails for the object.
 

@@ -16,7 +16,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing import reduction
 from types import FunctionType, MappingProxyType
-from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import (
+    Any,
+    BinaryIO,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeGuard,
+    cast,
+)
 
 import numpy as np
 import torch
@@ -152,7 +162,7 @@ def _storage_tensor(data: object) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _cut_storage(data: object, table: Any) -> _Cut:
+def _cut_storage(data: object, table: memoryview) -> _Cut:
     return _Cut(_storage_tensor(data), np.frombuffer(table, np.int64).reshape(-1, 2).tolist())
 
 
@@ -222,7 +232,7 @@ class SidePickler(pickle.Pickler):
         cut = {id(buffer): raw for each in self._storages.values() for buffer, raw in each.cut()}
         return [cut[id(each)] if id(each) in cut else each.raw() for each in self._buffers]
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """Pickle a tensor as its storage and its view of it; leave everything else to its own methods."""
         reduce = self._reducers.get(type(value))
         if reduce is not None and reduce.__module__ != _TORCH_REDUCTIONS:
@@ -234,10 +244,11 @@ class SidePickler(pickle.Pickler):
                 return _reduce_exactly(value)
             ordinary = _KEEPS_ARRAYS or (value.flags.writeable and value.dtype.isnative)
             return NotImplemented if ordinary else value.__reduce_ex__(4)
-        typed = isinstance(value, torch.storage.TypedStorage)
-        storage = untyped_storage(value) if typed else value
-        if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
-            return _rebuild_storage, (self._shared(storage), value.dtype if typed else None)
+        dtype: torch.dtype | None = None
+        if isinstance(value, torch.storage.TypedStorage):
+            dtype, value = value.dtype, untyped_storage(value)
+        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
+            return _rebuild_storage, (self._shared(value), dtype)
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor, reduce: Reducer | None) -> Any:
@@ -299,11 +310,11 @@ class SidePickler(pickle.Pickler):
 class _ChildPickler(reduction.ForkingPickler):
     """Pickles for a child that is being started: as multiprocessing does, and what no child can import by value."""
 
-    def reduce_part(self, value: Any) -> Any:
+    def reduce_part(self, value: object) -> Any:
         """Reduce what must not be copied, also where a class or function that goes by value refers to it."""
         if isinstance(value, np.ndarray) and (base := shared_base(value)) is not None:
             return base.reduce_view(value)
-        if type(value) in _TENSORS and _is_here(value):
+        if type(value) in _TENSORS and isinstance(value, torch.Tensor) and _is_here(value):
             # A tensor's own methods keep more than torch's reducer, which refuses what is no leaf.
             refused = value.requires_grad and not value.is_leaf
             if not refused and (vars(value) or not _is_plain(value)):
@@ -351,7 +362,9 @@ class _SnapshotPickler(_ChildPickler):
         reduce = self._reducers.get(type(value))
         if reduce and str(reduce.__module__).partition(".")[0] not in _KNOWN_REDUCERS:
             raise _NeedsEachError
-        if type(value) in (*_TENSORS, torch.UntypedStorage) and not _is_here(value):
+        kinds = (torch.Tensor, torch.UntypedStorage)
+        known = type(value) in (*_TENSORS, torch.UntypedStorage)
+        if known and isinstance(value, kinds) and not _is_here(value):
             raise _NeedsEachError
         if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
             return self._reduce_storage(value)
@@ -442,7 +455,7 @@ def _arrived_part(number: int) -> Any:
     return _arrived.get()[number]
 
 
-def _copied_storage(data: Any) -> torch.UntypedStorage:
+def _copied_storage(data: np.ndarray) -> torch.UntypedStorage:
     return _storage_tensor(bytearray(data)).untyped_storage()
 
 
@@ -454,7 +467,7 @@ def _restored(memory: Segment, parts: list[object]) -> Any:
         _arrived.reset(token)
 
 
-def _loaded(data: Any) -> Any:
+def _loaded(data: bytes | memoryview) -> Any:
     try:
         return pickle.loads(data)
     except AttributeError as error:
@@ -536,8 +549,8 @@ def _reduce_exactly(array: np.ndarray) -> Any:
 
 
 def _strided_array(
-    data: Any,
-    dtype: Any,
+    data: memoryview,
+    dtype: np.dtype | str,
     before: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -548,7 +561,7 @@ def _strided_array(
     return array
 
 
-def _is_here(value: Any) -> bool:
+def _is_here(value: torch.Tensor | torch.UntypedStorage) -> bool:
     """Whether no device has it."""
     return value.device.type in ("cpu", "meta")
 
@@ -565,7 +578,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _stays_behind(value: object) -> bool:
+def _stays_behind(value: object) -> TypeGuard[type | FunctionType]:
     """Whether no new process can import a class or function: it has no name there, or its main module is left out."""
     if not isinstance(value, (type, FunctionType)) or value.__module__ in ("builtins", None):
         return False
@@ -585,7 +598,7 @@ def _stays_behind(value: object) -> bool:
     return defined_under_guard(value)
 
 
-def _has_name(value: Any) -> bool:
+def _has_name(value: type | FunctionType) -> bool:
     """Whether the module of a class or function has it under its name: a lambda or a local class has none."""
     found: Any = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
@@ -593,7 +606,7 @@ def _has_name(value: Any) -> bool:
     return found is value
 
 
-def _by_value(value: Any, around: _ChildPickler) -> Any:
+def _by_value(value: type | FunctionType, around: _ChildPickler) -> Any:
     """Pickle a class or function by its code; ``around`` reduces what the code refers to."""
     try:
         cloudpickle = importlib.import_module("cloudpickle")
@@ -614,10 +627,13 @@ def _by_value(value: Any, around: _ChildPickler) -> Any:
             {}, cloudpickle.Pickler.dispatch_table, cast(Any, around.dispatch_table)
         )
 
-        def reducer_override(self, part: Any) -> Any:
+        def reducer_override(self, part: object) -> Any:
             # cloudpickle would copy all of the main module, also classes that the worker has, and compares.
-            of_main = isinstance(part, (type, FunctionType)) and part.__module__ == "__main__"
-            if of_main and not _stays_behind(part):
+            if (
+                isinstance(part, (type, FunctionType))
+                and part.__module__ == "__main__"
+                and not _stays_behind(part)
+            ):
                 return part.__qualname__
             reduced = around.reduce_part(part)
             return super().reducer_override(part) if reduced is NotImplemented else reduced

@@ -153,7 +153,7 @@ class Arena:
         return self.segment.array[slot.start : slot.end]
 
     def lease(
-        self, slot: Slot, used_bytes: int, view: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self, slot: Slot, used_bytes: int, view: np.ndarray | None = None
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a view of the slot, shape (bytes,), uint8. The slot is free when it and all views of it are gone.
 

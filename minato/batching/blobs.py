@@ -128,7 +128,7 @@ class BlobWriter:
             return 0, 0
 
     def _put_state(
-        self, batch: int, state: GetState, wrap: Callable[[Any], Any], kind: int
+        self, batch: int, state: GetState, wrap: Callable[[object], object], kind: int
     ) -> tuple[int, int]:
         """Put a message with the worker's number and the state, or the exception that the state raised."""
         try:

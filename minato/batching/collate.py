@@ -93,7 +93,7 @@ class BatchCollator:
         self._owner = os.getpid()
         self._run_again = run_again
 
-    def collate(self, batch: int, samples: Any, name: str | None = None) -> tuple[int, int]:
+    def collate(self, batch: int, samples: object, name: str | None = None) -> tuple[int, int]:
         """Collate the samples of a batch, or what one call of the dataset has returned in their place.
 
         Args:
@@ -109,7 +109,7 @@ class BatchCollator:
         return self._collate(batch, lambda: self._gather(batch))
 
     def _collate(
-        self, batch: int, gather: Callable[[], Any], name: str | None = None
+        self, batch: int, gather: Callable[[], object], name: str | None = None
     ) -> tuple[int, int]:
         # If this process dies now, the lease says that it collated this batch and ran no sample.
         lease = self._lease

@@ -88,7 +88,7 @@ def _is_plain(sample: Any, mutable: set[int]) -> bool:
     return True
 
 
-def _is_plain_namedtuple(kind: Any) -> bool:
+def _is_plain_namedtuple(kind: type) -> bool:
     """Return whether ``namedtuple`` or ``NamedTuple`` has made a class; a subclass may have methods of its own."""
     return bool(kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
 

@@ -76,7 +76,7 @@ class PadCollate:
     multiple_of: int = 1
     masks: Mapping[str, str] = field(default_factory=dict)
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: list[object]) -> Any:
         """Return the batch."""
         return self._collated(samples, None)
 

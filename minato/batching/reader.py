@@ -129,7 +129,7 @@ class BatchReader:
         raise damaged("the error of a sample")
 
 
-def check_texts(layout: Layout, count: int, texts: Sequence[Any]) -> None:
+def check_texts(layout: Layout, count: int, texts: Sequence[object]) -> None:
     """Raise DamagedError unless each of ``count`` samples has as many strings as the layout."""
     if layout.num_texts:
         lengths = [len(each) if isinstance(each, (tuple, list)) else -1 for each in texts]

@@ -96,7 +96,7 @@ def _memory(part: Any) -> Array | None:
         return None
 
 
-def _holds_numbers(dtype: np.dtype[Any]) -> bool:
+def _holds_numbers(dtype: np.dtype) -> bool:
     """Whether a sample's bytes are those in memory; scalars of foreign byte order are not."""
     return dtype.kind in "biufc" and dtype.isnative
 

@@ -57,7 +57,7 @@ class _Travelling(ExceptionWrapper):
         return _arrived, (kind, {**self.__dict__, "exc_type": RuntimeError})
 
 
-def _arrived(kind: bytes, fields: dict[str, Any]) -> ExceptionWrapper:
+def _arrived(kind: bytes, fields: dict[str, object]) -> ExceptionWrapper:
     wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
     wrapper.__dict__.update(fields)
     with suppress(Exception):  # this process cannot import it

@@ -129,7 +129,7 @@ def is_plain_tensor(x: torch.Tensor) -> bool:
     )
 
 
-def _is_plain_array(x: np.ndarray[Any, Any]) -> bool:
+def _is_plain_array(x: np.ndarray) -> bool:
     """Return whether torch can view an array; unsigned longlong, a name of uint64, it cannot."""
     return (
         x.dtype.str in NUMPY_DTYPES

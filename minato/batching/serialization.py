@@ -173,7 +173,7 @@ def _checksum(whole: memoryview, end: int, holes: list[tuple[int, int]], checksu
     return crc32(whole[begin:end], checksum)
 
 
-def _spanning(lease: np.ndarray[Any, Any], memory: np.ndarray[Any, Any]) -> memoryview:
+def _spanning(lease: np.ndarray, memory: np.ndarray) -> memoryview:
     """Return the part of the lease that is ``memory``; it keeps the lease alive."""
     start = memory.ctypes.data - lease.ctypes.data
     if not 0 <= start <= lease.nbytes - memory.nbytes:

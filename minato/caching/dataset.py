@@ -110,7 +110,7 @@ class CachedDataset(Dataset[Any]):
             )
 
 
-def _prefix(version: str | None, dataset: object, steps: Sequence[_Step]) -> bytes:
+def _prefix(version: str | None, dataset: Any, steps: Sequence[_Step]) -> bytes:
     if version is not None:
         return fingerprint(version, *_described(dataset, steps))
     try:

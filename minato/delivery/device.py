@@ -254,7 +254,7 @@ class DeviceCopier:
     def __init__(
         self,
         accelerator: Accelerator,
-        keep: Callable[[Slot, Any, DeviceEvent], object] | None = None,
+        keep: Callable[[Slot, object, DeviceEvent], object] | None = None,
         *,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
@@ -267,7 +267,7 @@ class DeviceCopier:
         """Return True: a device copies batches of any size while it computes."""
         return True
 
-    def start(self, slot: Slot, read: Callable[[], Any]) -> _Copy:
+    def start(self, slot: Slot, read: Callable[[], object]) -> _Copy:
         """Read a batch and queue its copies."""
         start_ns = self._tracer.now()
         try:
@@ -287,7 +287,7 @@ class DeviceCopier:
         self._trace_copies()
         return started.batch
 
-    def copy(self, slot: Slot, read: Callable[[], Any]) -> Any:
+    def copy(self, slot: Slot, read: Callable[[], object]) -> Any:
         """Copy a batch, and return it as :meth:`finish` does."""
         return self.finish(self.start(slot, read))
 
@@ -317,8 +317,8 @@ def _keep_slot(slots: PinnedSlots, slot: Slot, host: object, event: DeviceEvent)
 
 def copy_batch(
     accelerator: Accelerator,
-    take: Callable[[], Any],
-    keep: Callable[[Any, DeviceEvent], object] | None = None,
+    take: Callable[[], object],
+    keep: Callable[[object, DeviceEvent], object] | None = None,
 ) -> tuple[Any, DeviceEvent]:
     """Queue the copies of a batch; returns the batch on the device, and the event after its copies.
 
@@ -340,7 +340,7 @@ def copy_batch(
     return batch, event
 
 
-def move_leaves(data: object, move: Callable[[Any], Any]) -> Any:
+def move_leaves(data: object, move: Callable[[Any], object]) -> Any:
     """Return a batch with ``move`` applied to each tensor and each object that has torch's ``to``.
 
     Containers are rebuilt by the rules of ``torch.utils.data._utils.pin_memory``.

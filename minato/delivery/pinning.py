@@ -57,7 +57,7 @@ class PinCopier:
         """Return whether a batch is large enough for the thread."""
         return nbytes >= _WORTH_A_THREAD_BYTES
 
-    def start(self, slot: Slot, read: Callable[[], Any]) -> Pinned:
+    def start(self, slot: Slot, read: Callable[[], object]) -> Pinned:
         """Read a batch and pin it in the thread."""
         batch = read()
         try:
@@ -69,7 +69,7 @@ class PinCopier:
         """Return the batch; its ``result`` waits for the thread."""
         return started
 
-    def copy(self, slot: Slot, read: Callable[[], Any]) -> Pinned:
+    def copy(self, slot: Slot, read: Callable[[], object]) -> Pinned:
         """Return a batch that its ``result`` pins in the calling thread."""
         return _Unpinned(self._pin, read())
 

@@ -33,13 +33,13 @@ class Copier(Protocol):
     def wants(self, nbytes: int) -> bool:
         """Whether to start the copy of a batch of this size before ``next()`` asks for it."""
 
-    def start(self, slot: Slot, read: Callable[[], Any]) -> Any:
+    def start(self, slot: Slot, read: Callable[[], object]) -> Any:
         """Start to copy a batch; returns the argument of ``finish``."""
 
     def finish(self, started: Any) -> Any:
         """Return the batch, whose copy was started earlier."""
 
-    def copy(self, slot: Slot, read: Callable[[], Any]) -> Any:
+    def copy(self, slot: Slot, read: Callable[[], object]) -> Any:
         """Return a batch whose copy was not started earlier."""
 
 

@@ -81,7 +81,7 @@ class _OwnedStates:
         roots: The objects, by name.
     """
 
-    def __init__(self, roots: dict[str, Any]) -> None:
+    def __init__(self, roots: dict[str, object]) -> None:
         self._roots = roots
         self._found: OwnedGenerators | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from minato._core import Histogram
 from minato.batching.arena import Arena
@@ -31,7 +30,7 @@ def end_engine(
 
 
 def if_alive(
-    function: Callable[..., object], thing: object, *arguments: Any
+    function: Callable[..., object], thing: object, *arguments: object
 ) -> Callable[[], object]:
     """A call of a function with an object, unless that is gone by then: a finalizer must not keep it."""
     reference = weakref.ref(thing)

@@ -32,7 +32,7 @@ from minato.observe.trace import LoopTrack, Track
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
-from minato.sampling.resume import DatasetStates
+from minato.sampling.resume import DatasetStates, Reported
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
 from minato.scheduling.batches import BatchStorage, OpenBatch
@@ -510,7 +510,7 @@ def _shared_state(plan: Plan, history: History) -> SharedState:
     return state
 
 
-def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Any] | None]) -> Assignment:
+def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Reported] | None]) -> Assignment:
     worker = plan.worker
     if not worker.round_robin:
         return AnyWorker()

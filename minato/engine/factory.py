@@ -170,7 +170,7 @@ class EngineFactory:
         if plan.worker.in_main_process:
             from minato.engine.inline import InlineEngine
 
-            keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._keep)
+            keep: weakref.WeakMethod[Callable[..., object]] = weakref.WeakMethod(self._keep)
             made = InlineEngine(plan, arena, history, functools.partial(_kept, keep, spec))
             return self._tracked(made, arena, tracks)
         from minato.engine.engine import Engine
@@ -216,7 +216,9 @@ class EngineFactory:
         history.warn_of_generators(owned.others)
 
 
-def _kept(keep: weakref.WeakMethod[Any], spec: LoaderSpec, engine: InlineEngine) -> bool:
+def _kept(
+    keep: weakref.WeakMethod[Callable[..., object]], spec: LoaderSpec, engine: InlineEngine
+) -> bool:
     """Keep an engine; False if the loader is gone."""
     method = keep()
     return method is not None and bool(method(spec, engine))

@@ -505,7 +505,7 @@ class InlineEngine:
         batch.num_slow += sum(cost > self._slow_ns for cost in self._runner.durations[:count])
 
     def _run_reads(
-        self, flight: InFlight, batch: _Batch, indices: list[Any]
+        self, flight: InFlight, batch: _Batch, indices: list[object]
     ) -> tuple[list[Any], BaseException | None]:
         """Read all samples of a batch at once, and run their transforms one after the other, until one raises."""
         runner, plan, first = self._runner, self.plan.worker, batch.first
@@ -544,7 +544,7 @@ class InlineEngine:
         return samples, None
 
     def _run_retrying(
-        self, fetcher: Fetcher, batch: _Batch, indices: list[Any]
+        self, fetcher: Fetcher, batch: _Batch, indices: list[object]
     ) -> tuple[Any, BaseException | None]:
         """Run samples until one raises for good; SKIP stands for those that are skipped."""
         samples, error = self._run_singly(fetcher, batch.first, indices)
@@ -556,7 +556,7 @@ class InlineEngine:
         return samples, error
 
     def _run_singly(
-        self, fetcher: Fetcher, position: int, indices: list[Any]
+        self, fetcher: Fetcher, position: int, indices: list[object]
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples one by one until one raises."""
         runner = self._runner
@@ -618,7 +618,7 @@ class InlineEngine:
         return made
 
     def _built(
-        self, batch: _Batch, samples: Any, collate: Callable[[Any], Any]
+        self, batch: _Batch, samples: object, collate: Callable[[Any], Any]
     ) -> tuple[Any, BaseException | None]:
         """A batch of its samples, packed or by ``collate``; or None and its error."""
         builder = self._builder
@@ -640,7 +640,7 @@ class InlineEngine:
                 error = not_the_end(f"collate_fn, called for {name},", error)
             return None, SampleError(error).exception()
 
-    def _collated(self, batch: _Batch, samples: Any) -> Any:
+    def _collated(self, batch: _Batch, samples: object) -> Any:
         """What ``collate_fn`` makes of the samples; what it draws depends on nothing that was run before."""
         builder, epoch, runner = self._builder, self._epoch, self._runner
         if not (builder.draws and self.plan.worker.seeds_samples):
@@ -650,7 +650,7 @@ class InlineEngine:
         bound = runner.bound_to_batch(epoch.seed, epoch.number, index, occurrence)
         return runner.collated(builder.collate, samples, bound)
 
-    def _give(self, batch: _Batch, made: Any, error: BaseException | None = None) -> None:
+    def _give(self, batch: _Batch, made: object, error: BaseException | None = None) -> None:
         """Have a batch hold what was made, on its device, or its error."""
         if self._copier is not None and error is None:
             try:
@@ -770,7 +770,7 @@ def _nothing_to_end() -> bool:
     return True
 
 
-def _as_it_is(batch: Any) -> Any:
+def _as_it_is(batch: object) -> Any:
     """Return what a replaced fetcher has collated."""
     return batch
 

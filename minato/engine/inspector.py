@@ -265,7 +265,7 @@ class Inspector:
             return sample
 
 
-def _open(what: str, make: Callable[..., object], *arguments: Any) -> None:
+def _open(what: str, make: Callable[..., object], *arguments: object) -> None:
     """Make a view; without it, the loader goes on.
 
     Raises:

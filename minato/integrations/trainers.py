@@ -69,7 +69,7 @@ def _rebuilding_alike(
     """
 
     @functools.wraps(rebuild)
-    def adapted(*arguments: object, **keywords: object) -> Any:
+    def adapted(*arguments: Any, **keywords: Any) -> Any:
         given = arguments[loader_at] if len(arguments) > loader_at else None
         given = keywords.get("dataloader", keywords.get("data_loader", given))
         build = _Build(given)
@@ -140,7 +140,7 @@ def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]
 def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[..., None]:
     @functools.wraps(init)
     def adapted(
-        self: Any, dataset: object, use_stateful_dataloader: bool = False, **keywords: object
+        self: Any, dataset: object, use_stateful_dataloader: bool = False, **keywords: Any
     ) -> None:
         # A process that reads for others is ahead of them, which accelerate subtracts from torchdata's states alone.
         reads_ahead = (

@@ -67,7 +67,7 @@ class SampleResult(NamedTuple):
 
     failed: bool
     pickled: bytes
-    arrays: list[Any]
+    arrays: list[np.ndarray]
     laps_ns: list[int]
     cpu_ns: int
     size_bytes: int
@@ -178,6 +178,6 @@ def _pack_error(error: Exception) -> tuple[bytes, list[Any]]:
         return _pack(ExceptionWithTraceback(replacement, error.__traceback__))
 
 
-def unpack(pickled: bytes, arrays: list[Any]) -> Any:
+def unpack(pickled: bytes, arrays: list[np.ndarray]) -> Any:
     """Return the packed object in writable memory; Ray's own buffers are read-only."""
     return pickle.loads(pickled, buffers=[bytearray(part) for part in arrays])

@@ -125,7 +125,7 @@ class ActorPool(ThreadPool):
         state: SharedState,
         context: WorkerContext,
         recovery: WorkerRecovery,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
     ) -> None:
         group = ActorGroup(options)
 

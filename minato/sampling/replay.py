@@ -13,10 +13,10 @@ import json
 import os
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import index as as_integer
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, SupportsIndex
 
 from minato._support.files import cut_torn_line, open_lines, open_regular, write_all
 from minato._support.text import text_of
@@ -116,7 +116,7 @@ class OrderRecord:
         return len(data)
 
 
-def _to_json(index: Any) -> int | str:
+def _to_json(index: str | SupportsIndex) -> int | str:
     if isinstance(index, str):
         return index
     try:
@@ -183,7 +183,7 @@ class RecordedOrder:
     def _opened(self) -> BinaryIO:
         return open(open_regular(self._path, os.O_RDONLY), "rb")
 
-    def _scan(self, file: Any) -> None:
+    def _scan(self, file: Iterable[bytes]) -> None:
         epoch: _Epoch | None = None
         offset = 0
         for number, raw in enumerate(file, 1):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -34,6 +34,7 @@ __all__ = [
     "DatasetState",
     "DatasetStates",
     "LoaderState",
+    "Reported",
     "SamplerState",
     "is_stateful",
     "signature",
@@ -280,6 +281,10 @@ class DatasetState:
     ended: bool = False
 
 
+Reported: TypeAlias = DatasetState | ExceptionWrapper
+"""The state of a copy, or the error of its ``state_dict()``."""
+
+
 class DatasetStates:
     """The states of all copies, as the training process knows them, and the worker whose batch comes next.
 
@@ -331,7 +336,7 @@ class DatasetStates:
         self.next_worker = (number + 1) % len(self.each)
         self.each[number].ended = True
 
-    def update(self, number: int, state: DatasetState | ExceptionWrapper) -> None:
+    def update(self, number: int, state: Reported) -> None:
         """Store the state that came with a batch of worker ``number``, or the error of its ``state_dict()``."""
         if isinstance(state, ExceptionWrapper):
             self._errors[number] = state

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-from minato.sampling.resume import DatasetStates
+from minato.sampling.resume import DatasetStates, Reported
 
 __all__ = ["AnyWorker", "Assignment", "RoundRobin"]
 
@@ -84,7 +84,7 @@ class RoundRobin:
         in_order: bool,
         capacity: int,
         dataset_states: DatasetStates | None = None,
-        state_of: Callable[[int], tuple[int, Any] | None] = lambda record: None,
+        state_of: Callable[[int], tuple[int, Reported] | None] = lambda record: None,
     ) -> None:
         self._num_workers = num_workers
         self._in_order = in_order

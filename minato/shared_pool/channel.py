@@ -97,7 +97,7 @@ def _unknown_users() -> tuple[int, ...]:
 
 
 def connected(
-    rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], object]
+    rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], tuple[Any, ...]]
 ) -> Channel:
     """Return an authenticated channel to the server that listens there, or starts to within ``timeout_s`` seconds.
 
@@ -163,7 +163,9 @@ class Channel:
         received: Received ``(message, descriptor or None)``, oldest first.
     """
 
-    def __init__(self, connection: socket.socket, decode: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self, connection: socket.socket, decode: Callable[[bytes], tuple[Any, ...]]
+    ) -> None:
         self._socket = connection
         try:
             self.pid = peer_of(connection)

@@ -87,7 +87,9 @@ class DescriptorReader(BatchReader):
         )
 
 
-def open_batch(descriptor: BatchDescriptor, segment: Segment, store: Store, lease: Any) -> Any:
+def open_batch(
+    descriptor: BatchDescriptor, segment: Segment, store: Store, lease: np.ndarray
+) -> Any:
     """Return the batch of a descriptor; its arrays view the lease.
 
     Raises:

@@ -262,7 +262,7 @@ class BatchedSource(KeyedSource):
     """A source that reads the samples of a batch together."""
 
     @abstractmethod
-    def read_values(self, keys: list[Any]) -> Sequence[Any]:
+    def read_values(self, keys: list[object]) -> Sequence[Any]:
         """The value of each key; None where it is missing, or where its read failed alone."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

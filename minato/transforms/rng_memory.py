@@ -298,7 +298,7 @@ def _pcg64_order() -> str | None:
     return None
 
 
-def _set_pcg64(generator: Any, state: int, increment: int, kept: int) -> None:
+def _set_pcg64(generator: np.random.PCG64, state: int, increment: int, kept: int) -> None:
     generator.state = {
         "bit_generator": type(generator).__name__,
         "state": {"state": state, "inc": increment},

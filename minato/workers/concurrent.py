@@ -386,7 +386,7 @@ class ConcurrentWorker(Worker):
         record = self.ledger.describe(claimed.batch)
         self.runner.enter(record.seed)
 
-        def fetch(indices: Any) -> Any:
+        def fetch(indices: list[object]) -> Any:
             return fetcher.many(indices) if complete is None else fetcher.transformed(complete())
 
         if complete is not None:

@@ -147,7 +147,7 @@ def _runner(
     )
 
 
-def _randomness(plan: WorkerPlan, roots: dict[str, Any], seed: int) -> SampleRandomness:
+def _randomness(plan: WorkerPlan, roots: dict[str, object], seed: int) -> SampleRandomness:
     """The randomness of samples from a seed; threads share the generators, which are not bound there."""
     bind = plan.method == "process"
     owned = OwnedGenerators(roots) if bind else None

@@ -166,7 +166,7 @@ class FailureLog:
                     stacklevel=2,
                 )
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, object]) -> None:
         size = os.fstat(self._descriptor).st_size
         if self._path is None:
             if size > _MOST_ANONYMOUS_BYTES:
@@ -320,7 +320,7 @@ class SampleRetry:
         indices: list[object],
         samples: list[object],
         error: BaseException | None,
-        run: Callable[[int, list[Any]], tuple[list[Any], BaseException | None]],
+        run: Callable[[int, list[object]], tuple[list[Any], BaseException | None]],
     ) -> tuple[list[Any], BaseException | None]:
         """The rest of some samples, one of which raised; SKIP stands for those that are skipped.
 

@@ -76,11 +76,11 @@ class Fetcher:
             return MethodType(method, self._dataset)
         return self.one
 
-    def _transformed(self, index: Any) -> Any:
+    def _transformed(self, index: object) -> Any:
         assert self._run is not None
         return self._run(self._dataset[index])
 
-    def each(self, indices: list[Any]) -> Callable[[Any], Any]:
+    def each(self, indices: list[object]) -> Callable[[Any], Any]:
         """A function that returns these samples one by one; with ``__getitems__`` its first call loads all."""
         if not self.takes_lists:
             return self.one
@@ -94,7 +94,7 @@ class Fetcher:
 
         return deal
 
-    def rows(self, indices: list[Any]) -> Rows | None:
+    def rows(self, indices: list[object]) -> Rows | None:
         """The rows that are these samples, where ``has_rows``; None if they must be loaded one by one."""
         return rows_of(self._dataset, indices)
 
@@ -102,7 +102,7 @@ class Fetcher:
         """The sample of one index, by a call of its own."""
         return self.each([index])(index)
 
-    def many(self, indices: Any) -> Any:
+    def many(self, indices: object) -> Any:
         """What the dataset returns for the indices of a batch, normally the list of samples, transformed."""
         return self.transformed(self._dataset.__getitems__(indices))
 
@@ -134,10 +134,10 @@ class _Transformed:
         if getattr(dataset, "__getitems__", None):
             self.__getitems__ = self._many
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self._run(self._dataset[index])
 
-    def _many(self, indices: Any) -> Any:
+    def _many(self, indices: object) -> Any:
         return list(map(self._run, self._dataset.__getitems__(indices)))
 
 
@@ -167,7 +167,7 @@ class ReplacedFetcher(Fetcher):
         self._fetch = make_fetcher(samples, batched, collate_fn, drop_last).fetch
         self.one = self._fetch
 
-    def many(self, indices: Any) -> Any:
+    def many(self, indices: object) -> Any:
         """The batch of these indices, collated."""
         return self._fetch(indices)
 

@@ -52,7 +52,7 @@ class Pipeline(NamedTuple):
         return Collate(_as_it_is if self.refetches else self.collate_fn, self.batched, bind)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _as_it_is(batch: object) -> Any:
     return batch
 
 

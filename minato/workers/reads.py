@@ -96,7 +96,7 @@ class Read:
         """Requests for this sample in flight; two if it is hedged."""
         self.answered = False
         """Whether the sample is there, so that nobody waits for a further request."""
-        self.complete: Callable[[], Any] | None = None
+        self.complete: Callable[[], object] | None = None
         """Makes the value of what has arrived, in the worker's thread; None if ``value`` is there."""
         self.value: Any = None
         self.error: BaseException | None = None
@@ -190,7 +190,7 @@ class FinishedReads:
 class ThreadReads(FinishedReads):
     """``dataset[index]`` in threads, which start on demand. A thread that waits does not refer to the dataset."""
 
-    def __init__(self, get: Callable[[Any], Any], limit: int) -> None:
+    def __init__(self, get: Callable[[Any], object], limit: int) -> None:
         super().__init__(limit)
         self._get = get
         self._asked: SimpleQueue[Read | None] = SimpleQueue()
@@ -426,7 +426,7 @@ class BegunLists(FinishedReads):
         if not begun:
             self.finish(read)
 
-    def _arrive(self, read: Read, complete: Callable[[], Any] | None) -> None:
+    def _arrive(self, read: Read, complete: Callable[[], object] | None) -> None:
         read.complete = complete
         self.finish(read)
 

@@ -190,7 +190,7 @@ class Runner:
         randomness.rewind()
 
     def run_unbound(
-        self, position: int, epoch: int, indices: list[Any], fetch: Fetch
+        self, position: int, epoch: int, indices: list[object], fetch: Fetch
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples as ``run`` does, where ``may_run_unbound``."""
         samples, error = run_samples(
@@ -204,7 +204,7 @@ class Runner:
         return samples, error
 
     def collated(
-        self, collate: Callable[[Any], Any], samples: Any, bound: AbstractContextManager[None]
+        self, collate: Callable[[Any], Any], samples: object, bound: AbstractContextManager[None]
     ) -> Any:
         """What ``collate`` makes of samples, bound to the batch; finds out whether it draws."""
         randomness, estimate = self.randomness, self.cost_estimate
