@@ -907,7 +907,7 @@ class _Epochs:
 class _Twin:
     """A loader with other values of some attributes; the loader itself keeps its own."""
 
-    def __init__(self, loader: DataLoader[Any], **values: object) -> None:
+    def __init__(self, loader: DataLoader[object], **values: object) -> None:
         vars(self).update(values, _loader=loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -930,7 +930,7 @@ _ALIKE = (
 """torch's arguments that are attributes of a loader."""
 
 
-def torch_arguments(loader: TorchDataLoader[Any], *, own: bool = True) -> dict[str, Any]:
+def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dict[str, Any]:
     """The arguments with which torch's class makes a loader such as this one.
 
     Args:

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import (
     Callable,
+    Collection,
     Hashable,
     ItemsView,
     Iterable,
@@ -55,6 +56,7 @@ __all__ = ["SharedDict", "SharedList", "is_looked_through", "share"]
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+S = TypeVar("S", bound="_Shared")
 
 _log = logging.getLogger("minato")
 
@@ -315,13 +317,13 @@ class SharedList(_Shared, Sequence[T]):
             return NotImplemented
         return len(self) == len(other) and all(map(_equal, self, other))
 
-    def __add__(self, other: Any) -> list[T]:
+    def __add__(self, other: Iterable[T]) -> list[T]:
         return [*self, *other]
 
-    def __radd__(self, other: Any) -> list[T]:
+    def __radd__(self, other: Iterable[T]) -> list[T]:
         return [*other, *self]
 
-    def __array__(self, dtype: Any = None, copy: object = None) -> np.ndarray:
+    def __array__(self, dtype: np.dtype | None = None, copy: object = None) -> np.ndarray:
         return np.asarray(list(self), dtype)
 
     def __repr__(self) -> str:
@@ -417,14 +419,14 @@ class _Items(ItemsView[K, V]):
 class _Copied:
     """Gives parts of a memory as bytes, which have methods that views of it lack."""
 
-    def __init__(self, memory: Any) -> None:
+    def __init__(self, memory: memoryview) -> None:
         self._memory = memoryview(memory)
 
     def __getitem__(self, part: slice) -> bytes:
         return bytes(self._memory[part])
 
 
-def _attached(kind: Any, memory: ReadOnlyMemory, layout: object) -> Any:
+def _attached(kind: type[S], memory: ReadOnlyMemory, layout: object) -> S:
     container = kind.__new__(kind)
     container._attach(memory, layout)
     return container
@@ -436,7 +438,7 @@ def _equal(one: object, other: object) -> bool:
     return bool(one == other)
 
 
-def _summary(items: Any) -> str:
+def _summary(items: Collection[object]) -> str:
     shown = ", ".join(map(repr, itertools.islice(items, 3)))
     return f"{len(items)} items: {shown}{', …' if len(items) > 3 else ''}"
 
@@ -501,7 +503,7 @@ class _Writer:
             return self.table(value, path)
         return self.column(value, lambda i: f"{path}[{i}]")
 
-    def table(self, items: dict[Any, Any], path: str) -> _TableLayout:
+    def table(self, items: dict[Any, object], path: str) -> _TableLayout:
         """Write a dictionary; ``path`` names it in errors."""
         keys = list(items)
         for key in keys:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -41,6 +42,7 @@ from minato._core.limits import slot_overflow
 
 if sys.platform != "win32":  # which has threads only
     import fcntl
+from minato._core.segment import Memory
 
 __all__ = [
     "READY_EVENTS_OFFSET",
@@ -192,7 +194,7 @@ class Ledger:
     instruction: what it did not finish is still claimed by it, and the consumer's ``release`` gives it out again.
     """
 
-    def __init__(self, buffer: Any, sizes: tuple[int, int, int] | None, lock_fd: int) -> None:
+    def __init__(self, buffer: Memory, sizes: tuple[int, int, int] | None, lock_fd: int) -> None:
         if type(self) is Ledger:
             raise TypeError("a ledger has two ends: ConsumerLedger and WorkerLedger")
         view = memoryview(buffer)
@@ -409,7 +411,7 @@ class Ledger:
 
 
 def _create(
-    buffer: Any, size: int, num_workers: int, batch_capacity: int, position_capacity: int
+    buffer: Memory, size: int, num_workers: int, batch_capacity: int, position_capacity: int
 ) -> None:
     if not 0 < num_workers <= _MAX_WORKERS:
         raise ValueError(f"num_workers {num_workers} is not between 1 and {_MAX_WORKERS}")
@@ -443,7 +445,7 @@ class WorkerLedger(Ledger):
         RuntimeError: The other side runs another implementation or version of minato.
     """
 
-    def __init__(self, buffer: Any, number: int, lock_fd: int = -1) -> None:
+    def __init__(self, buffer: Memory, number: int, lock_fd: int = -1) -> None:
         super().__init__(buffer, None, lock_fd)
         if not 0 <= number < len(self._workers):
             raise IndexError(f"worker {number} is not below {len(self._workers)}")
@@ -538,7 +540,7 @@ class WorkerLedger(Ledger):
                 taken += 1
             return place, batch, taken
 
-    def note_costs(self, position: int, costs: Any, count: int) -> None:
+    def note_costs(self, position: int, costs: array[int] | memoryview, count: int) -> None:
         """Say what ``count`` samples from this position on have cost, in int64 memory of ns; before they are filled."""
         words = memoryview(costs)
         if words.nbytes < 8 * count:
@@ -725,7 +727,7 @@ class ConsumerLedger(Ledger):
         ValueError: The memory is too small, or the sizes make no sense.
     """
 
-    def __init__(self, buffer: Any, sizes: tuple[int, int, int], lock_fd: int = -1) -> None:
+    def __init__(self, buffer: Memory, sizes: tuple[int, int, int], lock_fd: int = -1) -> None:
         super().__init__(buffer, sizes, lock_fd)
         # Records of the batches in flight, oldest first: their first positions.
         self._live: dict[int, int] = {}

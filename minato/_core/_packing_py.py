@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from minato._core.sample_spec import flatten, placed
+from minato._core.sample_spec import Spec, flatten, placed
 
 __all__ = ["Packer"]
 
@@ -41,7 +41,7 @@ class Packer:
         ValueError: A node of the spec has an unknown tag or the wrong arguments.
     """
 
-    def __init__(self, spec: tuple[Any, ...], n: int) -> None:
+    def __init__(self, spec: Spec, n: int) -> None:
         nodes = flatten(spec)
         self._has_texts = any(node.tag == "text" for node in nodes)
         ends = [
@@ -132,7 +132,7 @@ class Packer:
         if len(addresses) != self._num_fields:
             raise IndexError(f"{len(addresses)} addresses of {self._num_fields} fields")
         spec = placed(self._spec, iter(addresses))
-        aside: list[Any] = []
+        aside: list[object] = []
         kept = None if self._has_texts else kept_nbytes
         try:
             fit = all(_write(spec, sample, 0, k, aside, kept) for k, sample in enumerate(samples))
@@ -142,11 +142,11 @@ class Packer:
 
 
 def _write(
-    spec: tuple[Any, ...],
+    spec: Spec,
     x: Any,
     address: int,
     k: int,
-    aside: list[Any],
+    aside: list[object],
     kept_nbytes: int | None,
 ) -> bool:
     """Write what one node of the spec describes; False if it does not fit.

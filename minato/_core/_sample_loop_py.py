@@ -119,7 +119,7 @@ def run_samples(
 
 
 def run_steps(
-    steps: tuple[Callable[[Any], Any], ...],
+    steps: tuple[Callable[[Any], object], ...],
     value: object,
     index: int,
     deadline_ns: int,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from typing import Any
 
 import numpy as np
 
 from minato._core.limits import FUTEX_NUMBER
+from minato._core.segment import Memory
 
 __all__ = ["EVENT_COUNT_NBYTES", "EventCount", "SharedWords"]
 
@@ -42,7 +42,7 @@ class EventCount:
     # before, and a thread that saw that number then sleeps through an event; so the kernel adds. Sleepers are not
     # registered here: each event pays the system call.
 
-    def __init__(self, buffer: Any, offset: int) -> None:
+    def __init__(self, buffer: Memory, offset: int) -> None:
         view = memoryview(buffer)
         if view.readonly:
             raise BufferError("an event count needs memory that can be written")
@@ -118,7 +118,7 @@ class SharedWords:
         """Bytes of ``count`` words and of eight more, which the pure backend uses."""
         return 8 * (count + 1)
 
-    def __init__(self, buffer: Any, offset: int, count: int) -> None:
+    def __init__(self, buffer: Memory, offset: int, count: int) -> None:
         size = memoryview(buffer).nbytes
         if count < 0 or offset < 0 or offset % 8 or offset + 8 * (count + 1) > size:
             raise ValueError(f"{count} words at offset {offset} do not fit {size} bytes")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 __all__ = ["SpecNode", "flatten", "placed"]
+
+Spec: TypeAlias = "tuple[Any, ...]"
+"""A sample as a tree of tuples; see :class:`minato._core.Packer`."""
 
 
 class SpecNode(NamedTuple):
@@ -36,7 +39,7 @@ class SpecNode(NamedTuple):
 _NUMBERS = {"float": (float, np.float64), "int": (int, np.int64), "bool": (bool, np.bool_)}
 
 
-def flatten(spec: tuple[Any, ...]) -> list[SpecNode]:
+def flatten(spec: Spec) -> list[SpecNode]:
     """List the nodes of a spec in the order of the tree, parents before their children.
 
     Raises:
@@ -74,7 +77,7 @@ def _is_container(tag: object, exact: object, length: int) -> bool:
     return False
 
 
-def placed(spec: tuple[Any, ...], offsets: Iterator[int]) -> tuple[Any, ...]:
+def placed(spec: Spec, offsets: Iterator[int]) -> tuple[Any, ...]:
     """Return a spec with other offsets of its fields."""
     if spec[0] == "text":
         return spec

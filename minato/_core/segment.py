@@ -12,13 +12,16 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from multiprocessing import reduction
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 
 from minato._core.limits import explaining_limits
 
-__all__ = ["Segment"]
+__all__ = ["Memory", "Segment"]
+
+Memory: TypeAlias = "np.ndarray | memoryview | bytearray | mmap.mmap"
+"""What maps memory that others may write."""
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """Linux's MAP_NORESERVE, which the mmap module does not name."""

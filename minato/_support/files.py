@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 if sys.platform != "win32":
     import fcntl
@@ -205,9 +205,15 @@ def _check_content(target: Path, recognised: Callable[[bytes], bool]) -> None:
         )
 
 
-def write_atomically(path: _Path, content: str, **how: Any) -> None:
+def write_atomically(
+    path: _Path,
+    content: str,
+    *,
+    sync: bool = False,
+    recognised: Callable[[bytes], bool] | None = None,
+) -> None:
     """Write a text as :func:`replacement` does, with its arguments."""
-    with replacement(path, **how) as file:
+    with replacement(path, sync=sync, recognised=recognised) as file:
         file.write(content.encode())
 
 

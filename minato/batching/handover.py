@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from minato._core import SharedWords
+from minato._core.segment import Memory
 from minato.batching.sample_spec import is_plain_tensor
 
 __all__ = ["Handover", "are_plain"]
@@ -109,7 +110,7 @@ class Handover:
 
     NBYTES = 64
 
-    def __init__(self, buffer: object, offset: int) -> None:
+    def __init__(self, buffer: Memory, offset: int) -> None:
         self._words = SharedWords(buffer, offset, 2)
 
     @property

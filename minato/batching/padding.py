@@ -16,7 +16,7 @@ __all__ = ["PadCollate", "pad_stack"]
 
 
 def pad_stack(
-    arrays: Sequence[Any], value: float = 0, multiple_of: int = 1
+    arrays: Sequence[torch.Tensor | np.ndarray], value: float = 0, multiple_of: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stack tensors or arrays of shape (length, …), padded to the longest.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from minato._compat import collates_by_default, torch_modes
+from minato._core.sample_spec import Spec
 
 __all__ = [
     "CHANNELS_NDIMS",
@@ -20,9 +21,6 @@ __all__ = [
     "name_of",
     "rules_hold",
 ]
-
-Spec: TypeAlias = "tuple[Any, ...]"
-"""A sample as a tree of tuples; see :class:`minato._core.Packer`."""
 
 _MAX_DEPTH = 32
 _MAX_NDIM = 64

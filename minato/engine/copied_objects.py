@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sized
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def large_containers(dataset: object) -> list[tuple[int, int, str]]:
     return [(_nbytes_of(node.thing), len(node.thing), path_of(node)) for node in found]
 
 
-def _nbytes_of(container: Any) -> int:
+def _nbytes_of(container: Sized) -> int:
     """The memory of a container with its items, extrapolated from the first ones."""
     sample, count = _first(container), min(len(container), _SAMPLE)
     return sys.getsizeof(container) + sum(map(_size, sample)) * len(container) // count

@@ -36,7 +36,7 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
-from minato.transforms.compose import Transforms
+from minato.transforms.compose import CollateFn, Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.concurrent import InFlight, close_reads
@@ -618,7 +618,7 @@ class InlineEngine:
         return made
 
     def _built(
-        self, batch: _Batch, samples: object, collate: Callable[[Any], Any]
+        self, batch: _Batch, samples: object, collate: CollateFn
     ) -> tuple[Any, BaseException | None]:
         """A batch of its samples, packed or by ``collate``; or None and its error."""
         builder = self._builder

@@ -183,7 +183,8 @@ class Inspector:
         if not isinstance(epoch_log.machine, MachineMonitor):
             epoch_log.machine = MachineMonitor()
             reads = self._spec.options.fetch_concurrency.counters
-            epoch_log.storage = StorageCounters(self._spec.dataset, self._spec.cache, reads).counts
+            cache = None if self._spec.cache is None else self._spec.cache.counters
+            epoch_log.storage = StorageCounters(self._spec.dataset, cache, reads).counts
         return epoch_log.machine
 
     def watch_gpus(self) -> None:

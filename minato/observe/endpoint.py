@@ -22,6 +22,8 @@ from minato.observe.metrics import CATALOG, values_of
 
 __all__ = ["ServedMetrics"]
 
+_Request = socket.socket | tuple[bytes, socket.socket]
+
 _TIME_LIMIT_S = 2.0
 """How long a request waits for its client."""
 _MOST_CLIENTS = 16
@@ -141,7 +143,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                 time.sleep(_PAUSE_S)
             raise
 
-    def process_request(self, request: Any, client_address: object) -> None:
+    def process_request(self, request: _Request, client_address: object) -> None:
         """Serve a client in a thread of its own; refuse it where there are many."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
@@ -152,7 +154,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
             raise
 
-    def process_request_thread(self, request: Any, client_address: object) -> None:
+    def process_request_thread(self, request: _Request, client_address: object) -> None:
         """Serve a client; runs in its thread."""
         try:
             super().process_request_thread(request, client_address)

@@ -16,7 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
+
+from minato._core.segment import Memory
 
 __all__ = ["INTERVAL_S", "NBYTES", "Gpu", "GpuTable", "gpu_table", "run", "visible"]
 
@@ -47,7 +50,7 @@ class Gpu(Protocol):
 class GpuTable:
     """The counters of the GPUs, in memory of :data:`NBYTES` bytes; zeros are an empty table."""
 
-    def __init__(self, memory: Any) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory: Any = memoryview(memory).cast("B")
         self._count: Any = self._memory[:8].cast("q")
 
@@ -146,7 +149,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 class _Nvml:
     """A GPU through NVML."""
 
-    def __init__(self, nvml: Any, handle: object) -> None:
+    def __init__(self, nvml: ModuleType, handle: object) -> None:
         self._nvml, self._handle = nvml, handle
         name = nvml.nvmlDeviceGetName(handle)
         self.name = name.decode() if isinstance(name, bytes) else str(name)
@@ -157,7 +160,7 @@ class _Nvml:
         return float(use.gpu), int(memory.used), int(memory.total)
 
 
-def visible(nvml: Any, named: str | None) -> list[Gpu]:
+def visible(nvml: ModuleType, named: str | None) -> list[Gpu]:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` names, all without it; only those that report their use."""
     if named is None:
         named = ",".join(map(str, range(nvml.nvmlDeviceGetCount())))

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -91,14 +91,14 @@ class StorageCounters:
 
     Args:
         dataset: A source, or a dataset with sources in its attributes, at any depth.
-        cache: The loader's, or None.
+        cache: The counters of the loader's cache, or None.
         reads: The counters of concurrent reads, or None.
     """
 
-    def __init__(self, dataset: object, cache: Any, reads: Counters | None) -> None:
+    def __init__(self, dataset: object, cache: Counters | None, reads: Counters | None) -> None:
         self._counters = [("source", counters) for counters in _counters_of(dataset)]
         if cache is not None:
-            self._counters.append(("cache", cache.counters))
+            self._counters.append(("cache", cache))
         if reads is not None:
             self._counters.append(("fetch", reads))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
+from minato._core.segment import Memory
 from minato._support.text import text_of
 from minato._support.values import integer_of
 
@@ -99,7 +100,7 @@ class SlowestSamples:
         buffer: Writable memory of ``KEPT`` rows, aligned to 8; zeros are no rows. None: memory of its own.
     """
 
-    def __init__(self, buffer: Any = None) -> None:
+    def __init__(self, buffer: Memory | None = None) -> None:
         self._memory = memoryview(bytearray(_SLOWEST_NBYTES) if buffer is None else buffer).cast(
             "B"
         )
@@ -185,7 +186,7 @@ class Meters:
             None: private memory.
     """
 
-    def __init__(self, num_steps: int, buffer: Any = None) -> None:
+    def __init__(self, num_steps: int, buffer: Memory | None = None) -> None:
         count = len(_FIXED) + num_steps
         nbytes = self.nbytes(num_steps)
         memory = memoryview(bytearray(nbytes) if buffer is None else buffer).cast("B")

@@ -204,7 +204,7 @@ def _label(name: str, unit: str) -> str:
 # ---- values ---------------------------------------------------------------------------------
 
 
-def format_value(value: Any, unit: str) -> str:
+def format_value(value: bool | float | str | None, unit: str) -> str:
     """A value with its unit, to three digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -7,6 +7,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from minato._compat import kill_actor
@@ -226,7 +227,7 @@ class ActorReads(FinishedReads):
         self._lost: Exception | None = None
         actor.process_and_node.remote().future().add_done_callback(self._on_started)
 
-    def _on_started(self, future: Any) -> None:
+    def _on_started(self, future: Future[tuple[int, str]]) -> None:
         # Ray calls this and the other callbacks in a thread of its own.
         try:
             self._pid, self._host = future.result()
@@ -253,7 +254,7 @@ class ActorReads(FinishedReads):
             raise ConnectionError("the connection to the cluster is closed")
         return self._actor.sample.remote(key, epoch, seed, occurrence).future()
 
-    def _on_result(self, read: Read, future: Any) -> None:
+    def _on_result(self, read: Read, future: Future[object]) -> None:
         try:
             read.value = future.result()
         except Exception as error:

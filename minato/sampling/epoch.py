@@ -30,6 +30,7 @@ from minato.sampling.replay import OrderRecord, Origin
 from minato.sampling.resume import DatasetStates, LoaderState, SamplerState, is_stateful, signature
 from minato.sampling.samplers import (
     SEEDED,
+    Batch,
     IndexBatches,
     InterleavedRanks,
     Recurring,
@@ -185,7 +186,7 @@ class Epoch:
         number = self.number + 1
         return NextEpoch(map(batch_maker(spec.batched), later), number, self.seeds.of(number))
 
-    def batches(self, indices: object) -> IndexBatches:
+    def batches(self, indices: Iterator[Any]) -> IndexBatches:
         """The indices of each remaining batch, from ``iter(sampler)``.
 
         Raises:
@@ -208,7 +209,7 @@ class Epoch:
         self._state = self._default = None
         return IndexBatches(begin, again, self.progress.requested)
 
-    def _source(self, state: LoaderState | None, indices: Any = None) -> Source:
+    def _source(self, state: LoaderState | None, indices: Iterator[Any] | None = None) -> Source:
         """The remaining batches, of the epoch or of the one in which a state was taken.
 
         Args:
@@ -230,7 +231,7 @@ class Epoch:
             )
         return self._drawn(self.draw.redraw(self.draw.taken()))
 
-    def _after(self, state: LoaderState, drawn: Callable[[bool], Iterator[object]]) -> Source:
+    def _after(self, state: LoaderState, drawn: Callable[[bool], Iterator[Batch]]) -> Source:
         """The remaining batches of the epoch in which a state was taken.
 
         Args:
@@ -263,7 +264,7 @@ class Epoch:
             )
         return source
 
-    def _from_start(self, indices: Any) -> Source:
+    def _from_start(self, indices: Iterator[Any]) -> Source:
         """All batches."""
         sampler = self._spec.index_sampler
         if type(sampler) is InterleavedRanks:  # torch iterates over this rank's own sampler
@@ -278,7 +279,7 @@ class Epoch:
             indices = iter(sampler)
         return self._drawn(indices)
 
-    def _drawn(self, indices: Any) -> Source:
+    def _drawn(self, indices: Iterator[Any]) -> Source:
         """All batches, from ``iter(sampler)``."""
         spec, may_die = self._spec, isinstance(indices, GeneratorType)
         ahead = 1 if spec.has_workers else drawn_ahead(spec.index_sampler, spec.batched)

@@ -13,7 +13,7 @@ from minato._support.hashes import index_hash
 from minato.errors import CoverageError
 from minato.observe.lateness import Lateness
 from minato.sampling.replay import OrderRecord
-from minato.sampling.samplers import Recurring, unmarked
+from minato.sampling.samplers import Batch, Recurring, unmarked
 
 __all__ = [
     "NOTHING",
@@ -227,7 +227,7 @@ class Progress:
                 record()
             self.last = None
 
-    def requested(self, indices: Any, number: int | None = None) -> None:
+    def requested(self, indices: Batch, number: int | None = None) -> None:
         """Note a batch of indices that the sampler yields.
 
         Args:
@@ -419,7 +419,7 @@ def _count(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def remaining_batches(
-    batches: Iterator[Any], done: Completed, mixes: bool, drop_last: bool = False
+    batches: Iterator[Batch], done: Completed, mixes: bool, drop_last: bool = False
 ) -> Iterator[Any] | None:
     """Return the remaining batches of an epoch, out of all that its sampler yields.
 
@@ -468,7 +468,7 @@ def _counted(batch: object) -> Iterator[_Counted]:
 
 
 def _split(
-    indices: Any, ordinal: int, ranges: deque[tuple[int, int]]
+    indices: Batch, ordinal: int, ranges: deque[tuple[int, int]]
 ) -> tuple[Any, list[_Counted] | None]:
     """Split a batch into complete and remaining indices, None if all are complete; drops ranges before it."""
     while ranges and ranges[0][1] <= ordinal:
@@ -489,7 +489,7 @@ def _split(
 
 
 def _rebatched(
-    batches: Iterator[Any],
+    batches: Iterator[Batch],
     indices: deque[_Counted],
     sizes: deque[int],
     drop_last: bool,

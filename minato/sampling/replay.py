@@ -13,7 +13,7 @@ import json
 import os
 import weakref
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index as as_integer
 from typing import Any, BinaryIO, NamedTuple, SupportsIndex
@@ -66,7 +66,7 @@ class OrderRecord:
         head = {"minato_order": _VERSION, "epoch": epoch, "seed": seed, "first_batch": first_batch}
         self._size += self._write({**head, "batched": origin.batched, "length": origin.length})
 
-    def requested(self, indices: Any, occurrences: list[int] | None, batch: int) -> None:
+    def requested(self, indices: Sequence[Any], occurrences: list[int] | None, batch: int) -> None:
         """Number the indices of a batch that the sampler yields.
 
         Args:

@@ -6,10 +6,10 @@ import copy
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ __all__ = [
     "DRAWS_NOTHING",
     "LISTS",
     "SEEDED",
+    "Batch",
     "Drawn",
     "IndexBatches",
     "InterleavedRanks",
@@ -484,6 +485,7 @@ def _copied(index: Any) -> Any:
 # ---- indices that come more than once in an epoch -------------------------------------------------
 
 
+@final
 class Recurring:
     """A batch some of whose indices came before in its epoch.
 
@@ -494,17 +496,21 @@ class Recurring:
 
     __slots__ = ("indices", "occurrences")
 
-    def __init__(self, indices: Any, occurrences: list[int]) -> None:
-        self.indices = indices
+    def __init__(self, indices: Sequence[Any], occurrences: list[int]) -> None:
+        self.indices: Any = indices
         self.occurrences = occurrences
 
     def __len__(self) -> int:
         return len(self.indices)
 
     @classmethod
-    def of(cls, indices: object, occurrences: list[int]) -> Any:
+    def of(cls, indices: Sequence[object], occurrences: list[int]) -> Batch:
         """Return a batch: the indices alone if none came before."""
         return cls(indices, occurrences) if any(occurrences) else indices
+
+
+Batch: TypeAlias = "Sequence[object] | Recurring"
+"""The indices of a batch, in the container that the sampler gave."""
 
 
 def unmarked(batch: object) -> tuple[Any, list[int] | None]:
@@ -527,7 +533,7 @@ def occurrence_counter(index_sampler: object, length: int | None) -> Callable[[A
     size = min(length or 0, _MOST_COUNTED)
     counts = itertools.cycle([Occurrences(size, index_hash) for _ in range(ranks)])
 
-    def mark(indices: Any) -> Any:
+    def mark(indices: Sequence[object]) -> Any:
         found = next(counts).count(indices)
         return indices if found is None else Recurring(indices, found)
 
@@ -583,7 +589,7 @@ class IndexBatches:
         self,
         begin: Callable[[], Source],
         again: Callable[[int], Source] | None = None,
-        note: Callable[[Any, int], object] = lambda indices, number: None,
+        note: Callable[[Batch, int], object] = lambda indices, number: None,
     ) -> None:
         self._begin = begin
         self._again = again

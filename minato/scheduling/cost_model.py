@@ -113,7 +113,7 @@ class EarlyStart:
             for index, cost_ns in self._ledger.costs(batch):
                 self._costs.observe(index, cost_ns)
 
-    def hint(self, batch: int, indices: list[Any]) -> None:
+    def hint(self, batch: int, indices: list[object]) -> None:
         """Let the slow samples of a newly opened batch start early, but none before its own epoch.
 
         Samples of earlier epochs are needed sooner.

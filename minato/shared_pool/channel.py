@@ -97,7 +97,7 @@ def _unknown_users() -> tuple[int, ...]:
 
 
 def connected(
-    rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], tuple[Any, ...]]
+    rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], tuple[object, ...]]
 ) -> Channel:
     """Return an authenticated channel to the server that listens there, or starts to within ``timeout_s`` seconds.
 
@@ -164,7 +164,7 @@ class Channel:
     """
 
     def __init__(
-        self, connection: socket.socket, decode: Callable[[bytes], tuple[Any, ...]]
+        self, connection: socket.socket, decode: Callable[[bytes], tuple[object, ...]]
     ) -> None:
         self._socket = connection
         try:

@@ -189,7 +189,7 @@ def _checked(value: Any, kind: Any) -> Any:
 
 
 @functools.cache
-def _items_of(kind: Any) -> tuple[Any, ...] | None:
+def _items_of(kind: type) -> tuple[Any, ...] | None:
     """The types of the items of a tuple; None: it is no tuple."""
     if get_origin(kind) is tuple:
         return get_args(kind)

@@ -193,7 +193,7 @@ class Cassandra(TableSource, BatchedSource):
         ]
 
     def __beginitems__(
-        self, indices: Sequence[int], done: Callable[[Callable[[], Any] | None], None]
+        self, indices: Sequence[int], done: Callable[[Callable[[], object] | None], None]
     ) -> bool:
         """Begin to read the samples of a batch; False without a session, which ``__getitems__`` opens.
 

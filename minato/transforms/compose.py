@@ -16,7 +16,7 @@ from torch.utils.data import default_collate, default_convert
 
 from minato._support.text import short, text_of, type_name
 
-__all__ = ["TransformingCollate", "Transforms"]
+__all__ = ["CollateFn", "TransformingCollate", "Transforms"]
 
 Step = Callable[[Any], Any]
 _STAGES = ("dataset", "samples", "collate and copy")
@@ -177,7 +177,7 @@ def _show(value: object) -> str:
     return f"{short(text_of(value), 80)} of type {type_name(value)}"
 
 
-Collate = Callable[[Any], Any]
+CollateFn = Callable[[Any], Any]
 
 
 class _State(threading.local):
@@ -204,7 +204,7 @@ class TransformingCollate:
         inside: Collates samples that went through the transforms, even if ``collate_fn`` calls another such object.
     """
 
-    def __init__(self, transforms: Transforms, collate_fn: Collate, batched: bool) -> None:
+    def __init__(self, transforms: Transforms, collate_fn: CollateFn, batched: bool) -> None:
         self.transforms = transforms
         self.collate_fn = collate_fn
         self.batched = batched
@@ -212,7 +212,7 @@ class TransformingCollate:
         self.inside = collate_fn if known else _Inside(collate_fn)
 
     def __call__(self, samples: Any) -> Any:
-        """Collate what the dataset returned."""
+        """CollateFn what the dataset returned."""
         if _state.transformed:
             return self.collate_fn(samples)
         run = self.transforms.run
@@ -222,7 +222,7 @@ class TransformingCollate:
 class _Inside:
     """Calls a ``collate_fn`` with samples that went through the transforms."""
 
-    def __init__(self, collate_fn: Collate) -> None:
+    def __init__(self, collate_fn: CollateFn) -> None:
         self.__qualname__ = getattr(collate_fn, "__qualname__", type(collate_fn).__qualname__)
         self.__self__ = getattr(collate_fn, "__self__", None)  # whose method it is
         self.collate_fn = collate_fn

@@ -320,7 +320,7 @@ class SampleRetry:
         indices: list[object],
         samples: list[object],
         error: BaseException | None,
-        run: Callable[[int, list[object]], tuple[list[Any], BaseException | None]],
+        run: Callable[[int, list[object]], tuple[list[object], BaseException | None]],
     ) -> tuple[list[Any], BaseException | None]:
         """The rest of some samples, one of which raised; SKIP stands for those that are skipped.
 

@@ -15,7 +15,7 @@ from minato._core import now_ns
 from minato._support.objects import takes_lists
 from minato.batching.rows import Rows, has_rows, rows_of
 from minato.sampling.resume import DatasetState, is_stateful
-from minato.transforms.compose import Transforms
+from minato.transforms.compose import CollateFn, Transforms
 from minato.workers.plan import WorkerPlan
 
 __all__ = [
@@ -157,7 +157,7 @@ class ReplacedFetcher(Fetcher):
         batched: bool,
         keeps_state: bool,
         *,
-        collate_fn: Callable[[Any], Any],
+        collate_fn: CollateFn,
         drop_last: bool,
     ) -> None:
         super().__init__(dataset, transforms, batched, keeps_state)

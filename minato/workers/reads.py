@@ -259,7 +259,9 @@ def _end_threads(asked: SimpleQueue[Read | None], threads: list[threading.Thread
 class CoroutineReads(FinishedReads):
     """``await dataset.__aget__(key)`` on an event loop in a thread of its own."""
 
-    def __init__(self, aget: Callable[[Any], Coroutine[Any, Any, Any]], limit: int) -> None:
+    def __init__(
+        self, aget: Callable[[Any], Coroutine[object, object, object]], limit: int
+    ) -> None:
         super().__init__(limit)
         self._aget = aget
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -366,7 +368,9 @@ def _stop_loop(loop: asyncio.AbstractEventLoop) -> None:
 class _Bound:
     """A coroutine whose steps run bound to its sample, whatever other coroutines of the loop do in between."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], randomness: SampleRandomness) -> None:
+    def __init__(
+        self, coroutine: Coroutine[object, object, object], randomness: SampleRandomness
+    ) -> None:
         self._coroutine = coroutine
         self._randomness = randomness
 

@@ -16,6 +16,7 @@ from minato._support.hashes import index_hash
 from minato.batching.sample_error import Kinds
 from minato.observe.meters import UNKNOWN, Meters
 from minato.observe.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
+from minato.transforms.compose import CollateFn
 from minato.transforms.rng import SampleRandomness
 from minato.workers.reads import Read
 from minato.workers.stages import DeferredSample, StageRunner
@@ -204,7 +205,7 @@ class Runner:
         return samples, error
 
     def collated(
-        self, collate: Callable[[Any], Any], samples: object, bound: AbstractContextManager[None]
+        self, collate: CollateFn, samples: object, bound: AbstractContextManager[None]
     ) -> Any:
         """What ``collate`` makes of samples, bound to the batch; finds out whether it draws."""
         randomness, estimate = self.randomness, self.cost_estimate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minato._core import (
     READY_EVENTS_OFFSET,
@@ -13,7 +13,7 @@ from minato._core import (
     SharedWords,
     WorkerLedger,
 )
-from minato._core.segment import Segment
+from minato._core.segment import Memory, Segment
 from minato._fork_safety import renew_in_children, starts_worker
 from minato.batching.handover import Handover
 from minato.observe.meters import Meters
@@ -42,7 +42,7 @@ class ActiveWorkers:
 
     NBYTES = 64
 
-    def __init__(self, buffer: object, offset: int, work: EventCount) -> None:
+    def __init__(self, buffer: Memory, offset: int, work: EventCount) -> None:
         self._words = SharedWords(buffer, offset, 1)
         self._events = EventCount(buffer, offset + _WORDS_NBYTES)
         self._work = work
@@ -94,7 +94,7 @@ class SharedReadLimit:
         most: Largest number of reads in flight in all of them; None: no limit.
     """
 
-    def __init__(self, buffer: Any, offset: int, workers: int, most: int | None) -> None:
+    def __init__(self, buffer: Memory, offset: int, workers: int, most: int | None) -> None:
         self._in_flight = SharedWords(buffer, offset, workers)
         self._workers = range(workers)
         self.unlimited = most is None

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from minato._compat import forget_child_processes
 from minato._core import ConsumerLedger
@@ -88,7 +89,7 @@ class ExitWatch:
     """
 
     def __init__(
-        self, context: Any, notify: Callable[[], None], look_s: float | None = None
+        self, context: BaseContext, notify: Callable[[], None], look_s: float | None = None
     ) -> None:
         # A process's sentinel stays open while a child of the process is alive. Its pidfd does not, but works only for
         # a child of this process that no other process reaps.

@@ -18,7 +18,7 @@ from minato.sampling.samplers import LISTS
 from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, one_each
 from minato.workers.plan import WorkerPlan
-from minato.workers.runner import Runner
+from minato.workers.runner import Fetch, Runner
 from minato.workers.shared_state import SharedState
 from minato.workers.stages import DeferredSample
 
@@ -365,7 +365,7 @@ class Worker:
     def run_list(
         self,
         fetcher: Fetcher,
-        fetch: Callable[[Any], Any],
+        fetch: Fetch,
         batch: int,
         record: BatchRecord,
         indices: Sequence[object],
@@ -390,13 +390,13 @@ class Worker:
     def _run_free_list(
         self,
         fetcher: Fetcher,
-        fetch: Callable[[Any], Any],
+        fetch: Fetch,
         record: BatchRecord,
         indices: list[object],
     ) -> None:
         """``_run_list`` for samples that may go to any batch: the call returns one for each index."""
 
-        def fetch_each(indices: Any) -> list[Any]:
+        def fetch_each(indices: list[object]) -> list[Any]:
             return one_each(fetch(indices), len(indices))
 
         first, count, epoch = record.first, record.count, record.epoch
@@ -464,7 +464,7 @@ def run_again(
     sample_retry: SampleRetry | None,
     batch: int,
     position: int,
-    index: Any,
+    index: object,
 ) -> list[Any]:
     """Run a sample in this worker, because it does not arrive as it is from the worker that ran it.
 
