@@ -828,7 +828,8 @@ print(found == [i for i in range(12) if i != 5] * 3)
 def test_a_standard_error_that_takes_nothing(how: str, tmp_path: Path) -> None:
     variables = {"MINATO_LIVE": "1", "MINATO_REPORT": str(tmp_path / "report.txt"), "LC_ALL": "C"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, how],
+        # Unbuffered: else Python keeps each line that failed, and fails again at each fork and at its end.
+        [sys.executable, "-u", "-c", SCRIPT, how],
         env={**environment(), **variables},
         cwd=ROOT,
         capture_output=True,

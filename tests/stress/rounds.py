@@ -28,7 +28,7 @@ class Quiet(Plain):
     """Samples that hold what was drawn for them, and a text.
 
     Args:
-        in_threads: Worker threads share the global generators, so these samples draw from their own.
+        in_threads: Threads share the global generators, so these samples draw from their own.
     """
 
     def __init__(self, length: int, in_threads: bool) -> None:
@@ -102,6 +102,7 @@ class Round:
         self.disturber = disturber
         method = draw.choice(METHODS)
         in_threads = method == "thread"
+        reads = draw.choice([1, 1, 1, 4])
         self.spawns = method == "spawn"  # slow: each worker imports torch
         length = draw.randint(20, 40 if self.spawns else 300)
         kinds = "sf" if in_threads else "sfd"
@@ -131,13 +132,15 @@ class Round:
             "seed": seed,
             "order": draw.choice(ORDERS),
             "errors": errors,
+            "fetch_concurrency": reads,
             "collate_fn": collated if draw.random() < 0.3 else None,
         }
         self.epochs = 1 if self.spawns else draw.randint(1, 3)
         self.leave: int | None = None
         self.ways = ways
-        self.truth = DataLoader(Quiet(length, in_threads), seed=seed)
-        dataset = Eventful(length, in_threads, ways, directory)
+        own_draws = in_threads or reads > 1
+        self.truth = DataLoader(Quiet(length, own_draws), seed=seed)
+        dataset = Eventful(length, own_draws, ways, directory)
         absent = {i for i, way in ways.items() if way == "b"} if policy == "skip" else set()
         self.scenario = Scenario(dataset, self.true, options, self.disturb, self.check, absent)
 

@@ -60,11 +60,6 @@ class Plain:
         return index, content(index)
 
 
-def as_list(samples: list[Any]) -> list[Any]:
-    """A ``collate_fn`` whose batches are pickled as a whole."""
-    return samples
-
-
 def samples_of(batch: Any) -> Iterator[tuple[Any, ...]]:
     """The samples of a batch, however it was collated."""
     if isinstance(batch[0], tuple):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tests.stress.chaos import LIVES, report, run
+from tests.stress.scenario import write_section
 
 
 @pytest.mark.slow
@@ -25,3 +27,11 @@ def test_report_names_what_happened() -> None:
     assert "| samples delivered | 70 |" in text
     assert "| workers killed | 3 |" in text
     assert "median 20.0 ms" in text
+
+
+def test_each_program_replaces_its_own_section_of_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    write_section(page, "## One\n\n1\n")
+    write_section(page, "## Two\n\n2\n")
+    write_section(page, "## One\n\n3\n")
+    assert page.read_text() == "# Chaos run\n\n## One\n\n3\n\n## Two\n\n2\n"
