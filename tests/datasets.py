@@ -159,20 +159,6 @@ def worker_number() -> int:
     return -1 if info is None else info.id
 
 
-class Shuffled(Sampler[int]):
-    """Draws from torch's global generator for each index."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(self.size):
-            yield int(torch.randint(self.size, ()).item())
-
-    def __len__(self) -> int:
-        return self.size
-
-
 class InOrder(Sampler[int]):
     """Like ``SequentialSampler``, but nobody can know that."""
 
@@ -184,6 +170,14 @@ class InOrder(Sampler[int]):
 
     def __len__(self) -> int:
         return self.size
+
+
+class Shuffled(InOrder):
+    """Draws from torch's global generator for each index."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.size):
+            yield int(torch.randint(self.size, ()).item())
 
 
 def indices(batches: Iterable[torch.Tensor]) -> list[list[int]]:

@@ -82,6 +82,14 @@ def in_session(
                     os.kill(pid, signal.SIGKILL)
 
 
+def at_work(process: subprocess.Popen[str]) -> list[int]:
+    """Wait until a script says that it is at work; returns the pids of its workers."""
+    assert process.stdout is not None
+    *pids, are, at, work = process.stdout.readline().split()
+    assert (are, at, work) == ("are", "at", "work")
+    return [int(pid) for pid in pids]
+
+
 def session(leader: int) -> list[int]:
     """All living processes of a session."""
     found = []

@@ -139,13 +139,6 @@ def undaemonic(_: int) -> None:
     multiprocessing.current_process()._config["daemon"] = False
 
 
-def test_number_of_workers_may_be_changed() -> None:
-    loader = DataLoader(Filled(12, 10), 3, num_workers=1)
-    for number in (1, 0, 2, 0):
-        loader.num_workers = number
-        assert [int(batch[0, 0]) for batch in loader] == [0, 3, 6, 9]
-
-
 @each_of({name: FEW[name] for name in ("2-processes", "2-threads")})
 def test_workers_end_with_the_epoch(workers: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(8), 2, **workers)

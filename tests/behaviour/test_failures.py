@@ -118,14 +118,6 @@ def test_skip_keeps_the_members_of_strict_batches(workers: dict[str, Any]) -> No
     assert indices(loader) == [batch for batch in left if batch]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_without_workers_all_orders_are_strict(order: str) -> None:
-    left = [[n for n in range(start, start + 4) if n not in BAD] for start in range(0, 40, 4)]
-    assert indices(DataLoader(Flawed(), 4, order=order, errors="skip")) == [
-        batch for batch in left if batch
-    ]
-
-
 @each
 @pytest.mark.parametrize("order", ORDERS)
 def test_everything_skipped(workers: dict[str, Any], order: str) -> None:

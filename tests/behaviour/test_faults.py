@@ -19,16 +19,8 @@ import torch
 from minato import Arrival, DataLoader, ErrorPolicy
 from minato._core.codes import LeaseState
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
-from tests.datasets import wait_until
-from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
-
-
-def at_work(process: Any) -> list[int]:
-    """Wait until a ``faulted.py`` is in the state that is meant; returns the pids of its workers."""
-    *pids, are, at, work = process.stdout.readline().split()
-    assert (are, at, work) == ("are", "at", "work")
-    return [int(pid) for pid in pids]
-
+from tests.datasets import Sleepy, wait_until
+from tests.subprocesses import TIMEOUT_S, at_work, run, session, started, wait_for_end
 
 # ---- the end of the training process --------------------------------------------------------
 
@@ -278,17 +270,6 @@ def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
 # ---- a clock that jumps ---------------------------------------------------------------------
 
 
-class Numbers:
-    """Numbers of a millisecond."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.001)
-        return index
-
-
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_a_wall_clock_that_jumps_changes_nothing(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -298,6 +279,6 @@ def test_a_wall_clock_that_jumps_changes_nothing(
     options: dict[str, Any] = {"workers": method, "timeout": 20, "errors": "retry"}
     if method == "process":
         options["errors"] = ErrorPolicy("retry", sample_timeout=20)
-    loader = DataLoader(Numbers(), 4, num_workers=2, **options)
+    loader = DataLoader(Sleepy(64, 0.001), 4, num_workers=2, **options)
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == list(range(64))

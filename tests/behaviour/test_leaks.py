@@ -6,13 +6,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from typing import Any
 
 import pytest
 
-from tests.subprocesses import TIMEOUT_S, run, session, started, wait_for_end
+from tests.subprocesses import TIMEOUT_S, at_work, run, session, started, wait_for_end
 
 MEGABYTE = 1 << 20
 SOME_BYTES = 12 * MEGABYTE
@@ -82,14 +81,6 @@ def test_interpreter_ends_after_a_timeout() -> None:
 @pytest.mark.parametrize("kind", ["processes", "spawn"])
 def test_interpreter_ends_without_a_farewell(kind: str) -> None:
     assert run("ending.py", kind, "_exit", code=4) == "[[0, 1], [2, 3], [4, 5]]\n"
-
-
-def at_work(process: subprocess.Popen[str]) -> list[int]:
-    """Wait until a ``running.py`` iterates; returns the pids of its workers."""
-    assert process.stdout is not None
-    line = process.stdout.readline().split()
-    assert line[-3:] == ["are", "at", "work"]
-    return [int(pid) for pid in line[:-3]]
 
 
 @pytest.mark.slow

@@ -201,11 +201,6 @@ def test_samples_are_no_later_than_they_need_to_be() -> None:
     assert statistics.mean(abs(lag) for lag in late.values()) < 1
 
 
-def test_uniform_samples_stay_where_they_are() -> None:
-    loader = DataLoader(InStep(60), 6, order="arrival", **THREADS)
-    assert statistics.mean(abs(lag) for lag in lags(indices(loader), 6).values()) < 0.5
-
-
 def test_fast_first_lets_slow_samples_wait() -> None:
     mean_lag = {}
     for order in ("arrival", "fast_first"):

@@ -276,21 +276,6 @@ def test_keys_other_than_integers_have_their_own_draws() -> None:
     assert len(set(drawn)) == len(drawn) == 2 * 7 * 4
 
 
-class Listed(Numbers):
-    """Fetches samples together, and draws for each."""
-
-    def __getitems__(self, keys: list[int]) -> list[Any]:
-        return [[float(key), *three_draws()] for key in keys]
-
-
-@each_of(FEW)
-def test_samples_fetched_together(workers: dict[str, Any]) -> None:
-    expected = reference("listed", lambda: contents(loader(Listed(22))))
-    assert contents(loader(Listed(22), **workers)) == expected
-    drawn = [value for epoch in expected for sample in epoch.values() for value in sample[1:]]
-    assert len(set(drawn)) == len(drawn)
-
-
 def test_values_are_the_same_in_every_version() -> None:
     # Else a run could not be repeated after an update.
     (epoch,) = contents(loader(Draws(3), seed=1), 1)

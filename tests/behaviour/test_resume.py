@@ -19,12 +19,11 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     get_worker_info,
 )
 
 from minato import DataLoader
-from tests.datasets import Draws, Numbers, Shuffled, flat, indices
+from tests.datasets import Draws, InOrder, Numbers, Shuffled, flat, indices
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.subprocesses import run
@@ -58,34 +57,23 @@ def make(size: int = SIZE, **options: Any) -> Any:
     return DataLoader(Numbers(size), options.pop("batch_size", BATCH), **options)
 
 
-class Permuted(Sampler[int]):
+class Permuted(InOrder):
     """Draws a permutation when ``iter`` is called."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.size).tolist())
 
-    def __len__(self) -> int:
-        return self.size
 
-
-class Remembering(Sampler[int]):
+class Remembering(InOrder):
     """Each pass goes on where the last one ended; it keeps that as its state."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.start = 0
+    start = 0
 
     def __iter__(self) -> Iterator[int]:
         start = self.start
         for i in range(self.size):
             yield (start + 3 * i) % self.size
         self.start = start + 1
-
-    def __len__(self) -> int:
-        return self.size
 
     def state_dict(self) -> dict[str, int]:
         return {"start": self.start}
@@ -434,24 +422,21 @@ def test_other_things_are_refused() -> None:
         make().load_state_dict(state)
 
 
-class Rolling(Sampler[int]):
+class Rolling(InOrder):
     """Draws from a generator that nobody else can know of."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(random.sample(range(SIZE), SIZE))
-
-    def __len__(self) -> int:
-        return SIZE
+        return iter(random.sample(range(self.size), self.size))
 
 
 def test_a_sampler_that_gives_another_order_is_refused() -> None:
-    _, state = begun(make(sampler=Rolling()), 2)
-    loader = resumed(state, make(sampler=Rolling()))
+    _, state = begun(make(sampler=Rolling(SIZE)), 2)
+    loader = resumed(state, make(sampler=Rolling(SIZE)))
     for _ in range(2):
         with pytest.raises(ValueError, match="yields other indices than when the state was taken"):
             iter(loader)
-    _, state = begun(make(sampler=Rolling()), 0)
-    assert sorted(flat(indices(resumed(state, make(sampler=Rolling()))))) == list(range(SIZE))
+    _, state = begun(make(sampler=Rolling(SIZE)), 0)
+    assert sorted(flat(indices(resumed(state, make(sampler=Rolling(SIZE)))))) == list(range(SIZE))
 
 
 # ---- datasets with a state

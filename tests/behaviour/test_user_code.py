@@ -203,27 +203,6 @@ def test_a_sampler_that_raises_once_loses_nothing(
 
 
 @each
-def test_a_sampler_that_ends_with_an_error_loses_none_of_its_batches(
-    workers: dict[str, Any],
-) -> None:
-    def batches() -> Iterator[list[int]]:
-        yield from PAIRS[:8]
-        raise OddError
-
-    class Generated(Shaky):
-        def __iter__(self) -> Iterator[Any]:
-            return batches()
-
-    prefetch = 2 if workers["num_workers"] else None
-    loader = DataLoader(
-        Numbers(40), batch_sampler=Generated(PAIRS, bool), prefetch_factor=prefetch, **workers
-    )
-    found, raised = drain(iter(loader))
-    assert found == [*range(16)]
-    assert [type(error) for error in raised] == [OddError]
-
-
-@each
 def test_a_sampler_that_always_raises_ends_with_its_error(workers: dict[str, Any]) -> None:
     sampler = Shaky(PAIRS, lambda number: OddError(number) if number > 4 else None)
     prefetch = 2 if workers["num_workers"] else None

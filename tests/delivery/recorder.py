@@ -14,6 +14,23 @@ import torch
 
 from minato.batching.arena import Arena
 from minato.batching.pinned_slots import Slot
+from tests.datasets import Numbers
+
+
+class Grumbling(Numbers):
+    """One of its samples raises."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 10:
+            raise LookupError("sample 10 is not there")
+        return index
+
+
+def indices_of(batches: list[Any]) -> list[list[int]]:
+    """The index that each sample of ``Filled`` holds; all of its elements must."""
+    for batch in batches:
+        assert torch.equal(batch, batch.flatten(1)[:, :1, None].expand_as(batch))
+    return [batch[:, 0, 0].int().tolist() for batch in batches]
 
 
 @dataclass

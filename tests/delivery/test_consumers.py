@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +16,8 @@ import torch
 
 from minato import DataLoader, ErrorPolicy
 from minato import consumers as module
-from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Sleepy
-from tests.delivery.recorder import Recorder, watch_slots
+from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Sleepy, wait_until
+from tests.delivery.recorder import Grumbling, Recorder, watch_slots
 from tests.selection import each
 
 pytestmark = [pytest.mark.filterwarnings(TOO_MANY_WORKERS), pytest.mark.timeout(60)]
@@ -29,13 +28,6 @@ def in_threads(work: Iterable[Callable[[], Any]]) -> list[Future[Any]]:
     work = list(work)
     with ThreadPoolExecutor(len(work)) as threads:
         return [threads.submit(each) for each in work]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def flat(batches: Iterable[torch.Tensor]) -> list[int]:
@@ -109,10 +101,10 @@ def test_none_gets_two_while_another_waits() -> None:
     with ThreadPoolExecutor(3) as threads:
         for number in range(3):
             threads.submit(train, number)
-            until(lambda so_many=number + 1: len(group._waiting) == so_many)
+            wait_until(lambda so_many=number + 1: len(group._waiting) == so_many)
         for so_many in range(1, 7):
             given.there.release()
-            until(lambda so_many=so_many: len(log) == so_many and len(group._waiting) == 3)
+            wait_until(lambda so_many=so_many: len(log) == so_many and len(group._waiting) == 3)
         given.there.release()
     assert log == [0, 1, 2, 0, 1, 2]
 
@@ -207,15 +199,6 @@ def test_a_thread_that_ends_in_mid_epoch_holds_up_nobody() -> None:
     in_threads([ends])
     assert flat([kept[1], *one]) == list(range(20))
     assert flat(one) == list(range(20))
-
-
-class Grumbling(Numbers):
-    """One of its samples raises."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 10:
-            raise LookupError("sample 10 is not there")
-        return index
 
 
 @each

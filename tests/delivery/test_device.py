@@ -8,9 +8,8 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import time
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +23,17 @@ from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.delivery import device
 from minato.delivery.device import move_leaves
-from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Pair, Samples, Sleepy
-from tests.delivery.recorder import DeviceEvent, Recorder, watch_slots
+from tests.datasets import (
+    ORDERS,
+    TOO_MANY_WORKERS,
+    Filled,
+    Numbers,
+    Pair,
+    Samples,
+    Sleepy,
+    wait_until,
+)
+from tests.delivery.recorder import DeviceEvent, Grumbling, Recorder, indices_of, watch_slots
 from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -55,22 +63,8 @@ def make(dataset: Any, batch_size: int | None = 3, ahead: int = 2, **options: An
     return DataLoader(dataset, batch_size, device=DeviceCopies("meta", ahead), **options)
 
 
-def indices_of(batches: list[Any]) -> list[list[int]]:
-    """The index that each sample of ``Filled`` holds; all of its elements must."""
-    for batch in batches:
-        assert torch.equal(batch, batch.flatten(1)[:, :1, None].expand_as(batch))
-    return [batch[:, 0, 0].int().tolist() for batch in batches]
-
-
 def together(batches: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(batches))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def all_ready(iterator: Any) -> bool:
@@ -184,7 +178,7 @@ def test_complete_batches_are_sent_before_their_turn(
     loader = make(Filled(30, 2, 2), num_workers=1, prefetch_factor=8, ahead=ahead, order=order)
     iterator = iter(loader)
     next(iterator)
-    until(lambda: all_ready(iterator))
+    wait_until(lambda: all_ready(iterator))
     next(iterator)
     assert len(recorder.copies) == 2 + ahead
     sent = len(recorder.copies)
@@ -200,11 +194,11 @@ def test_a_batch_on_the_device_is_not_overtaken(recorder: Recorder) -> None:
     iterator = iter(loader)
     iterator._source._pool.grow(2)  # the first batch needs only one worker
     batches = [next(iterator)]
-    until(lambda: iterator._source._dispatcher.num_ready == 2)  # all but the one that sleeps
+    wait_until(lambda: iterator._source._dispatcher.num_ready == 2)  # all but the one that sleeps
     batches.append(next(iterator))
     sent = len(recorder.copies)
     assert sent == 3
-    until(lambda: all_ready(iterator))
+    wait_until(lambda: all_ready(iterator))
     batches.append(next(iterator))
     assert recorder.position_of(batches[-1]) == sent
     batches += iterator
@@ -242,7 +236,7 @@ def test_a_batch_that_was_only_sent_is_not_delivered(order: str, recorder: Recor
     first = loader()
     iterator = iter(first)
     batches = [next(iterator)]
-    until(lambda: all_ready(iterator))
+    wait_until(lambda: all_ready(iterator))
     batches.append(next(iterator))
     assert len(recorder.copies) == 4
     assert first.coverage().delivered.samples == 6
@@ -275,15 +269,6 @@ def test_epochs_that_are_broken_off(
 
 
 # ---- errors ---------------------------------------------------------------------------------
-
-
-class Grumbling(Numbers):
-    """One of its samples raises."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 10:
-            raise LookupError("sample 10 is not there")
-        return index
 
 
 @each_method
@@ -415,7 +400,7 @@ def test_a_stream_with_a_state_goes_on_behind_the_last_batch_handed_out(
     iterator = iter(loader)
     batches = [next(iterator)]
     if num_workers:
-        until(lambda: all_ready(iterator))
+        wait_until(lambda: all_ready(iterator))
     batches.append(next(iterator))
     if num_workers:
         assert len(recorder.copies) > 2  # some are on the device already
@@ -431,7 +416,7 @@ def test_a_stream_whose_batches_leave_their_slots_before_their_turn(recorder: Re
     loader = make(Counting(), num_workers=2, collate_fn=list)
     iterator, batches = iter(loader), []
     for _ in range(6):
-        until(lambda: all_ready(iterator))
+        wait_until(lambda: all_ready(iterator))
         batches.append(next(iterator))
         recorder.run()
     rest = make(Counting(), num_workers=2, collate_fn=list)

@@ -26,7 +26,7 @@ from minato._support.pickling import check_picklable
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
 from minato.errors import MinatoWarning, NotPicklableError
 from minato.observe.epoch_log import EpochLog
-from minato.observe.observers import Observer, Observers
+from minato.observe.observers import Observer
 from minato.observe.size import length_of
 from minato.observe.trace import EventFile, LoopTrack
 from minato.sampling.samplers import independent
@@ -699,10 +699,6 @@ def test_the_end_of_an_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EpochLog, "end", fails)
     with pytest.warns(MinatoWarning, match="EpochLog of this loader is switched off"):
         loader.close()
-
-
-def test_no_observers_cost_no_calls() -> None:
-    assert not Observers([])
 
 
 @pytest.mark.parametrize("policy", ["skip", ErrorPolicy("skip", max_failures=1)])

@@ -34,6 +34,7 @@ from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
 from minato.workers import supervision, worker_process
+from tests.datasets import wait_until
 from tests.pairwise import pairwise
 from tests.subprocesses import started
 
@@ -110,13 +111,6 @@ class Journal:
             raise ValueError("in a child")
         elif end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, "it never holds"
-        time.sleep(0.002)
 
 
 def has_ended(pid: int) -> bool:

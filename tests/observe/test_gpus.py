@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,7 +20,7 @@ import minato
 from minato.observe import gpus
 from minato.observe.gpus import NBYTES, GpuTable, gpu_table, run, visible
 from minato.observe.machine import measure
-from tests.datasets import Numbers
+from tests.datasets import Numbers, wait_until
 
 LONGEST_S = 20.0
 FAKE = '''
@@ -76,14 +75,7 @@ def nvml() -> Any:
 
 
 def until_looked(watch: GpuTable, times: int) -> None:
-    until(lambda: watch.counts()["gpu1_samples"] >= times)
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONGEST_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: watch.counts()["gpu1_samples"] >= times)
 
 
 def side_processes() -> list[psutil.Process]:
@@ -170,12 +162,12 @@ def test_it_ends_with_the_process_that_started_it(driver: Path) -> None:
         del watch
         os._exit(0)
     try:
-        until(lambda: bool(psutil.Process(pid).children()))
+        wait_until(lambda: bool(psutil.Process(pid).children()))
         (side,) = psutil.Process(pid).children()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    until(lambda: has_ended(side))
+    wait_until(lambda: has_ended(side))
 
 
 class Stuck(subprocess.Popen[bytes]):
@@ -262,7 +254,7 @@ def test_one_process_of_the_node_watches_where_somebody_reads_it(
         views.pop().close()
     del loaders, loader
     gc.collect()
-    until(lambda: side_processes() == [])
+    wait_until(lambda: side_processes() == [])
 
 
 def test_a_side_process_that_cannot_start_is_done_without(

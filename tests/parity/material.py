@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from tests.datasets import Numbers, Pair
+from tests.datasets import InOrder, Numbers, Pair
 
 __all__ = [
     "Apples",
@@ -27,7 +26,6 @@ __all__ = [
     "Named",
     "OnlyIter",
     "Ragged",
-    "Slow",
     "Stream",
     "Tensors",
     "TwoArguments",
@@ -140,32 +138,12 @@ class OnlyIter:
         return iter(self.keys)
 
 
-class Grumpy(Sampler[int]):
+class Grumpy(InOrder):
     """Raises after a while."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
     def __iter__(self) -> Iterator[int]:
         yield from range(self.size // 2)
         raise LookupError("no more keys")
-
-    def __len__(self) -> int:
-        return self.size
-
-
-class Slow(Dataset[int]):
-    """Takes so many seconds for each sample."""
-
-    def __init__(self, seconds: Sequence[float]) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.seconds[index])
-        return index
 
 
 class Stream(IterableDataset[Any]):

@@ -33,7 +33,7 @@ from tests.parity.harness import (
     generator_states,
     same_for_both,
 )
-from tests.parity.material import Listed, OnlyIter, Tensors, identity
+from tests.parity.material import Listed, OnlyIter, identity
 
 # ---- keys -----------------------------------------------------------------------------------
 
@@ -359,20 +359,6 @@ def test_dataset_that_grows_between_passes(
             seen.append((len(loader), [*loader]))
         del data[2:]
         return [*seen, len(loader), [*loader]]
-
-    same_for_both(case, **own)
-
-
-@each
-def test_sample_and_batch_of_one_and_of_nothing(
-    workers: dict[str, Any], own: dict[str, Any]
-) -> None:
-    def case(make: Any) -> Any:
-        return [
-            drain(iter(make(Tensors(size), batch_size, drop_last=drop, **workers)))
-            for size in (0, 1, 4)
-            for batch_size, drop in ((1, False), (3, False), (3, True), (None, False))
-        ]
 
     same_for_both(case, **own)
 

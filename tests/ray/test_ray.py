@@ -27,7 +27,7 @@ from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers
 from minato.ray.actor import _pack, _pack_error, unpack
 from minato.workers.current_sample import CurrentSample
 from minato.workers.supervision import RestartPolicy, WorkerLoss
-from tests.datasets import Numbers, add_draws, three_draws
+from tests.datasets import Numbers, add_draws, three_draws, wait_until
 from tests.sources import servers
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is missing")
@@ -84,18 +84,11 @@ class Everything(Numbers):
                 raise OSError("connection reset")
             os.kill(os.getpid(), signal.SIGKILL)
         if index in HELD:
-            wait_for(Path(f"{self.mark}.left").exists)
+            wait_until(Path(f"{self.mark}.left").exists)
         info = get_worker_info()
         assert info is not None
         who = [info.id, info.num_workers, info.dataset.prepared, os.getpid()]
         return [float(index), np.array(three_draws()), minato.numpy_rng().random(), who]
-
-
-def wait_for(event: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not event():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def prepare(number: int) -> None:
@@ -400,7 +393,7 @@ def test_a_cycle_through_the_dataset_leaves_no_actor(rig: Rig) -> None:
         gc.collect()  # again and again: the worker's thread may be inside a sample
         return not is_there(actor)
 
-    wait_for(is_gone)
+    wait_until(is_gone)
 
 
 def _actors() -> set[psutil.Process]:
@@ -439,7 +432,7 @@ def test_a_node_leaves_in_mid_epoch(rig: Rig, mark: str) -> None:
     found = indices([next(batches) for _ in range(10)])
     [node] = rig.cluster.worker_nodes
     rig.cluster.remove_node(node, allow_graceful=False)
-    wait_for(lambda: not all(map(is_there, actors)))
+    wait_until(lambda: not all(map(is_there, actors)))
     Path(f"{mark}.left").touch()
     with pytest.warns(RuntimeWarning, match="is lost on .* Another worker takes its place"):
         found += indices(batches)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -121,11 +120,3 @@ def run(program: Callable[[int, Any], Any], count: int = 2, local: int | None = 
     """What each rank of a job returns."""
     with Job(program, count, local) as job:
         return job.results()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Poll until something holds."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

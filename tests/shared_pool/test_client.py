@@ -17,8 +17,8 @@ from minato.shared_pool.channel import RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.messages import Hello, from_host
 from minato.shared_pool.rendezvous import Rendezvous
-from tests.datasets import Filled, Numbers, indices
-from tests.shared_pool.jobs import MARKS, Job, run, until
+from tests.datasets import Filled, Numbers, indices, wait_until
+from tests.shared_pool.jobs import MARKS, Job, run
 
 pytestmark = MARKS
 
@@ -53,7 +53,7 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
             del batches  # its workers were forked while batches were held, and end now
             gc.collect()
             server = loader._session._server
-            until(lambda: server._ranks.arenas[0].num_leased == 0)
+            wait_until(lambda: server._ranks.arenas[0].num_leased == 0)
         together.wait(20)
         return last
 
@@ -76,7 +76,7 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
             (tmp_path / "ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         server = loader._session._server
-        until(lambda: server._ranks.slots[1].gone is not None)
+        wait_until(lambda: server._ranks.slots[1].gone is not None)
         server._ranks.arenas[0].given_back.append(place)
         for _ in range(5):  # so many that one is fetched now
             next(batches)

@@ -20,9 +20,9 @@ from minato.batching.arena import Slot
 from minato.shared_pool import source
 from minato.shared_pool.messages import BatchDescriptor
 from minato.shared_pool.source import BatchHandle, RankDevice
-from tests.datasets import ORDERS, Filled, Pair, flat
-from tests.delivery.recorder import DeviceEvent, Recorder
-from tests.shared_pool.jobs import MARKS, run, until
+from tests.datasets import ORDERS, Filled, Pair, flat, wait_until
+from tests.delivery.recorder import DeviceEvent, Recorder, indices_of
+from tests.shared_pool.jobs import MARKS, run
 
 pytestmark = MARKS
 
@@ -32,13 +32,6 @@ def loader_of(recorder: Recorder, dataset: Any, batch_size: int = 3, **arguments
     source.accelerator_of = lambda device: recorder  # type: ignore[assignment]
     fixed = {"num_workers": 1, "prefetch_factor": 2, "shared_pool": True, "device": "meta"}
     return DataLoader(dataset, batch_size, **{**fixed, **arguments})
-
-
-def indices_of(batches: list[Any]) -> list[list[int]]:
-    """The index that each sample of ``Filled`` holds; all of its elements must."""
-    for batch in batches:
-        assert torch.equal(batch, batch.flatten(1)[:, :1, None].expand_as(batch))
-    return [batch[:, 0, 0].int().tolist() for batch in batches]
 
 
 @pytest.mark.parametrize(("order", "persistent"), [*zip(ORDERS, [False, True] * 2, strict=True)])
@@ -111,7 +104,7 @@ def test_what_a_rank_holds_is_read_before_it_lets_go_at_the_end() -> None:
         together.wait(20)
         del loader
         gc.collect()
-        until(lambda: recorder.locked == {})
+        wait_until(lambda: recorder.locked == {})
         assert recorder.ran == len(recorder.copies) >= 3  # it was waited for
         return indices_of(batches)
 
@@ -180,7 +173,7 @@ def test_batches_that_have_come_are_sent_before_their_turn(ahead: int) -> None:
         for given in range(1, 8):
             next(iterator)
             most = max(most, len(recorder.copies) - given)
-            until(lambda: batches.has_next)
+            wait_until(lambda: batches.has_next)
         together.wait(20)
         return most
 

@@ -28,7 +28,7 @@ from minato.shared_pool import channel
 from minato.shared_pool.channel import Channel, RankListener, WrongKeyError, connected, peer_of
 from minato.shared_pool.messages import from_host
 from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous, _address
-from tests.shared_pool.jobs import until
+from tests.datasets import wait_until
 
 NEXT = ("next", 0, (), None)
 
@@ -78,7 +78,7 @@ def check_served(host: Host, rendezvous: Rendezvous) -> None:
     before = len(host.heard)
     rank = connected(rendezvous, 20, from_host)
     rank.send(NEXT)
-    until(lambda: len(host.heard) > before)
+    wait_until(lambda: len(host.heard) > before)
     assert host.heard[-1] == NEXT
     assert host.works
     rank.close()
@@ -357,7 +357,7 @@ def test_without_descriptors_the_host_pauses_and_goes_on(
             assert not host._pending
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        until(lambda: bool(host._pending))
+        wait_until(lambda: bool(host._pending))
     check_served(host, rendezvous)
 
 
@@ -377,13 +377,13 @@ def test_descriptors_of_strangers_and_ranks_do_not_arrive(
         sender = connected(rendezvous, 20, from_host)
         with called(rendezvous).connection as stranger:
             socket.send_fds(stranger, [b"x"], [file.fileno()] * 2)
-            until(lambda: bool(host._pending))
+            wait_until(lambda: bool(host._pending))
             check_served(host, rendezvous)
             assert num_received() == 0
         sender.send(NEXT, file.fileno())
         with suppress(OSError):  # the byte with the descriptor is no message of a rank
             sender.send(NEXT)
-        until(lambda: any(each.fault for each in host.gone))
+        wait_until(lambda: any(each.fault for each in host.gone))
         assert num_received() == 0
     check_served(host, rendezvous)
     sender.close()
@@ -401,11 +401,11 @@ def test_what_a_rank_sends_can_end_its_own_channel_alone(
         bad._socket.sendall(sent)
         if len(sent) == 1:
             bad.hang_up()  # in the middle of a message
-        until(lambda number=number: len(host.gone) > number)
+        wait_until(lambda number=number: len(host.gone) > number)
         assert "no message" in str(host.gone[-1].fault)
         bad.close()
         good.send(NEXT)
-        until(lambda number=number: len(host.heard) > number)
+        wait_until(lambda number=number: len(host.heard) > number)
     good.close()
 
 
@@ -415,7 +415,7 @@ def test_an_error_where_a_message_is_handled_ends_its_channel_alone(
     bad = connected(rendezvous, 20, from_host)
     monkeypatch.setattr(host, "_on_message", lambda channel, message: 1 // 0)
     bad.send(NEXT)
-    until(lambda: bool(host.gone))
+    wait_until(lambda: bool(host.gone))
     assert host.gone[0].fault == "ZeroDivisionError: integer division or modulo by zero"
     bad.close()
     monkeypatch.undo()

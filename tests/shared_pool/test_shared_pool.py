@@ -28,9 +28,10 @@ from tests.datasets import (
     double,
     flat,
     indices,
+    wait_until,
 )
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import MARKS, Failure, Job, run, until
+from tests.shared_pool.jobs import MARKS, Failure, Job, run
 
 pytestmark = MARKS
 
@@ -420,7 +421,7 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         held.clear()
         epochs += [[batch[:, 0].tolist() for batch in loader] for _ in range(2)]
         arena = None if rank else loader._session._server._ranks.arenas[0]
-        until(lambda: arena is None or arena.num_leased == 0)
+        wait_until(lambda: arena is None or arena.num_leased == 0)
         return epochs
 
     with Job(program, 3) as job:

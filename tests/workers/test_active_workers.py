@@ -22,12 +22,6 @@ def active_workers() -> ActiveWorkers:
     return ActiveWorkers(memory, 0, EventCount(memory, ActiveWorkers.NBYTES))
 
 
-def test_workers_below_the_count_are_active(active_workers):
-    assert active_workers.count == 0
-    active_workers.set_count(2)
-    assert [active_workers.is_active(number) for number in range(4)] == [True, True, False, False]
-
-
 def test_an_active_worker_does_not_sleep(active_workers):
     active_workers.set_count(1)
     assert active_workers.wait_until_active(0, lambda: False, lambda: True)

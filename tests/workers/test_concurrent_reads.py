@@ -305,18 +305,6 @@ def test_content_depends_neither_on_the_concurrency_nor_on_who_reads() -> None:
             assert content(dataset, fetch_concurrency=6, **arguments) == plain
 
 
-def test_helpers_give_the_same_in_worker_threads() -> None:
-    def drawn(**arguments: Any) -> dict[int, list[float]]:
-        return content(Draws(12), transforms=[with_helper], **arguments)
-
-    plain = drawn()
-    assert drawn(num_workers=2, workers="thread", fetch_concurrency=4) == plain
-
-
-def with_helper(sample: Any) -> Any:
-    return [*sample, helper_draw()]
-
-
 @pytest.mark.parametrize("dataset", [Waits, Awaits])
 @pytest.mark.parametrize(("num_workers", "method"), KINDS)
 def test_an_abandoned_epoch_leaves_no_threads_and_the_next_is_whole(
@@ -365,12 +353,6 @@ def assert_deaths_lose_nothing(dataset: Any, **options: Any) -> None:
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
         batches = [batch.tolist() for batch in loader]
     assert batches == [list(range(start, start + 4)) for start in range(0, 24, 4)]
-
-
-def test_key_that_occurs_several_times_is_read_each_time() -> None:
-    sampler = [3, 3, 3, 1, 1, 3, 0, 0]
-    loader = minato.DataLoader(Numbers(4), batch_size=4, sampler=sampler, fetch_concurrency=8)
-    assert [batch.tolist() for batch in loader] == [[3, 3, 3, 1], [1, 3, 0, 0]]
 
 
 def failing_start(number: int) -> None:

@@ -201,24 +201,6 @@ def test_a_death_is_noticed_although_a_child_lives_on(
         os.kill(int(mark.read_text()), signal.SIGKILL)
 
 
-def test_a_death_is_told_in_words(tmp_path: Any) -> None:
-    dataset = DeadlyOnce(80, str(tmp_path / "mark"))
-    with pytest.warns(RuntimeWarning, match="killed by signal: Killed.* sample with index 37"):
-        found = content(DataLoader(dataset, 4, num_workers=2, seed=0))
-    assert sorted(found) == list(range(80))
-
-
-def test_a_sample_that_kills_three_workers_is_named() -> None:
-    with (
-        pytest.warns(RuntimeWarning, match="Another worker takes its place"),
-        pytest.raises(
-            RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
-        ) as caught,
-    ):
-        content(DataLoader(Deadly(80), 4, num_workers=2))
-    assert "index 37. 3 workers died there" in str(caught.value.__cause__)
-
-
 class DeadlyAlone(Deadly):
     """The same, asked for lists or tensors too."""
 

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import Dataset
 
 from minato import DataLoader
-from minato.errors import NotPicklableError
 from tests.datasets import Numbers
 
 LIMIT_S = 90.0
@@ -167,16 +166,3 @@ def test_tensors_shared_by_a_definition_alone_are_no_copies(method: str) -> None
     )
     assert len(list(loader)) == 2
     assert met.tolist() == [1] * 8
-
-
-@METHODS
-def test_the_part_that_cannot_go_is_named(method: str, tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w") as file:
-        dataset = Kept(method)
-        dataset.log = file  # type: ignore[attr-defined]
-        loader = DataLoader(dataset, 4, num_workers=1, multiprocessing_context=method)
-        with (
-            pytest.warns(UserWarning, match="Got pickle error"),
-            pytest.raises(NotPicklableError, match=r"dataset\.log cannot be pickled"),
-        ):
-            next(iter(loader))

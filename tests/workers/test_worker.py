@@ -91,19 +91,6 @@ def samples_in(journal: list[Any]) -> list[Any]:
     return [sample for kind, _, samples in journal if kind == "samples" for sample in samples]
 
 
-@pytest.mark.parametrize("order", ["strict", "arrival"])
-def test_every_sample_is_run_and_written(order: str) -> None:
-    setting = Setting(Bad(), [[1, 2], [4, 5]], order)
-    journal = [entry for entry in setting.run() if entry != "collate"]
-    assert samples_in(journal) == [10, 20, 40, 50]
-    assert setting.ready() == [True, True]
-    assert setting.meters.total.count == 4
-    samples, busy_ns, idle_ns = setting.bench.ledger.activity(0)
-    assert samples == 4
-    assert busy_ns > 0
-    assert idle_ns >= 0
-
-
 def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
     batches = [list(range(100 * i, 100 * i + 20)) for i in range(1, 8)]
     setting = Setting(Bad(), batches)
@@ -111,14 +98,6 @@ def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
     assert len(runs[0]) == 1
     assert max(map(len, runs)) > 1
     assert sum(map(len, runs)) == 140
-
-
-def test_a_bound_batch_is_lost_with_the_first_error() -> None:
-    setting = Setting(Bad(), [[1, 3, 2]], collates=True)
-    setting.runner.cost_estimate.mean_ns = 1.0  # so that one claim takes the whole batch
-    assert setting.run() == [("error", 3, "bad 3")]
-    assert setting.ready() == [True]
-    assert setting.meters.total.count == 1
 
 
 def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
@@ -184,20 +163,6 @@ def test_what_is_left_of_an_epoch_is_divided(active: int, cost_ns: float, runs: 
     assert [len(samples) for _, _, samples in written] == runs
 
 
-def test_a_whole_batch_for_a_collate_fn_is_collated_at_once() -> None:
-    setting = Setting(Bad(), [[1, 2]], collates=True)
-    setting.runner.cost_estimate.mean_ns = 1.0
-    assert setting.run() == [("collated", [10, 20])]
-
-
-@pytest.mark.parametrize("order", ["strict", "arrival"])
-def test_a_worker_that_could_not_start_fails_every_sample(order: str) -> None:
-    setting = Setting(Bad(), [[1, 2], [4]], order, failure=OSError("no licence"))
-    errors = [entry for entry in setting.run() if entry[0] == "error"]
-    assert {message for _, _, message in errors} == {"no licence"}
-    assert setting.ready() == [True, True]
-
-
 @pytest.mark.parametrize(
     ("answer", "written"),
     [
@@ -228,20 +193,6 @@ def test_samples_fetched_together_for_free_places() -> None:
     assert first[0] == second[0] == "error"
     assert "__getitems__ returned 0 samples for 1 keys" in first[2]
     assert "order='batch'" in first[2]
-
-
-def test_an_empty_batch() -> None:
-    setting = Setting(Bad(), [[], [1]])
-    assert [entry for entry in setting.run() if entry != "collate"] == [
-        ("collated", []),
-        ("samples", 0, [10]),
-    ]
-
-
-def test_keys_that_are_no_integers() -> None:
-    setting = Setting(Bad(), [["a", (1,)]])
-    journal = [entry for entry in setting.run() if entry != "collate"]
-    assert samples_in(journal) == ["a" * 10, (1,) * 10]
 
 
 def test_a_worker_leaves_when_it_is_told_to() -> None:
