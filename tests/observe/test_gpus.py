@@ -22,7 +22,6 @@ from minato.observe.gpus import NBYTES, GpuTable, gpu_table, run, visible
 from minato.observe.machine import measure
 from tests.datasets import Numbers, wait_until
 
-LONGEST_S = 20.0
 FAKE = '''
 """Two GPUs: one that is idle at every second look, one that always works."""
 from types import SimpleNamespace
