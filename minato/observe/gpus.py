@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from minato._core.segment import Memory
-
 __all__ = ["INTERVAL_S", "NBYTES", "Gpu", "GpuTable", "gpu_table", "run", "visible"]
 
 INTERVAL_S = 0.1
@@ -50,7 +48,7 @@ class Gpu(Protocol):
 class GpuTable:
     """The counters of the GPUs, in memory of :data:`NBYTES` bytes; zeros are an empty table."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: bytearray | mmap.mmap) -> None:
         self._memory: Any = memoryview(memory).cast("B")
         self._count: Any = self._memory[:8].cast("q")
 
