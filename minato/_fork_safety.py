@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import threading
 import traceback
@@ -219,6 +220,54 @@ def end_copy(owner: int | None, error: BaseException | None) -> None:
         with suppress(Exception):  # there is none, or it is closed
             stream.flush()
     os._exit(code & 0xFF if isinstance(code, int) else 1)
+
+
+# ---- signals ----
+
+_deferred: dict[int, Any] = {}
+"""Handlers of the signals that are deferred at present, by number."""
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Run the handlers of signals that come in this block at its end.
+
+    Python runs a handler in the main thread between any two instructions. What it raises (KeyboardInterrupt, the
+    SystemExit of a trainer that is preempted) is printed and forgotten if these belong to what modules have Python call
+    around a fork. It does the same in finalizers, where no code can help. In other threads than the main one, where no
+    handler runs, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread() or _deferred:
+        yield
+        return
+    arrived: set[int] = set()
+    try:
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler):
+                _deferred[number] = handler
+                signal.signal(number, lambda number, _: arrived.add(number))
+        yield
+    finally:
+        _restore(arrived)
+
+
+def _restore(arrived: set[int]) -> None:
+    """Install the handlers again and run those of signals that have arrived; all run, even if some raise."""
+    try:
+        while _deferred:
+            number, handler = next(iter(_deferred.items()))
+            signal.signal(number, handler)
+            _deferred.pop(number, None)
+        while arrived:
+            signal.raise_signal(arrived.pop())
+    finally:
+        if _deferred or arrived:
+            _restore(arrived)
+
+
+# A forked child has its handlers at once.
+forget_in_children(lambda: _restore(set()))
 
 
 # ---- around each fork ----

@@ -12,7 +12,7 @@ from minato.engine.history import History
 from minato.engine.plan import Plan
 from minato.observe.cost_history import CostHistory
 from minato.observe.meters import CostStats, Meters
-from minato.workers.signals import exiting
+from minato.workers.pool import exiting
 
 __all__ = ["cost_history", "end_engine", "if_alive", "save_costs"]
 

@@ -34,18 +34,16 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.resume import DatasetStates, Reported
 from minato.sampling.samplers import IndexBatches
-from minato.scheduling.assignment import AnyWorker, Assignment, RoundRobin
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
-from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
+from minato.scheduling.dispatcher import ConsumerWait, Dispatcher, Pool, Schedule
+from minato.scheduling.orders import AnyWorker, Assignment, RoundRobin
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.waiting import ConsumerWait, Pool
-from minato.workers.context import WorkerContext
-from minato.workers.current_sample import CurrentSample, CurrentWork
 from minato.workers.reads import LEAST_LISTS
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
-from minato.workers.shared_state import SharedState
+from minato.workers.shared_state import CurrentSample, CurrentWork, SharedState
 from minato.workers.supervision import OomBackoff, RestartPolicy, WorkerRecovery
+from minato.workers.worker_process import WorkerContext
 
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
     from minato.workers.autoscale import Scaler
@@ -116,7 +114,7 @@ class Engine:
         self._reader = self._prefetcher or reader
         self._early_start = self._starts_early()
         self._scaler: Scaler | None = None
-        self._dispatcher = self._dispatch(store, self._scaled_pool(), tracer)
+        self._dispatcher = self._dispatch(store, self._scaled_pool() or self._pool, tracer)
         self._failures = plan.failure_count()
         self._pending_error: Postponed | None = None
         self._outgoing: Outgoing | None = None
@@ -175,24 +173,22 @@ class Engine:
             early.mean_ns = history.costs.mean
         return early
 
-    def _scaled_pool(self) -> Pool:
-        """The pool as the dispatcher sees it, with a scaler where the number of workers changes."""
+    def _scaled_pool(self) -> Scaler | None:
+        """The pool as the dispatcher sees it where the number of workers changes."""
         if self._history.autoscale is None:
-            return self._pool
-        from minato.workers.autoscale import PolledPool, Scaler
+            return None
+        from minato.workers.autoscale import Scaler
 
         self._wait_stats.watched = True
         self._scaler = Scaler(
             self._history.autoscale,
-            workers=self._pool,
-            active_workers=self._state.active,
+            state=self._state,
+            pool=self._pool,
             window=self._window,
             wait_stats=self._wait_stats,
-            ledger=self.ledger,
-            times=[meters.total for meters in self.meters],
             resized=None if self._early_start is None else self._early_start.resize,
         )
-        return PolledPool(self._pool, self._scaler)
+        return self._scaler
 
     def _dispatch(self, store: Store, pool: Pool, tracer: Tracer) -> Dispatcher:
         plan, worker = self.plan, self.plan.worker
@@ -207,8 +203,6 @@ class Engine:
                 assignment=_assignment(plan, self._reader.state),
                 early_start=self._early_start,
                 handover=self._state.handover,
-            ),
-            settings=DispatcherSettings(
                 timeout_s=plan.spec.workers.timeout_s,
                 one_epoch=not plan.spec.workers.persistent,
                 skips=plan.policy is not None,

@@ -15,8 +15,8 @@ from minato.observe.epoch_log import EpochLog
 from minato.observe.observers import Observer
 from minato.scheduling.cost_model import CostModel
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
-from minato.workers.current_sample import CurrentSample
 from minato.workers.runner import CostEstimate
+from minato.workers.shared_state import CurrentSample
 
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
     from minato.observe.endpoint import ServedMetrics

@@ -39,15 +39,12 @@ from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
 from minato.transforms.compose import CollateFn, Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
-from minato.workers.concurrent import InFlight, close_reads
-from minato.workers.current_sample import CurrentSample
 from minato.workers.error_policy import FailureCount, SampleRetry
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, fetcher_of
 from minato.workers.plan import WorkerPlan
-from minato.workers.reads import Read, reads_of
-from minato.workers.runner import Runner, RunnerSettings
-from minato.workers.shared_state import SharedReadLimit
-from minato.workers.stages import StageRunner
+from minato.workers.reads import InFlight, Read, close_reads, reads_of
+from minato.workers.runner import Runner, StageRunner
+from minato.workers.shared_state import CurrentSample, SharedReadLimit
 
 __all__ = ["InlineEngine"]
 
@@ -118,10 +115,6 @@ class _Current:
     def __init__(self) -> None:
         self.kinds: Kinds = _ERRORS
         self.batch: _Batch | None = None
-
-    def catches(self) -> Kinds:
-        """Return what is taken for the error of a sample."""
-        return self.kinds
 
     def occurrences(self, position: int, count: int) -> list[int] | None:
         """How often the index of each of ``count`` samples of the batch came before in the epoch; None: none did."""
@@ -311,11 +304,8 @@ class InlineEngine:
                 tracer=tracer,
             )
         randomness = functools.partial(_randomness, plan, self._history)
-        settings = RunnerSettings(
-            in_main_process=True, catches=self._current.catches, stats=plan.stats
-        )
         self._runner = Runner(
-            settings,
+            plan,
             lease=self._lease,
             meters=self._meters,
             make_randomness=randomness if plan.seeds_samples else None,
@@ -407,7 +397,7 @@ class InlineEngine:
         # The second KeyboardInterrupt in the same batch is the error of the sample.
         current = self._current
         current.kinds = (BaseException,) if self._tried is batch.drawn else _ERRORS
-        current.batch = batch
+        current.batch, self._runner.catches = batch, current.kinds
         self._tried = batch.drawn
         batch.began_ns = began_ns = now_ns()
         if is_profiling():

@@ -11,9 +11,9 @@ from minato._core import now_ns
 from minato._core.codes import Activity
 from minato.observe.meters import CostStats, Meters, SlowSample
 from minato.observe.observers import Metrics
+from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
-from minato.scheduling.waiting import ConsumerWait
 from minato.workers.error_policy import FailureCount
 from minato.workers.pool import CpuUsage
 from minato.workers.supervision import RestartPolicy

@@ -8,13 +8,12 @@ from minato._compat import preload_in_server
 from minato._system import available_cores
 from minato.engine.plan import Plan
 from minato.transforms import rng_memory
-from minato.workers.context import WorkerContext
 from minato.workers.pool import WorkerPool
 from minato.workers.process_pool import ProcessPool
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerRecovery
 from minato.workers.thread_pool import ThreadPool
-from minato.workers.worker_process import run_worker_process
+from minato.workers.worker_process import WorkerContext, run_worker_process
 
 __all__ = ["make_pool"]
 

@@ -17,12 +17,12 @@ from minato.errors import warn
 from minato.observe.meters import Meters
 from minato.ray.actor import ActorSpec, SampleResult, SampleServer, unpack
 from minato.transforms.rng import current
-from minato.workers.context import WorkerContext
-from minato.workers.reads import FinishedReads, Read
+from minato.workers.reads import Read, Reads
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerLoss, WorkerRecovery
 from minato.workers.thread_pool import ThreadPool
 from minato.workers.worker import Worker
+from minato.workers.worker_process import WorkerContext
 
 __all__ = ["ActorGroup", "ActorLost", "ActorPool", "ActorReads"]
 
@@ -192,7 +192,7 @@ class ActorLost(BaseException):
         self.loss = loss
 
 
-class ActorReads(FinishedReads):
+class ActorReads(Reads):
     """The samples that an actor runs, as in-flight reads of a worker and as a dataset.
 
     If round trips are noticeable, it requests the next samples while one runs. Until the actor has started, the limit

@@ -1,11 +1,13 @@
-"""The scheduling loop of the training process: it opens batches for the workers and returns complete ones."""
+"""The scheduling loop of the training process: it opens batches for the workers, waits, and returns complete ones."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from minato._core import ConsumerLedger, EventCount, now_ns
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
@@ -15,7 +17,6 @@ from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import NextEpoch
 from minato.sampling.progress import Progress
 from minato.sampling.samplers import Drawn, IndexBatches, unmarked
-from minato.scheduling.assignment import Assignment
 from minato.scheduling.batches import (
     BatchStorage,
     OpenBatch,
@@ -24,11 +25,10 @@ from minato.scheduling.batches import (
     offset_in_slot,
 )
 from minato.scheduling.cost_model import EarlyStart, integers_of
-from minato.scheduling.orders import BatchOrder, Order
+from minato.scheduling.orders import Assignment, BatchOrder, Order
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.waiting import ConsumerWait, Pool, waited_s
 
-__all__ = ["Dispatcher", "DispatcherSettings", "Schedule"]
+__all__ = ["STOPPED_S", "ConsumerWait", "Dispatcher", "Pool", "Schedule", "waited_s"]
 
 _LIVENESS_S = 1.0
 """Longest sleep of the training loop. Workers wake it as soon as a batch is ready; this is only for dead ones."""
@@ -46,8 +46,64 @@ _STAYS_WHOLE = (
 _ALL_WORKERS = (1 << 31) - 1
 
 
+STOPPED_S = 1.0
+"""What comes later than this after its time shows that the whole process was stopped, by SIGSTOP or Ctrl-Z."""
+
+
+def waited_s(wait: Callable[[float], object], limit_s: float) -> float:
+    """Call ``wait(limit_s)``; returns how many of these seconds it waited, 0 if the process was stopped meanwhile."""
+    start_s = time.monotonic()
+    wait(limit_s)
+    passed_s = time.monotonic() - start_s
+    return 0.0 if passed_s > limit_s + STOPPED_S else min(passed_s, limit_s)
+
+
+class Pool(Protocol):
+    """The workers, as the dispatcher sees them."""
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep, or work, until the count of ready events exceeds ``seen`` or the time is over."""
+
+    def check(self) -> None:
+        """Raise if a worker died and is not replaced."""
+
+
+@dataclass
+class ConsumerWait:
+    """How long the training loop waits, and how many batches are ready for it.
+
+    Attributes:
+        waited_ns: Total time of its waits for batches, without the present one.
+        waiting_since_ns: Start of the present wait, 0 if there is none.
+        delivered: Batches that it got.
+        watched: Whether ``ready`` and ``ending`` are kept up to date.
+        ready: Batches that were ready at the last call of ``next()``.
+        ending: Whether nothing is left to open, so that workers soon idle.
+    """
+
+    waited_ns: int = 0
+    waiting_since_ns: int = 0
+    delivered: int = 0
+    watched: bool = False
+    ready: int = 0
+    ending: bool = False
+
+    def begin_wait(self) -> None:
+        """Start the clock of a wait."""
+        self.waiting_since_ns = now_ns()
+
+    def end_wait(self) -> None:
+        """Stop the clock, and add the wait to the total."""
+        self.waited_ns = self.waited_until(now_ns())
+        self.waiting_since_ns = 0
+
+    def waited_until(self, now: int) -> int:
+        """Total time in ns until ``now``, the present wait included."""
+        return self.waited_ns + (now - self.waiting_since_ns if self.waiting_since_ns else 0)
+
+
 class Schedule(NamedTuple):
-    """The policies of a dispatcher.
+    """What a dispatcher does.
 
     Attributes:
         window: Bounds the open batches.
@@ -55,6 +111,10 @@ class Schedule(NamedTuple):
         assignment: Chooses the worker of a batch.
         early_start: Starts slow samples before those that precede them.
         handover: Whether samples may be collated by another worker than the one that made them; None: they may.
+        timeout_s: torch's ``timeout``; 0: none.
+        one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
+        skips: Whether samples may be skipped.
+        drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
     """
 
     window: PrefetchWindow
@@ -62,25 +122,10 @@ class Schedule(NamedTuple):
     assignment: Assignment
     early_start: EarlyStart | None = None
     handover: Handover | None = None
-
-
-class DispatcherSettings(NamedTuple):
-    """Options of a loader that a dispatcher needs.
-
-    Attributes:
-        timeout_s: torch's ``timeout``; 0: none.
-        one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
-        skips: Whether samples may be skipped.
-        drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
-    """
-
     timeout_s: float = 0.0
     one_epoch: bool = False
     skips: bool = False
     drop_short: bool = False
-
-
-DEFAULTS = DispatcherSettings()
 
 
 class Dispatcher:
@@ -92,7 +137,7 @@ class Dispatcher:
     Args:
         ready_events: Counts the events that end a wait of the training loop.
         storage: The memory of open batches.
-        schedule: The policies.
+        schedule: What it does.
         wait_stats: Measures how long the training loop waits.
         tracer: Records batches, and the waits and reads of the training loop inside ``next()``.
     """
@@ -105,11 +150,10 @@ class Dispatcher:
         pool: Pool,
         storage: BatchStorage,
         schedule: Schedule,
-        settings: DispatcherSettings = DEFAULTS,
         wait_stats: ConsumerWait | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
-        order, skips = schedule.order, settings.skips
+        order, skips = schedule.order, schedule.skips
         self._ledger = ledger
         self._ready_events = ready_events
         self._pool = pool
@@ -122,11 +166,11 @@ class Dispatcher:
         self._mixed_before = self._handover is not None and not self._handover.refused
         self._wait_stats = wait_stats or ConsumerWait()
         self._tracer = tracer
-        self._timeout_s = settings.timeout_s
+        self._timeout_s = schedule.timeout_s
         # Workers must stay until it is known which places remain empty.
-        self._one_epoch = settings.one_epoch and (order.keeps_places or not skips)
+        self._one_epoch = schedule.one_epoch and (order.keeps_places or not skips)
         self._fills_skipped = skips and not order.keeps_places
-        self._drops_short = settings.drop_short and not order.keeps_places
+        self._drops_short = schedule.drop_short and not order.keeps_places
 
         self._open: deque[OpenBatch] = deque()
         self._prefetched: deque[OpenBatch] = deque()  # batches of the next epoch

@@ -16,7 +16,7 @@ from minato._fork_safety import Loans
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
 from minato.sampling.epoch import Epoch
-from minato.scheduling.waiting import waited_s
+from minato.scheduling.dispatcher import waited_s
 from minato.shared_pool.channel import Channel, connected
 from minato.shared_pool.messages import (
     BatchDescriptor,

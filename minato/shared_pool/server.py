@@ -16,7 +16,7 @@ from minato.batching.serialization import SharedStore
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed
 from minato.sampling.samplers import IndexBatches
-from minato.scheduling.waiting import waited_s
+from minato.scheduling.dispatcher import waited_s
 from minato.shared_pool.channel import RankListener
 from minato.shared_pool.messages import Hello
 from minato.shared_pool.ranks import PoolEngine, PoolEpoch, Ranks, epoch_mismatch, next_rank

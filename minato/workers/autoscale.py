@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from minato._core import ConsumerLedger, Histogram, now_ns
+from minato._core import now_ns
 from minato._system import available_cores, machine_usage
 from minato.options import PaperController
+from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.waiting import ConsumerWait, Pool
-from minato.workers.current_sample import has_begun
 from minato.workers.pool import CpuUsage, WorkerPool
-from minato.workers.shared_state import ActiveWorkers
+from minato.workers.shared_state import SharedState
 
 __all__ = [
     "CONTROLLERS",
@@ -22,7 +21,6 @@ __all__ = [
     "ControllerSettings",
     "ControllerState",
     "Measurement",
-    "PolledPool",
     "Scaler",
     "corrected",
     "formula_1",
@@ -323,11 +321,11 @@ class _Reading(NamedTuple):
 
 
 class Scaler:
-    """Sets the number of active workers, in the consumer's thread, several times a second.
+    """A pool whose number of active workers it sets, in the consumer's thread, several times a second.
 
     Args:
         autoscale_state: The controller and its state.
-        times: Service times of each worker.
+        state: What the workers share with the training loop.
         resized: Called with the number of workers when it changes.
     """
 
@@ -335,23 +333,20 @@ class Scaler:
         self,
         autoscale_state: AutoscaleState,
         *,
-        workers: WorkerPool,
-        active_workers: ActiveWorkers,
+        state: SharedState,
+        pool: WorkerPool,
         window: PrefetchWindow,
         wait_stats: ConsumerWait,
-        ledger: ConsumerLedger,
-        times: Sequence[Histogram],
         resized: Callable[[int], None] | None = None,
     ) -> None:
         self._autoscale_state = autoscale_state
-        self._settings = replace(autoscale_state.settings, most=len(times))
+        self._times = [state.meters(number).total for number in range(state.layout.num_workers)]
+        self._settings = replace(autoscale_state.settings, most=len(self._times))
         self._decide = CONTROLLERS[autoscale_state.controller]
-        self._workers = workers
-        self._active_workers = active_workers
+        self._pool = pool
+        self._state = state
         self._window = window
         self._wait_stats = wait_stats
-        self._ledger = ledger
-        self._times = times
         self._resized = resized
         self._next_ns = 0
         self._changed_ns = now_ns()
@@ -360,7 +355,16 @@ class Scaler:
         autoscale_state.state = replace(
             autoscale_state.state, trial=None, settled=False, range=None, hold=0
         )
-        active_workers.set_count(autoscale_state.state.workers)
+        state.active.set_count(autoscale_state.state.workers)
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep until the ready events exceed ``seen``, or the next check is due."""
+        self._pool.wait(seen, min(timeout_s, _LOOK_NS / 1e9))
+
+    def check(self) -> None:
+        """Replace dead workers, or raise; then update the number of workers."""
+        self._pool.check()
+        self.update()
 
     def restart(self) -> None:
         """Start a new period, which has nothing in common with the last one."""
@@ -385,7 +389,7 @@ class Scaler:
             self._before = after
             return
         elapsed_ns = now - before.at_ns
-        enough = after.samples - before.samples >= _PERIOD_SAMPLES * self._active_workers.count
+        enough = after.samples - before.samples >= _PERIOD_SAMPLES * self._state.active.count
         if elapsed_ns < _PERIOD_NS or not (enough or elapsed_ns >= _LONGEST_PERIOD_NS):
             return
         self._before = after
@@ -394,25 +398,25 @@ class Scaler:
         autoscale_state.state = self._decide(
             autoscale_state.state, self._measure(before, after), self._settings
         )
-        if autoscale_state.state.workers != self._active_workers.count:
+        if autoscale_state.state.workers != self._state.active.count:
             self._changed_ns = now
             self._set_workers(autoscale_state.state.workers)
 
     def _set_workers(self, count: int) -> None:
-        self._workers.grow(count)
+        self._pool.grow(count)
         self._window.resize(count)
-        self._active_workers.set_count(count)
+        self._state.active.set_count(count)
         if self._resized is not None:
             self._resized(count)
 
     def _all_begun(self) -> bool:
-        return all(has_begun(self._ledger, worker) for worker in range(self._active_workers.count))
+        return all(map(self._state.has_begun, range(self._state.active.count)))
 
     def _read(self, now: int) -> _Reading:
         busy_ns = 0
         for worker in range(len(self._times)):
-            lease = self._ledger.lease(worker)
-            busy_ns += self._ledger.activity(worker).busy_ns
+            lease = self._state.ledger.lease(worker)
+            busy_ns += self._state.ledger.activity(worker).busy_ns
             if lease.position is not None:
                 busy_ns += max(now - lease.started_ns, 0)
         return _Reading(
@@ -421,7 +425,7 @@ class Scaler:
             self._wait_stats.waited_until(now),
             sum(times.count for times in self._times),
             sum(times.total for times in self._times),
-            self._workers.usage(),
+            self._pool.usage(),
             machine_usage(),
         )
 
@@ -442,27 +446,10 @@ class Scaler:
             ready_share=_share(self._wait_stats.ready / self._window.limit),
             cpu_share=_share(cpu_share),
             waited_share=_share((after.waited_ns - before.waited_ns) / elapsed_ns),
-            busy_share=_share(busy_per_ns / self._active_workers.count),
+            busy_share=_share(busy_per_ns / self._state.active.count),
             blocked_share=_share(1.0 - (ran_ns + queued_ns) / busy_ns),
             samples_per_s=1e9 * busy_per_ns * (after.samples - before.samples) / cost_ns,
         )
-
-
-class PolledPool:
-    """A pool whose consumer wakes at intervals to update the number of workers."""
-
-    def __init__(self, pool: Pool, scaler: Scaler) -> None:
-        self._pool = pool
-        self._scaler = scaler
-
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until the ready events exceed ``seen``, or the next check is due."""
-        self._pool.wait(seen, min(timeout_s, _LOOK_NS / 1e9))
-
-    def check(self) -> None:
-        """Replace dead workers, or raise; then update the number of workers."""
-        self._pool.check()
-        self._scaler.update()
 
 
 def _share(value: float) -> float:

@@ -1,29 +1,43 @@
-"""The interface of all worker pools (processes, threads, actors, the main process), and the time that workers use."""
+"""What all kinds of worker pools (processes, threads, actors) have in common, and the time that workers use."""
 
 from __future__ import annotations
 
+import atexit
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from minato._fork_safety import check_owner
 from minato._system import text_of
-from minato.scheduling.waiting import Pool
+from minato.observe.tracer import in_profile
+from minato.workers.shared_state import SharedState
 
-__all__ = ["CpuUsage", "WorkerPool", "process_usage", "thread_usage"]
+__all__ = ["CpuUsage", "WorkerPool", "exiting", "process_usage", "thread_usage"]
 
 
-class WorkerPool(Pool, Protocol):
-    """The workers, as the engine sees them."""
+class WorkerPool(ABC):
+    """The workers of an engine: they are started, watched and ended together.
 
-    @property
-    def processes(self) -> Sequence[BaseProcess]:
-        """The workers that are processes of this machine."""
+    Args:
+        state: What the workers share with the training loop.
 
-    @property
-    def shut_down(self) -> Callable[[], bool]:
-        """Ends all workers; returns whether all have ended. Refers neither to the loader nor to an object that does."""
+    Attributes:
+        state: The same.
+        processes: The workers that are processes of this machine.
+        shut_down: Ends all workers; returns whether all have ended. Refers neither to the loader nor to an object that
+            does.
+    """
 
+    processes: Sequence[BaseProcess] = ()
+    shut_down: Callable[[], bool]
+
+    def __init__(self, state: SharedState) -> None:
+        self.state = state
+        self._owner = os.getpid()
+
+    @abstractmethod
     def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start the workers.
 
@@ -31,14 +45,44 @@ class WorkerPool(Pool, Protocol):
             enough: Called between slow starts; once it holds, the other workers may start later. None: all start now.
         """
 
-    def check_early(self) -> None:
-        """Replace dead workers before the loop waits, where a start takes time."""
-
-    def grow(self, count: int) -> None:
-        """Start those of the first ``count`` workers that have not been started."""
-
+    @abstractmethod
     def usage(self) -> CpuUsage:
         """Processor time of all workers."""
+
+    def grow(self, count: int) -> None:
+        """Start those of the first ``count`` workers that have not been started; by default all have."""
+        return
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep until the ready events exceed ``seen``."""
+        with in_profile("minato: wait for workers"):
+            self.state.ready.wait(seen, timeout_s)
+
+    def check(self) -> None:
+        """Replace dead workers, or raise torch's RuntimeError.
+
+        Raises:
+            RuntimeError: Also in a forked child, to which the workers do not belong.
+        """
+        check_owner(self._owner)
+
+    def check_early(self) -> None:
+        """Replace dead workers before the loop waits, where a start takes time; by default it takes none."""
+        return
+
+
+_exit_began = False
+
+
+@atexit.register
+def _begin_exit() -> None:
+    global _exit_began
+    _exit_began = True
+
+
+def exiting() -> bool:
+    """Whether the interpreter is exiting."""
+    return _exit_began
 
 
 class CpuUsage(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections import deque
@@ -12,13 +11,11 @@ from multiprocessing.process import BaseProcess
 
 from minato._compat import close_ends_of_parent, forget_child_processes
 from minato._core.limits import explaining_limits
-from minato._fork_safety import check_owner, forget_in_children, starting_worker
+from minato._fork_safety import forget_in_children, signals_deferred, starting_worker
 from minato._support.pickling import holding_descriptors
 from minato.errors import warn
-from minato.observe.tracer import in_profile
-from minato.workers.pool import CpuUsage, process_usage
+from minato.workers.pool import CpuUsage, WorkerPool, exiting, process_usage
 from minato.workers.shared_state import SharedState
-from minato.workers.signals import exiting, signals_deferred
 from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, WorkerRecovery
 
 __all__ = ["ProcessPool"]
@@ -31,7 +28,7 @@ _LOOK_S = 0.02
 """Interval between two checks whether a starting worker has begun."""
 
 
-class ProcessPool:
+class ProcessPool(WorkerPool):
     """Starts worker processes, replaces those that die, and ends them.
 
     Args:
@@ -56,7 +53,7 @@ class ProcessPool:
         first: int,
         max_starting: int,
     ) -> None:
-        self._state = state
+        super().__init__(state)
         self._recover = recovery
         self._watchdog = recovery.watchdog
         self._run = run
@@ -64,15 +61,13 @@ class ProcessPool:
         self._max_starting = max_starting
         self._starting: dict[int, float] = {}  # start times of workers that have not begun
         self._forks = context.get_start_method() == "fork"
-        self._owner = os.getpid()
         self._to_start = deque(range(num_workers if self._forks else first))
         self._unwatched = False
         look_s = None if self._watchdog is None else self._watchdog.interval_s
         self._watch = ExitWatch(context, state.ready.notify, look_s)
         self._started = StartedProcesses(state.stop, self._watch)
         self.shut_down = self._started.shut_down
-        """Ends all workers. Refers to no object of the user's, which may refer to the loader and so to this pool."""
-        self.processes = [self._make(number) for number in range(num_workers)]
+        self.processes: list[BaseProcess] = [self._make(number) for number in range(num_workers)]
         _POOLS.add(self)
 
     def _make(self, number: int) -> BaseProcess:
@@ -112,7 +107,7 @@ class ProcessPool:
         self._starting = {
             number: started
             for number, started in self._starting.items()
-            if started > since and not self._state.has_begun(number)
+            if started > since and not self.state.has_begun(number)
         }
         return len(self._starting) < self._max_starting
 
@@ -159,8 +154,8 @@ class ProcessPool:
         Raises:
             RuntimeError: This is a forked child, to which the workers do not belong.
         """
-        check_owner(self._owner)
-        if self._to_start and not self._is_ending and self._state.has_work():
+        super().check()
+        if self._to_start and not self._is_ending and self.state.has_work():
             if self._has_room():
                 self._start_next()
                 return
@@ -169,8 +164,7 @@ class ProcessPool:
             self._watch_all()
         if self._watchdog is not None:
             timeout_s = min(timeout_s, self._watchdog.interval_s)
-        with in_profile("minato: wait for workers"):
-            self._state.ready.wait(seen, timeout_s)
+        super().wait(seen, timeout_s)
 
     @property
     def _is_ending(self) -> bool:
@@ -179,7 +173,7 @@ class ProcessPool:
 
     def check(self) -> None:
         """Replace dead workers, or raise torch's RuntimeError; during shutdown, do nothing."""
-        check_owner(self._owner)
+        super().check()
         if self._is_ending:
             return
         while (ended := self._watch.first_ended()) is not None:
@@ -194,14 +188,14 @@ class ProcessPool:
 
     def check_early(self) -> None:
         """Replace dead workers before the loop waits, if there is work for them: a start takes time."""
-        if self._watch.first_ended() is not None and self._state.has_work():
+        if self._watch.first_ended() is not None and self.state.has_work():
             self.check()
 
     def _replace(self, number: int, dead: BaseProcess) -> str | None:
         """Replace a dead worker unless it may be gone; returns what to warn of, or None."""
         warning: str | None = None
         if self.processes[number] is dead:
-            if self._state.may_leave(number) and dead.exitcode in (0, None, UNREADABLE):
+            if self.state.may_leave(number) and dead.exitcode in (0, None, UNREADABLE):
                 return None
             warning = self._recover(number, dead.pid, self._watch.exit_code(dead))
             self.processes[number] = self._make(number)

@@ -1,4 +1,7 @@
-"""Reads in flight: several samples at once, in threads or as coroutines; several batches, by the dataset's library."""
+"""Reads in flight: several samples at once, in threads or as coroutines; several batches, by the dataset's library.
+
+Their limit is that of all workers; a read that takes long is hedged by a second request.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,32 @@ import operator
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
-from minato._core import now_ns
+from minato._core import Histogram, now_ns
 from minato._fork_safety import check_owner, end_copy
 from minato._support.objects import attribute
 from minato._support.text import text_of
 from minato._support.threads import start_thread
+from minato.options import FetchOptions
 from minato.transforms.rng import SampleRandomness
+from minato.workers.shared_state import SharedReadLimit
 
 __all__ = [
     "LEAST_LISTS",
     "BegunLists",
     "CoroutineReads",
-    "FinishedReads",
+    "Hedging",
+    "InFlight",
     "Read",
     "Reads",
     "ThreadReads",
+    "close_reads",
     "reads_of",
 ]
 
@@ -47,6 +55,12 @@ _NEWEST = 0.25
 _WORTH_HIDING = 1 / 3
 """The least share of the time between two batches; a further batch in flight costs about an eighth of that time."""
 _MEASURED_EVERY_NS = 100_000_000
+_LEAST_READS = 20
+"""Reads that must have finished before a read counts as a straggler."""
+_LEAST_NS = 1_000_000
+"""A second request for a faster read saves nothing."""
+_MOST_SAVED = 2.0
+"""Second requests that may accumulate in a time without stragglers, so that congestion causes no burst of them."""
 
 
 class Read:
@@ -123,34 +137,16 @@ class Read:
         return randomness
 
 
-class Reads(Protocol):
-    """The reads of a worker. Only the worker's own thread may call the methods.
+class Reads(ABC):
+    """The reads of a worker, and a queue of those that have finished.
+
+    Only the worker's own thread may call the methods.
 
     Attributes:
         limit: Largest number of reads in flight.
         outstanding: Reads submitted and not yet returned by ``finished``.
         on_finished: Called, in any thread, after a read has finished.
     """
-
-    limit: int
-    outstanding: int
-    on_finished: Callable[[], None]
-
-    def submit(self, read: Read) -> None:
-        """Start a read; reads beyond the limit wait in a queue."""
-
-    def finished(self) -> Read | None:
-        """Return the next read that has finished, in the order in which they finish; None if there is none."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep until a read has finished; returns whether one has."""
-
-    def close(self) -> None:
-        """Start no further reads, and wait for those in flight, for a limited time."""
-
-
-class FinishedReads:
-    """The common part of all kinds: a queue of finished reads."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -159,6 +155,14 @@ class FinishedReads:
         self._done: deque[Read] = deque()
         self._any_done = threading.Event()
         self._owner = os.getpid()
+
+    @abstractmethod
+    def submit(self, read: Read) -> None:
+        """Start a read; reads beyond the limit wait in a queue."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Start no further reads, and wait for those in flight, for a limited time."""
 
     def finished(self) -> Read | None:
         """Return the next read that has finished, in the order in which they finish; None if there is none."""
@@ -187,7 +191,7 @@ class FinishedReads:
         self._any_done.set()
 
 
-class ThreadReads(FinishedReads):
+class ThreadReads(Reads):
     """``dataset[index]`` in threads, which start on demand. A thread that waits does not refer to the dataset."""
 
     def __init__(self, get: Callable[[Any], object], limit: int) -> None:
@@ -256,7 +260,7 @@ def _end_threads(asked: SimpleQueue[Read | None], threads: list[threading.Thread
         asked.put(None)
 
 
-class CoroutineReads(FinishedReads):
+class CoroutineReads(Reads):
     """``await dataset.__aget__(key)`` on an event loop in a thread of its own."""
 
     def __init__(
@@ -392,7 +396,7 @@ class _Bound:
             randomness.restore(state)
 
 
-class BegunLists(FinishedReads):
+class BegunLists(Reads):
     """``dataset.__beginitems__(indices, done)``: a read is that of a whole batch.
 
     One read is in flight while the worker completes the batch before. More hide the time in which nothing could be done
@@ -484,3 +488,154 @@ def reads_of(dataset: object, limit: int) -> Reads:
     if aget is not None:
         return CoroutineReads(aget, limit)
     return ThreadReads(functools.partial(operator.getitem, dataset), limit)
+
+
+class Hedging:
+    """Finds stragglers among the reads of one worker, each at most once.
+
+    Under congestion every read is a straggler. Beyond the expected share, only one read at a time is hedged.
+
+    Args:
+        percentile: Between 0 and 100; a read that takes longer than this one of all reads is a straggler.
+    """
+
+    def __init__(self, percentile: float) -> None:
+        self._quantile = percentile / 100
+        self._durations = Histogram()
+        self._allowed = 0.0
+        self._limit_ns = 0
+        self._pending = 0
+
+    def note(self, duration_ns: int) -> None:
+        """Record the duration of a read."""
+        self._durations.record(duration_ns)
+        self._allowed = min(self._allowed + 1 - self._quantile, _MOST_SAVED)
+        if self._durations.count >= _LEAST_READS:
+            self._limit_ns = max(self._durations.percentile(self._quantile), _LEAST_NS)
+
+    def straggler(self, in_flight: Iterable[Read], now_ns: int) -> tuple[Read | None, float | None]:
+        """The read to hedge now, if there is one; otherwise after how many seconds there may be one.
+
+        The caller that hedges it calls ``on_hedge``.
+        """
+        if not self._limit_ns or (self._allowed < 1 and self._pending):
+            return None, None
+        late = (read for read in in_flight if read.started_ns and not read.duration_ns)
+        waiting = (read for read in late if read.attempts == 1)
+        oldest = min(waiting, key=lambda read: read.started_ns, default=None)
+        if oldest is None:
+            return None, None
+        remaining_ns = oldest.started_ns + self._limit_ns - now_ns
+        return (oldest, None) if remaining_ns <= 0 else (None, remaining_ns / 1e9)
+
+    def on_hedge(self) -> None:
+        """Count a second request."""
+        self._allowed = max(self._allowed - 1, 0.0)
+        self._pending += 1
+
+    def on_answer(self) -> None:
+        """Count the answer to a second request."""
+        self._pending -= 1
+
+
+class InFlight:
+    """The reads of one worker: those that wait for the limits, those that have begun, and second requests.
+
+    Args:
+        number: The worker's.
+        reads: Reads the samples, or the batches; an attribute, too.
+        read_limit: The reads in flight of all workers.
+        options: Whether slow reads are hedged, and the counters of reads.
+
+    Attributes:
+        positions: The first requests that are not complete, with their positions; the oldest first.
+    """
+
+    def __init__(
+        self, number: int, reads: Reads, read_limit: SharedReadLimit, options: FetchOptions
+    ) -> None:
+        self.reads = reads
+        self.positions: dict[Read, int] = {}
+        self._number = number
+        self._read_limit = read_limit
+        self._read_limit.begin(number)
+        self._counters = options.counters
+        percentile = options.hedge_percentile
+        self._hedging = None if percentile is None else Hedging(percentile)
+        self._waiting: deque[Read] = deque()
+
+    @property
+    def may_read_more(self) -> bool:
+        """Whether the reads themselves have room for another one."""
+        return self.reads.outstanding < self.reads.limit
+
+    def room(self) -> int:
+        """Number of reads that may begin now; none as long as earlier ones wait."""
+        self.begin()
+        if self._waiting or not self.may_read_more:
+            return 0
+        # Ask how many reads the other workers leave to this one.
+        free = self._read_limit.take(self._number, self.reads.limit - self.reads.outstanding)
+        self._read_limit.give_back(self._number, free)
+        return free
+
+    def add(self, read: Read, position: int) -> None:
+        """Add a read, which begins as soon as the limits allow."""
+        self.positions[read] = position
+        self._waiting.append(read)
+
+    def begin(self) -> None:
+        """Begin the reads that wait, as far as the limits allow."""
+        if not self._waiting:
+            return
+        count = len(self._waiting)
+        if not self._read_limit.unlimited:  # otherwise they queue for the threads
+            count = min(count, self.reads.limit - self.reads.outstanding)
+        granted = self._read_limit.take(self._number, count) if count > 0 else 0
+        for _ in range(granted):
+            self.reads.submit(self._waiting.popleft())
+
+    def hedge(self) -> float | None:
+        """Hedge a straggler if there is one; else return in how many seconds there may be one, None if unknown."""
+        if self._hedging is None or not self.may_read_more:
+            return None
+        straggler, later_s = self._hedging.straggler(self.positions, now_ns())
+        if straggler is not None and self._read_limit.take(self._number, 1):
+            self._hedging.on_hedge()
+            self._count(hedged=1)
+            self.reads.submit(straggler.hedge())
+        return later_s
+
+    def take(self, read: Read) -> int | None:
+        """Take a read that has finished; returns the position of its sample, None if it is not needed."""
+        self._read_limit.give_back(self._number)
+        first = read.again_for or read
+        first.attempts -= 1
+        if self._hedging is not None and read is not first:
+            self._hedging.on_answer()
+        if read.error is not None and first.attempts and first in self.positions:
+            return None  # the other request may succeed
+        position = self.positions.pop(first, None)
+        if position is None:
+            return None  # the other request has succeeded, or nobody needs it any more
+        first.answered = True
+        if self._hedging is not None:
+            self._hedging.note(read.duration_ns)
+        self._count(reads=1, hedges_won=int(read is not first))
+        return position
+
+    def forget(self) -> None:
+        """Drop all reads: what they return is not needed."""
+        self.positions.clear()
+        self._waiting.clear()
+
+    def _count(self, **by: int) -> None:
+        if self._counters is not None:
+            self._counters.add(**by)
+
+
+def close_reads(reference: weakref.ref[Reads]) -> None:
+    """End reads that are still there."""
+    reads = reference()
+    if reads is not None:
+        reads.close()

@@ -34,12 +34,12 @@ from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
 from minato.batching.writer import BatchWriter
 from minato.errors import WorkerDiedError
+from minato.scheduling.dispatcher import STOPPED_S, ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.waiting import STOPPED_S, ConsumerWait
-from minato.workers.context import WorkerContext
-from minato.workers.current_sample import Collation, CurrentSample, CurrentWork
 from minato.workers.error_policy import SampleFailure
 from minato.workers.sample_timeout import SampleWatchdog
+from minato.workers.shared_state import Collation, CurrentSample, CurrentWork
+from minato.workers.worker_process import WorkerContext
 
 __all__ = [
     "UNREADABLE",

@@ -6,18 +6,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 
-from minato._fork_safety import check_owner
 from minato._support.threads import start_thread
 from minato.batching.sample_error import ErrorTransport, wrapped
-from minato.observe.tracer import in_profile
-from minato.workers.context import WorkerContext
-from minato.workers.pool import CpuUsage, thread_usage
+from minato.workers.pool import CpuUsage, WorkerPool, thread_usage
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker
-from minato.workers.worker_process import announced, initialise
+from minato.workers.worker_process import WorkerContext, announced, initialise
 
 __all__ = ["ThreadPool"]
 
@@ -25,7 +21,7 @@ _GRACE_S = 4.0
 """How long a shutdown waits for the threads; a thread that hangs in user code cannot be ended."""
 
 
-class ThreadPool:
+class ThreadPool(WorkerPool):
     """Starts worker threads and ends them.
 
     A thread that sleeps refers neither to the pool nor to its worker: both may belong to a cycle through the dataset,
@@ -37,7 +33,7 @@ class ThreadPool:
         stop: Asks the workers to exit, in place of ``state.stop``; it must not refer to objects of the user's.
 
     Attributes:
-        state, context: The same.
+        context: The same.
     """
 
     def __init__(
@@ -46,18 +42,11 @@ class ThreadPool:
         context: WorkerContext,
         stop: Callable[[], None] | None = None,
     ) -> None:
-        self.state = state
+        super().__init__(state)
         self.context = context
-        self._owner = os.getpid()
         self._workers: dict[threading.Thread, Worker] = {}
         self.threads = [self._make(number) for number in range(context.plan.most_workers)]
-        self.shut_down: Callable[[], bool] = _EndThreads(stop or state.stop, self.threads)
-        """Asks the threads to exit and waits for them; returns whether all have ended."""
-
-    @property
-    def processes(self) -> Sequence[BaseProcess]:
-        """None: workers are threads."""
-        return ()
+        self.shut_down = _EndThreads(stop or state.stop, self.threads)
 
     def _make(self, number: int) -> threading.Thread:
         name = f"minato-{number}"
@@ -68,9 +57,6 @@ class ThreadPool:
         """Start all threads, without a call of ``enough``: threads start fast."""
         for thread in self.threads:
             start_thread(thread)
-
-    def grow(self, count: int) -> None:
-        """Do nothing: all threads run already."""
 
     def usage(self) -> CpuUsage:
         """Processor time of all workers."""
@@ -100,14 +86,9 @@ class ThreadPool:
         if worker is not None:
             worker.close()
 
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until the ready events exceed ``seen``."""
-        with in_profile("minato: wait for workers"):
-            self.state.ready.wait(seen, timeout_s)
-
     def check(self) -> None:
         """Raise RuntimeError if a thread has ended unexpectedly, or this is a forked child, which has no threads."""
-        check_owner(self._owner)
+        super().check()
         ended = [
             thread.name
             for number, thread in enumerate(self.threads)
@@ -115,9 +96,6 @@ class ThreadPool:
         ]
         if ended:
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(ended)} ended unexpectedly")
-
-    def check_early(self) -> None:
-        """Do nothing: a thread starts fast."""
 
     def may_leave(self, number: int) -> bool:
         """Whether the thread of worker ``number`` may end by itself."""

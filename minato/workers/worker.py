@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
@@ -18,11 +20,11 @@ from minato.sampling.samplers import LISTS
 from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, one_each
 from minato.workers.plan import WorkerPlan
-from minato.workers.runner import Fetch, Runner
+from minato.workers.reads import BegunLists, InFlight, Read, close_reads
+from minato.workers.runner import DeferredSample, Fetch, Runner
 from minato.workers.shared_state import SharedState
-from minato.workers.stages import DeferredSample
 
-__all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "Worker", "run_again"]
+__all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "ConcurrentWorker", "Worker", "run_again"]
 
 _RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
@@ -39,6 +41,8 @@ _PATIENCE_S, _PATIENCE_NS = 1.0, 1_000_000_000
 """The longest time that a worker sleeps, or works, between two checks that its parent is alive."""
 WHOLE_BATCH, ALL_SAMPLES = 0, 1 << 31
 """How many samples to claim: a batch that no worker has begun, or all that are left of one."""
+_CLAIMED_SHARE = 4
+"""While reads have finished, further ones are claimed when a fourth of the limit is free."""
 _WORTH_NOTING_NS = 100_000
 """The costs of samples that cost more are recorded for the next epoch."""
 
@@ -85,7 +89,7 @@ class Worker:
         self._slow_to_newest = plan.order.slow_to_newest
         self._deferral = runner.deferral
         self._whole_batches = plan.round_robin or fetcher.takes_lists or fetcher.keeps_state
-        self._takes_rows = fetcher.has_rows and not writer.collates and not runner.fails
+        self._takes_rows = fetcher.has_rows and not writer.collates and runner.failure is None
         if self._takes_rows:
             runner.cost_estimate.draws = False
         self.sample_retry = sample_retry
@@ -491,3 +495,254 @@ def _recorded(
         return rest(seen, timeout_s)
     finally:
         tracer.slice(name, begun_ns)
+
+
+@dataclass(eq=False)
+class _ClaimedRun:
+    """Samples that were claimed together.
+
+    Attributes:
+        first: Position of the batch's sample 0.
+        k: Which sample of the batch is the first of the run.
+        held: The complete samples, or what they raised, if all are written together; else None.
+        missing: Number of these that are not complete.
+    """
+
+    batch: int
+    first: int
+    k: int
+    bound: bool
+    epoch: int
+    seed: int
+    indices: list[Any]
+    held: list[Any] | None
+    missing: int
+
+
+class _Raised(NamedTuple):
+    """Stands for a held sample that raised."""
+
+    error: BaseException
+
+
+class ConcurrentWorker(Worker):
+    """Reads several samples at once; their transforms run one after the other in the worker's own thread.
+
+    It claims as many samples as it can read at once, from any number of batches, and writes each as soon as it is
+    complete. With :class:`BegunLists` a read is one of a whole batch, and so is what it claims and writes.
+
+    Args:
+        flight: The reads, and how many of them may be in flight.
+        plan, ledger, state, fetcher, runner, writer, sample_retry: As of :class:`Worker`.
+    """
+
+    def __init__(
+        self,
+        flight: InFlight,
+        plan: WorkerPlan,
+        ledger: WorkerLedger,
+        state: SharedState,
+        fetcher: Fetcher,
+        runner: Runner,
+        writer: BatchWriter,
+        sample_retry: SampleRetry | None = None,
+    ) -> None:
+        super().__init__(plan, ledger, state, fetcher, runner, writer, sample_retry)
+        self._flight = flight
+        self._reads = reads = flight.reads
+        reads.on_finished = self._wake
+        # Weakly: the end of an engine must not keep the dataset, which the reads refer to.
+        self.endings.append(functools.partial(close_reads, weakref.ref(reads)))
+        self._transform = fetcher.transform
+        self._reads_lists = isinstance(reads, BegunLists)
+        self._seeds = plan.seeds_samples
+        self._sleeping = False
+        self._lease = self.ledger.lease
+        self.runner.cost_estimate.draws = True  # a sample costs far more than binding it does
+
+    @property
+    def idle(self) -> bool:
+        """Whether no read is in flight."""
+        return not self._flight.positions
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no read is in flight, not even one that another has overtaken."""
+        return not self._flight.positions and not self._reads.outstanding
+
+    def step(self) -> bool:
+        """Claim what can be read now, and write one sample; False if neither was possible."""
+        self._flight.hedge()
+        read = self._reads.finished()
+        if read is None:
+            return self._claim()
+        # Samples cost less when they are claimed together.
+        if self._reads.limit - self._reads.outstanding >= self._reads.limit // _CLAIMED_SHARE:
+            self._claim()
+        self._take(read)
+        return True
+
+    def rest(self, seen: int, timeout_s: float) -> bool:
+        """Sleep until a read has finished or, if more reads may start, a sample can be claimed."""
+        if not self._flight.may_read_more:
+            return self._reads.wait(timeout_s)
+        straggling_s = self._flight.hedge()
+        if straggling_s is not None:
+            timeout_s = min(timeout_s, straggling_s)
+        self._sleeping = True
+        try:
+            return self._reads.wait(0) or super().rest(seen, timeout_s)
+        finally:
+            self._sleeping = False
+
+    def _wake(self) -> None:
+        # Runs in the thread of a read. A worker that is not asleep checks for reads before it sleeps.
+        if self._sleeping:
+            self.events.notify()
+
+    def resume_all(self) -> None:
+        """Complete everything that was claimed: it must not wait until the worker is active again."""
+        while self._flight.positions:
+            self._flight.begin()
+            read = self._reads.finished()
+            if read is not None:
+                self._take(read)
+            elif not self._reads.wait(_PATIENCE_S) and self.ledger.stopping:
+                return
+
+    def _claim(self) -> bool:
+        """Claim samples and submit their reads until enough are in flight."""
+        claimed = False
+        whole = self.writer.collates or self.writer.keeps_batches
+        while True:
+            free = self._flight.room()
+            run = self._claim_run(free, whole) if free else None
+            if run is None:
+                return claimed
+            claimed = True
+            if run.count == 0:
+                self.writer.publish(run.batch)
+            else:
+                self._enter(run, whole)
+
+    def _claim_run(self, free: int, whole: bool) -> Claim | None:
+        """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
+        if self._reads_lists and self._flight.positions and not self.fair_share():
+            return None  # the other workers could not begin a batch, too
+        if self._reads_lists or self.writer.keeps_batches:
+            return self.ledger.claim(WHOLE_BATCH)
+        return self.ledger.claim(ALL_SAMPLES if whole else free)
+
+    def _enter(self, claimed: Claim, whole: bool) -> None:
+        """Queue the reads of a run."""
+        if self._reads_lists:
+            self._enter_list(claimed)
+        else:
+            self._enter_samples(claimed, whole)
+        self._show_oldest()  # before the user's code runs, which may end the process
+
+    def _enter_list(self, claimed: Claim) -> None:
+        """Queue one read of a whole batch; a batch that cannot be read so runs as in any other worker."""
+        record = self.ledger.describe(claimed.batch)
+        given = self.read_indices(claimed.batch, claimed.k, claimed.count)
+        if claimed.count == record.count and len(given):
+            self._queue(Read(given, record.epoch, None, claimed), record.first)
+        else:
+            self.run_lease(claimed)
+
+    def _enter_samples(self, claimed: Claim, whole: bool) -> None:
+        """Queue a read of each sample."""
+        batch, k, count = claimed.batch, claimed.k, claimed.count
+        record = self.ledger.describe(batch)
+        first, bound, epoch, seed = record.first, record.bound, record.epoch, record.seed
+        indices = list(self.read_indices(batch, k, count))
+        if not indices:  # an empty batch has a place, too
+            assert isinstance(self.fetcher, Fetcher)
+            self.runner.enter(seed)
+            self.run_list(self.fetcher, list, batch, record, indices)
+            return
+        held = [None] * count if whole and bound and count == record.count else None
+        run = _ClaimedRun(batch, first, k, bound, epoch, seed, indices, held, count)
+        bound_to = seed if self._seeds else None
+        occurrences = self.ledger.occurrences(first + k, count) or [0] * count
+        for i, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
+            read = Read(index, epoch, bound_to, (run, i), occurrence=occurrence)
+            self._queue(read, first + k + i)
+
+    def _queue(self, read: Read, position: int) -> None:
+        if not self._flight.positions:
+            self.end_lease(0, now_ns())  # the worker was idle until now
+        self._flight.add(read, position)
+
+    def _show_oldest(self) -> None:
+        """Write the oldest sample in flight into the lease, for recovery and for the sample timeout."""
+        oldest = next(iter(self._flight.positions), None)
+        if oldest is not None:
+            position = self._flight.positions[oldest]
+            self._lease.begin(position, oldest.started_ns or now_ns())
+
+    def _take(self, read: Read) -> None:
+        """Run the transforms of a sample that was read, and write it."""
+        position = self._flight.take(read)
+        if position is None:
+            return
+        finish = self._finish_list if self._reads_lists else self._finish_sample
+        samples = finish(read, position)
+        # The time since the last run counts as busy: reads were in flight.
+        self.end_lease(samples, self.idle_since)
+        self._show_oldest()
+
+    def _finish_list(self, read: Read, position: int) -> int:
+        """Make the samples of a batch from what has arrived, and write them; returns their number."""
+        claimed: Claim = read.tag
+        fetcher, complete = self.fetcher, read.complete
+        assert isinstance(fetcher, Fetcher)
+        record = self.ledger.describe(claimed.batch)
+        self.runner.enter(record.seed)
+
+        def fetch(indices: list[object]) -> Any:
+            return fetcher.many(indices) if complete is None else fetcher.transformed(complete())
+
+        if complete is not None:
+            self.runner.ahead_ns = read.duration_ns
+        self.run_list(fetcher, fetch, claimed.batch, record, read.index)
+        return claimed.count
+
+    def _finish_sample(self, read: Read, position: int) -> int:
+        """Make the sample from what was read, and write it; returns the number of samples."""
+        if self.tracer.enabled:
+            ended_ns = read.started_ns + read.duration_ns
+            self.tracer.span("read", read.started_ns, ended_ns, {"index": read.index})
+        run, i = read.tag
+        runner = self.runner
+        runner.enter(run.seed)
+        runner.ahead_ns = read.duration_ns
+        samples, error = runner.run(
+            position, run.epoch, [read.index], lambda _: runner.transformed(read, self._transform)
+        )
+        cost_ns = runner.durations[0]
+        self.ledger.note_costs(position, runner.durations, len(samples))
+        if error is not None and self.sample_retry is not None:
+            sample, error = self.sample_retry.settle(position, run.epoch, read.index, error)
+            samples = [sample] if error is None else []
+        if run.held is not None:
+            run.held[i] = samples[0] if error is None else _Raised(error)
+            run.missing -= 1
+            if not run.missing:
+                self._write_held(run, run.held)
+        elif run.bound:
+            k = run.k + i
+            self.writer.deliver(
+                run.batch, k, [read.index], samples, error, state=self.dataset_state()
+            )
+        else:
+            self.deliver_free(position, [read.index], samples, [cost_ns], error)
+        return 1
+
+    def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:
+        raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
+        error = held[raised].error if raised < len(held) else None
+        state = self.dataset_state()
+        self.writer.deliver(
+            run.batch, 0, run.indices, held[:raised], error, whole=True, state=state
+        )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from minato import DataLoader
-from minato.workers.signals import signals_deferred
+from minato._fork_safety import signals_deferred
 from tests.datasets import Numbers, wait_until
 from tests.selection import mostly_slow
 from tests.subprocesses import run

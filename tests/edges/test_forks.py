@@ -646,7 +646,6 @@ UNUSED = {
     "shared_pool.ranks": "a child is no rank: refused",
     "sources.cassandra": "lives for one call",
     "workers.reads": "a child does not have the threads: refused",
-    "workers.signals": "never waited for",
 }
 """Why a child never waits for the others."""
 

@@ -65,7 +65,7 @@ MOST_ANY = 165
 MOST_UNNAMED = 3
 MOST_LINES = 60
 MOST_IMPORTS = 15
-WIRING = {"loader.py", "shared_pool/session.py", "workers/context.py", "_core/__init__.py"}
+WIRING = {"loader.py", "shared_pool/session.py", "workers/worker_process.py", "_core/__init__.py"}
 """Modules outside ``engine/`` that may import more modules of the package."""
 QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
 """Modules that may use private names of other packages."""

@@ -21,10 +21,9 @@ from minato.batching.indices import StoredIndices
 from minato.batching.serialization import LocalStore
 from minato.options import FetchOptions
 from minato.sampling.samplers import IndexBatches
-from minato.scheduling.assignment import AnyWorker
 from minato.scheduling.batches import BatchStorage, OpenBatch
-from minato.scheduling.dispatcher import Dispatcher, DispatcherSettings, Schedule
-from minato.scheduling.orders import make_order
+from minato.scheduling.dispatcher import Dispatcher, Schedule
+from minato.scheduling.orders import AnyWorker, make_order
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.transforms.compose import Transforms
 from minato.workers.plan import Pipeline, WorkerPlan
@@ -155,8 +154,9 @@ class Bench:
             ready_events=EventCount(self.segment.array, READY_EVENTS_OFFSET),
             pool=self.pool,
             storage=BatchStorage(cast(Arena, self.slots), self.indices, self._discard),
-            schedule=Schedule(self.window, how, AnyWorker()),
-            settings=DispatcherSettings(timeout_s=timeout_s, one_epoch=one_epoch),
+            schedule=Schedule(
+                self.window, how, AnyWorker(), timeout_s=timeout_s, one_epoch=one_epoch
+            ),
         )
 
     def _discard(self, record: int, slot: Range) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from minato.scheduling.assignment import AnyWorker, RoundRobin
+from minato.scheduling.orders import AnyWorker, RoundRobin
 
 
 def none_held(owner: int) -> int:

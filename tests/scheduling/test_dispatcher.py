@@ -10,7 +10,7 @@ import pytest
 
 from minato._core import WORK_EVENTS_OFFSET, EventCount
 from minato.sampling.epoch import NextEpoch
-from minato.scheduling import dispatcher, waiting
+from minato.scheduling import dispatcher
 from minato.scheduling.orders import make_order
 from tests.scheduling.fakes import Bench
 
@@ -255,7 +255,7 @@ def test_timeout() -> None:
 def test_only_waiting_uses_up_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch: a slow sampler does not. Nor does a stop of the process, during the wait or at any other line."""
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: now.s))
 
     def pass_by() -> None:
         now.s += 100.0
@@ -273,7 +273,7 @@ def test_only_waiting_uses_up_the_timeout(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_wait_uses_up_the_timeout_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(dispatcher, "time", SimpleNamespace(monotonic=lambda: now.s))
 
     def wait() -> None:
         now.s += 0.9

@@ -21,7 +21,7 @@ from minato import DataLoader
 from minato.scheduling import dispatcher
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers import supervision
-from minato.workers.current_sample import CurrentSample
+from minato.workers.shared_state import CurrentSample
 from minato.workers.supervision import UNREADABLE, RestartPolicy
 from tests.datasets import wait_until
 from tests.selection import mostly_slow

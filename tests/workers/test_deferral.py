@@ -25,9 +25,8 @@ from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.fetch import Fetcher
-from minato.workers.runner import Runner, RunnerSettings
+from minato.workers.runner import Deferral, DeferredSample, Runner, StageRunner
 from minato.workers.shared_state import SharedState
-from minato.workers.stages import Deferral, DeferredSample, StageRunner
 from minato.workers.worker import Worker
 from tests.datasets import TOO_MANY_WORKERS, Numbers, late_by, three_draws
 from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
@@ -249,7 +248,7 @@ class Case:
             Keyed(), chain, lease=lease, meters=self.meters, deferral=deferral
         )
         runner = Runner(
-            RunnerSettings(),
+            worker_plan(),
             lease=lease,
             meters=self.meters,
             make_randomness=SampleRandomness,

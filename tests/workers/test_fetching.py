@@ -15,8 +15,7 @@ import torch
 import minato
 from minato import FetchOptions
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.workers.concurrent import Hedging
-from minato.workers.reads import Read
+from minato.workers.reads import Hedging, Read
 from minato.workers.shared_state import SharedReadLimit
 from tests.datasets import Journal, Numbers
 

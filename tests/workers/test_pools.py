@@ -22,12 +22,11 @@ from minato._core import EventCount
 from minato._core.segment import Segment
 from minato.batching.sample_error import wrapped
 from minato.workers import supervision
-from minato.workers.context import WorkerContext
 from minato.workers.process_pool import ProcessPool
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerRecovery
 from minato.workers.thread_pool import ThreadPool
-from minato.workers.worker_process import parent_watch
+from minato.workers.worker_process import WorkerContext, parent_watch
 
 FORK = multiprocessing.get_context("fork")
 

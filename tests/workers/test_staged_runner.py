@@ -13,7 +13,7 @@ from minato._core import Lease, now_ns
 from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.workers import runner
-from minato.workers.stages import DeferredSample, StageRunner
+from minato.workers.runner import DeferredSample, StageRunner
 from tests.datasets import Numbers
 
 

@@ -12,9 +12,8 @@ from minato.batching.writer import BatchWriter
 from minato.observe.meters import Meters
 from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
-from minato.workers.runner import Runner, RunnerSettings
+from minato.workers.runner import Runner, StageRunner
 from minato.workers.shared_state import SharedState
-from minato.workers.stages import StageRunner
 from minato.workers.worker import Worker
 from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
 
@@ -63,11 +62,12 @@ class Setting:
             else StageRunner(dataset, Transforms(), lease=lease, meters=self.meters)
         )
         self.runner = Runner(
-            RunnerSettings(failure=failure),
+            worker_plan(),
             lease=lease,
             meters=self.meters,
             stage_runner=stage_runner,
         )
+        self.runner.failure = failure
         self.worker = Worker(
             worker_plan(),
             ledger,
