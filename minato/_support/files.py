@@ -29,6 +29,7 @@ __all__ = [
     "open_lines",
     "open_regular",
     "replacement",
+    "unmapped_user",
     "write_all",
     "write_atomically",
 ]
@@ -36,6 +37,8 @@ __all__ = [
 PRIVATE = 0o600
 """Mode of files that hold keys, samples or texts of errors."""
 _CHUNK_BYTES = 4096
+_UID_MAP = Path("/proc/self/uid_map")
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 _POLL_S = 0.01
 """Between two looks at the lock of a file: flock() has no time limit."""
 
@@ -253,7 +256,7 @@ def check_private(path: _Path) -> None:
 
 
 def _check_part(part: Path, owner: int, group: int, mode: int, above: bool) -> None:
-    if owner not in (0, os.geteuid()) and not (above and owner == _unmapped_user()):
+    if owner not in (0, os.geteuid()) and not (above and owner == unmapped_user()):
         raise _not_private(part, f"belongs to user {owner}", f"chown {os.geteuid()}")
     if above and mode & stat.S_ISVTX:
         return
@@ -264,12 +267,15 @@ def _check_part(part: Path, owner: int, group: int, mode: int, above: bool) -> N
 
 
 @functools.cache
-def _unmapped_user() -> int | None:
-    """The owner that files of the host's root seem to have in a container with users of its own; None outside."""
+def unmapped_user() -> int | None:
+    """The number that all users without one seem to have in a container with users of its own; None outside.
+
+    The host's root is one of them.
+    """
     try:
-        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(0xFFFFFFFF)]:
+        if _UID_MAP.read_text().split() == ["0", "0", str(0xFFFFFFFF)]:
             return None
-        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+        return int(_OVERFLOW_UID.read_text())
     except (OSError, ValueError):
         return None
 

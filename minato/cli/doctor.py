@@ -12,6 +12,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,13 +32,11 @@ __all__ = ["Finding", "add_to", "fast_paths", "machine"]
 
 State = Literal["ok", "note", "limit"]
 
-_GIB = 1 << 30
 _FILES_BASE, _FILES_PER_WORKER = 128, 8
 _PROCESSES_BASE = 64
 _ROOMY_ADDRESS_SPACE = 1 << 42
-_SPARE_MEMORY = _GIB
+_SPARE_MEMORY = 1 << 30
 _SPARE_SHM = 1 << 20
-_OLDEST = {"Python": (3, 11), "torch": (2, 6), "NumPy": (1, 26)}
 _SHM = Path("/dev/shm")
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
@@ -62,103 +61,79 @@ def _finding(name: str, value: str, remedy: str, *, limits: bool) -> Finding:
     return Finding(name, "limit", value, remedy) if limits else Finding(name, "ok", value)
 
 
+def _active(name: str, active: bool, why_not: str, remedy: str) -> Finding:
+    value = "active" if active else f"not active{why_not}"
+    return _finding(name, value, remedy, limits=not active)
+
+
 # --- fast paths -----------------------------------------------------------------------------
 
 
 def fast_paths() -> list[Finding]:
     """The state of each fast path in this process, with the reason where it is not active."""
-    return [
-        _compiled_core(),
-        _dlpack(),
-        _tensor_fields(),
-        _generator_memory(),
-        _batch_rules(),
-        _memfd(),
-        _futex(),
-        *_private_names(),
-    ]
+    return [*_parts_of_core(), *_of_packages(), *_of_system(), *_private_names()]
 
 
-def _active(name: str, active: bool, why_not: str, remedy: str) -> Finding:
-    return _finding(name, "active" if active else why_not, remedy, limits=not active)
-
-
-def _compiled_core() -> Finding:
+def _parts_of_core() -> Iterator[Finding]:
     form, reason = _core.implementation()
     remedy = "reinstall minato with a C compiler present, and leave MINATO_NO_EXTENSIONS unset"
-    return _active("compiled core", form == "compiled", f"not active: {reason}", remedy)
-
-
-def _needs_core(name: str) -> Finding | None:
-    """The finding for a part of the compiled core where that is not in use, else None."""
-    if _core.USE_EXTENSIONS:
-        return None
-    return Finding(name, "note", "not active: part of the compiled core")
-
-
-def _dlpack() -> Finding:
-    name = "DLPack exchange"
-    return _needs_core(name) or _active(
-        name,
+    yield _active("compiled core", form == "compiled", f": {reason}", remedy)
+    if not _core.USE_EXTENSIONS:
+        for name in ("DLPack exchange", "tensor fields"):
+            yield Finding(name, "note", "not active: part of the compiled core")
+        return
+    yield _active(
+        "DLPack exchange",
         hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
-        f"not active: torch {torch.__version__} does not offer it",
+        f": torch {torch.__version__} does not offer it",
         "install a newer torch; until then minato reads the shape and strides of each tensor in Python",
     )
+    why_not, remedy = _forbidden() or (
+        f": not found in torch {torch.__version__}",
+        "report this version of torch to the project; until then each tensor costs 0.15 µs more",
+    )
+    yield _active("tensor fields", tensor_memory.find() is not None, why_not, remedy)
 
 
 def _forbidden() -> tuple[str, str] | None:
     if _compat.may_access_memory():
         return None
-    return "not active: MINATO_DIRECT_MEMORY=0", "leave MINATO_DIRECT_MEMORY unset"
+    return ": MINATO_DIRECT_MEMORY=0", "leave MINATO_DIRECT_MEMORY unset"
 
 
-def _tensor_fields() -> Finding:
-    name = "tensor fields"
-    why_not, remedy = _forbidden() or (
-        f"not active: not found in torch {torch.__version__}",
-        "report this version of torch to the project; until then each tensor costs 0.15 µs more",
-    )
-    return _needs_core(name) or _active(name, tensor_memory.find() is not None, why_not, remedy)
-
-
-def _generator_memory() -> Finding:
+def _of_packages() -> Iterator[Finding]:
     found = rng_memory.found_in_memory()
     missing = ", ".join(name for name, is_found in found.items() if not is_found)
     why_not, remedy = _forbidden() or (
-        f"not active for {missing}",
+        f" for {missing}",
         "report the versions of Python, NumPy and torch to the project; until then seed= costs 5 µs more per sample",
     )
-    return _active("generator memory", not missing, why_not, remedy)
-
-
-def _batch_rules() -> Finding:
-    return _active(
+    yield _active("generator memory", not missing, why_not, remedy)
+    yield _active(
         "batches in place",
         _compat.collates_by_default(),
-        "not active: the rules of torch's default_collate have changed",
+        ": the rules of torch's default_collate have changed",
         "use the latest minato with this torch; until then torch's default_collate builds the batches",
     )
 
 
-def _memfd() -> Finding:
-    name, remedy = "memfd", "allow memfd_create in the security policy (seccomp) of the container"
+def _of_system() -> Iterator[Finding]:
+    why_not, remedy = "", "allow memfd_create in the security policy (seccomp) of the container"
     if not hasattr(os, "memfd_create"):
+        why_not = "this Python has no memfd_create"
         remedy = "use Python on Linux with glibc 2.27 or newer; until then batches are stored in files in TMPDIR"
-        return Finding(name, "limit", "this Python has no memfd_create", remedy)
-    try:
-        with explaining_limits("make shared memory"):
-            Segment(mmap.PAGESIZE)
-    except OSError as error:
-        return Finding(name, "limit", str(error.strerror or error), remedy)
-    return Finding(name, "ok", "active")
-
-
-def _futex() -> Finding:
+    else:
+        try:
+            with explaining_limits("make shared memory"):
+                Segment(mmap.PAGESIZE)
+        except OSError as error:
+            why_not = str(error.strerror or error)
+    yield _finding("memfd", why_not or "active", remedy, limits=bool(why_not))
     error = futex_error()
-    return _active(
+    yield _active(
         "futex",
         error is None,
-        f"not active: {error}",
+        f": {error}",
         "use Linux, and allow futex in the security policy (seccomp); until then waiting costs up to 0.5 ms",
     )
 
@@ -178,221 +153,153 @@ def _private_names() -> Iterator[Finding]:
 
 def machine() -> list[Finding]:
     """The limits of the machine or container, each with a remedy where it limits minato."""
-    return [
-        _distribution(),
-        *_versions(),
-        _gil(),
-        _kernel(),
-        _cores(),
-        _cpu_quota(),
-        _sockets(),
-        _open_files(),
-        _processes(),
-        _address_space(),
-        _file_size(),
-        _core_dumps(),
-        _overcommit(),
-        _memory(),
-        _out_of_memory(),
-        _dev_shm(),
-        _start_method(),
-    ]
+    return [*_software(), *_cores(), *_process_limits(), *_memory(), _start_method()]
 
 
-def _distribution() -> Finding:
-    """Whether another project with the same import name is installed anywhere on the path."""
-    try:
+def _software() -> Iterator[Finding]:
+    try:  # anywhere on the path
         other = importlib.metadata.version("minato")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("distribution", "ok", f"minatoloader {__version__}, imported as minato")
-    return Finding(
-        "distribution",
-        "limit",
-        f"another project, minato {other} of PyPI, is installed too and has the same import name",
-        "uninstall both (pip uninstall minato minatoloader), then install minatoloader",
-    )
+        yield Finding("distribution", "ok", f"minatoloader {__version__}, imported as minato")
+    else:
+        yield Finding(
+            "distribution",
+            "limit",
+            f"another project, minato {other} of PyPI, is installed too and has the same import name",
+            "uninstall both (pip uninstall minato minatoloader), then install minatoloader",
+        )
+    for name, version, oldest in (
+        ("Python", platform.python_version(), (3, 11)),
+        ("torch", str(torch.__version__), (2, 6)),
+        ("NumPy", np.__version__, (1, 26)),
+    ):
+        remedy = f"install {name} {oldest[0]}.{oldest[1]} or newer"
+        yield _finding(name, version, remedy, limits=_release(version) < oldest)
+    if not _system.has_gil():
+        yield Finding("GIL", "ok", "off: worker threads run Python code at the same time")
+    elif not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        yield Finding("GIL", "ok", "on")
+    else:
+        remedy = (
+            "import no extension module that asks for the GIL, or set PYTHON_GIL=0; until then worker threads take "
+            "turns"
+        )
+        yield Finding("GIL", "note", "on, in a Python that can do without", remedy)
+    system = platform.system()
+    remedy = "use Linux: minato is tested there only"
+    yield _finding("kernel", f"{system} {platform.release()}", remedy, limits=system != "Linux")
 
 
-def _versions() -> Iterator[Finding]:
-    found = {
-        "Python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "NumPy": np.__version__,
-    }
-    for name, version in found.items():
-        oldest = _OLDEST[name]
-        words = ".".join(map(str, oldest))
-        remedy = f"install {name} {words} or newer"
-        yield _finding(name, version, remedy, limits=_numbers(version)[: len(oldest)] < oldest)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
+def _release(version: str) -> tuple[int, ...]:
     parts = version.partition("+")[0].split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
-def _gil() -> Finding:
-    if not _system.has_gil():
-        return Finding("GIL", "ok", "off: worker threads run Python code at the same time")
-    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return Finding("GIL", "ok", "on")
-    return Finding(
-        "GIL",
-        "note",
-        "on, in a Python that can do without",
-        "import no extension module that asks for the GIL, or set PYTHON_GIL=0; until then worker threads take turns",
-    )
-
-
-def _kernel() -> Finding:
-    system = platform.system()
-    return _finding(
-        "kernel",
-        f"{system} {platform.release()}",
-        "use Linux: minato is tested there only",
-        limits=system != "Linux",
-    )
-
-
-def _cores() -> Finding:
+def _cores() -> Iterator[Finding]:
     present, usable = os.cpu_count() or 1, _system.affinity_cores()
     allotted = min(_system.cpuset_cores() or present, present)
-    return _finding(
+    yield _finding(
         "cores",
         f"{usable} of {allotted}" if usable < allotted else str(usable),
         "lift the affinity of the process (taskset, --cpu-bind=none, OMP_PROC_BIND=false), unless it is intended",
         limits=usable < allotted,
     )
-
-
-def _cpu_quota() -> Finding:
-    quota, usable = _system.cpu_quota(), _system.affinity_cores()
-    if quota is None:
-        return Finding("cpu quota", "ok", "none")
-    return _finding(
+    quota = _system.cpu_quota()
+    yield _finding(
         "cpu quota",
-        f"{quota:g} cores of {usable}",
-        f"raise the quota of the container (cpu.max), or use at most num_workers={max(int(quota), 1)}",
-        limits=quota < usable,
+        "none" if quota is None else f"{quota:g} cores of {usable}",
+        f"raise the quota of the container (cpu.max), or use at most num_workers={max(int(quota or 1), 1)}",
+        limits=quota is not None and quota < usable,
     )
-
-
-def _sockets() -> Finding:
     nodes = len(_system.cores_by_numa_node())
     if nodes < 2:
-        return Finding("sockets", "ok", "1")
-    return Finding(
-        "sockets",
-        "note",
-        f"{nodes} NUMA nodes",
-        "the kernel moves workers and memory between them: bind each rank to one of them (numactl, taskset)",
-    )
+        yield Finding("sockets", "ok", "1")
+    else:
+        remedy = "the kernel moves workers and memory between them: bind each rank to one of them (numactl, taskset)"
+        yield Finding("sockets", "note", f"{nodes} NUMA nodes", remedy)
 
 
-def _limit_words(limit: int | None) -> str:
-    return "unlimited" if limit is None else str(limit)
-
-
-def _open_files() -> Finding:
-    limit = soft_limit("RLIMIT_NOFILE")
-    needed = _FILES_BASE + _FILES_PER_WORKER * math.ceil(_system.available_cores(whole_node=True))
-    return _finding(
+def _process_limits() -> Iterator[Finding]:
+    cores = math.ceil(_system.available_cores(whole_node=True))
+    needed = _FILES_BASE + _FILES_PER_WORKER * cores
+    yield _limit(
         "open files",
-        _limit_words(limit),
+        soft_limit("RLIMIT_NOFILE"),
+        needed,
         f"raise the limit (ulimit -n {max(needed, 4096)}): loaders with a worker on each core need about {needed}",
-        limits=limit is not None and limit < needed,
     )
-
-
-def _processes() -> Finding:
     left = _system.group_processes_left()
     limit = None if os.geteuid() == 0 else soft_limit("RLIMIT_NPROC")  # root has no such limit
     if limit is not None:
         own = limit - _system.user_threads()
         left = own if left is None else min(own, left)
-    needed = _PROCESSES_BASE + 4 * math.ceil(_system.available_cores(whole_node=True))
-    return _finding(
-        "processes",
-        "unlimited" if left is None else f"{left} more",
-        f"raise the limit (ulimit -u, pids.max): workers and their threads may need {needed} more",
-        limits=left is not None and left < needed,
+    needed = _PROCESSES_BASE + 4 * cores
+    remedy = (
+        f"raise the limit (ulimit -u, pids.max): workers and their threads may need {needed} more"
     )
-
-
-def _address_space() -> Finding:
-    limit = soft_limit("RLIMIT_AS")
-    return _finding(
+    yield _limit("processes", left, needed, remedy, "{} more")
+    yield _limit(
         "address space",
-        "unlimited" if limit is None else format_value(limit, "bytes"),
+        soft_limit("RLIMIT_AS"),
+        4 * _ROOMY_ADDRESS_SPACE,
         "lift the limit (ulimit -v unlimited): a loader reserves terabytes of addresses, which need no memory",
-        limits=limit is not None and limit < 4 * _ROOMY_ADDRESS_SPACE,
     )
-
-
-def _file_size() -> Finding:
-    limit = soft_limit("RLIMIT_FSIZE")
-    return _finding(
+    yield _limit(
         "file size",
-        "unlimited" if limit is None else format_value(limit, "bytes"),
+        soft_limit("RLIMIT_FSIZE"),
+        _ROOMY_ADDRESS_SPACE,
         "lift the limit (ulimit -f unlimited): it also applies to shared memory",
-        limits=limit is not None and limit < _ROOMY_ADDRESS_SPACE,
     )
-
-
-def _core_dumps() -> Finding:
-    limit = soft_limit("RLIMIT_CORE")
-    return _finding(
+    dumps = soft_limit("RLIMIT_CORE") != 0
+    yield _finding(
         "core dumps",
-        "off" if limit == 0 else "on",
+        "on" if dumps else "off",
         "switch them off (ulimit -c 0): this Python cannot keep shared memory out of them",
-        limits=limit != 0 and not hasattr(mmap, "MADV_DONTDUMP"),
+        limits=dumps and not hasattr(mmap, "MADV_DONTDUMP"),
     )
 
 
-def _overcommit() -> Finding:
-    try:
+def _limit(name: str, limit: int | None, needed: int, remedy: str, words: str = "{}") -> Finding:
+    if limit is None:
+        return Finding(name, "ok", "unlimited")
+    shown = words.format(limit if needed < _ROOMY_ADDRESS_SPACE else format_value(limit, "bytes"))
+    return _finding(name, shown, remedy, limits=limit < needed)
+
+
+def _memory() -> Iterator[Finding]:
+    mode = "unknown"
+    with suppress(OSError):
         mode = _system.text_of(_OVERCOMMIT).strip()
-    except OSError:
-        return Finding("overcommit", "ok", "unknown")
-    return _finding(
+    yield _finding(
         "overcommit",
         mode,
         "set sysctl vm.overcommit_memory to 0 or 1: with 2, reserved addresses count as memory",
         limits=mode == "2",
     )
-
-
-def _memory() -> Finding:
     available, whole = _system.available_memory_bytes(), _system.memory_limit_bytes()
-    return _finding(
+    yield _finding(
         "memory",
         f"{format_value(available, 'bytes')} of {format_value(whole, 'bytes')} available",
         "raise the container's limit (memory.max), or end other programs: batches in shared memory also count",
         limits=available < _SPARE_MEMORY,
     )
-
-
-def _out_of_memory() -> Finding:
     kills = _system.memory_kills()
-    return _finding(
+    yield _finding(
         "killed by OOM",
         f"{kills} processes" if kills else "none",
         "raise the container's limit (memory.max), use fewer workers, or set memory_budget=",
         limits=kills > 0,
     )
-
-
-def _dev_shm() -> Finding:
-    name = "/dev/shm"
     if not os.access(_SHM, os.W_OK):
         remedy = (
             "mount a tmpfs there: the locks of multiprocessing need it; minato's batches do not"
         )
-        return Finding(name, "limit", "not writable", remedy)
+        yield Finding("/dev/shm", "limit", "not writable", remedy)
+        return
     statistics = os.statvfs(_SHM)
     free = statistics.f_bavail * statistics.f_frsize
-    return _finding(
-        name,
+    yield _finding(
+        "/dev/shm",
         f"{format_value(free, 'bytes')} free; minato's batches do not use it",
         "enlarge it (docker run --shm-size=1g): torch's shared tensors and the locks of multiprocessing use it",
         limits=free < _SPARE_SHM,

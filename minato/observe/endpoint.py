@@ -8,17 +8,18 @@ import socket
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, NamedTuple
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from minato._fork_safety import forget_in_children
 from minato._support.threads import start_thread
 from minato.observe.epoch_log import EpochLog
 from minato.observe.gpus import INTERVAL_S
-from minato.observe.metrics import CATALOG, values_of
+from minato.observe.metrics import CATALOG
 
 __all__ = ["ServedMetrics"]
 
@@ -29,35 +30,26 @@ _TIME_LIMIT_S = 2.0
 _MOST_CLIENTS = 16
 _PAUSE_S = 0.1
 _JOIN_S = 5.0
+_EXPORTED = [metric for metric in CATALOG if metric.exported]
 
 
-class _Family(NamedTuple):
-    """A metric with all its time series, by the values of its labels."""
-
-    kind: str
-    meaning: str
-    labels: tuple[str, ...]
-    values: dict[tuple[str, ...], float]
-
-
-def _families() -> dict[str, _Family]:
-    of_loader, of_stage, of_gpu = ("loader",), ("loader", "stage"), ("gpu", "name")
-    found = {
-        each.name: _Family(each.kind, each.meaning, of_loader, {})
-        for each in CATALOG
-        if each.exported
-    }
-    for name, labels, meaning in (
-        ("stage_seconds_total", of_stage, "Time in a stage, for the samples that were timed."),
-        ("stage_samples_total", of_stage, "Samples that were timed in a stage."),
-        ("gpu_observed_seconds_total", of_gpu, "Time that a GPU was monitored."),
-        ("gpu_idle_seconds_total", of_gpu, "Time that a GPU was idle."),
-        ("gpu_busy_seconds_total", of_gpu, "Time that a GPU was busy, times utilization."),
-    ):
-        found[name] = _Family("counter", meaning, labels, {})
-    return found
-
-
+_OF_STAGE, _OF_GPU = ("loader", "stage"), ("gpu", "name")
+_FAMILIES = [
+    *((each.name, each.kind, ("loader",), each.meaning) for each in _EXPORTED),
+    (
+        "stage_seconds_total",
+        "counter",
+        _OF_STAGE,
+        "Time in a stage, for the samples that were timed.",
+    ),
+    ("stage_samples_total", "counter", _OF_STAGE, "Samples that were timed in a stage."),
+    ("gpu_observed_seconds_total", "counter", _OF_GPU, "Time that a GPU was monitored."),
+    ("gpu_idle_seconds_total", "counter", _OF_GPU, "Time that a GPU was idle."),
+    ("gpu_busy_seconds_total", "counter", _OF_GPU, "Time that a GPU was busy, times utilization."),
+]
+"""Name, kind, labels and meaning of each metric."""
+_Values = dict[str, dict[tuple[str, ...], float]]
+"""By name and labels: loaders at one address show the same GPUs."""
 _numbers = itertools.count(2)
 _served: weakref.WeakSet[ServedMetrics] = weakref.WeakSet()
 
@@ -96,19 +88,18 @@ class ServedMetrics:
         self._finalizer = weakref.finalize(self, _leave, address)
         _served.add(self)
 
-    def add_to(self, families: dict[str, _Family]) -> None:
+    def add_to(self, found: _Values) -> None:
         """Add the present values; between two epochs only totals over epochs."""
         totals, machine = self._log.totals(), self._log.machine()
-        values = values_of(totals)
-        for metric in CATALOG:
-            if metric.exported and (totals.running or metric.kind == "counter"):
-                families[metric.name].values[self.name,] = values[metric.name]
+        for metric in _EXPORTED:
+            if totals.running or metric.kind == "counter":
+                found[metric.name][self.name,] = float(metric.value(totals))
         if not totals.running:
             return
         for stage, (count, total_ns) in zip(self._stages, self._log.stages(), strict=False):
             labels = self.name, stage.encode("utf-8", "backslashreplace").decode()
-            families["stage_seconds_total"].values[labels] = total_ns / 1e9
-            families["stage_samples_total"].values[labels] = count
+            found["stage_seconds_total"][labels] = total_ns / 1e9
+            found["stage_samples_total"][labels] = count
         for number, (gpu, _) in enumerate(machine.gpus):
             for name, field, seconds in (
                 ("gpu_observed_seconds_total", "samples", INTERVAL_S),
@@ -116,7 +107,7 @@ class ServedMetrics:
                 ("gpu_busy_seconds_total", "busy_percent", INTERVAL_S / 100),
             ):
                 count = machine.counts.get(f"gpu{number}_{field}", 0)
-                families[name].values[str(number), gpu] = count * seconds
+                found[name][str(number), gpu] = count * seconds
 
 
 class _Handler(WSGIRequestHandler):
@@ -130,9 +121,12 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = _MOST_CLIENTS
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, address: tuple[str, int], serve: Any) -> None:
         self._free = threading.Semaphore(_MOST_CLIENTS)
-        super().__init__(*arguments)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Handler)
+        self.set_app(serve)
 
     def get_request(self) -> Any:
         """Accept a client; without descriptors, pause, as the next attempt would fail as well."""
@@ -172,10 +166,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Ignore a client that has gone."""
 
 
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
-
-
 class _Endpoint:
     """Serves the metrics of the loaders at one address, in a thread."""
 
@@ -183,12 +173,10 @@ class _Endpoint:
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self.loaders: list[weakref.ref[ServedMetrics]] = []
-        registry, (host, port) = CollectorRegistry(), address
+        registry, host = CollectorRegistry(), address[0]
         registry.register(self)
-        is_v6 = ":" in host
-        kind = _ServerV6 if is_v6 else _Server
-        self._server = make_server(host, port, make_wsgi_app(registry), kind, _Handler)
-        name = f"[{host}]" if is_v6 else host
+        self._server = _Server(address, make_wsgi_app(registry))
+        name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="minato-metrics", daemon=True
@@ -203,15 +191,15 @@ class _Endpoint:
         """All metrics of all loaders, for the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        families = _families()
+        found: _Values = defaultdict(dict)
         for reference in list(self.loaders):
             if (loader := reference()) is not None:
-                loader.add_to(families)
-        for name, (kind, meaning, labels, values) in families.items():
-            if values:
+                loader.add_to(found)
+        for name, kind, labels, meaning in _FAMILIES:
+            if name in found:
                 make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
                 family = make(f"minato_{name}", meaning, labels=labels)
-                for each, value in values.items():
+                for each, value in found[name].items():
                     family.add_metric(each, value)
                 yield family
 

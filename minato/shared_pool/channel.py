@@ -15,13 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
-from pathlib import Path
 from select import POLLIN, POLLOUT, poll
 from typing import Any
 
+from minato._support.files import unmapped_user
 from minato._support.threads import start_thread
 from minato.shared_pool.messages import WITH_DESCRIPTOR, encoded, from_rank
 from minato.shared_pool.rendezvous import Rendezvous
@@ -48,9 +47,6 @@ _JOIN_S = 5.0
 
 _PEER = struct.Struct("3i")
 _TIMEVAL = struct.Struct("ll")
-_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
-_UID_MAP = Path("/proc/self/uid_map")
-_ALL_UIDS = ["0", "0", "4294967295"]
 
 
 class WrongKeyError(PermissionError):
@@ -77,23 +73,12 @@ def peer_of(connection: socket.socket) -> int:
             f"process {pid} of user {theirs} wants to share a pool of workers with this one of user {user}: only "
             "processes of the same user may"
         )
-    if user in _unknown_users():
+    if user == unmapped_user():
         raise PermissionError(
             f"this process runs as user {user}, which in its user namespace represents all users without a mapping "
             "there: with shared_pool=True run the ranks as a user that the namespace maps (/proc/self/uid_map)"
         )
     return pid
-
-
-@cache
-def _unknown_users() -> tuple[int, ...]:
-    """Return the number that the kernel shows for users without a mapping in this process's user namespace, if any."""
-    try:
-        if _UID_MAP.read_text().split() == _ALL_UIDS:
-            return ()
-        return (int(_OVERFLOW_UID.read_text()),)
-    except OSError:  # without /proc
-        return ()
 
 
 def connected(
@@ -376,7 +361,7 @@ class RankListener:
             try:
                 if self._socket in wait([self._socket, self._woken], _LIVENESS_S):
                     self._accept()
-            except (BlockingIOError, ConnectionAbortedError):  # the client has gone already
+            except BlockingIOError:  # the client has gone already
                 pass
             except (OSError, RuntimeError):  # no descriptors, memory or threads; or a stranger
                 self._ended.wait(_PAUSE_S)

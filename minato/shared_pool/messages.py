@@ -6,11 +6,11 @@ import functools
 import itertools
 import json
 import operator
-from collections.abc import Iterable
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, NamedTuple, NewType, get_args, get_origin, get_type_hints
 
 from minato.batching.arena import Slot
-from minato.sampling.progress import BatchPart, Completed, Tally
+from minato.sampling.progress import BatchPart, Completed
 
 __all__ = [
     "WITH_DESCRIPTOR",
@@ -29,6 +29,8 @@ WITH_DESCRIPTOR = "arena"
 _LIMIT = 1 << 64
 """Of numbers: hashes have 64 bits."""
 Pairs = tuple[tuple[int, int], ...]
+_LISTS_OF_PAIRS = (Pairs, list[tuple[int, int]])
+_Signed = NewType("_Signed", int)
 
 
 class BatchDescriptor(NamedTuple):
@@ -47,7 +49,7 @@ class BatchDescriptor(NamedTuple):
     layout: int
     result: tuple[int, int]
     failed: bool
-    texts: tuple[tuple[int, int], ...]
+    texts: Pairs
     nbytes: int
 
 
@@ -88,7 +90,24 @@ class BatchMessage(NamedTuple):
     number: int
     arena: int
     descriptor: BatchDescriptor
-    portion: Any
+    portion: BatchPart
+
+
+_MORE: dict[str, Any] = {
+    "hello": Hello,
+    "enter": tuple[_Signed, Completed | None],
+    **dict.fromkeys(("next", "leave", "bye"), type(None)),
+}
+"""The types of ``more`` in the messages of a client."""
+_OF_HOST: dict[str, Any] = {
+    **dict.fromkeys(("welcome", "open", "end"), tuple[str, int]),
+    **dict.fromkeys(("broken", "refused"), tuple[str, str]),
+    "failed": tuple[str, int, str],
+    WITH_DESCRIPTOR: tuple[str, int, int],
+    "given back": tuple[str, tuple[tuple[int, Slot], ...]],
+    "batch": BatchMessage,
+}
+"""The types of the server's messages."""
 
 
 def encoded(message: tuple[object, ...]) -> bytes:
@@ -97,18 +116,8 @@ def encoded(message: tuple[object, ...]) -> bytes:
     Raises:
         TypeError: It holds other types than tuples, strings, integers, bools and None.
     """
-    match message:
-        case BatchMessage(descriptor=BatchDescriptor() as descriptor, portion=portion):
-            # Flat lists: there may be a pair for each sample.
-            ranges, samples, hashes = portion
-            parts = descriptor._replace(texts=_flat(descriptor.texts))  # type: ignore[arg-type]  # only to be sent
-            message = message._replace(descriptor=parts, portion=(_flat(ranges), samples, hashes))
     # numpy's integers become Python's.
     return json.dumps(message, separators=(",", ":"), default=operator.index).encode()
-
-
-def _flat(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(itertools.chain.from_iterable(pairs))
 
 
 def from_rank(data: bytes) -> RankMessage:
@@ -117,18 +126,8 @@ def from_rank(data: bytes) -> RankMessage:
     Raises:
         ValueError: The bytes are no such message.
     """
-    match _parsed(data):
-        case ["hello", 0, [], [local_rank, rank, dict(loader)]]:
-            facts = {name: _checked(value, str) for name, value in loader.items()}
-            who = Hello(_checked(local_rank, int), _checked(rank, int), facts)
-            return RankMessage("hello", 0, (), who)
-        case ["enter", number, dropped, [int(epoch), before]]:
-            done = None if before is None else _checked(before, Completed)
-            more = epoch, done
-            return RankMessage("enter", _checked(number, int), _checked(dropped, Pairs), more)
-        case [("next" | "leave" | "bye") as kind, number, dropped, None]:
-            return RankMessage(kind, _checked(number, int), _checked(dropped, Pairs), None)
-    raise ValueError("not a message of a client")
+    kind, message = _parsed(data)
+    return RankMessage(*_checked(message, tuple[str, int, Pairs, _type_of(kind, _MORE)]))
 
 
 def from_host(data: bytes) -> tuple[Any, ...]:
@@ -137,55 +136,52 @@ def from_host(data: bytes) -> tuple[Any, ...]:
     Raises:
         ValueError: The bytes are no such message.
     """
-    match _parsed(data):
-        case [("welcome" | "open" | "end") as kind, number]:
-            return kind, _checked(number, int)
-        case [("broken" | "refused") as kind, why]:
-            return kind, _checked(why, str)
-        case ["failed", number, why]:
-            return "failed", _checked(number, int), _checked(why, str)
-        case ["arena", number, nbytes]:
-            return "arena", _checked(number, int), _checked(nbytes, int)
-        case ["given back", places]:
-            return "given back", _checked(places, tuple[tuple[int, Slot], ...])
-        case ["batch", number, arena, [*fields, texts, nbytes], [ranges, *tally]]:
-            slot, layout, result, failed = _checked(fields, _Fields)
-            end = _unflat(texts), _checked(nbytes, int)
-            portion = BatchPart(list(_unflat(ranges)), *_checked(tally, Tally))
-            descriptor = BatchDescriptor(slot, layout, result, failed, *end)
-            number, arena = _checked(number, int), _checked(arena, int)
-            return BatchMessage("batch", number, arena, descriptor, portion)
-    raise ValueError("not a message of a server")
+    kind, message = _parsed(data)
+    found: tuple[Any, ...] = _checked(message, _type_of(kind, _OF_HOST))
+    return found
 
 
-_Fields = tuple[Slot, int, tuple[int, int], bool]
-"""The first fields of a :class:`BatchDescriptor`."""
-
-
-def _parsed(data: bytes) -> Any:
+def _parsed(data: bytes) -> tuple[object, object]:
+    """Return the kind of a message, and all of it."""
     try:
-        return json.loads(data)
+        message = json.loads(data)
     except RecursionError:
         raise ValueError("a message that is nested too deeply") from None
+    return message[0] if type(message) is list and message else None, message
+
+
+def _type_of(kind: object, types: dict[str, Any]) -> Any:
+    if type(kind) is not str or kind not in types:
+        raise ValueError("no message of this direction")
+    return types[kind]
 
 
 def _checked(value: Any, kind: Any) -> Any:
-    """Return a decoded value as an int, a bool, a str, or a tuple or a named tuple of them.
+    """Return a decoded value as its type has it: with tuples and named tuples in place of lists.
 
     Raises:
         ValueError: It is another one, or a number out of range.
     """
+    origin = get_origin(kind)
+    if origin is UnionType:
+        return None if value is None else _checked(value, get_args(kind)[0])
+    if kind in _LISTS_OF_PAIRS:
+        return origin(_pairs(value))
+    if kind == dict[str, str] and type(value) is dict:
+        return {name: _checked(item, str) for name, item in value.items()}
     kinds = _items_of(kind)
     if kinds is None:
-        if type(value) is not kind or (kind is int and not 0 <= value < _LIMIT):
-            raise ValueError(f"{kind.__name__} is missing or out of range")
+        if type(value) is not (int if kind is _Signed else kind):
+            raise ValueError(f"a value of type {kind.__name__} is missing")
+        if kind is int and not 0 <= value < _LIMIT:
+            raise ValueError("a number is out of range")
         return value
     if type(value) is not list:
         raise ValueError("a list is missing")
     if kinds[-1] is Ellipsis:
         kinds = kinds[:1] * len(value)
     items = [_checked(item, kind) for item, kind in zip(value, kinds, strict=True)]
-    return tuple(items) if get_origin(kind) is tuple else kind(*items)
+    return tuple(items) if origin is tuple else kind(*items)
 
 
 @functools.cache
@@ -193,13 +189,17 @@ def _items_of(kind: type) -> tuple[Any, ...] | None:
     """The types of the items of a tuple; None: it is no tuple."""
     if get_origin(kind) is tuple:
         return get_args(kind)
-    return tuple(get_type_hints(kind).values()) if issubclass(kind, tuple) else None
+    is_named = isinstance(kind, type) and issubclass(kind, tuple)
+    return tuple(get_type_hints(kind).values()) if is_named else None
 
 
-def _unflat(value: object) -> Pairs:
-    """Return the pairs of a flat list."""
-    if type(value) is not list or len(value) % 2 or set(map(type, value)) - {int}:
+def _pairs(value: object) -> Pairs:
+    """Check pairs of numbers together: there may be one for each sample."""
+    if type(value) is not list or any(type(pair) is not list or len(pair) != 2 for pair in value):
         raise ValueError("a list of pairs is missing")
-    for number in (min(value, default=0), max(value, default=0)):
-        _checked(number, int)
-    return tuple(zip(value[::2], value[1::2], strict=True))
+    numbers = [*itertools.chain(*value)]
+    if set(map(type, numbers)) - {int}:
+        raise ValueError("a pair holds another value than numbers")
+    if min(numbers, default=0) < 0 or max(numbers, default=0) >= _LIMIT:
+        raise ValueError("a number is out of range")
+    return tuple(map(tuple, value))

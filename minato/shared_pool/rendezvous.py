@@ -27,6 +27,7 @@ _JOB = (
 )
 """Variables that identify the job, its restart and its node; torchrun sets them."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_KINDS = (".key", ".sock")
 _BACKLOG = 64
 _LEFT_S = 60.0
 """Files older than this whose socket has no listener were left by killed processes."""
@@ -60,8 +61,18 @@ class Rendezvous:
 
     @property
     def directory(self) -> str:
-        """Directory of the files."""
-        return os.path.join(_temporary(), f"minato-{os.geteuid()}")
+        """Directory of the files.
+
+        Raises:
+            RuntimeError: There is no directory for temporary files.
+        """
+        try:
+            return os.path.join(tempfile.gettempdir(), f"minato-{os.geteuid()}")
+        except OSError as error:
+            raise RuntimeError(
+                f"the ranks of this node cannot meet: {error.strerror}; set TMPDIR, in all ranks, to a directory that "
+                "can be written"
+            ) from None
 
     def listen(self) -> Found:
         """Return the server's listening socket and its key.
@@ -73,21 +84,21 @@ class Rendezvous:
         key, token = secrets.token_bytes(KEY_BYTES), f"{self._prefix}-{secrets.token_hex(8)}"
         with self._opened() as folder:
             self._sweep(folder)
-            if _is_heard(folder, self._stem):
+            if _is_heard(folder / f"{self._stem}.sock"):
                 raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                _write(folder, f"{token}.key", key)
-                listener.bind(_address(folder, token))
-                os.chmod(f"{token}.sock", 0o600, dir_fd=folder)
+                (folder / f"{token}.key").touch(0o600, exist_ok=False)
+                (folder / f"{token}.key").write_bytes(key)
+                listener.bind(str(folder / f"{token}.sock"))
+                (folder / f"{token}.sock").chmod(0o600)
                 listener.listen(_BACKLOG)
                 # Files appear complete under their names, and replace those of a killed server.
-                for kind in ("key", "sock"):
-                    _rename(folder, f"{token}.{kind}", f"{self._stem}.{kind}")
+                for kind in _KINDS:
+                    (folder / f"{token}{kind}").replace(folder / f"{self._stem}{kind}")
             except BaseException:
                 listener.close()
-                for name in (f"{token}.key", f"{token}.sock"):
-                    _unlink(folder, name)
+                _remove(folder, token)
                 raise
         # Unlike atexit, this also runs at the end of a multiprocessing process, and not in forked children.
         self._finalizer = util.Finalize(None, self._remove, exitpriority=0)
@@ -99,13 +110,11 @@ class Rendezvous:
         Raises:
             RuntimeError: The directory belongs to another user, or cannot be created.
         """
-        with self._opened() as folder:
-            key = _read(folder, f"{self._stem}.key")
-            if key is None:
-                return None
-            with suppress(BlockingIOError):
-                connection = _connected(folder, self._stem)
-                return None if connection is None else Found(connection, key)
+        with self._opened() as folder, suppress(FileNotFoundError, BlockingIOError):
+            key = (folder / f"{self._stem}.key").read_bytes()
+            connection = _connected(folder / f"{self._stem}.sock")
+            if connection is not None:
+                return Found(connection, key)
         return None
 
     def end(self) -> None:
@@ -115,12 +124,14 @@ class Rendezvous:
 
     def _remove(self) -> None:
         with suppress(OSError, RuntimeError), self._opened() as folder:
-            for kind in ("sock", "key"):
-                _unlink(folder, f"{self._stem}.{kind}")
+            _remove(folder, self._stem)
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
-        """Open the checked directory as a descriptor, so that it cannot be exchanged afterwards."""
+    def _opened(self) -> Iterator[Path]:
+        """Open the checked directory, and give its path in this process.
+
+        It cannot be exchanged afterwards. Its path is short: a socket's address has at most 107 bytes.
+        """
         path = self.directory
         remedy = "remove it, or set TMPDIR, in all ranks, to a directory of your own"
         try:
@@ -138,19 +149,18 @@ class Rendezvous:
                     f"the ranks of this node cannot meet in {path}: it belongs to user {found.st_uid} and has mode "
                     f"{found.st_mode & 0o7777:#o}, so that others may have written there; {remedy}"
                 )
-            yield folder
+            yield Path(f"/proc/self/fd/{folder}")
         finally:
             os.close(folder)
 
-    def _sweep(self, folder: int) -> None:
+    def _sweep(self, folder: Path) -> None:
         """Remove files of killed processes of this machine."""
-        for name in os.listdir(folder):
-            stem, _, kind = name.rpartition(".")
-            ours = kind in ("key", "sock") and name.startswith(self._prefix)
-            with suppress(OSError):
-                age_s = time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
-                if ours and age_s > _LEFT_S and not _is_heard(folder, stem):
-                    os.unlink(name, dir_fd=folder)
+        for file in folder.iterdir():
+            if file.suffix in _KINDS and file.name.startswith(self._prefix):
+                with suppress(OSError):
+                    age_s = time.time() - file.lstat().st_mtime
+                    if age_s > _LEFT_S and not _is_heard(file.with_suffix(".sock")):
+                        file.unlink()
 
 
 def _machine() -> str:
@@ -161,26 +171,16 @@ def _machine() -> str:
         return os.uname().nodename
 
 
-def _temporary() -> str:
-    try:
-        return tempfile.gettempdir()
-    except OSError as error:
-        raise RuntimeError(
-            f"the ranks of this node cannot meet: {error.strerror}; set TMPDIR, in all ranks, to a directory that "
-            "can be written"
-        ) from None
-
-
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=10).hexdigest()
 
 
-def _address(folder: int, stem: str) -> str:
-    """Return a socket's address, independent of the length of the path: an address has at most 107 bytes."""
-    return f"/proc/self/fd/{folder}/{stem}.sock"
+def _remove(folder: Path, stem: str) -> None:
+    for kind in _KINDS:
+        (folder / f"{stem}{kind}").unlink(missing_ok=True)
 
 
-def _connected(folder: int, stem: str) -> socket.socket | None:
+def _connected(address: Path) -> socket.socket | None:
     """Connect to a socket; None if no process listens.
 
     Raises:
@@ -189,7 +189,7 @@ def _connected(folder: int, stem: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
-        connection.connect(_address(folder, stem))
+        connection.connect(str(address))
         return connection
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
@@ -199,38 +199,12 @@ def _connected(folder: int, stem: str) -> socket.socket | None:
         raise
 
 
-def _is_heard(folder: int, stem: str) -> bool:
+def _is_heard(address: Path) -> bool:
     """Whether a process listens to a socket."""
     try:
-        connection = _connected(folder, stem)
+        connection = _connected(address)
     except BlockingIOError:
         return True
     if connection is not None:
         connection.close()
     return connection is not None
-
-
-def _write(folder: int, name: str, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb") as file:
-        file.write(data)
-
-
-def _read(folder: int, name: str) -> bytes | None:
-    """Return the key; None if there is none."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
-            key = file.read(KEY_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    return key if len(key) == KEY_BYTES else None
-
-
-def _rename(folder: int, name: str, other: str) -> None:
-    os.replace(name, other, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-def _unlink(folder: int, name: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=folder)

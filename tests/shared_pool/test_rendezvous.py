@@ -24,10 +24,11 @@ from typing import Any
 
 import pytest
 
+from minato._support import files
 from minato.shared_pool import channel
 from minato.shared_pool.channel import Channel, RankListener, WrongKeyError, connected, peer_of
 from minato.shared_pool.messages import from_host
-from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous, _address
+from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous
 from tests.datasets import wait_until
 
 NEXT = ("next", 0, (), None)
@@ -346,12 +347,13 @@ def test_without_descriptors_the_host_pauses_and_goes_on(
 ) -> None:
     with rendezvous._opened() as folder, socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(20)
+        address = str(next(folder.glob("*.sock")))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest_free = os.dup(0)
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         try:
-            caller.connect(_address(folder, rendezvous._stem))
+            caller.connect(address)
             time.sleep(0.3)
             assert host.works
             assert not host._pending
@@ -438,10 +440,10 @@ def test_a_user_that_stands_for_others_is_refused(
 ) -> None:
     for name, text in (("_UID_MAP", uid_map), ("_OVERFLOW_UID", overflow or str(os.geteuid()))):
         (tmp_path / name).write_text(text)
-        monkeypatch.setattr(channel, name, tmp_path / name)
+        monkeypatch.setattr(files, name, tmp_path / name)
     if overflow and os.geteuid() == int(overflow):
         pytest.skip("this user has that number")
-    channel._unknown_users.cache_clear()
+    files.unmapped_user.cache_clear()
     one, other = socket.socketpair()
     with one, other:
         if refused:
@@ -449,7 +451,7 @@ def test_a_user_that_stands_for_others_is_refused(
                 peer_of(one)
         else:
             assert peer_of(one) == os.getpid()
-    channel._unknown_users.cache_clear()
+    files.unmapped_user.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -461,7 +463,7 @@ def test_in_a_namespace_without_users_it_is_refused() -> None:
         if ctypes.CDLL(None).unshare(new_user) != 0:
             sent.send("no user namespaces here")
             return
-        channel._unknown_users.cache_clear()
+        files.unmapped_user.cache_clear()
         try:
             sent.send(f"process {peer_of(socket.socketpair()[0])}")
         except PermissionError as error:
