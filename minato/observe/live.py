@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -18,8 +18,10 @@ from minato._fork_safety import at_work, forget_in_children
 from minato._support.text import printable
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog, Totals
+from minato.observe.figures import Gpu
 from minato.observe.machine import MachineSnapshot
 from minato.observe.observers import EpochState, MetricsSource, Observer
+from minato.observe.report import gpus_of
 from minato.observe.text import format_value
 
 if TYPE_CHECKING:
@@ -122,8 +124,7 @@ class Live(Observer):
 
     def _rows(self, first: _Look, now: _Look) -> Iterator[tuple[str, str]]:
         seconds = max(now.at_ns - first.at_ns, 1) / 1e9
-        before, counts = first.totals.counts, now.totals.counts
-        added = {name: count - before[name] for name, count in counts.items()}
+        added = _added(first.totals.counts, now.totals.counts)
         samples, batches = added["samples"] / seconds, added["batches"] / seconds
         rate = f"{samples:.3g} samples/s, {batches:.3g} batches/s"
         if added["bytes"]:
@@ -136,9 +137,12 @@ class Live(Observer):
         yield "workers", f"{loader.workers}, busy {format_value(busy, 'share')} of their time"
         yield "prefetch", f"{loader.ready} of at most {loader.limit} batches ready"
         yield "slowest", self._slowest(first, now)
-        yield "machine", _machine_text(first.machine, now.machine, seconds)
-        if now.machine.gpus:
-            yield "GPUs", _gpu_text(first.machine, now.machine)
+        machine = now.machine
+        used = _added(first.machine.counts, machine.counts)
+        yield "machine", _machine_text(machine, used, seconds)
+        if machine.gpus:
+            gpus = [gpu for gpu in gpus_of(machine, used) if gpu.samples]
+            yield "GPUs", "; ".join(map(_gpu_text, gpus))
 
     def _slowest(self, first: _Look, now: _Look) -> str:
         """The stage that took most time in the last seconds, or else since the workers started."""
@@ -173,36 +177,28 @@ class Live(Observer):
         )
 
 
-def _machine_text(before: MachineSnapshot, now: MachineSnapshot, seconds: float) -> str:
+def _added(before: Mapping[str, int], counts: Mapping[str, int]) -> Counter[str]:
+    return Counter({name: count - before.get(name, 0) for name, count in counts.items()})
+
+
+def _machine_text(machine: MachineSnapshot, added: Mapping[str, int], seconds: float) -> str:
     """Cores, disks and memory."""
-    used, total, read = (
-        now.counts.get(name, 0) - before.counts.get(name, 0)
-        for name in ("cores_used_ns", "cores_there_ns", "disk_read_bytes")
-    )
-    cores = f"cores {format_value(min(used / total, 1.0), 'share')}, " if total > 0 else ""
+    total = added["cores_there_ns"]
+    used = min(added["cores_used_ns"] / total, 1.0) if total > 0 else 0.0
     return (
-        f"{cores}disks {format_value(read / seconds, 'bytes per s')}, "
-        f"{format_value(now.available_bytes, 'bytes')} of {format_value(now.limit_bytes, 'bytes')} free"
-        + ("" if now.gpus else ", no GPU")
+        (f"cores {format_value(used, 'share')}, " if total > 0 else "")
+        + f"disks {format_value(added['disk_read_bytes'] / seconds, 'bytes per s')}, "
+        f"{format_value(machine.available_bytes, 'bytes')} of {format_value(machine.limit_bytes, 'bytes')} free"
+        + ("" if machine.gpus else ", no GPU")
     )
 
 
-def _gpu_text(before: MachineSnapshot, now: MachineSnapshot) -> str:
-    """Utilization and memory of each GPU."""
-    found = []
-    for number, (_, total_bytes) in enumerate(now.gpus):
-        samples, idle, busy_percent, used_mib = (
-            now.counts.get(f"gpu{number}_{field}", 0) - before.counts.get(f"gpu{number}_{field}", 0)
-            for field in ("samples", "idle", "busy_percent", "used_mib")
-        )
-        if samples > 0:
-            busy = busy_percent / 100 / max(samples - idle, 1)
-            memory = format_value(used_mib / samples * 2**20, "bytes")
-            found.append(
-                f"{number}: idle {format_value(idle / samples, 'share')}, busy {format_value(busy, 'share')} "
-                f"otherwise, {memory} of {format_value(total_bytes, 'bytes')}"
-            )
-    return "; ".join(found)
+def _gpu_text(gpu: Gpu) -> str:
+    """Utilization and memory of a GPU."""
+    number, _, _ = gpu.name.partition(" ")
+    idle, busy = (format_value(share, "share") for share in (gpu.idle_share, gpu.busy_share))
+    memory, total = (format_value(size, "bytes") for size in (gpu.memory_bytes, gpu.total_bytes))
+    return f"{number}: idle {idle}, busy {busy} otherwise, {memory} of {total}"
 
 
 # ---- the terminal ---------------------------------------------------------------------------

@@ -26,13 +26,14 @@ from minato.observe.figures import (
     WindowFigures,
     Workers,
 )
+from minato.observe.machine import MachineSnapshot
 from minato.observe.observers import Metrics
 from minato.observe.verdict import judge
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Report", "report_of"]
+__all__ = ["Report", "gpus_of", "report_of"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +103,7 @@ def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
             available_bytes=record.machine.available_bytes,
             limit_bytes=record.machine.limit_bytes,
         ),
-        gpus=_gpus(record),
+        gpus=gpus_of(record.machine, counts),
         stages=_stages(metrics, steps),
     )
 
@@ -195,6 +196,7 @@ def _stragglers(record: EpochRecord) -> Stragglers:
 
 def _reads(counts: Mapping[str, int]) -> Reads:
     hits, misses = counts["cache_hits"], counts["cache_misses"]
+    named = ("cache_damaged", "cache_errors", "cache_full", "cache_stored_bytes")
     return Reads(
         retries=counts["source_retries"],
         hedged=counts["fetch_hedged"],
@@ -202,18 +204,20 @@ def _reads(counts: Mapping[str, int]) -> Reads:
         cache_hits=hits,
         cache_misses=misses,
         cache_hit_rate=_ratio(hits, hits + misses),
-        cache_damaged=counts["cache_damaged"],
-        cache_errors=counts["cache_errors"],
-        cache_full=counts["cache_full"],
-        cache_stored_bytes=counts["cache_stored_bytes"],
+        **{name: counts[name] for name in named},
     )
 
 
-def _gpus(record: EpochRecord) -> tuple[Gpu, ...]:
-    counts, found = record.metrics.counts, []
-    for number, (name, total_bytes) in enumerate(record.machine.gpus):
+def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[Gpu, ...]:
+    """The use of each GPU.
+
+    Args:
+        counts: Those of the machine, over the time that counts.
+    """
+    found = []
+    for number, (name, total_bytes) in enumerate(machine.gpus):
         samples, idle, busy_percent, used_mib = (
-            counts[f"gpu{number}_{field}"]
+            counts.get(f"gpu{number}_{field}", 0)
             for field in ("samples", "idle", "busy_percent", "used_mib")
         )
         found.append(
@@ -247,23 +251,14 @@ def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[Stage, ...]:
     else:
         stages.append(_stage("samples", "source", total, total.total / busy_ns))
     rest_ns = busy_ns - total.total
-    mean_s = _ratio(rest_ns / 1e9, total.count)
-    collate = Stage(
-        name="collate and copy",
-        kind="collate",
-        count=total.count,
-        mean_s=mean_s,
-        p50_s=mean_s,
-        p90_s=mean_s,
-        p99_s=mean_s,
-        share=rest_ns / busy_ns,
-    )
-    return (*stages, collate)
+    means_s = [_ratio(rest_ns / 1e9, total.count)] * 4
+    share = rest_ns / busy_ns
+    return (*stages, Stage("collate and copy", "collate", total.count, *means_s, share))
 
 
 def _stage(name: str, kind: str, values: Histogram, share: float) -> Stage:
-    p50, p90, p99 = (values.percentile(q) / 1e9 for q in (0.5, 0.9, 0.99))
-    return Stage(name, kind, values.count, values.mean / 1e9, p50, p90, p99, share)
+    percentiles_s = (values.percentile(q) / 1e9 for q in (0.5, 0.9, 0.99))
+    return Stage(name, kind, values.count, values.mean / 1e9, *percentiles_s, share)
 
 
 def _timed_ns(metrics: Metrics) -> int:
