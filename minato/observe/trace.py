@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from minato._core import now_ns
-from minato._support.files import open_lines, open_regular, write_all
+from minato._support.files import open_lines, open_regular
 from minato._support.text import text_of
 from minato._support.values import integer_of
 from minato._system import environment, local_rank
@@ -58,19 +58,24 @@ class Trace:
         self._begun = False
         self._taken: set[int] = set()
         try:
-            _check(self._path)
+            os.close(self._open())
         except OSError as error:
             raise OSError(
                 error.errno,
                 f"trace={path!r} cannot be written ({error.strerror}): give a file in a directory where you may write",
             ) from None
 
+    def _open(self) -> int:
+        return open_lines(self._path, b'[\n{"ph":', "a trace (Observe(trace=...))")
+
     def take(self) -> Tracks:
         """Tracks for a new engine; those of an engine that has ended are reused."""
         if not self._begun:
             # The tracks will report the error: they cannot be written either.
             with contextlib.suppress(OSError):
-                _begin(self._path)
+                with open(self._open(), "wb") as file:
+                    file.truncate(0)
+                    file.write(b"[\n")  # an array that the format allows to stay open
                 self._begun = True
         number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
         self._taken.add(number)
@@ -268,30 +273,6 @@ def _quoted(text: str) -> str:
 
 
 # ---- the file, to which several processes append ---------------------------------------------
-
-
-def _begin(path: str) -> None:
-    """Truncate or create a trace, and open its array of events, which the format allows to stay open.
-
-    Raises:
-        ValueError: The file is no trace; it stays unchanged.
-        OSError: It cannot be written.
-    """
-    descriptor = _opened(path)
-    try:
-        os.ftruncate(descriptor, 0)
-        write_all(descriptor, b"[\n", path)
-    finally:
-        os.close(descriptor)
-
-
-def _check(path: str) -> None:
-    """Create the file with mode 0600 if it does not exist; raises like ``_begin``."""
-    os.close(_opened(path))
-
-
-def _opened(path: str) -> int:
-    return open_lines(path, b'[\n{"ph":', "a trace (Observe(trace=...))")
 
 
 class EventFile:
