@@ -112,40 +112,43 @@ class Objects(KeyedSource):
         return super().describe_error(error).partition("\n\nDebug source")[0]
 
     def read_value(self, key: Any) -> bytes:
-        with _panics(), self.connections.lease() as store:
-            try:
-                if not isinstance(key, str):
-                    key = Part(*key)
-                    if key.start == key.end:  # of an empty member, for which servers have no range
-                        return b""
-                    part = obstore.get_range(store, key.path, start=key.start, end=key.end)
-                    return _whole(key, bytes(part), key.end - key.start)
+        part = _part_of(key)
+        with self._reading() as store:
+            if part is None:
                 found = obstore.get(store, key)
                 return _whole(key, bytes(found.bytes()), found.meta["size"])
-            except FileNotFoundError as error:  # obstore's own error is one
-                raise LookupError(key) from error
+            if part.start == part.end:  # of an empty member, for which servers have no range
+                return b""
+            value = obstore.get_range(store, part.path, start=part.start, end=part.end)
+            return _whole(part, bytes(value), part.end - part.start)
 
     async def __aget__(self, index: int) -> Any:
         """``source[index]`` as a coroutine."""
         key = self.keys[index]
-        value = await self.attempt_async(f"key {key!r}", lambda: self._fetch_later(key))
+        value = await self.attempt_async(f"key {key!r}", lambda: self._read_later(key))
         return self.decoded(key, value)
 
-    async def _fetch_later(self, key: Any) -> bytes:
-        with _panics(), self.connections.lease() as store:
-            try:
-                if not isinstance(key, str):
-                    key = Part(*key)
-                    if key.start == key.end:  # of an empty member, for which servers have no range
-                        return b""
-                    part = await obstore.get_range_async(
-                        store, key.path, start=key.start, end=key.end
-                    )
-                    return _whole(key, bytes(part), key.end - key.start)
+    async def _read_later(self, key: Any) -> bytes:
+        """:meth:`read_value` as a coroutine."""
+        part = _part_of(key)
+        with self._reading() as store:
+            if part is None:
                 found = await obstore.get_async(store, key)
                 return _whole(key, bytes(await found.bytes_async()), found.meta["size"])
+            if part.start == part.end:
+                return b""
+            start, end = part.start, part.end
+            value = await obstore.get_range_async(store, part.path, start=start, end=end)
+            return _whole(part, bytes(value), end - start)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Any]:
+        """A store; its error for a missing object becomes a LookupError."""
+        with _panics(), self.connections.lease() as store:
+            try:
+                yield store
             except FileNotFoundError as error:  # obstore's own error is one
-                raise LookupError(key) from error
+                raise LookupError(*error.args) from error
 
     def list_keys(self) -> Sequence[str]:
         return sorted(path for paths in _in_a_fork(self._pages) for path in paths)
@@ -238,6 +241,10 @@ class _Reader:
         return bytes(self._file.read(nbytes))
 
 
+def _part_of(key: Any) -> Part | None:
+    return None if isinstance(key, str) else Part(*key)
+
+
 def _whole(key: str | Part, value: bytes, size: int) -> bytes:
     if len(value) != size:
         raise TruncatedObject(f"key {key!r} has {size} bytes, and {len(value)} arrived")
@@ -291,11 +298,12 @@ def _in_a_fork(call: Callable[[], Iterator[T]]) -> list[T]:
     if not child:
         try:
             reader.close()
-            for value in call():
-                writer.send((value, None))
-            writer.send((None, StopIteration()))
-        except BaseException as error:
-            writer.send((None, _picklable(error)))
+            try:
+                for value in call():
+                    writer.send(value)
+                writer.send(StopIteration())
+            except BaseException as error:
+                writer.send(_picklable(error))
         finally:
             os._exit(0)
     writer.close()
@@ -303,12 +311,12 @@ def _in_a_fork(call: Callable[[], Iterator[T]]) -> list[T]:
     ended = False
     try:
         while reader.poll(_SILENCE_S):
-            value, outcome = reader.recv()
-            ended = outcome is not None
-            if isinstance(outcome, StopIteration):
+            value = reader.recv()
+            ended = isinstance(value, Exception)
+            if isinstance(value, StopIteration):
                 return found
-            if outcome is not None:
-                raise outcome
+            if ended:
+                raise value
             found.append(value)
         raise TimeoutError(f"the process that lists the keys said nothing for {_SILENCE_S:.0f} s")
     except EOFError:
@@ -345,10 +353,8 @@ def _is_panic(error: BaseException) -> bool:
 def _picklable(error: BaseException) -> Exception:
     if _is_panic(error):
         return RuntimeError(f"obstore panicked: {error}")
-    try:
+    with contextlib.suppress(Exception):  # obstore's own classes may not be picklable
         again = pickle.loads(pickle.dumps(error))
-    except Exception:  # obstore's own classes may not be picklable
-        again = None
-    if isinstance(again, Exception):
-        return again
+        if isinstance(again, Exception):
+            return again
     return RuntimeError(f"{type(error).__name__}: {error}")
