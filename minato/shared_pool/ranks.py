@@ -7,12 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from minato.batching.arena import Arena, Slot
-from minato.sampling.epoch import Epoch
-from minato.sampling.progress import Completed, Outgoing
-from minato.sampling.samplers import IndexBatches
+from minato.engine.engine import Engine
+from minato.sampling.progress import Completed
 from minato.shared_pool.channel import Channel
 from minato.shared_pool.messages import BatchMessage, Hello, RankMessage
 from minato.shared_pool.source import LeasedBatch
@@ -20,7 +19,6 @@ from minato.shared_pool.source import LeasedBatch
 __all__ = [
     "DRAIN_BATCHES",
     "PREFETCH_BATCHES",
-    "PoolEngine",
     "PoolEpoch",
     "RankSlot",
     "Ranks",
@@ -34,21 +32,6 @@ PREFETCH_BATCHES = 2
 """Batches that each rank requests ahead of use."""
 DRAIN_BATCHES = 64
 """Batches sent without a request when the server exits, as far as the socket's buffer takes them."""
-
-
-class PoolEngine(Protocol):
-    """The part of an engine that the server uses."""
-
-    arena: Arena
-
-    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
-        """Start an epoch."""
-
-    def next(self) -> Outgoing:
-        """Return the next batch, as a leased descriptor."""
-
-    def cancel(self) -> None:
-        """Cancel the batches in flight."""
 
 
 @dataclass(eq=False)
@@ -69,7 +52,7 @@ class PoolEpoch:
         error: Why it cannot continue.
     """
 
-    engine: PoolEngine
+    engine: Engine
     number: int
     epoch: int
     quota: int

@@ -13,13 +13,14 @@ from typing import NoReturn
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
+from minato.engine.engine import Engine
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.dispatcher import waited_s
 from minato.shared_pool.channel import RankListener
 from minato.shared_pool.messages import Hello
-from minato.shared_pool.ranks import PoolEngine, PoolEpoch, Ranks, epoch_mismatch, next_rank
+from minato.shared_pool.ranks import PoolEpoch, Ranks, epoch_mismatch, next_rank
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.source import BatchHandle, open_batch
 
@@ -56,8 +57,10 @@ class PoolServer:
         self._owner = os.getpid()
         self._ranks = Ranks(me, count, on_rank_death)
         self._listener = RankListener(rendezvous, self._ranks.hear, self._ranks.forget)
-        distribute = functools.partial(_Distributor(self._ranks, in_turn).run, self._end)
-        self._thread = threading.Thread(target=distribute, name="minato-pool-server", daemon=True)
+        self._in_turn = in_turn
+        self._thread = threading.Thread(
+            target=self._distribute, name="minato-pool-server", daemon=True
+        )
         self._thread.start()
         atexit.register(self._wait_at_exit)
 
@@ -100,7 +103,7 @@ class PoolServer:
         raise RuntimeError(why)
 
     def begin_epoch(
-        self, engine: PoolEngine, quota: int, epoch: Epoch, batches: IndexBatches
+        self, engine: Engine, quota: int, epoch: Epoch, batches: IndexBatches
     ) -> tuple[int, bool]:
         """Begin the next epoch when all ranks have left the last one.
 
@@ -262,26 +265,10 @@ class PoolServer:
         if not (self._thread.is_alive() and self._listener.works):
             raise RuntimeError("a thread that serves the ranks of this node has ended")
 
-    def _end(self) -> None:
-        """Close all channels, in the thread that ends."""
-        self._listener.close()
-        atexit.unregister(self._wait_at_exit)
+    # ---- the thread that fetches batches, and assigns them to ranks --------------------------
 
-
-class _Distributor:
-    """Fetches batches from the engine of each epoch, and assigns them to ranks; in a thread.
-
-    Args:
-        ranks: The ranks.
-        in_turn: See :class:`PoolServer`.
-    """
-
-    def __init__(self, ranks: Ranks, in_turn: bool) -> None:
-        self._ranks = ranks
-        self._in_turn = in_turn
-
-    def run(self, end: Callable[[], object]) -> None:
-        """Serve all epochs; calls ``end`` afterwards."""
+    def _distribute(self) -> None:
+        """Serve all epochs, then close all channels."""
         try:
             while self._step():
                 pass
@@ -290,7 +277,8 @@ class _Distributor:
                 self._ranks.break_off(f"local rank 0 cannot go on: {error!r}")
             raise
         finally:
-            end()
+            self._listener.close()
+            atexit.unregister(self._wait_at_exit)
             self._ranks.arenas.clear()  # without waiting for the garbage collector
 
     def _step(self) -> bool:
