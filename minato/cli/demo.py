@@ -7,7 +7,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,9 @@ This workload is made for stragglers: where all samples cost the same, or the tr
 expect 1.0×. To measure your own loader: minato profile train.py:make_loader"""
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
+def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of all."""
+    parser = add_parser(
         "demo", help="compare torch's loader and minato on samples with stragglers, in ten seconds"
     )
     parser.set_defaults(run=_run, failed="the demo failed: {}")

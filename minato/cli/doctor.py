@@ -11,11 +11,11 @@ import multiprocessing
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -129,11 +129,11 @@ def _of_system() -> Iterator[Finding]:
         except OSError as error:
             why_not = str(error.strerror or error)
     yield _finding("memfd", why_not or "active", remedy, limits=bool(why_not))
-    error = futex_error()
+    fault = futex_error()
     yield _active(
         "futex",
-        error is None,
-        f": {error}",
+        fault is None,
+        f": {fault}",
         "use Linux, and allow futex in the security policy (seccomp); until then waiting costs up to 0.5 ms",
     )
 
@@ -320,9 +320,9 @@ def _start_method() -> Finding:
 # --- the command ----------------------------------------------------------------------------
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
+def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of all."""
+    parser = add_parser(
         "doctor", help="report the active fast paths and the limits of this machine"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -104,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     parser.set_defaults(is_script=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    demo.add_to(commands)
-    run.add_to(commands)
+    demo.add_to(commands.add_parser)
+    run.add_to(commands.add_parser)
     profile = commands.add_parser(
         "profile", help="run a loader, torch's or minato's, and name its bottleneck"
     )
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     profile.add_argument("--json", action="store_true", help="print the report as JSON")
     profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")
-    doctor.add_to(commands)
+    doctor.add_to(commands.add_parser)
     return parser
 
 

@@ -9,7 +9,7 @@ import io
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
@@ -20,9 +20,9 @@ from minato.patching import patch
 __all__ = ["add_to", "divided"]
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
+def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command to the parser of all."""
+    parser = add_parser(
         "run",
         usage="minato run SCRIPT [ARGUMENT ...]\n       minato run -m MODULE [ARGUMENT ...]",
         help="run a training script with minato in place of torch's loader, and report at its end",

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from minato._fork_safety import forget_in_children
@@ -20,6 +20,9 @@ from minato._support.threads import start_thread
 from minato.observe.epoch_log import EpochLog
 from minato.observe.gpus import INTERVAL_S
 from minato.observe.metrics import CATALOG
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
 
 __all__ = ["ServedMetrics"]
 
@@ -121,7 +124,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = _MOST_CLIENTS
 
-    def __init__(self, address: tuple[str, int], serve: Any) -> None:
+    def __init__(self, address: tuple[str, int], serve: WSGIApplication) -> None:
         self._free = threading.Semaphore(_MOST_CLIENTS)
         if ":" in address[0]:
             self.address_family = socket.AF_INET6

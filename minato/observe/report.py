@@ -251,14 +251,14 @@ def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[Stage, ...]:
     else:
         stages.append(_stage("samples", "source", total, total.total / busy_ns))
     rest_ns = busy_ns - total.total
-    means_s = [_ratio(rest_ns / 1e9, total.count)] * 4
-    share = rest_ns / busy_ns
-    return (*stages, Stage("collate and copy", "collate", total.count, *means_s, share))
+    mean_s, share = _ratio(rest_ns / 1e9, total.count), rest_ns / busy_ns
+    spread_s = mean_s, mean_s, mean_s  # not measured
+    return (*stages, Stage("collate and copy", "collate", total.count, mean_s, *spread_s, share))
 
 
 def _stage(name: str, kind: str, values: Histogram, share: float) -> Stage:
-    percentiles_s = (values.percentile(q) / 1e9 for q in (0.5, 0.9, 0.99))
-    return Stage(name, kind, values.count, values.mean / 1e9, *percentiles_s, share)
+    p50, p90, p99 = (values.percentile(q) / 1e9 for q in (0.5, 0.9, 0.99))
+    return Stage(name, kind, values.count, values.mean / 1e9, p50, p90, p99, share)
 
 
 def _timed_ns(metrics: Metrics) -> int:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from minato._support.text import printable
 from minato.observe.figures import ReportFigures, Verdict
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.console import RenderableType
 
 __all__ = ["Section", "format_value", "plain", "rich_of", "sections", "verdict_lines"]
+
+T = TypeVar("T")
 
 _PREFIXES = ("", "k", "M", "G", "T")
 _KEPT_EPOCHS = 8
@@ -99,7 +102,7 @@ def sections(report: ReportFigures) -> list[Section]:
 
 def _sections(report: ReportFigures) -> list[Section]:
     run = report.run
-    parts: dict[str, Any] = {
+    parts: dict[str, DataclassInstance] = {
         "Waiting": run.waiting,
         "Throughput": run.throughput,
         "Workers": run.workers,
@@ -174,14 +177,12 @@ def _tables_of_samples(report: ReportFigures) -> list[Section]:
     ]
 
 
-def _table_of(
-    title: str, items: Sequence[object], columns: dict[str, Callable[[Any], str]]
-) -> Section:
+def _table_of(title: str, items: Sequence[T], columns: dict[str, Callable[[T], str]]) -> Section:
     rows = [tuple(text(item) for text in columns.values()) for item in items]
     return Section(title, tuple(columns), rows)
 
 
-def _figures(part: Any) -> list[tuple[str, ...]]:
+def _figures(part: DataclassInstance) -> list[tuple[str, ...]]:
     return [
         (
             _label(each.name, each.metadata["unit"]),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from minato._core import now_ns
-from minato._support.files import open_lines, open_regular
+from minato._support.files import open_lines, open_regular, write_all
 from minato._support.text import text_of
 from minato._support.values import integer_of
 from minato._system import environment, local_rank
@@ -73,9 +73,13 @@ class Trace:
         if not self._begun:
             # The tracks will report the error: they cannot be written either.
             with contextlib.suppress(OSError):
-                with open(self._open(), "wb") as file:
-                    file.truncate(0)
-                    file.write(b"[\n")  # an array that the format allows to stay open
+                descriptor = self._open()
+                try:
+                    os.ftruncate(descriptor, 0)
+                    # An array, which the format allows to stay open.
+                    write_all(descriptor, b"[\n", self._path)
+                finally:
+                    os.close(descriptor)
                 self._begun = True
         number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
         self._taken.add(number)

@@ -22,7 +22,7 @@ from typing import Any
 
 from minato._support.files import unmapped_user
 from minato._support.threads import start_thread
-from minato.shared_pool.messages import WITH_DESCRIPTOR, encoded, from_rank
+from minato.shared_pool.messages import WITH_DESCRIPTOR, RankMessage, encoded, from_rank
 from minato.shared_pool.rendezvous import Rendezvous
 
 __all__ = ["Channel", "RankListener", "WrongKeyError", "connected", "credentials", "peer_of"]
@@ -308,7 +308,7 @@ class RankListener:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        on_message: Callable[[Channel, Any], None],
+        on_message: Callable[[Channel, RankMessage], None],
         on_disconnect: Callable[[Channel], None],
     ) -> None:
         self._rendezvous = rendezvous

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import operator
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, NamedTuple, NewType, get_args, get_origin, get_type_hints
 
@@ -93,12 +94,12 @@ class BatchMessage(NamedTuple):
     portion: BatchPart
 
 
-_MORE: dict[str, Any] = {
-    "hello": Hello,
-    "enter": tuple[_Signed, Completed | None],
-    **dict.fromkeys(("next", "leave", "bye"), type(None)),
+_OF_RANK: dict[str, Any] = {
+    "hello": tuple[str, int, Pairs, Hello],
+    "enter": tuple[str, int, Pairs, tuple[_Signed, Completed | None]],
+    **dict.fromkeys(("next", "leave", "bye"), tuple[str, int, Pairs, None]),
 }
-"""The types of ``more`` in the messages of a client."""
+"""The types of the clients' messages."""
 _OF_HOST: dict[str, Any] = {
     **dict.fromkeys(("welcome", "open", "end"), tuple[str, int]),
     **dict.fromkeys(("broken", "refused"), tuple[str, str]),
@@ -126,8 +127,7 @@ def from_rank(data: bytes) -> RankMessage:
     Raises:
         ValueError: The bytes are no such message.
     """
-    kind, message = _parsed(data)
-    return RankMessage(*_checked(message, tuple[str, int, Pairs, _type_of(kind, _MORE)]))
+    return RankMessage(*_decoded(data, _OF_RANK))
 
 
 def from_host(data: bytes) -> tuple[Any, ...]:
@@ -136,27 +136,22 @@ def from_host(data: bytes) -> tuple[Any, ...]:
     Raises:
         ValueError: The bytes are no such message.
     """
-    kind, message = _parsed(data)
-    found: tuple[Any, ...] = _checked(message, _type_of(kind, _OF_HOST))
-    return found
+    return _decoded(data, _OF_HOST)
 
 
-def _parsed(data: bytes) -> tuple[object, object]:
-    """Return the kind of a message, and all of it."""
+def _decoded(data: bytes, types: Mapping[str, object]) -> tuple[Any, ...]:
     try:
         message = json.loads(data)
     except RecursionError:
         raise ValueError("a message that is nested too deeply") from None
-    return message[0] if type(message) is list and message else None, message
-
-
-def _type_of(kind: object, types: dict[str, Any]) -> Any:
+    kind = message[0] if type(message) is list and message else None
     if type(kind) is not str or kind not in types:
         raise ValueError("no message of this direction")
-    return types[kind]
+    found: tuple[Any, ...] = _checked(message, types[kind])
+    return found
 
 
-def _checked(value: Any, kind: Any) -> Any:
+def _checked(value: object, kind: Any) -> Any:
     """Return a decoded value as its type has it: with tuples and named tuples in place of lists.
 
     Raises:
@@ -171,9 +166,9 @@ def _checked(value: Any, kind: Any) -> Any:
         return {name: _checked(item, str) for name, item in value.items()}
     kinds = _items_of(kind)
     if kinds is None:
-        if type(value) is not (int if kind is _Signed else kind):
-            raise ValueError(f"a value of type {kind.__name__} is missing")
-        if kind is int and not 0 <= value < _LIMIT:
+        if type(value) is not {_Signed: int, None: type(None)}.get(kind, kind):
+            raise ValueError(f"a value of type {kind} is missing")
+        if type(value) is int and kind is int and not 0 <= value < _LIMIT:
             raise ValueError("a number is out of range")
         return value
     if type(value) is not list:
@@ -185,7 +180,7 @@ def _checked(value: Any, kind: Any) -> Any:
 
 
 @functools.cache
-def _items_of(kind: type) -> tuple[Any, ...] | None:
+def _items_of(kind: object) -> tuple[Any, ...] | None:
     """The types of the items of a tuple; None: it is no tuple."""
     if get_origin(kind) is tuple:
         return get_args(kind)

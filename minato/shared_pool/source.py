@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
@@ -41,7 +42,7 @@ class LeasedBatch(NamedTuple):
     """A descriptor, the lease of its slot, and the part of the epoch that the batch covers."""
 
     descriptor: BatchDescriptor
-    lease: np.ndarray[Any, np.dtype[np.uint8]]
+    lease: npt.NDArray[np.uint8]
     portion: Any = None
 
 
@@ -88,7 +89,7 @@ class DescriptorReader(BatchReader):
 
 
 def open_batch(
-    descriptor: BatchDescriptor, segment: Segment, store: Store, lease: np.ndarray
+    descriptor: BatchDescriptor, segment: Segment, store: Store, lease: npt.NDArray[np.uint8]
 ) -> Any:
     """Return the batch of a descriptor; its arrays view the lease.
 

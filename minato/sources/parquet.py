@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow import types
@@ -197,7 +198,7 @@ class ParquetStream(IterableDataset[Any]):
 
     def __init__(
         self,
-        files: Any,
+        files: object,
         columns: Sequence[str] | None = None,
         *,
         where: ds.Expression | None = None,
@@ -332,7 +333,7 @@ def _lists(column: pa.Array) -> _Get:
     )
 
 
-def _numpy(values: Any) -> _Get:
+def _numpy(values: npt.NDArray[np.generic]) -> _Get:
     return lambda i: values[i]
 
 
