@@ -277,7 +277,7 @@ def collate_in_own_memory(samples: object) -> Any:
 def _stack_in_own_memory(
     tensors: Sequence[torch.Tensor],
     *,
-    collate_fn_map: dict[type | tuple[type, ...], Callable[..., Any]] | None = None,
+    collate_fn_map: dict[type | tuple[type, ...], Callable[..., object]] | None = None,
 ) -> torch.Tensor:
     first = tensors[0]
     in_worker = torch.utils.data.get_worker_info() is not None

@@ -11,7 +11,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _PATIENCE_S = 10.0
 """How long a fork waits for calls of other threads that it would interrupt; a disk may hang."""
@@ -45,7 +47,7 @@ def forget_in_children(forget: Callable[[], None]) -> None:
 _renewed: dict[int, tuple[weakref.ref[Any], Callable[[Any], None]]] = {}
 
 
-def renew_in_children(owner: object, renew: Callable[[Any], None]) -> None:
+def renew_in_children(owner: T, renew: Callable[[T], None]) -> None:
     """Call ``renew(owner)`` in each forked child, as long as the owner lives.
 
     A lock that another thread holds during a fork is never released in the child.

@@ -204,7 +204,7 @@ def _replace(holders: Sequence[Node], forms: dict[int, Any]) -> None:
                     kind.set_attribute(node.thing, name, forms[id(value)])
 
 
-def _tuple_like(given: Any, items: list[object]) -> Any:
+def _tuple_like(given: tuple[object, ...], items: list[object]) -> Any:
     made = tuple.__new__(type(given), items)
     kind = Kind(type(given))
     for name, value in kind.attributes_of(given):
@@ -503,7 +503,7 @@ class _Writer:
             return self.table(value, path)
         return self.column(value, lambda i: f"{path}[{i}]")
 
-    def table(self, items: dict[Any, object], path: str) -> _TableLayout:
+    def table(self, items: Mapping[K, object], path: str) -> _TableLayout:
         """Write a dictionary; ``path`` names it in errors."""
         keys = list(items)
         for key in keys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from minato._core.codes import LeaseState
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["LEASE_NBYTES", "Lease", "run_samples", "run_steps"]
+
+K = TypeVar("K")
 
 LEASE_NBYTES = 24
 """Bytes of a lease: position + 1 (0: no sample), the time it was begun, and its step, all 64 bits wide."""
@@ -75,12 +77,12 @@ class Lease:
 
 
 def run_samples(
-    fetch: Callable[[Any], object],
-    keys: Sequence[object],
+    fetch: Callable[[K], object],
+    keys: Sequence[K],
     position: int,
     lease: Lease,
     durations: Buffer,
-    bind: Callable[[int, Any], None] | None,
+    bind: Callable[[int, K], None] | None,
     epoch: int,
     catches: type[BaseException] | tuple[type[BaseException], ...],
 ) -> tuple[list[Any], BaseException | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,14 @@ __all__ = ["integer_of", "items_of", "number_of", "plain"]
 _PLAIN = frozenset((int, str, float, bool, bytes, complex, type(None)))
 _NAN = float("nan")
 _NUMBERS = (np.bool_, np.integer, np.floating, np.complexfloating)
-_BASES: tuple[type, ...] = (int, str, float, bytes, complex)
+_CONVERTED: dict[type, Callable[[Any], object]] = {
+    int: int.__pos__,
+    str: str.__str__,
+    float: float.__pos__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    complex: complex.__pos__,
+}
+"""The value of a subclass without the subclass's own methods."""
 
 
 def plain(value: Any) -> Any:
@@ -40,21 +47,10 @@ def plain(value: Any) -> Any:
         return plain(value.detach().tolist())
     if issubclass(kind, np.ndarray):
         return plain(value.tolist())
-    for base in _BASES:
+    for base, converted in _CONVERTED.items():
         if issubclass(kind, base):
-            return plain(_converted(value, base))
+            return plain(converted(value))
     return value
-
-
-def _converted(value: Any, base: Any) -> Any:
-    """The value of a subclass without the subclass's own methods."""
-    if base is str:
-        return str.__str__(value)
-    if base is bytes:
-        return bytes.__getitem__(value, slice(None))
-    if base is complex:
-        return complex.__pos__(value)
-    return base.__pos__(value)
 
 
 def integer_of(value: object) -> int | None:

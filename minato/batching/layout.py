@@ -281,8 +281,8 @@ def _load(data: bytes) -> Layout:
     return Layout(data)
 
 
-def _field(tag: str, shape: tuple[int, ...], dtype: Any) -> _Field:
-    torch_dtype = dtype if tag == "tensor" else NUMPY_DTYPES[dtype.str]
+def _field(tag: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype) -> _Field:
+    torch_dtype = dtype if isinstance(dtype, torch.dtype) else NUMPY_DTYPES[dtype.str]
     numel = math.prod(shape)
     return _Field(torch_dtype, shape, numel, numel * torch_dtype.itemsize, tag == "tensor")
 

@@ -496,7 +496,7 @@ class Recurring:
 
     __slots__ = ("indices", "occurrences")
 
-    def __init__(self, indices: Sequence[Any], occurrences: list[int]) -> None:
+    def __init__(self, indices: Sequence[object], occurrences: list[int]) -> None:
         self.indices: Any = indices
         self.occurrences = occurrences
 

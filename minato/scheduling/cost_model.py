@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ _MIN_MEAN_NS = 400_000
 """Recording a sample takes the training process some microseconds: at most a hundredth of the workers' time."""
 
 
-def integers_of(indices: Any) -> list[int] | None:
+def integers_of(indices: Sequence[object] | np.ndarray | torch.Tensor) -> list[int] | None:
     """The integer that each index equals, for costs and reports: ``NO_INTEGER`` for one without, None for all without.
 
     The dataset gets the index itself.

@@ -124,7 +124,7 @@ def _append(steps: list[Step], element: Any, where: str) -> None:
         raise TypeError(f"{where} is not callable: {_show(element)}; {remedy}")
 
 
-def _is_plain_compose(element: Any) -> bool:
+def _is_plain_compose(element: object) -> bool:
     """Return whether ``element`` is one of torchvision's ``Compose``, which call their transforms in order.
 
     A name or an attribute is no proof: other libraries stop at None, draw, or wrap the calls. Whatever the program has
@@ -141,7 +141,7 @@ def _is_plain_compose(element: Any) -> bool:
         return (
             getattr(function, "__module__", "").partition(".")[0] == "torchvision"
             and settings == {"transforms"}
-            and isinstance(element.transforms, (list, tuple))
+            and isinstance(state["transforms"], (list, tuple))
             and not any(hooks for name, hooks in state.items() if name.endswith("_hooks"))
         )
     return False

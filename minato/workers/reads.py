@@ -194,7 +194,7 @@ class Reads(ABC):
 class ThreadReads(Reads):
     """``dataset[index]`` in threads, which start on demand. A thread that waits does not refer to the dataset."""
 
-    def __init__(self, get: Callable[[Any], object], limit: int) -> None:
+    def __init__(self, get: Callable[[object], object], limit: int) -> None:
         super().__init__(limit)
         self._get = get
         self._asked: SimpleQueue[Read | None] = SimpleQueue()
@@ -264,7 +264,7 @@ class CoroutineReads(Reads):
     """``await dataset.__aget__(key)`` on an event loop in a thread of its own."""
 
     def __init__(
-        self, aget: Callable[[Any], Coroutine[object, object, object]], limit: int
+        self, aget: Callable[[object], Coroutine[object, object, object]], limit: int
     ) -> None:
         super().__init__(limit)
         self._aget = aget
