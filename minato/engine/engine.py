@@ -37,7 +37,7 @@ from minato.sampling.samplers import IndexBatches
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.dispatcher import ConsumerWait, Dispatcher, Pool, Schedule
-from minato.scheduling.orders import AnyWorker, Assignment, RoundRobin
+from minato.scheduling.orders import Assignment, RoundRobin
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.reads import LEAST_LISTS
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
@@ -507,7 +507,7 @@ def _shared_state(plan: Plan, history: History) -> SharedState:
 def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Reported] | None]) -> Assignment:
     worker = plan.worker
     if not worker.round_robin:
-        return AnyWorker()
+        return Assignment()
     return RoundRobin(
         worker.most_workers,
         in_order=worker.order.in_order,

@@ -584,13 +584,7 @@ class InlineEngine:
     def _run_stream(self, stream: StreamFetcher, batch: _Batch) -> tuple[Any, BaseException | None]:
         """Take a batch from the iterator over an iterable dataset."""
         (wanted,) = batch.given
-        token = self._num_begun
-
-        def fetch(count: int) -> list[Any]:
-            stream.enter(token, count)
-            return stream.take(count)
-
-        runner = self._runner
+        fetch, runner = functools.partial(stream.batch, self._num_begun), self._runner
         batches, error = runner.run(batch.first, 0, [wanted], fetch, batch_size=wanted)
         return batches[0] if batches else None, error
 

@@ -17,7 +17,7 @@ from minato.options import Options
 from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
 from minato.scheduling.orders import make_order
-from minato.scheduling.slow_threshold import SlowThreshold, SlowThresholdSettings
+from minato.scheduling.slow_threshold import SlowThreshold
 from minato.workers.error_policy import FailureCount, FailureHandler, FailureLog
 from minato.workers.plan import Pipeline, WorkerPlan
 
@@ -134,8 +134,7 @@ class Plan:
             costs: Of recent samples of an earlier engine.
         """
         policy = self.options.stragglers
-        settings = SlowThresholdSettings(percentile=policy.share, fixed_s=policy.after_s)
-        return SlowThreshold(settings, costs)
+        return SlowThreshold(policy.share, policy.after_s, costs)
 
     def failure_count(self) -> FailureCount | None:
         """The count of the samples that fail; None: the first one raises."""

@@ -84,18 +84,17 @@ class ActorGroup:
         except Exception:  # while Ray connects or disconnects
             return False
 
-    def start_actor(self, number: int) -> tuple[Any, Callable[[], None], Callable[[], bool]]:
-        """Start an actor for worker ``number``.
-
-        The actor begins as soon as the cluster has free resources for it.
-
-        Returns:
-            The actor's handle, a function that ends it, and one that returns whether Ray is connected.
-        """
+    def start_actor(self, number: int) -> Any:
+        """Start an actor for worker ``number``; it begins as soon as the cluster has free resources for it."""
         assert self._make_actor is not None
         with self._lock:
             actor = self._actors[number] = self._make_actor(number)
-        return actor, functools.partial(self._end, actor), self._ray.is_initialized
+        return actor
+
+    def refuse_closed(self) -> None:
+        """Raise ConnectionError if Ray is not connected: a call of an actor would open another connection."""
+        if not self._ray.is_initialized():
+            raise ConnectionError("the connection to the cluster is closed")
 
     def end_all(self) -> None:
         """End all actors."""
@@ -103,9 +102,10 @@ class ActorGroup:
             actors = list(self._actors.values())
             self._actors.clear()
         for actor in actors:
-            self._end(actor)
+            self.end(actor)
 
-    def _end(self, actor: object) -> None:
+    def end(self, actor: object) -> None:
+        """End an actor, even while it runs a sample."""
         with contextlib.suppress(Exception):  # the actor has ended with the connection
             kill_actor(self._ray, actor)
 
@@ -142,7 +142,7 @@ class ActorPool(ThreadPool):
     def make_worker(self, number: int) -> Worker:
         """Make worker ``number``, in its thread, with an actor of its own."""
         errors = ErrorTransport((Exception,), wrapped(f"Ray actor {number}"))
-        reads = functools.partial(ActorReads, *self._group.start_actor(number))
+        reads = functools.partial(ActorReads, self._group, number)
         end = self.state.worker_ledger(number)
         return self.context.worker(end, self.state, errors, remote_reads=reads)
 
@@ -199,25 +199,16 @@ class ActorReads(Reads):
     is 0: a worker whose actor waits for free resources claims nothing.
 
     Args:
-        actor: Handle of a :class:`minato.ray.actor.SampleServer`.
-        end: Ends the actor.
-        connected: Returns whether there is a connection to the cluster.
+        group: Starts and ends the actor, a :class:`minato.ray.actor.SampleServer`.
+        number: Number of the worker.
         lease: The worker's; its step is the index of the transform that ran.
         meters: Receive the times of dataset and transforms.
     """
 
-    def __init__(
-        self,
-        actor: Any,
-        end: Callable[[], None],
-        connected: Callable[[], bool],
-        lease: Lease,
-        meters: Meters,
-    ) -> None:
+    def __init__(self, group: ActorGroup, number: int, lease: Lease, meters: Meters) -> None:
         super().__init__(0)
-        self._actor = actor
-        self._end = end
-        self._connected = connected
+        self._group = group
+        self._actor = actor = group.start_actor(number)
         self._lease = lease
         self._meters = meters
         self._mean_sample_ns = self._round_trip_ns = 0.0
@@ -250,8 +241,7 @@ class ActorReads(Reads):
         future.add_done_callback(functools.partial(self._on_result, read))
 
     def _ask(self, key: object, epoch: int, seed: int | None, occurrence: int) -> Any:
-        if not self._connected():  # the call would open another one
-            raise ConnectionError("the connection to the cluster is closed")
+        self._group.refuse_closed()
         return self._actor.sample.remote(key, epoch, seed, occurrence).future()
 
     def _on_result(self, read: Read, future: Future[object]) -> None:
@@ -300,7 +290,7 @@ class ActorReads(Reads):
 
     def close(self) -> None:
         """End the actor, even while it runs a sample."""
-        self._end()
+        self._group.end(self._actor)
 
     def _update_limit(self, read: Read) -> None:
         """Set the limit so that the actor never waits for the next request."""

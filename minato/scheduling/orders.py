@@ -6,12 +6,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 from minato.sampling.resume import DatasetStates, Reported
 
 __all__ = [
-    "AnyWorker",
     "ArrivalOrder",
     "Assignment",
     "BatchOrder",
@@ -129,18 +128,19 @@ def make_order(name: str, max_lag: int) -> Order:
 # ---- which worker ----
 
 
-class Assignment(Protocol):
-    """Decides which worker runs the samples of a batch.
+class Assignment:
+    """Decides which worker runs the samples of a batch: the first that is free.
 
     An owner is the number of a worker + 1, or 0 for any worker.
     """
 
-    runs_cancelled: bool
+    runs_cancelled = False
     """Whether cancelled batches still run to their end, because the content of later ones depends on it."""
 
     @property
     def over(self) -> bool:
         """Whether no worker takes another batch of this epoch."""
+        return False
 
     def reset(self) -> None:
         """Begin an epoch."""
@@ -151,41 +151,20 @@ class Assignment(Protocol):
         Args:
             held: Returns how many open batches an owner has.
         """
+        return 0
 
     def opened(self, owner: int) -> None:
         """Record that the next batch was opened for this owner."""
 
     def returns(self, owner: int) -> Callable[[], None] | None:
         """The function that records that a batch of this owner was returned, if there is something to record."""
+        return None
 
     def ended(self, owner: int, record: int) -> None:
         """Record that the stream of this owner has ended, as its batch ``record`` says."""
 
 
-class AnyWorker:
-    """Each batch is for the first worker that is free."""
-
-    runs_cancelled = False
-    over = False
-
-    def reset(self) -> None:
-        """Does nothing."""
-
-    def choose(self, held: Callable[[int], int]) -> int | None:
-        """Any worker."""
-        return 0
-
-    def opened(self, owner: int) -> None:
-        """Does nothing."""
-
-    def returns(self, owner: int) -> None:
-        """Nothing."""
-
-    def ended(self, owner: int, record: int) -> None:
-        """Does nothing."""
-
-
-class RoundRobin:
+class RoundRobin(Assignment):
     """torch's assignment: batch k is for worker k mod n, without workers whose streams have ended.
 
     Args:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from minato._core import Histogram
 from minato.observe.meters import merged, share_above
 
-__all__ = ["SlowThreshold", "SlowThresholdSettings", "ThresholdDecision"]
+__all__ = ["SlowThreshold", "ThresholdDecision"]
 
 _CRITERIA = ((0.90, 1.5, 1.2), (0.99, 2.0, 2.0), (0.999, 4.0, 4.0))
 """Percentile, the multiple of the median that it must reach, and the least threshold then, in medians.
@@ -33,45 +32,8 @@ _NEVER_NS = 1 << 62
 """Longer thresholds are this one, of a hundred years; also infinity."""
 _MIN_SAMPLES = 8
 """Fewer samples are no statistics, however long they took."""
-
-
-@dataclass(frozen=True)
-class SlowThresholdSettings:
-    """Options of a slow threshold.
-
-    Attributes:
-        percentile: Share of samples that are fast, between 0 and 1; 0.75 as in the MinatoLoader paper.
-        fixed_s: A threshold in seconds in place of all statistics, from the first sample on.
-        warm_up_samples: No sample is slow before this number of samples is known …
-        warm_up_s: … or this number of seconds is over, whichever comes first.
-        pane_samples: Samples between two updates of the threshold.
-        panes: Number of updates whose samples count for the threshold.
-        min_ns: Cheaper samples are never slow: deferring them costs as much.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-
-    percentile: float = 0.75
-    fixed_s: float | None = None
-    warm_up_samples: int = 32
-    warm_up_s: float = 600.0
-    pane_samples: int = 256
-    panes: int = 8
-    min_ns: int = 100_000
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.percentile < 1.0:
-            raise ValueError(f"percentile={self.percentile} is not between 0 and 1")
-        if self.fixed_s is not None and not self.fixed_s > 0:
-            raise ValueError(f"fixed_s={self.fixed_s} is not more than 0 seconds")
-        if min(self.warm_up_samples, self.pane_samples, self.panes) < 1:
-            raise ValueError("warm_up_samples, pane_samples and panes are at least 1")
-
-    @property
-    def fall_back(self) -> float:
-        """The percentile in force while too many samples are slow: 0.90 for 0.75."""
-        return 1.0 - _FALL_BACK_SHARE * (1.0 - self.percentile)
+_MIN_NS = 100_000
+"""Cheaper samples are never slow: deferring them costs as much."""
 
 
 class ThresholdDecision(NamedTuple):
@@ -100,26 +62,45 @@ class SlowThreshold:
     fast samples counted, the threshold would fall with each update.
 
     Args:
-        settings: Options.
+        percentile: Share of samples that are fast, between 0 and 1; 0.75 as in the MinatoLoader paper.
+        fixed_s: A threshold in seconds in place of all statistics, from the first sample on.
         known: The ``recent`` costs of an earlier run, which replace the warm-up.
+        warm_up_samples: No sample is slow before this number of samples is known …
+        warm_up_s: … or this number of seconds is over, whichever comes first.
+        pane_samples: Samples between two updates of the threshold.
+        panes: Number of updates whose samples count for the threshold.
 
     Attributes:
+        percentile: The same.
+        fall_back: The percentile in force while too many samples are slow: 0.90 for 0.75.
         decision: The latest one.
     """
 
     def __init__(
-        self, settings: SlowThresholdSettings | None = None, known: Histogram | None = None
+        self,
+        percentile: float = 0.75,
+        fixed_s: float | None = None,
+        known: Histogram | None = None,
+        *,
+        warm_up_samples: int = 32,
+        warm_up_s: float = 600.0,
+        pane_samples: int = 256,
+        panes: int = 8,
     ) -> None:
-        self.settings = settings or SlowThresholdSettings()
-        self.decision = ThresholdDecision(0, self.settings.percentile, 0.0, "warm-up")
+        self.percentile = percentile
+        self.fall_back = 1.0 - _FALL_BACK_SHARE * (1.0 - percentile)
+        self._warm_up_samples = warm_up_samples
+        self._warm_up_s = warm_up_s
+        self._pane_samples = max(pane_samples, _MIN_SAMPLES)
+        self.decision = ThresholdDecision(0, percentile, 0.0, "warm-up")
         self._seen = Histogram()
-        self._panes: deque[Histogram] = deque(maxlen=self.settings.panes)
+        self._panes: deque[Histogram] = deque(maxlen=panes)
         self._usual_ns = 0  # the threshold without the fall-back
         self._criterion: int | None = None
         self._fallen_back = False
         self._streak = 0  # consecutive panes after which the percentile should change
-        if self.settings.fixed_s is not None:
-            fixed_ns = round(min(1e9 * self.settings.fixed_s, _NEVER_NS))
+        if fixed_s is not None:
+            fixed_ns = round(min(1e9 * fixed_s, _NEVER_NS))
             self.decision = ThresholdDecision(fixed_ns, 0.0, 0.0, "fixed")
         elif known is not None and known.count >= _MIN_SAMPLES:
             self._panes.append(known.snapshot())
@@ -133,11 +114,10 @@ class SlowThreshold:
     def due(self, samples: int, elapsed_s: float = 0.0) -> bool:
         """Whether the threshold is to be updated, after ``samples`` finished samples and ``elapsed_s`` seconds."""
         seen = self._seen.count
-        if self.decision.phase == "warm-up" and elapsed_s >= self.settings.warm_up_s:
+        if self.decision.phase == "warm-up" and elapsed_s >= self._warm_up_s:
             return samples - seen >= _MIN_SAMPLES
         # At first after 32, 64, 128 … samples: an early estimate is soon replaced.
-        wanted = max(self.settings.warm_up_samples, seen)
-        return samples - seen >= min(wanted, max(self.settings.pane_samples, _MIN_SAMPLES))
+        return samples - seen >= min(max(self._warm_up_samples, seen), self._pane_samples)
 
     def observe(
         self,
@@ -183,7 +163,7 @@ class SlowThreshold:
         """
         if not self._usual_ns:
             return
-        usual = 1.0 - self.settings.percentile
+        usual = 1.0 - self.percentile
         share = share_above(pane, self._usual_ns)
         too_many = share > _TOO_MANY * usual
         if self._fallen_back:
@@ -200,16 +180,15 @@ class SlowThreshold:
                 self._panes.popleft()
 
     def _decide(self, costs: Histogram, slow_share: float) -> None:
-        settings = self.settings
-        percentile = settings.fall_back if self._fallen_back else settings.percentile
+        percentile = self.fall_back if self._fallen_back else self.percentile
         median_ns = costs.percentile(0.5)
         self._criterion = self._find_criterion(costs, median_ns)
         if self._criterion is None:
             self._usual_ns = 0
             self.decision = ThresholdDecision(0, percentile, slow_share, "uniform")
             return
-        min_ns = max(round(_CRITERIA[self._criterion][2] * median_ns), settings.min_ns)
-        self._usual_ns = max(costs.percentile(settings.percentile), min_ns)
+        min_ns = max(round(_CRITERIA[self._criterion][2] * median_ns), _MIN_NS)
+        self._usual_ns = max(costs.percentile(self.percentile), min_ns)
         threshold_ns = max(costs.percentile(percentile), min_ns)
         self.decision = ThresholdDecision(threshold_ns, percentile, slow_share, "following")
 

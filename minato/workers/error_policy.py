@@ -263,10 +263,6 @@ class FailureHandler(NamedTuple):
         self.log.append(failure, outcome)
         return result, error
 
-    def recovered(self, failure: SampleFailure) -> None:
-        """Record that a retry has succeeded."""
-        self.log.append(failure, "recovered")
-
 
 class SampleRetry:
     """Applies a policy to the failures of one worker.
@@ -305,7 +301,7 @@ class SampleRetry:
         for attempt in range(1, policy.retries + 1):
             samples, again = runner.run(position, epoch, [index], self._fetcher.single)
             if again is None:
-                policy.recovered(failure)
+                policy.log.append(failure, "recovered")
                 return samples[0], None
             failure = self._failure(epoch, index, again, attempt + 1, occurrence)
         try:

@@ -287,6 +287,11 @@ class StreamFetcher:
             raise
         self._initial, self._epoch = DatasetState(), epoch
 
+    def batch(self, epoch: object, count: int) -> list[Any]:
+        """The next ``count`` samples of an epoch, which begins with its first batch; raises as ``take``."""
+        self.enter(epoch, count)
+        return self.take(count)
+
     def take(self, count: int) -> list[Any]:
         """The next ``count`` samples, fewer at the end of the stream.
 

@@ -271,7 +271,7 @@ class CoroutineReads(Reads):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._queued: deque[Read] = deque()
+        self._slots = asyncio.Semaphore(limit)
         self._closed = False
 
     def submit(self, read: Read) -> None:
@@ -293,25 +293,18 @@ class CoroutineReads(Reads):
         self._loop.call_soon_threadsafe(self._begin, self._loop, read)
 
     def _begin(self, loop: asyncio.AbstractEventLoop, read: Read) -> None:
-        if len(self._tasks) == self.limit:
-            self._queued.append(read)
-            return
         task = loop.create_task(self._perform(read))
         self._tasks.add(task)
-        task.add_done_callback(functools.partial(self._end, loop))
-
-    def _end(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._queued:
-            self._begin(loop, self._queued.popleft())
+        task.add_done_callback(self._tasks.discard)
 
     async def _perform(self, read: Read) -> None:
-        read.started_ns = now_ns()
         try:
-            randomness = read.bound()
-            coroutine = self._aget(read.index)
-            read.value = await (_Bound(coroutine, randomness) if randomness else coroutine)
-            read.asked = randomness.asked if randomness else 0
+            async with self._slots:
+                read.started_ns = now_ns()
+                randomness = read.bound()
+                coroutine = self._aget(read.index)
+                read.value = await (_Bound(coroutine, randomness) if randomness else coroutine)
+                read.asked = randomness.asked if randomness else 0
         except asyncio.CancelledError as error:
             # A CancelledError would end the worker.
             read.error = RuntimeError(f"the read of {text_of(read.index)} was cancelled")
@@ -333,7 +326,6 @@ class CoroutineReads(Reads):
             await asyncio.wait(self._tasks)
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._queued.clear()
         self._closed = True
         loop.stop()
 

@@ -47,6 +47,7 @@ _RISE, _FALL = 0.2, 0.7
 
 Fetch = Callable[[Any], Any]
 Bind = Callable[[int, Any], None]
+Run = Callable[[int, int, list[object], Fetch, Bind | None], tuple[list[Any], BaseException | None]]
 Occurrences = Callable[[int, int], list[int] | None]
 
 
@@ -542,33 +543,33 @@ class Runner:
                 fetch = _recorded_batch(fetch, self.tracer, batch_size, epoch)
             else:
                 fetch = _recorded(fetch, self.tracer, self._lease, epoch, repeats=repeats)
+        run: Run = self._run_probing if probes and self._stage_runner is not None else self._run
         randomness, draws = self.randomness, self.cost_estimate.draws
         if randomness is None:
-            samples, error = self._run(position, epoch, indices, fetch, probes, None)
+            samples, error = run(position, epoch, indices, fetch, None)
         elif draws is False and self._are_cheap(len(indices)):
             # Binding costs as much as these samples, and earlier ones did not draw. If one draws after all, these few
             # run again, bound, and all later ones are bound.
             randomness.mark()
-            samples, error = self._run(position, epoch, indices, fetch, probes, None)
+            samples, error = run(position, epoch, indices, fetch, None)
             if randomness.drawn():
                 self.cost_estimate.draws = True
                 randomness.rewind()
                 self._reset()
                 with self._guard(randomness):
                     bind = self._binder(position, len(indices), batch_size)
-                    samples, error = self._run(position, epoch, indices, fetch, probes, bind)
-        elif draws is None and len(indices) == 1:
-            with self._guard(randomness):
-                samples, error = self._run_watched(
-                    position, epoch, indices, fetch, probes, batch_size
-                )
-        elif draws is None and not (batch_size or self.cost_estimate.has_looked):
-            with self._guard(randomness):
-                samples, error = self._run_first(position, epoch, indices, fetch)
+                    samples, error = run(position, epoch, indices, fetch, bind)
         else:
             with self._guard(randomness):
-                bind = self._binder(position, len(indices), batch_size)
-                samples, error = self._run(position, epoch, indices, fetch, probes, bind)
+                if draws is None and len(indices) == 1:
+                    samples, error = self._run_watched(
+                        position, epoch, indices[0], fetch, run, batch_size
+                    )
+                elif draws is None and not (batch_size or self.cost_estimate.has_looked):
+                    samples, error = self._run_first(position, epoch, indices, fetch)
+                else:
+                    bind = self._binder(position, len(indices), batch_size)
+                    samples, error = run(position, epoch, indices, fetch, bind)
         self._record(samples, indices, epoch)
         return samples, error
 
@@ -624,17 +625,8 @@ class Runner:
         fetch: Fetch = stage_runner.resume
         if self.tracer.enabled:
             fetch = _recorded(fetch, self.tracer, self._lease, epoch)
-        samples, error = run_samples(
-            fetch,
-            [deferred],
-            deferred.position,
-            self._lease,
-            self.durations,
-            None if randomness is None else rebind,
-            epoch,
-            self.catches,
-        )
-        end_copy(self._owner, error)
+        bind = None if randomness is None else rebind
+        samples, error = self._run(deferred.position, epoch, [deferred], fetch, bind)
         self.durations[0] += deferred.active_ns
         self._record(samples, [deferred.index], epoch)
         return samples, error
@@ -645,97 +637,75 @@ class Runner:
         epoch: int,
         indices: list[object],
         fetch: Fetch,
-        probes: bool,
         bind: Bind | None,
+        done: int = 0,
     ) -> tuple[list[Any], BaseException | None]:
-        stage_runner, durations = self._stage_runner, self.durations
-        if stage_runner is None or not probes:
-            samples, error = run_samples(
-                fetch, indices, position, self._lease, durations, bind, epoch, self.catches
-            )
-            if self._owner is not None:
-                end_copy(self._owner, error)
-            return samples, error
+        """Run samples from the one after ``done`` others on, until one raises."""
+        durations = memoryview(self.durations)[done:] if done else self.durations
         samples, error = run_samples(
-            fetch, indices[:-1], position, self._lease, durations, bind, epoch, self.catches
+            fetch, indices, position + done, self._lease, durations, bind, epoch, self.catches
         )
-        if error is None:
-            first = len(samples)
-            last, error = run_samples(
-                stage_runner.measured,
-                indices[-1:],
-                position + first,
-                self._lease,
-                memoryview(durations)[first:],
-                bind,
-                epoch,
-                self.catches,
-            )
-            samples += last
-        end_copy(self._owner, error)
+        if self._owner is not None:
+            end_copy(self._owner, error)
         return samples, error
 
-    def _run_watched(
+    def _run_probing(
         self,
         position: int,
         epoch: int,
         indices: list[object],
         fetch: Fetch,
-        probes: bool,
-        batch_size: int,
+        bind: Bind | None,
+    ) -> tuple[list[Any], BaseException | None]:
+        """``_run``, and measure the stages of the last sample."""
+        assert self._stage_runner is not None
+        samples, error = self._run(position, epoch, indices[:-1], fetch, bind)
+        if error is None:
+            measured = self._stage_runner.measured
+            last, error = self._run(position, epoch, indices[-1:], measured, bind, len(samples))
+            samples += last
+        return samples, error
+
+    def _run_watched(
+        self, position: int, epoch: int, index: object, fetch: Fetch, run: Run, batch_size: int
     ) -> tuple[list[Any], BaseException | None]:
         """Run one of the first samples, and find out whether it draws."""
         randomness, cost_estimate = self.randomness, self.cost_estimate
         assert randomness is not None
-        self._binder(position, 1, batch_size)(epoch, indices[0])
+        self._binder(position, 1, batch_size)(epoch, index)
         randomness.mark(unbind=False)
-        samples, error = self._run(position, epoch, indices, fetch, probes, None)
+        samples, error = run(position, epoch, [index], fetch, None)
         cost_estimate.watched += 1
-        if not cost_estimate.has_looked:
-            # The first sample of a worker may make generators, which were not bound while it ran.
-            makes_generators = randomness.look()
-            cost_estimate.has_looked = True
-            if makes_generators:
-                cost_estimate.draws = True
-                self._reset()
-                bind = self._binder(position, 1, batch_size)
-                samples, error = self._run(position, epoch, indices, fetch, probes, bind)
+        if not cost_estimate.has_looked and self._makes_generators(randomness):
+            bind = self._binder(position, 1, batch_size)
+            samples, error = run(position, epoch, [index], fetch, bind)
         if cost_estimate.draws is None and randomness.drawn():
             cost_estimate.draws = True
         elif cost_estimate.draws is None and cost_estimate.watched == _PROBES:
             cost_estimate.draws = not randomness.watches
         return samples, error
 
-    def _run_first(
-        self,
-        position: int,
-        epoch: int,
-        indices: list[object],
-        fetch: Fetch,
-    ) -> tuple[list[Any], BaseException | None]:
-        """Run the first samples of a worker together; the first of them may make generators, and then runs again."""
-
-        def run(k: int, end: int, bind: Bind) -> tuple[list[Any], BaseException | None]:
-            durations = memoryview(self.durations)[k:]
-            part = indices[k:end]
-            result = run_samples(
-                fetch, part, position + k, self._lease, durations, bind, epoch, self.catches
-            )
-            end_copy(self._owner, result[1])
-            return result
-
-        assert self.randomness is not None
-        bind = self._binder(position, len(indices))
-        samples, error = run(0, 1, bind)
-        makes_generators = self.randomness.look()
+    def _makes_generators(self, randomness: SampleRandomness) -> bool:
+        """Whether the first sample of a worker has made generators, which were not bound: it is to run again."""
+        found = randomness.look()
         self.cost_estimate.has_looked = True
-        if makes_generators:
+        if found:
             self.cost_estimate.draws = True
             self._reset()
+        return found
+
+    def _run_first(
+        self, position: int, epoch: int, indices: list[object], fetch: Fetch
+    ) -> tuple[list[Any], BaseException | None]:
+        """Run the first samples of a worker together; the first of them may make generators, and then runs again."""
+        assert self.randomness is not None
+        bind = self._binder(position, len(indices))
+        samples, error = self._run(position, epoch, indices[:1], fetch, bind)
+        if self._makes_generators(self.randomness):
             bind = self._binder(position, len(indices))
-            samples, error = run(0, 1, bind)
+            samples, error = self._run(position, epoch, indices[:1], fetch, bind)
         if error is None:
-            rest, error = run(1, len(indices), bind)
+            rest, error = self._run(position, epoch, indices[1:], fetch, bind, 1)
             samples += rest
         return samples, error
 

@@ -415,11 +415,7 @@ class Worker:
         self, stream: StreamFetcher, batch: int, first: int, epoch: object, wanted: int
     ) -> None:
         """Take a batch from the worker's own iterator over an iterable dataset."""
-
-        def fetch(count: int) -> list[Any]:
-            stream.enter(epoch, count)
-            return stream.take(count)
-
+        fetch = functools.partial(stream.batch, epoch)
         batches, error = self.runner.run(first, 0, [wanted], fetch, batch_size=wanted)
         if isinstance(error, StreamEnd):
             self.writer.deliver_end(batch, stream.state if stream.sends_last_state else None)

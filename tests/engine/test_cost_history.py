@@ -35,7 +35,7 @@ def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
     (file,) = folder.iterdir()
     known = threshold_ns(loader(order="fast_first", stragglers=StragglerPolicy(history=folder)))
     kept = from_words(json.loads(file.read_text())["recent"])
-    assert known == SlowThreshold(None, kept).decision.threshold_ns > 1_000_000
+    assert known == SlowThreshold(known=kept).decision.threshold_ns > 1_000_000
     other = loader(
         order="fast_first", stragglers=StragglerPolicy(history=folder), transforms=[plus_one]
     )
@@ -59,7 +59,7 @@ def test_a_limit_in_seconds_holds_from_the_start() -> None:
 
 def test_the_percentile_reaches_the_policy() -> None:
     iterator = iter(loader(order="fast_first", stragglers=StragglerPolicy(percentile=60)))
-    assert iterator._source.slow_threshold.settings.percentile == pytest.approx(0.6)
+    assert iterator._source.slow_threshold.percentile == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(

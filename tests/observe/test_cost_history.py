@@ -142,7 +142,7 @@ def check_cost_history(content: str | bytes, folder: Path) -> None:
     recent = history_in(folder).costs()
     if recent is None:
         return
-    policy, times = SlowThreshold(None, recent), Histogram()
+    policy, times = SlowThreshold(known=recent), Histogram()
     for _ in range(200):
         times.record(1000)
         if policy.due(times.count):

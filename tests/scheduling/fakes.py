@@ -23,7 +23,7 @@ from minato.options import FetchOptions
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.dispatcher import Dispatcher, Schedule
-from minato.scheduling.orders import AnyWorker, make_order
+from minato.scheduling.orders import Assignment, make_order
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.transforms.compose import Transforms
 from minato.workers.plan import Pipeline, WorkerPlan
@@ -155,7 +155,7 @@ class Bench:
             pool=self.pool,
             storage=BatchStorage(cast(Arena, self.slots), self.indices, self._discard),
             schedule=Schedule(
-                self.window, how, AnyWorker(), timeout_s=timeout_s, one_epoch=one_epoch
+                self.window, how, Assignment(), timeout_s=timeout_s, one_epoch=one_epoch
             ),
         )
 

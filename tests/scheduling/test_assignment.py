@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from minato.scheduling.orders import AnyWorker, RoundRobin
+from minato.scheduling.orders import Assignment, RoundRobin
 
 
 def none_held(owner: int) -> int:
@@ -22,7 +22,7 @@ def choose(turns: RoundRobin, count: int = 1) -> list[int | None]:
 
 
 def test_any_worker_takes_any_batch() -> None:
-    anybody = AnyWorker()
+    anybody = Assignment()
     assert [anybody.choose(none_held) for _ in range(3)] == [0, 0, 0]
     anybody.ended(0, 0)
     assert not anybody.over
