@@ -54,12 +54,12 @@ class PrefetchWindow:
         limit = fixed
         if limit is None:
             limit = max(_DEPTH * max(num_workers, 1), num_workers + concurrent_batches)
-        self.limit = limit if max_batches is None else min(limit, max_batches)
+        self._max_batches = max_batches
+        self.limit = self._bounded(limit)
         self._budget_bytes = budget_bytes
         self._shares = shares
         if shares:
             _sharing.add(self)
-        self._max_batches = max_batches
         self._step = max(num_workers, 1)
         self._fixed = fixed is not None
         self._batch_bytes = 0.0
@@ -105,9 +105,7 @@ class PrefetchWindow:
             return False
         if not self._has_started(self.limit):
             return False
-        self.limit += self._step
-        if self._max_batches is not None:
-            self.limit = min(self.limit, self._max_batches)
+        self.limit = self._bounded(self.limit + self._step)
         return True
 
     def widen(self) -> None:
@@ -119,9 +117,7 @@ class PrefetchWindow:
         """Change the number of active workers. The limit never falls."""
         self._step = max(num_workers, 1)
         if not self._fixed:
-            self.limit = max(self.limit, _DEPTH * self._step)
-            if self._max_batches is not None:
-                self.limit = min(self.limit, self._max_batches)
+            self.limit = self._bounded(max(self.limit, _DEPTH * self._step))
 
     def shrink(self) -> bool:
         """Halve the limit for good, because memory ran out; False if it cannot fall."""
@@ -146,6 +142,9 @@ class PrefetchWindow:
     def expect(self, batch_bytes: int) -> None:
         """Use the size of a batch in flight as the estimate: no batch has been returned yet."""
         self._batch_bytes = max(float(batch_bytes), self._batch_bytes)
+
+    def _bounded(self, limit: int) -> int:
+        return limit if self._max_batches is None else min(limit, self._max_batches)
 
     def _has_started(self, in_flight: int) -> bool:
         """Whether the slow start allows more than ``in_flight`` batches."""
