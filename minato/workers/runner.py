@@ -419,7 +419,7 @@ class Runner:
             and not self.tracer.enabled
             and estimate.draws is False
             and (self.randomness is None or not collates or estimate.collate_draws is False)
-            and self.longest_ns < _WORTH_BINDING_NS
+            and min(self.longest_ns, estimate.mean_ns) < _WORTH_BINDING_NS
             and estimate.mean_ns * _EXPENSIVE < self._worth_measuring_ns
             and count <= len(self.durations)
         )
@@ -599,8 +599,11 @@ class Runner:
         return lambda epoch, index: randomness.bind(epoch, index, next(following))
 
     def _are_cheap(self, count: int) -> bool:
-        least = 1 if self._in_main_process else _WORTH_WATCHING
-        return self.longest_ns < _WORTH_BINDING_NS and count >= least
+        # The mean, too: one sample is long where its process had to wait for a processor.
+        cost_ns = min(self.longest_ns, self.cost_estimate.mean_ns)
+        return cost_ns < _WORTH_BINDING_NS and count >= (
+            1 if self._in_main_process else _WORTH_WATCHING
+        )
 
     def _reruns(self, count: int) -> bool:
         """Whether ``run`` may run ``count`` samples a second time: then none of them can be deferred."""
