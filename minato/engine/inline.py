@@ -557,14 +557,14 @@ class InlineEngine:
         # Whether samples draw is found out by watching the first ones, one by one.
         while runner.cost_estimate.draws is None and len(samples) < len(indices):
             k = len(samples)
-            one, error = runner.run_steps(position + k, number, [indices[k]], fetcher.one, 0)
+            one, error = runner.run_steps(position + k, number, [indices[k]], fetcher.now(), 0)
             samples += one
             if error is not None:
                 return samples, error
         k = len(samples)
         if k == len(indices):
             return samples, None
-        found = runner.run_steps(position + k, number, indices[k:], fetcher.one, 0)
+        found = runner.run_steps(position + k, number, indices[k:], fetcher.now(), 0)
         if 0 < self._slow_ns < runner.longest_ns and self._batch is not None:
             self._count_slow(self._batch, len(found[0]))
         return (samples + found[0], found[1]) if samples else found

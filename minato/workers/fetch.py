@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import FunctionType, MethodType
+from types import FunctionType, MethodDescriptorType
 from typing import Any, Literal, cast
 
 from minato._compat import make_fetcher
@@ -27,6 +27,8 @@ __all__ = [
     "one_each",
 ]
 
+_METHODS = FunctionType, MethodDescriptorType
+"""Types of ``__getitem__`` that are called sooner than an index is taken."""
 _STATE_SHARE = 50
 """States that are sent unasked take at most this part of a worker's time."""
 
@@ -72,8 +74,8 @@ class Fetcher:
     def now(self) -> Callable[[Any], Any]:
         """As ``one``, for a few samples now: the method itself takes less time than an index."""
         method = getattr(type(self._dataset), "__getitem__", None)
-        if self._run is None and type(method) is FunctionType:
-            return MethodType(method, self._dataset)
+        if self._run is None and type(method) in _METHODS:
+            return method.__get__(self._dataset)  # type: ignore[no-any-return, union-attr]
         return self.one
 
     def _transformed(self, index: object) -> Any:
