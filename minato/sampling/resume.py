@@ -89,9 +89,11 @@ class SamplerState:
 
     def __init__(self, spec: SamplingSpec) -> None:
         self._sampler = spec.index_sampler
-        samplers = self._samplers = list(nested(self._sampler))
+        samplers = self._samplers = nested(self._sampler)
         own = [spec.generator, *(attribute(sampler, "generator") for sampler in samplers)]
-        distinct = {id(one): one for one in own if isinstance(one, torch.Generator)}
+        distinct = {
+            id(one): one for one in own if one is not None and isinstance(one, torch.Generator)
+        }
         distinct.pop(id(torch.default_generator), None)
         self._generators = [torch.default_generator, *distinct.values()]
         self._needs_default = not all(is_exactly(sampler, DRAWS_NOTHING) for sampler in samplers)

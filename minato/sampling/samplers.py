@@ -174,18 +174,21 @@ class SeededSampler(RandomSampler):
 
 # ---- epochs and ranks of samplers ------------------------------------------------------------------
 
+_INNERMOST = SequentialSampler, RandomSampler
 _DEEPEST = 8
 """Most nested samplers; an object with more returns something for every attribute."""
 
 
-def nested(sampler: object) -> Iterator[Any]:
-    """Yield a sampler, the one it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
-    for _ in range(_DEEPEST):
-        if sampler is None:
-            return
-        yield sampler
+def nested(sampler: object) -> list[Any]:
+    """Return a sampler, the one it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
+    found: list[object] = []
+    while sampler is not None and len(found) < _DEEPEST:
+        found.append(sampler)
+        if is_exactly(sampler, _INNERMOST):
+            break
         inner = attribute(sampler, "sampler")
         sampler = attribute(sampler, "batch_sampler") if inner is None else inner
+    return found
 
 
 def epoch_of(sampler: object) -> int | None:
