@@ -1,4 +1,7 @@
-"""Counts: of indices that were requested and have arrived, and of durations."""
+"""Counts: of indices that were requested and have arrived, and of durations.
+
+``_counting_py`` says which arguments each function takes, what it returns, and what it raises.
+"""
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
@@ -38,23 +41,7 @@ HISTOGRAM_NBYTES = sizeof_histogram
 
 @cython.final
 cdef class Histogram:
-    """Counts of durations in log-linear buckets; histograms merge by addition.
-
-    Values below 32 are exact. Above, a reported percentile differs from the exact one by at most
-    1/32 of it (3.2 %). Values over 2**48 - 1 (78 hours in ns) count as 2**48 - 1.
-
-    Args:
-        buffer: Writable, contiguous memory of :data:`HISTOGRAM_NBYTES` bytes, aligned to 8, which the
-            histogram adopts as it is (zeros are an empty one) and keeps alive. ``None`` gives it
-            memory of its own.
-
-    Only one thread of one process may record, merge into or clear a histogram. Others may read the
-    same memory through a ``Histogram`` of their own; what they see may lack the latest values.
-
-    Raises:
-        ValueError: The buffer has another size or alignment.
-        BufferError: The buffer is read-only.
-    """
+    """Counts of durations in log-linear buckets; histograms merge by addition."""
 
     cdef mn_histogram *h
     cdef Py_buffer view
@@ -73,11 +60,7 @@ cdef class Histogram:
         PyBuffer_Release(&self.view)
 
     def record(self, value) -> None:
-        """Count one duration (int, ns).
-
-        Raises:
-            ValueError: ``value`` is negative.
-        """
+        """Count one duration (int, ns)."""
         cdef int overflow = 0
         cdef long long number = PyLong_AsLongLongAndOverflow(value, &overflow)
         if overflow < 0 or (number < 0 and not overflow):
@@ -85,14 +68,7 @@ cdef class Histogram:
         mn_histogram_record(self.h, MN_HISTOGRAM_TOP if overflow else <uint64_t>number)
 
     def record_all(self, values, Py_ssize_t count) -> int:
-        """Count the first ``count`` values of int64 memory, none of them negative.
-
-        Returns:
-            The largest of them; 0 if there are none.
-
-        Raises:
-            ValueError: The memory holds fewer values.
-        """
+        """Count the first ``count`` values of int64 memory, none of them negative."""
         cdef Py_buffer view
         cdef Py_ssize_t i
         cdef uint64_t value, largest = 0
@@ -134,17 +110,7 @@ cdef class Histogram:
         return <double>mn_histogram_get(&self.h.total) / <double>count if count else 0.0
 
     def percentile(self, double q) -> int:
-        """Return the smallest value, in ns, with at least the share ``q`` of all values up to it.
-
-        Args:
-            q: From 0 to 1: 0.5 is the median.
-
-        Returns:
-            The middle of that value's bucket, never more than :attr:`max`; 0 when empty.
-
-        Raises:
-            ValueError: ``q`` is not between 0 and 1.
-        """
+        """Return the smallest value, in ns, with at least the share ``q`` of all values up to it."""
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"q is a share between 0 and 1, not {q}")
         cdef uint32_t i
@@ -217,11 +183,7 @@ cdef uint64_t hash_of(index, hash_other) except? 0:
 
 
 def sum_of_hashes(indices, hash_other) -> int:
-    """The sum modulo 2**64 of the indices' hashes: the same for every order of the indices.
-
-    Args:
-        hash_other: Returns an integer, modulo 2**64, for an index that is not an integer.
-    """
+    """The sum modulo 2**64 of the indices' hashes: the same for every order of the indices."""
     cdef uint64_t total = 0
     for index in indices:
         total += hash_of(index, hash_other)
@@ -234,16 +196,7 @@ cdef struct Tally:
 
 @cython.final
 cdef class Arrivals:
-    """Tracks the indices of an epoch: each is requested once, and then arrives, is skipped, or is pending.
-
-    Indices are numbered from 0 in the order of requests. A tally of indices is ``(count, sum of their hashes modulo
-    2**64)``: equal tallies mean equal sets of indices, in any order. Memory is taken only for the indices from the
-    first that is waited for.
-
-    Args:
-        hash_other: Returns an integer, modulo 2**64, for an index that is not an integer.
-        asked, delivered, skipped: Tallies to start from.
-    """
+    """Tracks the indices of an epoch: each is requested once, and then arrives, is skipped, or is pending."""
 
     cdef object hash_other
     cdef set skipped_numbers
@@ -320,11 +273,7 @@ cdef class Arrivals:
 
     @cython.critical_section
     def ask(self, indices, int64_t batch=-1) -> None:
-        """Number further indices; an empty batch takes a number too.
-
-        Args:
-            batch: Number of the batch; one that was asked for before stays as it is. -1: the next number.
-        """
+        """Number further indices; an empty batch takes a number too."""
         cdef Py_ssize_t i, known = 0, count = len(indices)
         cdef uint64_t *hashes
         if 0 <= batch < self.asked_batches:
@@ -353,16 +302,7 @@ cdef class Arrivals:
 
     @cython.critical_section
     def deliver(self, positions not None, int64_t start, int64_t batch=-1) -> None:
-        """Note that indices have arrived, those with the numbers ``position - start``.
-
-        An index that was skipped before may still have its place in a batch: it stays skipped. Negative positions are
-        those of nothing.
-
-        Args:
-            positions: A list, or a range with step 1.
-            batch: Number of the batch, in the order of arrival; one that has arrived before changes nothing. -1: the
-                next number.
-        """
+        """Note that indices have arrived, those with the numbers ``position - start``."""
         cdef int64_t at
         if 0 <= batch < self.delivered_batches:
             return
@@ -446,14 +386,7 @@ cdef class Arrivals:
 
 @cython.final
 cdef class Occurrences:
-    """Counts how often each index came.
-
-    Indices below ``length`` take 4 bytes each, all others a dictionary's entry for each different one.
-
-    Args:
-        length: Number of indices, from 0 on; 0: unknown.
-        hash_other: Returns an integer for an index that is neither an integer nor a string.
-    """
+    """Counts how often each index came."""
 
     cdef object hash_other
     cdef dict others

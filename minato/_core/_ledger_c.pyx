@@ -1,4 +1,7 @@
-"""Who works on which sample, and where its result goes (compiled)."""
+"""Who works on which sample, and where its result goes (compiled).
+
+``_ledger_py`` says which arguments each function takes, what it returns, and what it raises.
+"""
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
@@ -113,19 +116,7 @@ cdef class Claim:
 @cython.auto_pickle(False)
 @cython.freelist(8)
 cdef class BatchRecord:
-    """A batch as it is now; what it says of its content holds once it is full.
-
-    Attributes:
-        generation: Changes with each use of the record.
-        first: Position of its sample 0.
-        count: Number of its samples.
-        bound: Whether each sample has its own place in it.
-        indices_offset: Arena offset of its pickled indices; 0: the positions hold them.
-        layout: Arena offset of the layout of its fields; 0: none yet.
-        flags: 1 << kind for each kind of blob at its places.
-        result: Arena offset of the collated batch, with its kind in the low bits; 0: the fields are the result.
-        used_nbytes: Bytes of its slot that are in use.
-    """
+    """A batch as it is now; what it says of its content holds once it is full."""
 
     cdef readonly uint64_t generation
     cdef readonly uint64_t first
@@ -340,18 +331,7 @@ cdef class Ledger:
 
 @cython.final
 cdef class WorkerLedger(Ledger):
-    """The end of one worker: it claims samples, fills places, and publishes the batches that are full.
-
-    Args:
-        buffer: Memory of a ledger, which stays mapped for this end's life.
-        number: The worker's, from 0 on.
-        lock_fd: Descriptor of the memory; only the pure backend locks it.
-
-    Raises:
-        IndexError: The ledger has no worker of this number.
-        ValueError: The memory is too small.
-        RuntimeError: The other side runs another implementation or version of minato.
-    """
+    """The end of one worker: it claims samples, fills places, and publishes the batches that are full."""
 
     cdef uint32_t me
     cdef object own_lease
@@ -372,14 +352,7 @@ cdef class WorkerLedger(Ledger):
         return self.own_lease
 
     def claim(self, uint32_t max_run):
-        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
-
-        Args:
-            max_run: 0: a whole batch, or what is left of one whose first sample is done.
-
-        Returns:
-            None if there is nothing to claim.
-        """
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early."""
         cdef uint32_t batch, count
         cdef uint64_t k
         cdef Claim found
@@ -399,15 +372,7 @@ cdef class WorkerLedger(Ledger):
         return mn_load_acquire_u64(&self.ledger.header.head) & MN_NUMBER
 
     def reserve(self, uint64_t position, uint32_t count=1, bint slow=False):
-        """Take places for finished samples: at most ``count``, from a position on.
-
-        Args:
-            slow: Take the newest open places, unless the consumer is waiting for a batch.
-
-        Returns:
-            ``(place, batch, taken)``: the first place, its batch, and how many of the samples got it and those after it
-            in this batch; at least one.
-        """
+        """Take places for finished samples: at most ``count``, from a position on."""
         cdef uint64_t place, end
         cdef uint32_t batch, taken = 1
         place = mn_reserve(&self.ledger, position, slow)
@@ -438,20 +403,11 @@ cdef class WorkerLedger(Ledger):
             PyBuffer_Release(&view)
 
     def attach(self, uint64_t place, uint64_t blob, uint64_t blob_nbytes):
-        """Say what lies at a place besides the fields; before the place is filled.
-
-        Args:
-            blob: Arena offset, a multiple of 64, | one of the kinds SAMPLE_BLOB, ERROR_BLOB, TEXT_BLOB, END_BLOB.
-        """
+        """Say what lies at a place besides the fields; before the place is filled."""
         mn_attach(&self.ledger, place, blob, blob_nbytes)
 
     def fill(self, uint64_t position, uint64_t place, uint32_t count=1):
-        """Say that the results of samples lie at their places, which follow one another in one batch.
-
-        Returns:
-            MUST_COLLATE if this worker now has to collate the place's batch and call ``set_ready``; else PUBLISHED
-            or NOT_COMPLETE. The batch may be gone afterwards.
-        """
+        """Say that the results of samples lie at their places, which follow one another in one batch."""
         return mn_fill(&self.ledger, self.me, position, place, count)
 
     def fill_run(self, uint32_t batch, uint32_t k, uint32_t count):
@@ -462,11 +418,7 @@ cdef class WorkerLedger(Ledger):
         return mn_fill(&self.ledger, self.me, first, first, count)
 
     def skip(self, uint64_t position):
-        """Say that a sample has no result; one without a place leaves it to another.
-
-        Returns:
-            ``(batch, answer)``: the batch that its place belongs to, or its own if it has none; and as for ``fill``.
-        """
+        """Say that a sample has no result; one without a place leaves it to another."""
         cdef uint32_t batch
         cdef int answer
         answer = mn_skip(&self.ledger, self.me, position, &batch)
@@ -491,11 +443,7 @@ cdef class WorkerLedger(Ledger):
         mn_notify_idle(&self.ledger)
 
     def allocate(self, uint32_t batch, uint64_t nbytes):
-        """Arena offset of ``nbytes`` fresh bytes in the batch's slot, aligned to 64.
-
-        Raises:
-            MemoryError: The slot's address range is too small.
-        """
+        """Arena offset of ``nbytes`` fresh bytes in the batch's slot, aligned to 64."""
         cdef mn_batch *record = self.batch_at(batch)
         cdef uint64_t offset = mn_allocate(&self.ledger, batch, nbytes)
         if offset == UINT64_MAX:
@@ -512,16 +460,7 @@ cdef class WorkerLedger(Ledger):
 
 @cython.final
 cdef class ConsumerLedger(Ledger):
-    """The end of the training process: it opens batches, takes what is ready, and recovers what dead workers leave.
-
-    Args:
-        buffer: Writable memory of ``Ledger.nbytes(...)`` that every party maps; it stays mapped for the ledger's life.
-        sizes: ``(num_workers, batch_capacity, position_capacity)``.
-        lock_fd: Descriptor of the memory; only the pure backend locks it.
-
-    Raises:
-        ValueError: The memory is too small, or the sizes make no sense.
-    """
+    """The end of the training process: it opens batches, takes what is ready, and recovers what dead workers leave."""
 
     cdef dict in_flight  # records of the batches in flight, oldest first: their first positions
 
@@ -582,28 +521,7 @@ cdef class ConsumerLedger(Ledger):
         uint32_t owner=0,
         occurrences=None,
     ):
-        """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold.
-
-        Args:
-            indices: One integer for each sample, ``NO_INTEGER`` for one that has none; None: no sample has one. Workers
-                get what is pickled at ``indices_offset``, if something is.
-            slot: ``(start, cursor, end)``: arena offsets of the batch's slot and of its first free byte.
-            epoch_slot: Slot of the epoch in the ledger.
-            epoch: Number of the epoch.
-            seed: From which the randomness of the samples starts.
-            bound: Whether each sample has its own place in this batch.
-            indices_offset: Arena offset of pickled indices, in bytes.
-            indices_nbytes: Their size.
-            wake: How many sleeping workers to wake; 0: ``wake`` follows.
-            owner: Number + 1 of the one worker that may claim these samples, if they are bound; 0: any may.
-            occurrences: How often each index came before in the epoch; None: none did.
-
-        Returns:
-            The number of the batch's record, valid until ``retire``.
-
-        Raises:
-            ValueError: There is no room, or the number of indices is not ``count``.
-        """
+        """Open a batch and offer its samples to the workers; ``has_room(count)`` must hold."""
         cdef mn_batch_fields fields
         cdef uint32_t index, i
         cdef uint64_t tail = mn_tail(&self.ledger)
@@ -720,21 +638,12 @@ cdef class ConsumerLedger(Ledger):
         mn_cancel(&self.ledger, batch)
 
     def close(self, uint32_t batch):
-        """Forbid that anybody collates or publishes this batch any more; its places can still be filled.
-
-        Returns:
-            False while a worker collates it: ask again later.
-        """
+        """Forbid that anybody collates or publishes this batch any more; its places can still be filled."""
         self.batch_at(batch)
         return mn_close(&self.ledger, batch)
 
     def retire(self, uint32_t batch, int64_t first=-1):
-        """Free the record of a batch that is settled and delivered, or closed with its whole epoch settled.
-
-        Args:
-            first: Position of its sample 0. If the record is free, or that of another batch, this does nothing. -1: it
-                is the record of a batch in flight.
-        """
+        """Free the record of a batch that is settled and delivered, or closed with its whole epoch settled."""
         self.batch_at(batch)
         if first < 0 or self.in_flight.get(batch) == first:
             del self.in_flight[batch]
@@ -756,13 +665,7 @@ cdef class ConsumerLedger(Ledger):
         mn_event_count_notify(&self.ledger.header.work, INT_MAX)
 
     def release(self, uint32_t worker):
-        """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished.
-
-        Only for a worker that cannot run any more.
-
-        Returns:
-            How many samples go out again.
-        """
+        """Offer again what a dead worker had claimed and not finished; a batch whose result it has set is finished."""
         cdef uint64_t released, tail = mn_tail(&self.ledger)
         cdef uint64_t base = next(iter(self.in_flight.values())) if self.in_flight else tail
         cdef mn_worker *record = self.worker_at(worker)

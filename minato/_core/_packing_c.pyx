@@ -1,4 +1,7 @@
-"""Copies of samples to their place in a batch."""
+"""Copies of samples to their place in a batch.
+
+``_packing_py`` says which arguments each function takes, what it returns, and what it raises.
+"""
 
 from cpython.dict cimport PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_GET_SIZE
@@ -60,28 +63,7 @@ cdef bint same_key(object one, object other) except -1:
 
 @cython.final
 cdef class Packer:
-    """Writes samples of one known structure into the fields of a batch of ``n`` samples.
-
-    Args:
-        spec: What a sample looks like, as a tree of tuples. Offsets are in bytes from the start of
-            the batch's region to the field, which is a C-contiguous array of ``n`` items:
-
-            - ``("tensor", dtype_name, shape, offset)``: a plain ``torch.Tensor`` on the CPU, dense,
-              of any strides, that requires no gradient;
-            - ``("array", dtype_str, shape, offset)``: a ``numpy.ndarray`` or ``numpy.memmap`` that torch could
-              view;
-            - ``("scalar", dtype_str, offset)``: a numpy scalar;
-            - ``("float" | "int" | "bool", offset)``: stored as float64, int64 or one byte;
-            - ``("text", type)``: a ``str`` or ``bytes``, which is handed back instead of written;
-            - ``("list" | "tuple" | "namedtuple", type, children)`` and
-              ``("dict", keys, children)``: a container with exactly these members, in this order.
-
-            All types are meant exactly: an instance of a subclass does not fit.
-        n: Number of samples in the batch.
-
-    Raises:
-        ValueError: A node of the spec has an unknown tag or the wrong arguments.
-    """
+    """Writes samples of one known structure into the fields of a batch of ``n`` samples."""
 
     cdef Node *nodes       # in the order of the tree
     cdef Py_ssize_t *axes  # shapes and steps of all nodes
@@ -129,20 +111,7 @@ cdef class Packer:
             return False
 
     def pack(self, sample, address, Py_ssize_t k) -> list | tuple | None:
-        """Write a sample to its place in the region, and nowhere else.
-
-        Args:
-            sample: What the dataset returned.
-            address: Where the region starts in this process, in bytes; the caller keeps it mapped.
-            k: Number of the sample in the batch.
-
-        Returns:
-            The sample's texts in the order of the spec (an empty tuple if the spec has none), or
-            ``None`` if the sample does not fit; then parts of its place may have been written.
-
-        Raises:
-            IndexError: The batch has no sample ``k``.
-        """
+        """Write a sample to its place in the region, and nowhere else."""
         cdef char *base = <char *> <uintptr_t> address
         cdef list texts = None
         if not 0 <= k < self.n:
@@ -157,19 +126,7 @@ cdef class Packer:
         return texts if self.has_texts else ()
 
     def pack_run(self, list samples, address, Py_ssize_t k) -> bool:
-        """Write a run of samples from place k on.
-
-        Args:
-            samples: What the dataset returned.
-            address: As for :meth:`pack`.
-            k: Number of the first sample in the batch.
-
-        Returns:
-            False if a sample does not fit or the spec has texts; then any of the places may have been written.
-
-        Raises:
-            IndexError: The batch has fewer samples.
-        """
+        """Write a run of samples from place k on."""
         if not 0 <= k <= self.n - len(samples):
             raise IndexError(f"samples {k} to {k + len(samples) - 1} in a batch of {self.n}")
         if self.has_texts:
@@ -177,20 +134,7 @@ cdef class Packer:
         return self.write_run(samples, <char *> <uintptr_t> address, NULL, k, LONG_MAX) is not None
 
     def pack_fields(self, list samples, list addresses, Py_ssize_t kept_nbytes) -> list | None:
-        """Write all samples of a batch into fields that lie anywhere, except texts and large tensors.
-
-        Args:
-            samples: What the dataset returned.
-            addresses: Where each field starts in this process, in the order of the spec.
-            kept_nbytes: Tensors of at least this many bytes are returned instead of written, if the spec has no texts.
-
-        Returns:
-            Those tensors, or the texts, sample after sample in the order of the spec; ``None`` if a sample does not
-            fit, and then any of the places may have been written.
-
-        Raises:
-            IndexError: The batch has another number of samples, or another number of fields.
-        """
+        """Write all samples of a batch into fields that lie anywhere, except texts and large tensors."""
         cdef char **bases
         cdef Py_ssize_t i, field = 0
         if len(samples) != self.n:

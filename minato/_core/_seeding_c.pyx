@@ -1,4 +1,7 @@
-"""Keys of samples, and the words of a generator's state grown from a key."""
+"""Keys of samples, and the words of a generator's state grown from a key.
+
+``_seeding_py`` says which arguments each function takes, what it returns, and what it raises.
+"""
 
 cimport cython
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -71,20 +74,7 @@ cdef struct Cell:
 
 @cython.final
 cdef class StateWriter:
-    """Rewrites the states of several generators for one sample, in one call.
-
-    Args:
-        seed: First input of :func:`sample_key`.
-        blocks: ``(address, words, stream, width)`` of each state: writable memory of ``words * width`` bytes, aligned
-            to ``width``; different streams of one key are independent; width 4 stores uint32, and 8 the same values as
-            uint64. The top bit of a block's first value is always set: the state is never all zero.
-        cells: ``(address, value)`` of int32 words that are reset too (positions, caches).
-
-    The memory must outlive the writer.
-
-    Raises:
-        ValueError: A width is neither 4 nor 8, or ``words`` is out of range.
-    """
+    """Rewrites the states of several generators for one sample, in one call."""
 
     cdef Block *blocks
     cdef Cell *cells
@@ -157,14 +147,7 @@ cdef inline bint differs(const char *copy, Span span) noexcept nogil:
 
 @cython.final
 cdef class StateSnapshot:
-    """A copy of the states of generators, to see whether anything in them changes.
-
-    Args:
-        spans: ``(address, nbytes)`` of each part. Of a long one, which holds the words of a twister, the ends are
-            compared: a twist and a seed change all words.
-
-    The memory must outlive the snapshot.
-    """
+    """A copy of the states of generators, to see whether anything in them changes."""
 
     cdef Span *spans
     cdef char *copy  # of all spans, one after the other

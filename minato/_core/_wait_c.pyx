@@ -1,4 +1,7 @@
-"""Words that processes share, and sleeping until another process says that something has changed (compiled)."""
+"""Words that processes share, and sleeping until another process says that something has changed (compiled).
+
+``_wait_py`` says which arguments each function takes, what it returns, and what it raises.
+"""
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
@@ -23,15 +26,7 @@ EVENT_COUNT_NBYTES = sizeof(mn_event_count)
 
 @cython.final
 cdef class EventCount:
-    """An event counter in shared memory that processes and threads can sleep on.
-
-    Read ``events``, test your condition, then ``wait(seen)``: an event between the reading and the sleep is
-    never missed. The memory must be zero at first and stay mapped for as long as the event count lives.
-
-    Args:
-        buffer: Writable memory that every party maps.
-        offset: Where its ``EVENT_COUNT_NBYTES`` start; a multiple of 8.
-    """
+    """An event counter in shared memory that processes and threads can sleep on."""
 
     cdef Py_buffer view
     cdef mn_event_count *event_count
@@ -62,12 +57,7 @@ cdef class EventCount:
         mn_event_count_notify(self.event_count, sleepers)
 
     def wait(self, seen, double timeout_s):
-        """Sleep until there has been an event since ``seen``.
-
-        Returns:
-            True if there was one; False after ``timeout_s`` seconds or a signal. The caller tests its condition
-            and whether its peers live, and waits again.
-        """
+        """Sleep until there has been an event since ``seen``."""
         cdef unsigned int count = seen
         cdef long long timeout_ns = <long long>(timeout_s * 1e9)
         cdef bint changed
@@ -78,16 +68,7 @@ cdef class EventCount:
 
 @cython.final
 cdef class SharedWords:
-    """Signed 64-bit words in shared memory, whose loads and stores all processes see in one order.
-
-    So of two processes that each store a word and then load the other's, at least one sees what the other stored. Each
-    word has one writer; there is no atomic addition.
-
-    Args:
-        buffer: Writable memory that every party maps.
-        offset: Where the ``nbytes(count)`` start; a multiple of 8. Zeros there are words of zero.
-        count: How many words.
-    """
+    """Signed 64-bit words in shared memory, whose loads and stores all processes see in one order."""
 
     cdef Py_buffer view
     cdef mn_u64 *words
