@@ -1,4 +1,7 @@
-"""Running samples one after the other, and the transforms of one of them, while the lease says which."""
+"""Running samples one after the other, and the transforms of one of them, while the lease says which.
+
+``_sample_loop_py`` says which arguments each function takes, what it returns, and what it raises.
+"""
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
@@ -28,15 +31,7 @@ LEASE_NBYTES = 24
 
 @cython.final
 cdef class Lease:
-    """What one worker runs, in shared memory: supervision reads it, also after the worker's death.
-
-    ``begin``, ``enter`` and ``step`` are its only writers, besides the loops of this module and the ledger, which says
-    that the worker is between two runs. The words are not written at once: a second reading confirms the first.
-
-    Args:
-        buffer: Writable memory, which stays mapped for the lease's life; None: memory of its own.
-        offset: Where its ``LEASE_NBYTES`` start; a multiple of 8.
-    """
+    """What one worker runs, in shared memory: supervision reads it, also after the worker's death."""
 
     cdef Py_buffer view
     cdef mn_u64 *words  # position + 1, started_ns, step
@@ -81,11 +76,7 @@ cdef class Lease:
         begin(self.words, position + 1, started_ns, step)
 
     def enter(self, int64_t step, int64_t started_ns):
-        """Say that the worker runs no sample.
-
-        Args:
-            step: STARTING, FIRST_COLLATED - the batch that it collates, or -1: nothing.
-        """
+        """Say that the worker runs no sample."""
         begin(self.words, 0, started_ns, step)
 
 
@@ -126,23 +117,7 @@ def run_samples(
     epoch,
     catches,
 ) -> tuple[list, object]:
-    """Call ``fetch(key)`` for each key, until one raises.
-
-    Args:
-        keys: The samples' keys; a list.
-        position: Position of the first; the others follow it.
-        lease: Says which of them runs, since when, and that the dataset runs.
-        durations: Writable int64 memory of ``len(keys)`` words at least; receives each sample's time in ns:
-            up to 16 neighbors that take less than 2 µs have their mean.
-        bind: Called with ``(epoch, key)`` before each sample; None for nothing.
-        catches: What a sample may raise; anything else propagates.
-
-    Returns:
-        The samples, and what the first one after them raised, or None.
-
-    Raises:
-        ValueError: ``durations`` is too small.
-    """
+    """Call ``fetch(key)`` for each key, until one raises."""
     cdef Py_buffer view
     cdef mn_u64 *laps
     cdef int64_t now, started = mn_now_ns(), mean = 0
@@ -183,29 +158,7 @@ def run_steps(
     laps=None,
     Lease lease=None,
 ) -> tuple[object, int]:
-    """Apply ``steps[index:]`` to ``value``, stopping after a step that ends past the deadline.
-
-    At least one step runs if one is left. A step that ran is never run again: the returned index
-    is that of the next one. A sample whose last step ends late is complete.
-
-    Args:
-        steps: The transforms, each a callable of one argument.
-        value: The sample, or the partial result of an earlier call.
-        index: The first step to apply, 0 to ``len(steps)``.
-        deadline_ns: On the clock of :func:`minato._core.now_ns`; 0 or less for none.
-        laps: Writable int64 memory of ``len(steps)`` words; word *i* receives the duration of
-            step *i* in ns once it has run.
-        lease: Its step is always that of the step being run (after an exception: of the one that
-            raised), at the end the returned index.
-
-    Returns:
-        The value, and the index of the next step: ``len(steps)`` when the sample is complete.
-
-    Raises:
-        IndexError: ``index`` is out of range.
-        ValueError: ``laps`` is too small.
-        Exception: Whatever a step raises, unchanged.
-    """
+    """Apply ``steps[index:]`` to ``value``, stopping after a step that ends past the deadline."""
     cdef Py_ssize_t length = len(steps)
     cdef Py_buffer view
     if not 0 <= index <= length:

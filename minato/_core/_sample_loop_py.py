@@ -92,7 +92,8 @@ def run_samples(
         keys: The samples' keys; a list.
         position: Position of the first; the others follow it.
         lease: Says which of them runs, since when, and that the dataset runs.
-        durations: Writable int64 memory of ``len(keys)`` words at least; receives each sample's time in ns.
+        durations: Writable int64 memory of ``len(keys)`` words at least; receives each sample's time in ns:
+            in the compiled core, up to 16 neighbors that take less than 2 µs get their mean.
         bind: Called with ``(epoch, key)`` before each sample; None for nothing.
         catches: What a sample may raise; anything else propagates.
 

@@ -383,7 +383,8 @@ def test_twins_agree(name: str) -> None:
     differences = []
 
     def compare(path: str, ours: object, theirs: object) -> None:
-        if documentation(ours) != documentation(theirs):
+        # The pure core describes the arguments, for both.
+        if documentation(ours).partition("\n\n")[0] != documentation(theirs).partition("\n\n")[0]:
             differences.append(f"{path}: {documentation(ours)!r} and {documentation(theirs)!r}")
         if callable(ours) and signature(theirs) not in (None, signature(ours)):
             differences.append(f"{path}: {signature(ours)} and {signature(theirs)}")
