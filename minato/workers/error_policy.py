@@ -129,7 +129,6 @@ class FailureLog:
             path, descriptor = None, anonymous_log()
         self._adopt(descriptor)
         self._path = path
-        self._read = os.fstat(self._descriptor).st_size
         self._counters = Counters(*_OUTCOMES, "unrecorded", "retries")
 
     @staticmethod
@@ -186,16 +185,17 @@ class FailureLog:
         """Failures by outcome, those without a line (``unrecorded``), and the number of retries."""
         return self._counters.by_name()
 
-    def read_new(self) -> list[dict[str, Any]]:
-        """The records that were appended since the last call, as far as they are whole."""
-        size = os.fstat(self._descriptor).st_size
-        if size <= self._read:
-            return []
-        data = os.pread(self._descriptor, min(size - self._read, _LONGEST_READ_BYTES), self._read)
+    def size(self) -> int:
+        """Bytes of all records."""
+        return os.fstat(self._descriptor).st_size
+
+    def last(self, since: int) -> dict[str, Any] | None:
+        """The last record that was appended after the first ``since`` bytes; None if it is not there."""
+        size = self.size()
+        start = max(since, size - _LONGEST_READ_BYTES)  # no record is that long
+        data = os.pread(self._descriptor, max(size - start, 0), start)
         whole = data[: data.rfind(b"\n") + 1]
-        # No record is that long: something else was appended, and is skipped.
-        self._read += len(whole) or (len(data) if len(data) == _LONGEST_READ_BYTES else 0)
-        return [record for line in whole.splitlines() if (record := _record(line)) is not None]
+        return next(filter(None, map(_record, reversed(whole.splitlines()))), None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_descriptor": reduction.DupFd(self._descriptor)}
@@ -365,7 +365,7 @@ class FailureCount:
         """Number of retries."""
         self._begin_of_epoch: Counter[str] = Counter()
         self._state = b""
-        self._last: dict[str, Any] | None = None  # failure of this epoch
+        self._begin_size = 0  # of the log
         self._size: int | None = None
         self._exceeded = self._warned = False
         self.finished = 0
@@ -374,14 +374,14 @@ class FailureCount:
     def begin(self, size: int | None) -> None:
         """Start an epoch of ``size`` samples; None: unknown."""
         self.look()
-        self._last = None
+        self._begin_size = self._log.size()
         self._begin_of_epoch = self.totals.copy()
         self._size = size
         self._exceeded = self._warned = False
         self.finished = 0
 
     def check(self) -> None:
-        """Read new failures, and check them against the limit.
+        """Count new failures, and check them against the limit.
 
         Raises:
             ErrorBudgetError: More of this epoch's samples failed than ``ErrorPolicy.max_failures`` allows.
@@ -395,14 +395,11 @@ class FailureCount:
             budget *= max(self.finished, _LEAST) if self._size is None else self._size
         if failed > budget:
             self._exceeded = True
-            last = self._last
-            named = (
-                ""
-                if last is None
-                else (
-                    f"; the last is the one with index {last['index']!r}: {last['exception']}: {last['message']}"
-                )
-            )
+            named, last = "", None
+            with suppress(OSError):  # the counts are exact without the records
+                last = self._log.last(self._begin_size)
+            if last is not None:
+                named = f"; the last is the one with index {last['index']!r}: {last['exception']}: {last['message']}"
             raise ErrorBudgetError(
                 f"{failed} samples of this epoch failed, more than max_failures={self._budget} allows{named}"
                 f"{self._where()}"
@@ -425,7 +422,7 @@ class FailureCount:
             )
 
     def look(self) -> None:
-        """Read new failures from the log."""
+        """Count the failures in the log."""
         state = self._log.state()
         if state == self._state:
             return
@@ -433,10 +430,6 @@ class FailureCount:
         counts = self._log.counts()
         self.retries = counts.pop("retries")
         self.totals = Counter(counts)
-        new: list[dict[str, Any]] = []
-        with suppress(OSError):  # the counts are exact without the records
-            new = self._log.read_new()
-        self._last = new[-1] if new else self._last
 
     def _of_epoch(self, outcome: str) -> int:
         return self.totals[outcome] - self._begin_of_epoch[outcome]

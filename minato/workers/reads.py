@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -63,64 +64,38 @@ _MOST_SAVED = 2.0
 """Second requests that may accumulate in a time without stragglers, so that congestion causes no burst of them."""
 
 
+@dataclass(eq=False, slots=True)
 class Read:
     """One sample to read, and its result.
 
-    Args:
+    Attributes:
         seed: Seed of the sample's randomness; None if it is not bound to the sample.
         tag: The caller's own value.
         again_for: The read that this second request hedges.
         occurrence: How often the index came before in the epoch.
+        attempts: Requests for this sample in flight; two if it is hedged.
+        answered: Whether the sample is there, so that nobody waits for a further request.
+        complete: Makes the value of what has arrived, in the worker's thread; None if ``value`` is there.
+        started_ns: When it began; 0 before that.
+        asked: Number of generators that the read has got from minato.
+        step: The transform that raised ``error``, if that was not the dataset.
     """
 
-    __slots__ = (
-        "again_for",
-        "answered",
-        "asked",
-        "attempts",
-        "complete",
-        "duration_ns",
-        "epoch",
-        "error",
-        "index",
-        "occurrence",
-        "seed",
-        "started_ns",
-        "step",
-        "tag",
-        "value",
-    )
-
-    def __init__(
-        self,
-        index: Any,
-        epoch: int,
-        seed: int | None,
-        tag: Any,
-        again_for: Read | None = None,
-        occurrence: int = 0,
-    ) -> None:
-        self.index = index
-        self.occurrence = occurrence
-        self.epoch = epoch
-        self.seed = seed
-        self.tag = tag
-        self.again_for = again_for
-        self.attempts = 1
-        """Requests for this sample in flight; two if it is hedged."""
-        self.answered = False
-        """Whether the sample is there, so that nobody waits for a further request."""
-        self.complete: Callable[[], object] | None = None
-        """Makes the value of what has arrived, in the worker's thread; None if ``value`` is there."""
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.started_ns = 0
-        """When it began; 0 before that."""
-        self.duration_ns = 0
-        self.asked = 0
-        """Number of generators that the read has got from minato."""
-        self.step = -1
-        """The transform that raised ``error``, if that was not the dataset."""
+    index: Any
+    epoch: int
+    seed: int | None
+    tag: Any
+    again_for: Read | None = None
+    occurrence: int = 0
+    attempts: int = 1
+    answered: bool = False
+    complete: Callable[[], object] | None = None
+    value: Any = None
+    error: BaseException | None = None
+    started_ns: int = 0
+    duration_ns: int = 0
+    asked: int = 0
+    step: int = -1
 
     def hedge(self) -> Read:
         """A second request for the sample."""

@@ -498,18 +498,14 @@ class _ClaimedRun:
     """Samples that were claimed together.
 
     Attributes:
-        first: Position of the batch's sample 0.
-        k: Which sample of the batch is the first of the run.
+        claimed: Which samples of which batch.
+        record: The record of the batch.
         held: The complete samples, or what they raised, if all are written together; else None.
-        missing: Number of these that are not complete.
+        missing: Number of samples that are not complete.
     """
 
-    batch: int
-    first: int
-    k: int
-    bound: bool
-    epoch: int
-    seed: int
+    claimed: Claim
+    record: BatchRecord
     indices: list[Any]
     held: list[Any] | None
     missing: int
@@ -650,20 +646,20 @@ class ConcurrentWorker(Worker):
         """Queue a read of each sample."""
         batch, k, count = claimed.batch, claimed.k, claimed.count
         record = self.ledger.describe(batch)
-        first, bound, epoch, seed = record.first, record.bound, record.epoch, record.seed
         indices = list(self.read_indices(batch, k, count))
         if not indices:  # an empty batch has a place, too
             assert isinstance(self.fetcher, Fetcher)
-            self.runner.enter(seed)
+            self.runner.enter(record.seed)
             self.run_list(self.fetcher, list, batch, record, indices)
             return
-        held = [None] * count if whole and bound and count == record.count else None
-        run = _ClaimedRun(batch, first, k, bound, epoch, seed, indices, held, count)
-        bound_to = seed if self._seeds else None
-        occurrences = self.ledger.occurrences(first + k, count) or [0] * count
+        held = [None] * count if whole and record.bound and count == record.count else None
+        run = _ClaimedRun(claimed, record, indices, held, count)
+        seed = record.seed if self._seeds else None
+        start = record.first + k
+        occurrences = self.ledger.occurrences(start, count) or [0] * count
         for i, (index, occurrence) in enumerate(zip(indices, occurrences, strict=True)):
-            read = Read(index, epoch, bound_to, (run, i), occurrence=occurrence)
-            self._queue(read, first + k + i)
+            read = Read(index, record.epoch, seed, (run, i), occurrence=occurrence)
+            self._queue(read, start + i)
 
     def _queue(self, read: Read, position: int) -> None:
         if not self._flight.positions:
@@ -710,26 +706,26 @@ class ConcurrentWorker(Worker):
             ended_ns = read.started_ns + read.duration_ns
             self.tracer.span("read", read.started_ns, ended_ns, {"index": read.index})
         run, i = read.tag
-        runner = self.runner
-        runner.enter(run.seed)
+        claimed, epoch, runner = run.claimed, run.record.epoch, self.runner
+        runner.enter(run.record.seed)
         runner.ahead_ns = read.duration_ns
         samples, error = runner.run(
-            position, run.epoch, [read.index], lambda _: runner.transformed(read, self._transform)
+            position, epoch, [read.index], lambda _: runner.transformed(read, self._transform)
         )
         cost_ns = runner.durations[0]
         self.ledger.note_costs(position, runner.durations, len(samples))
         if error is not None and self.sample_retry is not None:
-            sample, error = self.sample_retry.settle(position, run.epoch, read.index, error)
+            sample, error = self.sample_retry.settle(position, epoch, read.index, error)
             samples = [sample] if error is None else []
         if run.held is not None:
             run.held[i] = samples[0] if error is None else _Raised(error)
             run.missing -= 1
             if not run.missing:
                 self._write_held(run, run.held)
-        elif run.bound:
-            k = run.k + i
+        elif run.record.bound:
+            state = self.dataset_state()
             self.writer.deliver(
-                run.batch, k, [read.index], samples, error, state=self.dataset_state()
+                claimed.batch, claimed.k + i, [read.index], samples, error, state=state
             )
         else:
             self.deliver_free(position, [read.index], samples, [cost_ns], error)
@@ -738,7 +734,5 @@ class ConcurrentWorker(Worker):
     def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:
         raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
         error = held[raised].error if raised < len(held) else None
-        state = self.dataset_state()
-        self.writer.deliver(
-            run.batch, 0, run.indices, held[:raised], error, whole=True, state=state
-        )
+        batch, state = run.claimed.batch, self.dataset_state()
+        self.writer.deliver(batch, 0, run.indices, held[:raised], error, whole=True, state=state)
