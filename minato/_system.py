@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
-_OWN_STATUS = Path("/proc/self/status")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _DISKS = Path("/sys/block")
 _DISK_COUNTERS = Path("/proc/diskstats")
 _SECTOR_BYTES = 512
-_MEMORY = (
-    ("", "memory.max", "memory.current", "memory.events"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
-)
-"""Files of both versions of control groups: limit, use, and what was ended for it."""
 
 
 def _psutil() -> Any:
@@ -65,24 +59,25 @@ def memory_limit_bytes() -> int:
 def memory_kills() -> int:
     """Processes of this control group that the kernel has killed for lack of memory; 0 if it keeps no count."""
     kills = 0
-    for folder, _, _, events in _MEMORY:
+    for folder, name in (("", "memory.events"), ("memory", "memory.oom_control")):
         for group in set(_groups(folder)):
-            try:
-                lines = text_of(f"{_CGROUP}/{folder}/{group}/{events}").splitlines()
-            except OSError:
-                continue
-            kills += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+            with suppress(OSError):
+                lines = text_of(f"{_CGROUP}/{folder}/{group}/{name}").splitlines()
+                kills += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return kills
 
 
 def _memory_of_groups() -> Iterator[tuple[int, int]]:
     """Limit and use in bytes of each control group of this process that has a limit."""
-    for folder, limit, used, _ in _MEMORY:
-        for at in _around(folder):
-            try:
-                yield int(text_of(f"{at}/{limit}")), int(text_of(f"{at}/{used}"))
-            except (OSError, ValueError):
-                continue  # no such group or version, or "max"
+    yield from _numbers("", "memory.max", "memory.current")
+    yield from _numbers("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _numbers(folder: str, first: str, second: str) -> Iterator[tuple[int, int]]:
+    """The numbers in two files of each group in a hierarchy that has both."""
+    for one, other in _texts(folder, first, second):
+        with suppress(ValueError):  # "max"
+            yield int(one), int(other)
 
 
 def machine_usage() -> tuple[float, float]:
@@ -135,15 +130,8 @@ def affinity_cores() -> int:
 
 def cpuset_cores() -> int | None:
     """Cores that the control groups of this process allow; None if they name none."""
-    found = []
-    for folder, name in (("", "cpuset.cpus.effective"), ("cpuset", "cpuset.effective_cpus")):
-        for group in set(_groups(folder)):
-            try:
-                text = text_of(f"{_CGROUP}/{folder}/{group}/{name}").strip()
-            except OSError:
-                continue
-            found.append(len(_members(text)))
-    return min(filter(None, found), default=None)
+    texts = *_texts("", "cpuset.cpus.effective"), *_texts("cpuset", "cpuset.effective_cpus")
+    return min(filter(None, (len(_members(text.strip())) for (text,) in texts)), default=None)
 
 
 def _members(text: str) -> set[int]:
@@ -154,25 +142,15 @@ def _members(text: str) -> set[int]:
     }
 
 
-def cores_by_numa_node() -> dict[int, frozenset[int]]:
-    """The cores that this process may run on, by the NUMA node whose memory is theirs.
-
-    Nodes without such cores are left out, as are those whose memory its control groups do not allow. Empty where the
-    kernel has no NUMA nodes.
-    """
+def numa_nodes() -> int:
+    """NUMA nodes with memory on which this process may run; 0 where the kernel has none, or a container hides them."""
     try:
-        allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", text_of(_OWN_STATUS), re.MULTILINE)
-        memory = _members(text_of(f"{_NUMA_NODES}/has_memory").strip())
-        if allowed is not None:
-            memory &= _members(allowed[1])
+        nodes = _members(text_of(f"{_NUMA_NODES}/has_memory").strip())
         usable = os.sched_getaffinity(0)
-        nodes = {
-            node: frozenset(_members(text_of(f"{_NUMA_NODES}/node{node}/cpulist").strip()) & usable)
-            for node in sorted(memory)
-        }
-    except (OSError, AttributeError):  # another kernel, or a container that hides them
-        return {}
-    return {node: cores for node, cores in nodes.items() if cores}
+        cores = [_members(text_of(f"{_NUMA_NODES}/node{node}/cpulist").strip()) for node in nodes]
+    except (OSError, AttributeError):
+        return 0
+    return sum(not usable.isdisjoint(each) for each in cores)
 
 
 def cpu_quota() -> float | None:
@@ -182,14 +160,9 @@ def cpu_quota() -> float | None:
 
 def group_processes_left() -> int | None:
     """Processes and threads that the control groups of this process still allow; None if they set no limit."""
-    left = []
-    for folder in ("", "pids"):
-        for at in _around(folder):
-            try:
-                left.append(int(text_of(f"{at}/pids.max")) - int(text_of(f"{at}/pids.current")))
-            except (OSError, ValueError):
-                continue  # no such group or version, or "max"
-    return min(left, default=None)
+    names = "pids.max", "pids.current"
+    limits = *_numbers("", *names), *_numbers("pids", *names)
+    return min((most - used for most, used in limits), default=None)
 
 
 def user_threads() -> int:
@@ -247,21 +220,23 @@ def _on_this_node_alone() -> tuple[int, int] | None:
 
 def _quotas() -> Iterator[float]:
     """The cores that each control group of this process allows: its own and all around it."""
-    for folder, quota, period in (
-        ("", "cpu.max", None),
-        ("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-        ("cpu,cpuacct", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
-    ):
-        for at in _around(folder):
-            try:
-                words = text_of(f"{at}/{quota}").split()
-                if period is not None:
-                    words += text_of(f"{at}/{period}").split()
-                allowed = int(words[0]) / int(words[1])
-            except (OSError, ValueError, IndexError, ZeroDivisionError):
-                continue  # no such group or version, or "max"
-            if allowed > 0:  # -1: no quota
-                yield allowed
+    second = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+    for names in (("", "cpu.max"), ("cpu", *second), ("cpu,cpuacct", *second)):
+        for texts in _texts(*names):
+            with suppress(ValueError, IndexError, ZeroDivisionError):  # "max", or damaged
+                quota, period = map(int, " ".join(texts).split()[:2])
+                if quota / period > 0:  # -1: no quota
+                    yield quota / period
+
+
+def _texts(folder: str, *names: str) -> Iterator[list[str]]:
+    """The texts of some files, of each group around this process in a hierarchy that has them all."""
+    for at in _around(folder):
+        try:
+            found = [text_of(f"{at}/{name}") for name in names]
+        except OSError:  # no such group or version
+            continue
+        yield found
 
 
 def _around(controllers: str) -> Iterator[str]:

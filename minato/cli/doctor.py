@@ -211,7 +211,7 @@ def _cores() -> Iterator[Finding]:
         f"raise the quota of the container (cpu.max), or use at most num_workers={max(int(quota or 1), 1)}",
         limits=quota is not None and quota < usable,
     )
-    nodes = len(_system.cores_by_numa_node())
+    nodes = _system.numa_nodes()
     if nodes < 2:
         yield Finding("sockets", "ok", "1")
     else:
