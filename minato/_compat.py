@@ -19,7 +19,7 @@ import pkgutil
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import context, forkserver, resource_sharer, spawn, util
 from multiprocessing import process as process_module
 from multiprocessing.reduction import ForkingPickler
@@ -400,64 +400,56 @@ def serves_other_processes() -> bool:
 
 
 class _Spawning:
-    """Stands for a child that is being started."""
+    """Stands for a child that is being started.
 
-    def duplicate_for_child(self, descriptor: int) -> int:
-        return descriptor
+    Args:
+        give: Gives the child a descriptor, and returns its number there.
+        wrap: Makes an object of a descriptor that arrives as another one; None: as ``give``.
+    """
 
-    def DupFd(self, descriptor: int) -> int:  # noqa: N802  # the name that multiprocessing calls
-        return descriptor
-
-
-class _SpawningSeveral:
-    """Stands for several children: what is sent to one at a time is refused."""
-
-    def duplicate_for_child(self, descriptor: int) -> int:
-        raise RuntimeError("each child needs a descriptor of its own")
-
-    DupFd = duplicate_for_child
+    def __init__(self, give: Callable[[int], int], wrap: Callable[[int], object] | None) -> None:
+        self.duplicate_for_child = give
+        self.DupFd = wrap or give
 
 
 @contextmanager
-def pickling_for_a_child(several: bool = False) -> Iterator[None]:
+def _spawning(
+    give: Callable[[int], int], wrap: Callable[[int], object] | None = None
+) -> Iterator[None]:
+    before = context.get_spawning_popen()
+    context.set_spawning_popen(cast(Any, _Spawning(give, wrap)))
+    try:
+        yield
+    finally:
+        context.set_spawning_popen(before)
+
+
+def _refused(descriptor: int) -> int:
+    raise RuntimeError("each child needs a descriptor of its own")
+
+
+def pickling_for_a_child(several: bool = False) -> AbstractContextManager[None]:
     """Allow locks and queues to be pickled, as while a child is being started.
 
     Args:
         several: For more than one child. What needs a descriptor in the child raises RuntimeError.
     """
-    context.set_spawning_popen(cast(Any, _SpawningSeveral() if several else _Spawning()))
-    try:
-        yield
-    finally:
-        context.set_spawning_popen(None)
+    return _spawning(_refused if several else lambda descriptor: descriptor)
 
 
-class _Duplicating:
-    """Stands for a child that is being started, and gives it copies of descriptors."""
-
-    def __init__(self, popen: Any, held: list[int]) -> None:
-        self.DupFd = popen.DupFd
-        self._popen = popen
-        self._held = held
-
-    def duplicate_for_child(self, descriptor: int) -> int:
-        copy = os.dup(descriptor)
-        self._held.append(copy)
-        return cast(int, self._popen.duplicate_for_child(copy))
-
-
-@contextmanager
-def duplicates_for_child(held: list[int]) -> Iterator[None]:
+def duplicates_for_child(held: list[int]) -> AbstractContextManager[None]:
     """Give the child that is being started copies of descriptors, which are added to ``held``.
 
     Those of a temporary tensor are closed before the child has them, and ``spawn`` takes none twice.
     """
-    popen = context.get_spawning_popen()
-    context.set_spawning_popen(cast(Any, _Duplicating(popen, held)))
-    try:
-        yield
-    finally:
-        context.set_spawning_popen(popen)
+    popen: Any = context.get_spawning_popen()
+
+    def give(descriptor: int) -> int:
+        held.append(os.dup(descriptor))
+        number: int = popen.duplicate_for_child(held[-1])
+        return number
+
+    return _spawning(give, popen.DupFd)
 
 
 def in_starting_child() -> bool:
@@ -515,7 +507,9 @@ class PrivateName(NamedTuple):
     def is_present(self) -> bool:
         """Run the probe; whatever it raises means that the name is not as expected."""
         try:
-            return bool(pkgutil.resolve_name(self.name)) if self.probe is None else self.probe()
+            if self.probe is not None:
+                return self.probe()
+            return pkgutil.resolve_name(self.name) is not None
         except Exception:
             return False
 
@@ -585,10 +579,7 @@ _IMPORT_FAILS = "importing minato raises an ImportError that names it"
 _TORCH_BUILDS = "torch's default_collate builds the batches, and they are pickled: right, but several times as slow"
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    PrivateName(
-        "torch._utils.ExceptionWrapper",
-        _IMPORT_FAILS,
-    ),
+    PrivateName("torch._utils.ExceptionWrapper", _IMPORT_FAILS),
     PrivateName(
         "torch.utils.data.dataloader._BaseDataLoaderIter",
         f"{_IMPORT_FAILS}; a missing field raises an AttributeError at iter(loader)",
@@ -599,10 +590,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "an AttributeError at iter(loader); without __initialized a loader's attributes stay fixed",
         lambda: all(hasattr(_private_loader(), name) for name in _LOADER_MEMBERS),
     ),
-    PrivateName(
-        "torch.utils.data.dataloader._DatasetKind",
-        _IMPORT_FAILS,
-    ),
+    PrivateName("torch.utils.data.dataloader._DatasetKind", _IMPORT_FAILS),
     PrivateName(
         "torch.utils.data._utils.fetch._MapDatasetFetcher, _BaseDatasetFetcher, _DatasetKind.create_fetcher",
         _IMPORT_FAILS,
@@ -624,10 +612,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             )
         ),
     ),
-    PrivateName(
-        "torch.utils.data.dataloader._InfiniteConstantSampler",
-        _IMPORT_FAILS,
-    ),
+    PrivateName("torch.utils.data.dataloader._InfiniteConstantSampler", _IMPORT_FAILS),
     PrivateName(
         "torch.utils.data._utils.worker._worker_info, WorkerInfo",
         _IMPORT_FAILS,
@@ -638,10 +623,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         _IMPORT_FAILS,
         lambda: numpy_seed(7, 3) == numpy_seed(7, 3) != numpy_seed(7, 4),
     ),
-    PrivateName(
-        "torch.utils.data._utils.pin_memory.pin_memory",
-        _IMPORT_FAILS,
-    ),
+    PrivateName("torch.utils.data._utils.pin_memory.pin_memory", _IMPORT_FAILS),
     PrivateName(
         "torch.utils.data._utils.collate.default_collate_fn_map",
         _TORCH_BUILDS,
@@ -660,10 +642,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._C._set_worker_signal_handlers",
         "the words are missing; the worker is replaced all the same",
     ),
-    PrivateName(
-        "torch.multiprocessing._set_thread_name",
-        "workers keep the name of the program",
-    ),
+    PrivateName("torch.multiprocessing._set_thread_name", "workers keep the name of the program"),
     PrivateName(
         "torch._C._cuda_hasPrimaryContext",
         "devices that the process does not use are asked, too, which takes memory there",
@@ -676,8 +655,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         lambda: isinstance(profiler._is_profiler_enabled, bool),
     ),
     PrivateName(
-        "torch.UntypedStorage._new_shared_fd_cpu",
-        "torch's share_memory_() makes them, with a name",
+        "torch.UntypedStorage._new_shared_fd_cpu", "torch's share_memory_() makes them, with a name"
     ),
     PrivateName(
         "torch.storage.TypedStorage(_internal=), _untyped_storage",
@@ -750,10 +728,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "the server imports none of the modules that the program has named",
         lambda: isinstance(getattr(forkserver._forkserver, "_preload_modules", None), list),
     ),
-    PrivateName(
-        "multiprocessing.pool.ExceptionWithTraceback",
-        _IMPORT_FAILS,
-    ),
+    PrivateName("multiprocessing.pool.ExceptionWithTraceback", _IMPORT_FAILS),
     PrivateName(
         "ray.kill.__wrapped__",
         "ray.kill itself is called, and may connect again at the end of a loader",

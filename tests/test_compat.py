@@ -28,7 +28,7 @@ from tests.datasets import assert_same
 PACKAGE = Path(_compat.__file__).parent
 SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
-PUBLIC = {"os._exit", "sys._getframe"}
+PUBLIC = {"_thread", "_typeshed.DataclassInstance", "os._exit", "sys._getframe"}
 """Documented, in spite of their names."""
 INHERITED = {
     "batching/writer.py": {"_auto_collation"},  # one of its own
@@ -81,7 +81,7 @@ def reaches(source: str, inherited: set[str] | None = None) -> list[str]:
         for name, there in foreign_names(tree)
         if there.partition(".")[0] not in ("minato", "__future__")
     }
-    named = set(foreign.values()) - {"_thread"}  # the documentation of Python has it
+    named = set(foreign.values()) - PUBLIC
     found = [there for there in named if any(map(is_private, there.split(".")))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
