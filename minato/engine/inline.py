@@ -278,14 +278,7 @@ class InlineEngine:
         if self._failures is not None and isinstance(fetcher, Fetcher):
             policy, transforms = self.plan.policy, plan.pipeline.transforms
             assert policy is not None
-            self._retry = SampleRetry(
-                0,
-                policy=policy,
-                runner=self._runner,
-                fetcher=fetcher,
-                transforms=transforms,
-                lease=self._lease,
-            )
+            self._retry = SampleRetry(0, policy, transforms, self._runner, fetcher)
         if self._retry is None and self._flight is None and isinstance(fetcher, Fetcher):
             self._single = None if fetcher.takes_lists else fetcher
         self._idle_since = now_ns()

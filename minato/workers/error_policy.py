@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minato._core import Lease
 from minato._support.counters import Counters
 from minato._support.files import anonymous_log, open_lines
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
@@ -269,25 +268,22 @@ class SampleRetry:
 
     Args:
         worker: Its number.
-        lease: Its lease, whose step names the transform that ran.
+        runner: Its runner; the step of its lease names the transform that ran.
     """
 
     def __init__(
         self,
         worker: int,
-        *,
         policy: FailureHandler,
+        transforms: Transforms,
         runner: Runner,
         fetcher: Fetcher,
-        transforms: Transforms,
-        lease: Lease,
     ) -> None:
         self._worker = worker
         self._policy = policy
+        self._transforms = transforms
         self._runner = runner
         self._fetcher = fetcher
-        self._transforms = transforms
-        self._lease = lease
 
     def settle(
         self, position: int, epoch: int, index: object, error: BaseException
@@ -338,9 +334,9 @@ class SampleRetry:
     def _failure(
         self, epoch: int, index: object, error: BaseException, attempts: int, occurrence: int
     ) -> SampleFailure:
-        step = self._transforms.failed_step(error)
-        if step is None and self._lease.step >= 0:
-            step = self._transforms.names[self._lease.step]
+        step, last = self._transforms.failed_step(error), self._runner.lease.step
+        if step is None and last >= 0:
+            step = self._transforms.names[last]
         seed, worker = self._runner.seed, self._worker
         return SampleFailure(index, epoch, seed, worker, attempts, error, step, occurrence)
 

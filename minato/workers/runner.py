@@ -331,7 +331,7 @@ class Runner:
             epoch; None: none did.
 
     Attributes:
-        tracer: The same.
+        lease, tracer: The same.
         deferral: That of the stage runner.
     """
 
@@ -350,7 +350,7 @@ class Runner:
         self.tracer = tracer
         self._stats = plan.stats
         self._occurrences = occurrences
-        self._lease = lease
+        self.lease = lease
         self._make_randomness = make_randomness
         self.randomness: SampleRandomness | None = None
         """What binds the generators, since ``enter``."""
@@ -434,7 +434,7 @@ class Runner:
     ) -> tuple[list[Any], BaseException | None]:
         """Run samples as ``run`` does, where ``may_run_unbound``."""
         samples, error = run_samples(
-            *(fetch, indices, position, self._lease, self.durations, None, epoch),
+            *(fetch, indices, position, self.lease, self.durations, None, epoch),
             self.catches,
         )
         self.longest_ns = longest_ns = self._total.record_all(self.durations, len(samples))
@@ -479,7 +479,7 @@ class Runner:
             transform: Runs the transforms, where the sample has no stages.
         """
         if read.error is not None:
-            self._lease.step = read.step
+            self.lease.step = read.step
             raise read.error
         if self.randomness is not None:
             self.randomness.asked = read.asked  # generators that it has got from minato
@@ -542,7 +542,7 @@ class Runner:
             if batch_size:
                 fetch = _recorded_batch(fetch, self.tracer, batch_size, epoch)
             else:
-                fetch = _recorded(fetch, self.tracer, self._lease, epoch, repeats=repeats)
+                fetch = _recorded(fetch, self.tracer, self.lease, epoch, repeats=repeats)
         run: Run = self._run_probing if probes and self._stage_runner is not None else self._run
         randomness, draws = self.randomness, self.cost_estimate.draws
         if randomness is None:
@@ -627,7 +627,7 @@ class Runner:
         self._reset()
         fetch: Fetch = stage_runner.resume
         if self.tracer.enabled:
-            fetch = _recorded(fetch, self.tracer, self._lease, epoch)
+            fetch = _recorded(fetch, self.tracer, self.lease, epoch)
         bind = None if randomness is None else rebind
         samples, error = self._run(deferred.position, epoch, [deferred], fetch, bind)
         self.durations[0] += deferred.active_ns
@@ -646,7 +646,7 @@ class Runner:
         """Run samples from the one after ``done`` others on, until one raises."""
         durations = memoryview(self.durations)[done:] if done else self.durations
         samples, error = run_samples(
-            fetch, indices, position + done, self._lease, durations, bind, epoch, self.catches
+            fetch, indices, position + done, self.lease, durations, bind, epoch, self.catches
         )
         if self._owner is not None:
             end_copy(self._owner, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -46,7 +47,9 @@ class ThreadPool(WorkerPool):
         self.context = context
         self._workers: dict[threading.Thread, Worker] = {}
         self.threads = [self._make(number) for number in range(context.plan.most_workers)]
-        self.shut_down = _EndThreads(stop or state.stop, self.threads)
+        self.shut_down = functools.partial(
+            _end_threads, stop or state.stop, self.threads, os.getpid()
+        )
 
     def _make(self, number: int) -> threading.Thread:
         name = f"minato-{number}"
@@ -132,20 +135,13 @@ def _work(reference: weakref.ref[ThreadPool], number: int) -> Callable[[], bool]
     return None if pool is None else pool.work(number)
 
 
-class _EndThreads:
-    """Ends the threads of a pool."""
-
-    def __init__(self, stop: Callable[[], None], threads: list[threading.Thread]) -> None:
-        self._stop = stop
-        self._threads = threads
-        self._owner = os.getpid()
-
-    def __call__(self) -> bool:
-        if os.getpid() != self._owner:
-            return False  # a child that the user forked has a copy of the pool, but no threads
-        self._stop()
-        deadline = time.monotonic() + _GRACE_S
-        for thread in self._threads:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
+def _end_threads(stop: Callable[[], None], threads: list[threading.Thread], owner: int) -> bool:
+    """End the threads of a pool; returns whether all have ended."""
+    if os.getpid() != owner:
+        return False  # a child that the user forked has a copy of the pool, but no threads
+    stop()
+    deadline = time.monotonic() + _GRACE_S
+    for thread in threads:
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(max(deadline - time.monotonic(), 0.0))
+    return not any(thread.is_alive() for thread in threads)

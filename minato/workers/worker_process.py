@@ -129,14 +129,8 @@ class WorkerContext:
         runner = _runner(plan, ledger, state, fetcher, reads is not None, errors, failure)
         retry: SampleRetry | None = None
         if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
-            retry = SampleRetry(
-                number,
-                policy=self.policy,
-                runner=runner,
-                fetcher=fetcher,
-                transforms=plan.pipeline.transforms,
-                lease=ledger.lease,
-            )
+            transforms = plan.pipeline.transforms
+            retry = SampleRetry(number, self.policy, transforms, runner, fetcher)
         rerun: RunAgain | None = None
         if isinstance(fetcher, Fetcher):
             rerun = functools.partial(run_again, ledger, runner, fetcher, retry)
