@@ -20,8 +20,7 @@ from minato._compat import (
 from minato._core import now_ns
 from minato._fork_safety import check_owner
 from minato.batching.pinned_slots import MemoryPinner
-from minato.delivery.device import memory_pinner
-from minato.delivery.pinning import Pin
+from minato.delivery.device import Pin, memory_pinner
 from minato.errors import not_the_end
 from minato.observe.tracer import in_profile
 from minato.options import IN_PLACE
@@ -73,7 +72,7 @@ class BatchIterator(TorchIterator):
             is exhausted, unless they persist.
         epochs: Asked once per epoch, and once more when the first batch of an epoch is asked for.
         may_pin: Whether batches come in host memory, where they can be pinned.
-        pins_ahead: Whether the source takes ``pin=``, and then gives batches as ``pinning.Pinned``.
+        pins_ahead: Whether the source takes ``pin=``, and then gives batches as ``device.Pinned``.
     """
 
     def __init__(

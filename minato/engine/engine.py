@@ -15,8 +15,7 @@ from minato.batching.indices import StoredIndices
 from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store
-from minato.delivery.device import device_copier
-from minato.delivery.pinning import Pin, PinCopier
+from minato.delivery.device import Pin, PinCopier, device_copier
 from minato.delivery.prefetch import Copier, PrefetchReader
 from minato.engine.copied_objects import CopiedObjects
 from minato.engine.ending import cost_history, end_engine, if_alive, save_costs

@@ -17,8 +17,8 @@ from minato.transforms.owned import OwnedGenerators
 if TYPE_CHECKING:  # all stages: the first iterator loads them
     from minato.batching.arena import Arena
     from minato.batching.reader import BatchReader
+    from minato.delivery.device import Pin
     from minato.delivery.iterator import BatchSource
-    from minato.delivery.pinning import Pin
     from minato.engine.engine import Engine
     from minato.engine.history import History
     from minato.engine.inline import InlineEngine

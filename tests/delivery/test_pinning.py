@@ -70,7 +70,7 @@ def test_slots_wait_for_the_copies_of_the_program(
 
 
 def test_no_thread_pins(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minato.delivery.pinning._WORTH_A_THREAD_BYTES", 0)
+    monkeypatch.setattr("minato.delivery.device._WORTH_A_THREAD_BYTES", 0)
     loader = DataLoader(Filled(12, 20, 30), 3, num_workers=1, pin_memory="in_place")
     for _ in loader:
         assert not any(thread.name.startswith("minato-pin") for thread in threading.enumerate())

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import minato
-from minato.delivery import pinning
+from minato.delivery import device as copiers
 from tests.datasets import Pair, Samples
 from tests.parity.harness import AS_TORCH_IS_NOW, describe, drain, each, recorded, same_for_both
 from tests.parity.material import Failing, Mixed, Stream, Tensors, identity
@@ -30,7 +30,7 @@ PINNED: list[Any] = []
 def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch believes that it has one; batches of any size, or none of these small ones, are pinned ahead."""
     if request.param == "ahead":
-        monkeypatch.setattr(pinning, "_WORTH_A_THREAD_BYTES", 0)
+        monkeypatch.setattr(copiers, "_WORTH_A_THREAD_BYTES", 0)
 
     def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         PINNED.append((type(tensor).__name__, tensor.dtype, tuple(tensor.shape)))
@@ -294,7 +294,7 @@ def test_batches_are_pinned_where_there_can_be_no_more_threads(
     def submit(*_: Any) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr(pinning.ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(copiers.ThreadPoolExecutor, "submit", submit)
     iterator = iter(minato.DataLoader(Tensors(8), 2, num_workers=2, pin_memory=True))
     for number in range(4):
         wait_for_a_ready_batch(iterator)
