@@ -546,21 +546,10 @@ class InlineEngine:
         number = self._number
         if fetcher.takes_lists:
             return runner.run(position, number, indices, fetcher.single)
-        samples: list[Any] = []
-        # Whether samples draw is found out by watching the first ones, one by one.
-        while runner.cost_estimate.draws is None and len(samples) < len(indices):
-            k = len(samples)
-            one, error = runner.run_steps(position + k, number, [indices[k]], fetcher.now(), 0)
-            samples += one
-            if error is not None:
-                return samples, error
-        k = len(samples)
-        if k == len(indices):
-            return samples, None
-        found = runner.run_steps(position + k, number, indices[k:], fetcher.now(), 0)
+        found = runner.run_steps(position, number, indices, fetcher.now(), 0)
         if 0 < self._slow_ns < runner.longest_ns and self._batch is not None:
             self._count_slow(self._batch, len(found[0]))
-        return (samples + found[0], found[1]) if samples else found
+        return found
 
     def _run_list(self, fetcher: Fetcher, batch: _Batch) -> tuple[Any, BaseException | None]:
         """Run a whole or an empty batch by one call of the dataset, which may return any object."""

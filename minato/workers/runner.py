@@ -40,14 +40,16 @@ _WORTH_MEASURING_NS, _FOR_EACH_STEP_NS = 2_000_000, 600_000
 It takes three microseconds, but six for each transform where samples have emptied the processor's caches.
 """
 _MEASURE_EVERY, _MEASURE_OFTEN, _EXPENSIVE = 32, 8, 4
-"""Of cheaper samples, in every 32nd run a sample is timed; every 8th from a quarter of that cost on."""
-_FIRST_GUESS_NS = 4e6
+"""Of cheaper samples, one is timed in the first run and every 32nd; every 8th from a quarter of that cost on."""
+_FIRST_GUESS_NS = 1.9e6
+"""The mean cost per sample before one has run: no two are claimed at once, and they are not worth measuring."""
 _RISE, _FALL = 0.2, 0.7
-"""The mean cost per sample to start with, and its smoothing."""
+"""The smoothing of the mean cost per sample."""
 
 Fetch = Callable[[Any], Any]
 Bind = Callable[[int, Any], None]
-Run = Callable[[int, int, list[object], Fetch, Bind | None], tuple[list[Any], BaseException | None]]
+Run = Callable[..., tuple[list[Any], BaseException | None]]
+"""``_run``, or a method with its parameters."""
 Occurrences = Callable[[int, int], list[int] | None]
 
 
@@ -388,8 +390,11 @@ class Runner:
         """Update the estimate with the mean cost of the samples of a run."""
         # Fast down, slow up: the first samples of a run are often the most expensive, and a straggler is no trend.
         cost_estimate = self.cost_estimate
-        weight = _RISE if cost_ns > cost_estimate.mean_ns else _FALL
-        cost_estimate.mean_ns += weight * (cost_ns - cost_estimate.mean_ns)
+        mean_ns = cost_estimate.mean_ns
+        weight = _RISE if cost_ns > mean_ns else _FALL
+        if mean_ns == _FIRST_GUESS_NS:
+            weight = 1.0
+        cost_estimate.mean_ns += weight * (cost_ns - mean_ns)
 
     @property
     def seed(self) -> int:
@@ -513,7 +518,7 @@ class Runner:
             return self.run(position, epoch, indices, stage_runner.measured)
         fetch = stage_runner.straight if slow_ns else plain
         every = _MEASURE_OFTEN if mean_ns * _EXPENSIVE >= worth_ns else _MEASURE_EVERY
-        return self.run(position, epoch, indices, fetch, self._runs % every == 0)
+        return self.run(position, epoch, indices, fetch, self._runs % every == 1)
 
     def run(
         self,
@@ -561,12 +566,10 @@ class Runner:
                     samples, error = run(position, epoch, indices, fetch, bind)
         else:
             with self._guard(randomness):
-                if draws is None and len(indices) == 1:
+                if draws is None:
                     samples, error = self._run_watched(
-                        position, epoch, indices[0], fetch, run, batch_size
+                        position, epoch, indices, fetch, run, batch_size
                     )
-                elif draws is None and not (batch_size or self.cost_estimate.has_looked):
-                    samples, error = self._run_first(position, epoch, indices, fetch)
                 else:
                     bind = self._binder(position, len(indices), batch_size)
                     samples, error = run(position, epoch, indices, fetch, bind)
@@ -608,9 +611,8 @@ class Runner:
     def _reruns(self, count: int) -> bool:
         """Whether ``run`` may run ``count`` samples a second time: then none of them can be deferred."""
         draws = self.cost_estimate.draws
-        return self.randomness is not None and (
-            (draws is None and count == 1) or (draws is False and self._are_cheap(count))
-        )
+        is_watched = draws is None or (draws is False and self._are_cheap(count))
+        return self.randomness is not None and is_watched
 
     def resume(
         self, deferred: DeferredSample, epoch: int
@@ -659,56 +661,56 @@ class Runner:
         indices: list[object],
         fetch: Fetch,
         bind: Bind | None,
+        done: int = 0,
     ) -> tuple[list[Any], BaseException | None]:
         """``_run``, and measure the stages of the last sample."""
         assert self._stage_runner is not None
-        samples, error = self._run(position, epoch, indices[:-1], fetch, bind)
+        samples, error = self._run(position, epoch, indices[:-1], fetch, bind, done)
         if error is None:
-            measured = self._stage_runner.measured
-            last, error = self._run(position, epoch, indices[-1:], measured, bind, len(samples))
+            fetch, done = self._stage_runner.measured, done + len(samples)
+            last, error = self._run(position, epoch, indices[-1:], fetch, bind, done)
             samples += last
         return samples, error
 
     def _run_watched(
-        self, position: int, epoch: int, index: object, fetch: Fetch, run: Run, batch_size: int
+        self,
+        position: int,
+        epoch: int,
+        indices: list[object],
+        fetch: Fetch,
+        run: Run,
+        batch_size: int,
     ) -> tuple[list[Any], BaseException | None]:
-        """Run one of the first samples, and find out whether it draws."""
+        """Run samples, one by one until it is known whether they draw."""
         randomness, cost_estimate = self.randomness, self.cost_estimate
         assert randomness is not None
-        self._binder(position, 1, batch_size)(epoch, index)
-        randomness.mark(unbind=False)
-        samples, error = run(position, epoch, [index], fetch, None)
-        cost_estimate.watched += 1
-        if not cost_estimate.has_looked and self._makes_generators(randomness):
-            bind = self._binder(position, 1, batch_size)
-            samples, error = run(position, epoch, [index], fetch, bind)
-        if cost_estimate.draws is None and randomness.drawn():
-            cost_estimate.draws = True
-        elif cost_estimate.draws is None and cost_estimate.watched == _PROBES:
-            cost_estimate.draws = not randomness.watches
-        return samples, error
+        count, samples, error = len(indices), list[Any](), None
+        bind = self._binder(position, count, batch_size)
 
-    def _makes_generators(self, randomness: SampleRandomness) -> bool:
-        """Whether the first sample of a worker has made generators, which were not bound: it is to run again."""
-        found = randomness.look()
-        self.cost_estimate.has_looked = True
-        if found:
-            self.cost_estimate.draws = True
-            self._reset()
-        return found
+        def watch(epoch: int, index: object) -> None:
+            bind(epoch, index)
+            randomness.mark(unbind=False)
 
-    def _run_first(
-        self, position: int, epoch: int, indices: list[object], fetch: Fetch
-    ) -> tuple[list[Any], BaseException | None]:
-        """Run the first samples of a worker together; the first of them may make generators, and then runs again."""
-        assert self.randomness is not None
-        bind = self._binder(position, len(indices))
-        samples, error = self._run(position, epoch, indices[:1], fetch, bind)
-        if self._makes_generators(self.randomness):
-            bind = self._binder(position, len(indices))
-            samples, error = self._run(position, epoch, indices[:1], fetch, bind)
-        if error is None:
-            rest, error = self._run(position, epoch, indices[1:], fetch, bind, 1)
+        while cost_estimate.draws is None and error is None and len(samples) < count:
+            k = len(samples)
+            run_one = run if k + 1 == count else self._run
+            one, error = run_one(position, epoch, [indices[k]], fetch, watch, k)
+            cost_estimate.watched += 1
+            if not cost_estimate.has_looked:
+                cost_estimate.has_looked = True
+                # The first sample of a worker may make generators, which were not bound while it ran.
+                if randomness.look():
+                    cost_estimate.draws = True
+                    self._reset()
+                    bind = self._binder(position, count, batch_size)
+                    return run(position, epoch, indices, fetch, bind)
+            if randomness.drawn():
+                cost_estimate.draws = True
+            elif cost_estimate.watched == _PROBES:
+                cost_estimate.draws = not randomness.watches
+            samples += one
+        if error is None and (k := len(samples)) < count:
+            rest, error = run(position, epoch, indices[k:], fetch, bind, k)
             samples += rest
         return samples, error
 

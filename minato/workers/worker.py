@@ -88,6 +88,7 @@ class Worker:
         self.writer = writer
         self._slow_to_newest = plan.order.slow_to_newest
         self._deferral = runner.deferral
+        self._is_alone = plan.in_processes and plan.most_workers == 1 and self._deferral is None
         self._whole_batches = plan.round_robin or fetcher.takes_lists or fetcher.keeps_state
         self._takes_rows = fetcher.has_rows and not writer.collates and runner.failure is None
         if self._takes_rows:
@@ -322,14 +323,13 @@ class Worker:
             return ALL_SAMPLES
         if self.writer.keeps_batches:
             return WHOLE_BATCH
-        cost_estimate = self.runner.cost_estimate
-        mean_ns, share = cost_estimate.mean_ns, self.fair_share()
-        is_cheap = mean_ns < _HANDOVERS * self.writer.handover_ns
-        in_one = self.writer.collates or self.writer.has_texts
-        if in_one and is_cheap and 0 < self._whole_size <= share:
+        mean_ns, share = self.runner.cost_estimate.mean_ns, self.fair_share()
+        is_apart = self.writer.collates or self.writer.has_texts
+        if self._is_alone and (is_apart or not self._whole_size):
             return ALL_SAMPLES
-        if cost_estimate.draws is None:
-            return 1
+        is_cheap = mean_ns < _HANDOVERS * self.writer.handover_ns
+        if is_apart and is_cheap and 0 < self._whole_size <= share:
+            return ALL_SAMPLES
         return max(min(int(self._run_ns / mean_ns), share), int(_LEAST_RUN_NS / mean_ns), 1)
 
     def fair_share(self) -> int:

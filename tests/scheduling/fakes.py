@@ -261,13 +261,13 @@ class Bench:
         self.pool.script = [self.work_all] * times
 
 
-def worker_plan(order: str = "strict", max_lag: int = 0) -> WorkerPlan:
+def worker_plan(order: str = "strict", max_lag: int = 0, most_workers: int = 1) -> WorkerPlan:
     """The plan of workers that read from a dataset of their own; the loader's defaults."""
     return WorkerPlan(
         pipeline=Pipeline(None, Transforms(), default_collate, True, False, False),
         method="process",
         in_main_process=False,
-        most_workers=1,
+        most_workers=most_workers,
         init_fn=None,
         base_seed=0,
         seeds_samples=False,

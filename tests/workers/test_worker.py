@@ -50,6 +50,7 @@ class Setting:
         collates: bool = False,
         failure: Exception | None = None,
         active: int = 1,
+        most_workers: int = 8,
     ) -> None:
         self.bench = Bench(order, max_lag=8, fixed=8)
         self.writer = Journal(self.bench, collates)
@@ -69,7 +70,7 @@ class Setting:
         )
         self.runner.failure = failure
         self.worker = Worker(
-            worker_plan(),
+            worker_plan(most_workers=most_workers),
             ledger,
             cast(SharedState, Shared(self.bench, active)),
             fetcher,
@@ -161,6 +162,18 @@ def test_what_is_left_of_an_epoch_is_divided(active: int, cost_ns: float, runs: 
         estimate.mean_ns = cost_ns
     written = [entry for entry in setting.writer.journal if entry[0] == "samples"]
     assert [len(samples) for _, _, samples in written] == runs
+
+
+@pytest.mark.parametrize(("collates", "whole"), [(True, 7), (False, 1)])
+def test_a_worker_without_others_takes_whole_batches_first_or_where_samples_are_collated(
+    collates: bool, whole: int
+) -> None:
+    batches = [[*range(100 * i, 100 * i + 4)] for i in range(1, 8)]
+    setting = Setting(Bad(), batches, collates=collates, most_workers=1)
+    while setting.worker.step():
+        setting.runner.cost_estimate.mean_ns = 1e9
+    written = [len(entry[-1]) for entry in setting.writer.journal if entry != "collate"]
+    assert written == [4] * whole + [1] * 4 * (7 - whole)
 
 
 @pytest.mark.parametrize(
