@@ -43,10 +43,10 @@ _KEPT_LAYOUTS = 256
 _KEPT_BATCH_SIZES = 64
 """A loader needs one or two of each, unless shapes or batch sizes vary."""
 
-_HEAD = struct.Struct("<QQQ")
-"""Offset of the fields, number of samples that they are for, bytes of the layout, which follows the checksums."""
-_CHECKSUMS = struct.Struct("<II")
-"""Of the head, and of the layout."""
+_HEAD = struct.Struct("<QQQII")
+"""Offset of the fields, number of samples that they are for, bytes of the layout, which follows the head, its checksum,
+and the checksum of all this."""
+_HEAD_BYTES, _SUM_BYTES = _HEAD.size, 4
 
 _NUMBER_DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
@@ -299,6 +299,8 @@ def _viewed(
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
     # twice as fast as a view, and like in torch not a view of another tensor
+    if len(shape) == 1:
+        return flat
     return flat.resize_(*shape) if shape else flat.resize_(shape)
 
 
@@ -363,8 +365,8 @@ def share_layout(
 ) -> LayoutRecord:
     """Offer a layout for a batch; returns the one that all workers use, which is the first that was offered."""
     data = record.layout.to_bytes()
-    head = _HEAD.pack(record.fields, record.num_samples, len(data))
-    data = head + _CHECKSUMS.pack(crc32(head), crc32(data)) + data
+    head = record.fields, record.num_samples, len(data), crc32(data)
+    data = _HEAD.pack(*head, crc32(_HEAD.pack(*head, 0)[:-_SUM_BYTES])) + data
     offset = ledger.allocate(batch, len(data))
     segment.write(offset, data)
     first = ledger.publish_layout(batch, offset)
@@ -380,15 +382,14 @@ def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> Layo
     Raises:
         DamagedError: The record is not the one that was written.
     """
-    head = segment.read(offset, _HEAD.size + _CHECKSUMS.size)
+    head = segment.read(offset, _HEAD_BYTES)
     # The size of the layout is used only if its checksum is right.
-    if len(head) == _HEAD.size + _CHECKSUMS.size:
-        fields, count, nbytes = _HEAD.unpack_from(head)
-        of_head, of_data = _CHECKSUMS.unpack_from(head, _HEAD.size)
-        if crc32(head[: _HEAD.size]) == of_head:
-            data = segment.read(offset + len(head), nbytes)
+    if len(head) == _HEAD_BYTES:
+        fields, count, nbytes, of_data, of_head = _HEAD.unpack(head)
+        if crc32(head[:-_SUM_BYTES]) == of_head:
+            data = segment.read(offset + _HEAD_BYTES, nbytes)
             if crc32(data) == of_data:
-                layout = Layout.from_bytes(data)
+                layout = _load(data)
                 end = fields + layout.fields_nbytes(count)
                 if slot is None or slot.start <= fields <= end <= slot.end:
                     return LayoutRecord(fields, count, layout)

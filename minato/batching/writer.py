@@ -183,10 +183,10 @@ class BatchWriter:
             collates: Whether a batch that is full then is collated here; otherwise another worker finds it.
         """
         ledger, done, count = self._ledger, 0, len(samples)
-        has_skipped = type(SKIP) in set(map(type, samples))
+        has_skipped = self._skips and any(map(_is_skipped, samples))
         while done < count:
             taken = 1
-            if samples[done] is SKIP:
+            if has_skipped and samples[done] is SKIP:
                 batch, outcome = ledger.skip(position + done)
             else:
                 most = 1 if has_skipped else count - done
@@ -471,12 +471,16 @@ class BatchWriter:
         fields = self._open.get(batch)
         if fields is not None and fields.generation == generation:
             return fields
-        if now.layout:
-            record = read_layout(self._segment, now.layout)
-        else:
+        layout, at = None, now.layout
+        if not at:
             layout = self._infer(sample)
             if layout is None:
                 return None
+            # The first time that takes long, and another worker may have reserved the fields meanwhile.
+            at = self._ledger.describe(batch).layout
+        if layout is None or at:
+            record = read_layout(self._segment, at)
+        else:
             offset = self._ledger.allocate(batch, layout.fields_nbytes(count))
             own = LayoutRecord(offset, count, layout)
             record = share_layout(self._ledger, self._segment, batch, own)

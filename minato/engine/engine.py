@@ -486,7 +486,7 @@ def _shared_state(plan: Plan, history: History) -> SharedState:
     state = SharedState.create(
         num_workers=worker.most_workers,
         records=_BATCH_RECORDS,
-        positions=max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length()),
+        positions=_num_positions(plan),
         num_steps=len(worker.pipeline.transforms),
         shared=worker.in_processes,
     )
@@ -501,6 +501,11 @@ def _shared_state(plan: Plan, history: History) -> SharedState:
     elif history.may_travel is not None:
         state.handover.settle(history.may_travel)
     return state
+
+
+def _num_positions(plan: Plan) -> int:
+    """Number of samples that can be in flight."""
+    return max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
 
 
 def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Reported] | None]) -> Assignment:
@@ -523,13 +528,19 @@ def _window(plan: Plan) -> PrefetchWindow:
     concurrent_batches = -(-reads // plan.largest_batch)
     if worker.begins_lists:
         concurrent_batches = plan.first * LEAST_LISTS
+    # A window of more batches than the ledger holds would never be full: they would be opened one by one.
+    most = _BATCH_RECORDS
+    if not worker.pipeline.streams:
+        most = min(most, _num_positions(plan) // plan.largest_batch)
+    if not worker.order.keeps_places:
+        # A sample gets a place in the batch max_lag after its own when that batch is opened. By then, its own batch
+        # must have been returned: until then, the sample is not late.
+        most = min(most, worker.order.max_lag)
     return PrefetchWindow(
         plan.first,
         fixed=plan.batches,
         budget_bytes=plan.budget_bytes,
-        # A sample gets a place in the batch max_lag after its own when that batch is opened. By then, its own batch
-        # must have been returned: until then, the sample is not late.
-        max_batches=None if worker.order.keeps_places else worker.order.max_lag,
+        max_batches=most,
         concurrent_batches=concurrent_batches,
         slow_start=worker.fetching.slow_start,
         shares=plan.shares_budget,

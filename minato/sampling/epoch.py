@@ -282,7 +282,7 @@ class Epoch:
     def _drawn(self, indices: Iterator[Any]) -> Source:
         """All batches, from ``iter(sampler)``."""
         spec, may_die = self._spec, isinstance(indices, GeneratorType)
-        ahead = 1 if spec.has_workers else drawn_ahead(spec.index_sampler, spec.batched)
+        ahead = drawn_ahead(spec.index_sampler, spec.batched)
         if ahead > 1 and type(indices) in _PLAIN_ITERATORS:
             return Source(indices, None if spec.batched else batch_maker(False), may_die, ahead)
         # The chain asks ``indices`` for its iterator once: some samplers begin again when they are asked.

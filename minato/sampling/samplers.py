@@ -68,7 +68,7 @@ _MOST_RESERVED = 1 << 20
 _MOST_COUNTED = 1 << 28
 """Largest number of a dataset's indices that an array counts."""
 _MOST_AHEAD, _INDICES_AHEAD = 32, 1024
-"""Batches that are drawn together without workers, and their indices, which costs less than one by one."""
+"""Batches that are drawn together, and their indices, which costs less than one by one."""
 
 
 @dataclass(frozen=True, eq=False)

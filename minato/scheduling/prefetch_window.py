@@ -8,8 +8,8 @@ __all__ = ["PrefetchWindow"]
 
 _DEPTH = 2
 """Batches per worker at the start, as torch's default ``prefetch_factor``."""
-_REFILL_SHARE = 8
-"""The window is low when more than an eighth of it is empty."""
+_REFILL_SHARE, _MOST_REFILLED = 4, 8
+"""The window is low when more than a quarter of it is empty, or more than this number of batches."""
 
 _RUNS, _RUN_BYTES = 64, 4 << 20
 """Number of batches, and their memory, up to which the window grows only so that they are opened in larger runs."""
@@ -97,7 +97,8 @@ class PrefetchWindow:
 
         The first brings code and data into the processor's caches for the others; training displaces them in between.
         """
-        return self._fixed or in_flight <= self.limit - self.limit // _REFILL_SHARE
+        empty = min(self.limit // _REFILL_SHARE, _MOST_REFILLED)
+        return self._fixed or in_flight <= self.limit - empty
 
     def grow(self) -> bool:
         """Allow more batches, because workers idle while the training loop waits; False if the limit stays."""
@@ -129,7 +130,8 @@ class PrefetchWindow:
     def observe(self, batch_bytes: int) -> None:
         """Record the size of a returned batch."""
         self._returned += 1
-        if not self._fixed and not self._warned and batch_bytes > self.budget_bytes:
+        is_larger = batch_bytes > self._batch_bytes and not self._fixed
+        if is_larger and not self._warned and batch_bytes > self.budget_bytes:
             self._warned = True
             warn(
                 f"one batch takes {batch_bytes} bytes, more than memory_budget="

@@ -305,7 +305,7 @@ class Worker:
         writer, count = self.writer, len(samples)
         slow_ns = self.ledger.slow_ns if self._slow_to_newest else 0
         has_slow = 0 < slow_ns < max(costs_ns[:count], default=0)
-        if has_slow or DeferredSample in set(map(type, samples)):
+        if has_slow or (self._deferral is not None and DeferredSample in set(map(type, samples))):
             for i, sample in enumerate(samples):
                 if type(sample) is not DeferredSample:
                     slow = 0 < slow_ns < costs_ns[i]
