@@ -323,13 +323,16 @@ class Worker:
             return ALL_SAMPLES
         if self.writer.keeps_batches:
             return WHOLE_BATCH
-        mean_ns, share = self.runner.cost_estimate.mean_ns, self.fair_share()
+        cost_estimate = self.runner.cost_estimate
+        mean_ns, share = cost_estimate.mean_ns, self.fair_share()
         is_apart = self.writer.collates or self.writer.has_texts
         if self._is_alone and (is_apart or not self._whole_size):
             return ALL_SAMPLES
         is_cheap = mean_ns < _HANDOVERS * self.writer.handover_ns
         if is_apart and is_cheap and 0 < self._whole_size <= share:
             return ALL_SAMPLES
+        if cost_estimate.draws is None:
+            return 1
         return max(min(int(self._run_ns / mean_ns), share), int(_LEAST_RUN_NS / mean_ns), 1)
 
     def fair_share(self) -> int:
