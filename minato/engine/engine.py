@@ -41,7 +41,7 @@ from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.reads import LEAST_LISTS
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from minato.workers.shared_state import CurrentSample, CurrentWork, SharedState
-from minato.workers.supervision import OomBackoff, RestartPolicy, WorkerRecovery
+from minato.workers.supervision import RestartPolicy, WorkerRecovery
 from minato.workers.worker_process import WorkerContext
 
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
@@ -142,7 +142,7 @@ class Engine:
         restart_policy = RestartPolicy(
             plan.restarts,
             policy is not None and policy.on_error != "raise",
-            OomBackoff(self._window) if plan.worker.in_processes else None,
+            self._window if plan.worker.in_processes else None,
         )
         watchdog: SampleWatchdog | None = None
         if limit_s is not None and plan.worker.method != "thread":

@@ -38,6 +38,7 @@ class PrefetchWindow:
 
     Attributes:
         limit: Largest number of batches in flight now.
+        batch_bytes: Estimated size of a batch: at least that of the latest, and falling slowly after a larger one.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PrefetchWindow:
             _sharing.add(self)
         self._step = max(num_workers, 1)
         self._fixed = fixed is not None
-        self._batch_bytes = 0.0
+        self.batch_bytes = 0.0
         self._warned = False
         self._slow_start = slow_start
         self._returned = 0
@@ -75,11 +76,6 @@ class PrefetchWindow:
     def release_budget(self) -> None:
         """Leave the budget to the other windows that share it; this one opens no more batches."""
         _sharing.discard(self)
-
-    @property
-    def batch_bytes(self) -> float:
-        """Estimated size of a batch: at least that of the latest, and falling slowly after a larger one."""
-        return self._batch_bytes
 
     @property
     def held_by_budget(self) -> bool:
@@ -111,7 +107,7 @@ class PrefetchWindow:
 
     def widen(self) -> None:
         """Allow more batches if they are small, because a few are used up as soon as they are opened."""
-        if self.limit < _RUNS and 0 < (self.limit + self._step) * self._batch_bytes <= _RUN_BYTES:
+        if self.limit < _RUNS and 0 < (self.limit + self._step) * self.batch_bytes <= _RUN_BYTES:
             self.grow()
 
     def resize(self, num_workers: int) -> None:
@@ -139,11 +135,11 @@ class PrefetchWindow:
                 "least twice the size of a batch.",
                 stacklevel=2,
             )
-        self._batch_bytes = max(float(batch_bytes), 0.9 * self._batch_bytes)
+        self.batch_bytes = max(float(batch_bytes), 0.9 * self.batch_bytes)
 
     def expect(self, batch_bytes: int) -> None:
         """Use the size of a batch in flight as the estimate: no batch has been returned yet."""
-        self._batch_bytes = max(float(batch_bytes), self._batch_bytes)
+        self.batch_bytes = max(float(batch_bytes), self.batch_bytes)
 
     def _bounded(self, limit: int) -> int:
         return limit if self._max_batches is None else min(limit, self._max_batches)
@@ -153,4 +149,4 @@ class PrefetchWindow:
         return self._slow_start is None or in_flight <= self._returned // self._slow_start
 
     def _fits(self, batches: int) -> bool:
-        return self._fixed or batches * self._batch_bytes <= self.budget_bytes
+        return self._fixed or batches * self.batch_bytes <= self.budget_bytes

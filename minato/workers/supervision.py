@@ -3,7 +3,7 @@
 1. `ExitWatch` notices that a process has ended, wakes the training loop, and reads the exit code.
 2. The pool calls `WorkerRecovery` for the worker: it releases the worker's samples, so that other workers run them.
 3. `RestartPolicy` decides whether a new process replaces the worker, or torch's error is raised.
-4. `OomBackoff` opens fewer batches where the kernel killed the worker because memory ran out.
+4. It also has fewer batches opened where the kernel killed the worker because memory ran out.
 
 The pool then starts the new process. `sample_timeout.py` ends workers whose sample takes too long. At shutdown
 `StartedProcesses` ends all workers.
@@ -44,7 +44,6 @@ from minato.workers.worker_process import WorkerContext
 __all__ = [
     "UNREADABLE",
     "ExitWatch",
-    "OomBackoff",
     "RestartPolicy",
     "StartedProcesses",
     "WorkerLoss",
@@ -411,15 +410,16 @@ class RestartPolicy:
     Args:
         restarts: Whether workers are replaced at all; if not, every death raises torch's error.
         settles: Whether the run continues without a sample on which workers die.
-        oom_backoff: Opens fewer batches where memory ran out.
+        window: Limits the batches in flight; it shrinks where memory ran out. None: it stays.
     """
 
     def __init__(
-        self, restarts: bool, settles: bool = False, oom_backoff: OomBackoff | None = None
+        self, restarts: bool, settles: bool = False, window: PrefetchWindow | None = None
     ) -> None:
         self._restarts = restarts
-        self._oom_backoff = oom_backoff
         self._settles = settles
+        self._window = window
+        self._kills = 0 if window is None else memory_kills()
         # By the sample's position, because indices may be unhashable; between samples by the progress of all workers.
         self._deaths: Counter[tuple[int | None, object]] = Counter()
         self.total = 0
@@ -464,8 +464,8 @@ class RestartPolicy:
         unable = _is_unable(exit_code, has_begun=not between or progress > 0)
         fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
         what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {_moment(sample, collation, unable)}."
-        if self._oom_backoff is not None:
-            what += self._oom_backoff.apply_if_killed()
+        if self._window is not None:
+            what += self._shrink_if_killed(self._window)
         if self._restarts and not unable and times < fatal:
             return f"{what} Another worker takes its place, and nothing is lost.", None
         if self._restarts and not unable:
@@ -475,6 +475,20 @@ class RestartPolicy:
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)
+
+    def _shrink_if_killed(self, window: PrefetchWindow) -> str:
+        """Open fewer batches if memory ran out since the last call; returns a message, empty if it did not."""
+        kills = memory_kills()
+        if kills == self._kills:
+            return ""
+        self._kills = kills
+        what = (
+            f" Memory ran out: all processes together may use {memory_limit_bytes()} bytes, of which prefetched "
+            f"batches may use memory_budget={window.budget_bytes}."
+        )
+        if window.shrink():
+            return f"{what} From now on batches in flight are at most {window.limit}."
+        return f"{what} Use fewer workers, smaller batches, or less memory in the dataset."
 
     def deaths_on(self, sample: CurrentSample) -> int:
         """Number of workers that died on a sample."""
@@ -509,36 +523,6 @@ def _describe(exit_code: int | WorkerLoss | None) -> str:
     number = -exit_code  # real-time signals are no signal.Signals, and some have no description
     likely = f" ({_LIKELY[number]})" if number in _LIKELY else ""
     return f"is killed by signal: {signal.strsignal(number) or number}{likely}"
-
-
-# ---- 4. use less memory ----
-
-
-class OomBackoff:
-    """Opens fewer batches after each kill by the kernel's OOM killer.
-
-    Args:
-        window: Limits the batches in flight.
-    """
-
-    def __init__(self, window: PrefetchWindow) -> None:
-        self._window = window
-        self._kills = memory_kills()
-
-    def apply_if_killed(self) -> str:
-        """Shrink the window if such a kill happened since the last call; returns a message, empty if none did."""
-        kills = memory_kills()
-        if kills == self._kills:
-            return ""
-        self._kills = kills
-        window = self._window
-        what = (
-            f" Memory ran out: all processes together may use {memory_limit_bytes()} bytes, of which prefetched "
-            f"batches may use memory_budget={window.budget_bytes}."
-        )
-        if window.shrink():
-            return f"{what} From now on batches in flight are at most {window.limit}."
-        return f"{what} Use fewer workers, smaller batches, or less memory in the dataset."
 
 
 # ---- at shutdown: end all ----

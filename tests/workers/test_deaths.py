@@ -317,7 +317,7 @@ def test_less_is_loaded_ahead_after_memory_ran_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(supervision, "memory_kills", lambda: kills)
     monkeypatch.setattr(supervision, "memory_limit_bytes", lambda: 123456)
     window = PrefetchWindow(2, fixed=None, budget_bytes=999)
-    restart_policy = RestartPolicy(restarts=True, oom_backoff=supervision.OomBackoff(window))
+    restart_policy = RestartPolicy(restarts=True, window=window)
 
     def die(sample: int) -> str:
         in_hand = CurrentSample(sample, sample, 0, 0, None, 0)
