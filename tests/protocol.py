@@ -1,7 +1,7 @@
-"""What workers store in the ledger, in which order.
+"""How a worker delivers samples: data first, then what makes it count.
 
-The one description of the protocol: the model checker, the stress tests and the fakes do what it says, and
-``tests/core/test_protocol.py`` compares it with what both cores, the model, and the loader's own parts do.
+The one description of it: the model checker and the fakes do what it says. ``tests/stress/kill_points.py`` kills the
+loader's own parts after each store.
 """
 
 from __future__ import annotations
@@ -9,24 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["PATHS", "STORES", "Call", "deliver", "delivery"]
-
-WORDS = ("ticket", "place", "blob", "result", "state")
-"""The words of samples and batches that say what has become of them."""
-
-STORES: dict[str, tuple[str, ...]] = {
-    "claim": ("ticket", "ticket"),
-    "reserve": ("place", "ticket"),
-    "attach": ("blob",),
-    "set_result": ("result",),
-    "fill": ("place", "ticket", "state"),
-    "fill_run": ("place", "ticket", "place", "ticket", "state"),
-    "skip": ("blob", "place", "ticket", "state"),
-    "set_ready": ("result", "state"),
-    "release": ("ticket", "blob", "ticket"),
-    "release, result": ("place", "ticket", "place", "ticket"),
-}
-"""Of each operation the words that it changes in turn, where it concerns two samples of a batch, and completes that."""
+__all__ = ["Call", "deliver", "delivery"]
 
 
 class Call(NamedTuple):
@@ -42,9 +25,6 @@ class Call(NamedTuple):
     name: str
     first: int = 0
     count: int = 1
-
-
-PATHS = ("samples", "whole", "error", "skip", "whole, skip")
 
 
 def delivery(path: str, count: int, bad: int = 0) -> tuple[Call, ...]:

@@ -402,18 +402,6 @@ def test_late_samples_take_the_newest_open_place_unless_the_consumer_waits(desk:
     assert (desk.deliver(first), desk.deliver(second)) == ([1, 3], [2, 0])
 
 
-def test_passes_do_not_mix(desk: Desk) -> None:
-    """Two runs over the sampler at once, their batches in turn."""
-    desk.ledger.open_epoch(1)
-    batches = [desk.open(2, bound=False, epoch_slot=i % 2) for i in range(4)]
-    claims = [desk.claim_position(0) for _ in range(8)]
-    for position in reversed(claims):
-        desk.fill(0, position, late=position % 3 == 0)
-    members = [desk.deliver(batch) for batch in batches]
-    assert exactly([*members[0], *members[2]], [0, 1, 4, 5])
-    assert exactly([*members[1], *members[3]], [2, 3, 6, 7])
-
-
 def test_a_place_far_behind_is_not_taken_for_the_one_that_has_its_record(twin: ModuleType) -> None:
     """Late samples do not move the cursor of open places; it falls behind by rounds of the ring."""
     desk = Desk(twin, positions=8)
@@ -469,31 +457,6 @@ def delivered_exactly_once(desk: Desk, batches: list[int]) -> bool:
     members = [position for batch in batches for position in desk.deliver(batch)]
     count = sum(desk.ledger.describe(batch).count for batch in batches)
     return exactly(members, range(count)) and all(map(desk.ledger.settled, batches))
-
-
-def test_killed_before_the_ticket_says_which_place(desk: Desk) -> None:
-    batches = [desk.open(2, bound=False), desk.open(2, bound=False)]
-    desk.claim_position(0)
-    desk.set_place(0, BOUND | 1)
-    assert desk.claim_position(1) == 1
-    assert desk.workers[1].reserve(1)[0] == 1
-    assert desk.ledger.release(0) == 1
-    assert desk.place(0) == 1
-    desk.fill(1, 1)
-    assert delivered_exactly_once(desk, batches)
-
-
-@pytest.mark.parametrize("kind", ["SAMPLE_BLOB", "ERROR_BLOB", "TEXT_BLOB"])
-@pytest.mark.parametrize("bound", [True, False])
-def test_what_a_dead_worker_attached_is_forgotten(desk: Desk, kind: str, bound: bool) -> None:
-    batch = desk.open(2, bound)
-    desk.claim_position(0)
-    place = desk.workers[0].reserve(0)[0]
-    desk.workers[0].attach(place, 8192 | getattr(codes, kind), 10)
-    desk.ledger.release(0)
-    assert delivered_exactly_once(desk, [batch])
-    assert desk.ledger.describe(batch).flags & (codes.RAGGED | codes.FAILED) == 0
-    assert [blob[0] for blob in desk.ledger.blobs(batch)] == [0, 0]
 
 
 @pytest.mark.parametrize("filled", range(4))
@@ -561,18 +524,6 @@ def test_what_a_worker_owns_when_it_ends(desk: Desk) -> None:
     assert not ledger.is_unfinished(0, 2)
 
 
-@pytest.mark.parametrize("bound", [True, False])
-def test_killed_between_the_place_and_the_ticket(desk: Desk, bound: bool) -> None:
-    batch = desk.open(2, bound)
-    desk.claim_position(0)
-    desk.workers[0].reserve(0)
-    desk.workers[0].publish_layout(batch, LAYOUT)
-    desk.set_place(0, FILLED | 1)
-    assert desk.ledger.release(0) == 0
-    assert desk.ticket(0) == DONE | 1
-    assert delivered_exactly_once(desk, [batch])
-
-
 def test_killed_between_place_and_ticket_and_found_when_the_place_has_gone_round(
     twin: ModuleType,
 ) -> None:
@@ -601,19 +552,6 @@ def test_killed_between_place_and_ticket_and_found_when_the_place_has_gone_round
     assert (desk.deliver(second), desk.deliver(third)) == ([1, 3], [4, 5])
 
 
-def test_a_killed_workers_full_batch_is_published_by_the_next(desk: Desk) -> None:
-    batch = desk.open(2)
-    desk.claim(0, 2)
-    desk.workers[0].publish_layout(batch, LAYOUT)
-    for position in range(2):  # everything but the look whether the batch is full
-        desk.set_place(position, FILLED | (position + 1))
-        desk.set_ticket(position, DONE | (position + 1))
-    assert desk.ledger.release(0) == 0
-    assert desk.ledger.state(batch) == codes.OPEN
-    assert desk.claim(1) is None
-    assert desk.deliver(batch) == [0, 1]
-
-
 def collating(desk: Desk, worker: int) -> int:
     """A batch that this worker has to collate."""
     batch = desk.open(2)
@@ -621,27 +559,6 @@ def collating(desk: Desk, worker: int) -> int:
     outcome = desk.workers[worker].fill_run(batch, 0, 2)
     assert outcome == codes.MUST_COLLATE
     return batch
-
-
-def test_batches_of_a_killed_collator_are_adopted_once(desk: Desk) -> None:
-    batches = [collating(desk, 0), collating(desk, 0), collating(desk, 1)]
-    assert desk.claim(1) is None
-    assert desk.ledger.release(0) == 0
-    orphans_checked = [desk.claim(worker) for worker in (1, 2, 1, 2)]
-    assert orphans_checked == [(batches[0], 0, 0), (batches[1], 0, 0), None, None]
-    assert [desk.ledger.state(batch) for batch in batches] == [codes.COLLATING] * 3
-    for batch in batches:
-        desk.collate(batch)
-        desk.deliver(batch)
-
-
-def test_a_collator_killed_before_it_said_ready_has_collated(desk: Desk) -> None:
-    batch = collating(desk, 0)
-    desk.workers[0].set_result(batch, 16384 | codes.SAMPLE_BLOB, 20)
-    desk.ledger.release(0)
-    assert desk.claim(1) is None
-    assert desk.deliver(batch) == [0, 1]
-    assert result_of(desk.ledger, batch) == (16385, 20)
 
 
 def test_an_overdue_sample_keeps_one_place_of_the_two_taken_for_it(desk: Desk) -> None:

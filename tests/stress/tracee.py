@@ -64,11 +64,6 @@ class Tracee:
         _ptrace(_CONT, self.pid, None, None)
         return self._stopped_by(signal.SIGSTOP)
 
-    def finish(self) -> None:
-        """Run to the end."""
-        while self.pid and self.resume():
-            pass
-
     def kill(self) -> None:
         """End it where it is."""
         if self.pid:
