@@ -6,6 +6,7 @@ import array
 import collections
 import copy
 import datetime
+import enum
 import fractions
 import io
 import pickle
@@ -184,6 +185,12 @@ class Measure(np.ndarray):
     """A subclass of ndarray."""
 
 
+class Colour(enum.IntEnum):
+    """Numbers with names."""
+
+    RED = 1
+
+
 class Text(str):
     """A subclass of str."""
 
@@ -288,8 +295,33 @@ def compressed(n: int) -> Any:
     return quietly(lambda: (torch.eye(3) * n).to_sparse_csr())
 
 
+class Odd(Wide):
+    """A named tuple that is read otherwise than its items say."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((0, 0))
+
+
+def numbers_of(kind: Any) -> list[Any]:
+    return [kind(n) for n in range(3)]
+
+
 base = torch.arange(24.0)
 ODD: dict[str, list[Any]] = {
+    "mkldnn": [torch.ones(2).to_mkldnn()] * 3,
+    "zero-tensor": [torch._efficientzerotensor(2)] * 3,
+    "exotic-dtype": [torch.zeros(2, dtype=torch.uint8).view(torch.bits8)] * 3,
+    "strides-between-elements": [np.zeros(2, dtype=[("a", "u1"), ("b", "<f4")])["b"]] * 3,
+    "ulonglong": [np.zeros(2, np.ulonglong)] * 3,
+    "longlong-scalar": numbers_of(np.longlong),
+    "negative-stride-of-one": [np.zeros(3)[::-1][:1]] * 3,
+    "arrays-channels-last": [np.zeros((2, 4, 4, 3)).transpose(0, 3, 1, 2)] * 3,
+    "enum": [Colour.RED] * 3,
+    "named-tuple-of-torch": [torch.max(torch.zeros(2, 2), 0)] * 3,
+    "named-tuple-read-otherwise": [Odd(1, 2)] * 3,
+    "key-of-a-class": [{Colour.RED: 1}] * 3,
+    "key-that-is-a-tuple": [{(1, 2): 1}] * 3,
+    "function": [print] * 3,
     "zero-size": [torch.empty(0, 3), torch.empty(0, 3), torch.empty(0, 3)],
     "zero-size-inside": [torch.empty(2, 0, dtype=torch.int32)] * 3,
     "empty-array": [np.empty((0, 2), np.float32)] * 3,
@@ -456,7 +488,12 @@ CONVERSIONS: dict[str, Callable[[list[Any]], Any]] = {
     "function": lambda samples: len,
     "exception": lambda samples: ValueError(len(samples)),
 }
-ARRIVES = [name for name in ALL if name not in {"generator", "memoryview", "mappingproxy", "meta"}]
+UNSENDABLE = "mkldnn", "zero-tensor", "arrays-channels-last"
+ARRIVES = [
+    name
+    for name in ALL
+    if name not in {"generator", "memoryview", "mappingproxy", "meta", *UNSENDABLE}
+]
 """What torch's workers can send."""
 MUTILATED_BY_TORCH = {"conjugate", "quantized"}
 """Its workers lose what is not in a tensor's storage."""
