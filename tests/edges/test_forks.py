@@ -36,6 +36,7 @@ from minato.sources.sql import SQLite
 from minato.workers import supervision, worker_process
 from tests.datasets import wait_until
 from tests.pairwise import pairwise
+from tests.selection import mostly_slow
 from tests.subprocesses import started
 
 FORK = multiprocessing.get_context("fork")
@@ -498,7 +499,7 @@ def test_a_slot_that_another_process_lends_is_kept_while_a_child_holds_its_batch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("when", ["before the first", "after the first", "at the end"])
+@pytest.mark.parametrize("when", mostly_slow(["after the first", "before the first", "at the end"]))
 def test_a_child_goes_on_with_the_iterator(kind: str, when: str) -> None:
     """With a copy where there are no workers or threads, otherwise by an error; never by waiting."""
     loader, owner = rows(kind), os.getpid()

@@ -37,7 +37,7 @@ def under_the_replaced_name(run: Callable[[], Any], monkeypatch: pytest.MonkeyPa
         return run()
 
 
-@pytest.fixture(params=[under_patch, under_the_replaced_name])
+@pytest.fixture(params=[under_patch, pytest.param(under_the_replaced_name, marks=pytest.mark.slow)])
 def same(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a program with torch's class and with ours, and compares; returns what it noted down."""
 

@@ -47,13 +47,21 @@ SAMPLING: dict[str, Callable[[torch.Generator | None], dict[str, Any]]] = {
 }
 
 
+WITH_PROCESSES = ("shuffled", "replacement", "distributed")
+"""The others draw as these do, in the main process, in each run of the tests without processes."""
 NO_GENERATOR = ("sequential", "random sampler", "more than there are", "distributed")
 
 
 @pytest.mark.parametrize(
     ("name", "given", "how"),
     [
-        *itertools.product(SAMPLING, (False,), WORKERS),
+        *(
+            pytest.param(
+                *(name, False, how),
+                marks=pytest.mark.slow if how == "processes" and name not in WITH_PROCESSES else (),
+            )
+            for name, how in itertools.product(SAMPLING, WORKERS)
+        ),
         *(
             pytest.param(name, True, how, marks=pytest.mark.slow)
             for name, how in zip(SAMPLING, itertools.cycle(WORKERS), strict=False)

@@ -296,7 +296,7 @@ class Together(Numbers):
         return index
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 4])
+@pytest.mark.parametrize("batch_size", mostly_slow([4, None, 1]))
 @pytest.mark.parametrize("number", [2, 3])
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_barrier_across_all_workers(method: str, number: int, batch_size: Any) -> None:
