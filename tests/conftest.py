@@ -63,8 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    # Workers of a fork server are forked with everything imported: a second less for each.
-    set_forkserver_preload(["minato", "tests.parity.material"])
+    # Workers of a fork server are forked with everything imported, the main module too: seconds less for each.
+    helpers = ("tests.parity.material", "tests.edges.travellers")
+    set_forkserver_preload(["minato", "pytest", "hypothesis.stateful", *helpers])
     # Names of semaphores say which tests made them, where several run at once.
     current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
     BaseProcess.start = _recorded(BaseProcess.start)  # type: ignore[method-assign]
