@@ -126,7 +126,7 @@ class PrefetchWindow:
     def observe(self, batch_bytes: int) -> None:
         """Record the size of a returned batch."""
         self._returned += 1
-        is_larger = batch_bytes > self._batch_bytes and not self._fixed
+        is_larger = batch_bytes > self.batch_bytes and not self._fixed
         if is_larger and not self._warned and batch_bytes > self.budget_bytes:
             self._warned = True
             warn(
