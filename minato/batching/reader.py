@@ -23,8 +23,8 @@ from minato.batching.serialization import Store, damaged
 
 __all__ = ["BatchReader", "check_texts"]
 
-_FIELDS_ALONE = 1
-"""The flags of a full batch without any object: bit k of the flags stands for blobs of kind k."""
+_NOTHING_AT_PLACES = 1
+"""The flags of a full batch without any object at its places: bit k of the flags stands for blobs of kind k."""
 
 
 class BatchReader:
@@ -113,8 +113,9 @@ class BatchReader:
     def discard(self, batch: int, slot: Slot) -> None:
         """Drop the objects of a batch, and free its slot, unless it is leased."""
         record = self.ledger.describe(batch)
-        if record.result or record.flags != _FIELDS_ALONE:
+        if record.result:
             self._store.drop(record.result & ~KIND_MASK)
+        if record.flags != _NOTHING_AT_PLACES:
             for _, offset, _ in self.ledger.blobs(batch):
                 self._store.drop(offset)
         if self._held is not None and self._held[0] == slot:
