@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,35 +25,26 @@ _WRAPPERS = ("DataLoaderShard", "DataLoaderDispatcher")
 # ---- rebuilding: minato's loader is built again, in place of torch's ----
 
 
+@dataclass
 class _Build:
-    """One rebuilding of a loader.
-
-    Args:
-        loader: The given loader.
+    """A rebuilding of a loader of minato's that is going on.
 
     Attributes:
-        make: Constructs a loader like the given one; None if that is not minato's.
+        make: Constructs a loader like the given one.
         done: Whether it was called.
     """
 
-    def __init__(self, loader: object) -> None:
-        self.make: Callable[..., Any] | None = getattr(loader, "_rebuilt", None)
-        self.done = False
+    make: Callable[..., Any]
+    done: bool = False
 
 
 _current: ContextVar[_Build | None] = ContextVar("minato_build", default=None)
 
 
-def _building() -> _Build | None:
-    """The rebuilding of a loader of minato's that is going on; None if there is none."""
-    build = _current.get()
-    return None if build is None or build.make is None else build
-
-
 def _make_loader(*arguments: Any, **keywords: Any) -> Any:
     """Takes the place of torch's class in the module of a trainer."""
-    build = _building()
-    if build is None or build.make is None:
+    build = _current.get()
+    if build is None:
         return torch.utils.data.DataLoader(*arguments, **keywords)
     build.done = True
     return build.make(*arguments, **keywords)
@@ -72,13 +64,14 @@ def _rebuilding_alike(
     def adapted(*arguments: Any, **keywords: Any) -> Any:
         given = arguments[loader_at] if len(arguments) > loader_at else None
         given = keywords.get("dataloader", keywords.get("data_loader", given))
-        build = _Build(given)
+        make = getattr(given, "_rebuilt", None)
+        build = None if make is None else _Build(make)
         token = _current.set(build)
         try:
             result = rebuild(*arguments, **keywords)
         finally:
             _current.reset(token)
-        if build.make is not None and not build.done and result is not given:
+        if build is not None and not build.done and result is not given:
             lost()
         return result
 
@@ -147,7 +140,7 @@ def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[...,
             isinstance(self, module.DataLoaderDispatcher)
             and module.PartialState().num_processes > 1
         )
-        ours = _building() is not None and not reads_ahead
+        ours = _current.get() is not None and not reads_ahead
         init(
             self,
             dataset,

@@ -6,6 +6,7 @@ it starts quickly, adds the values in shared memory, and ends with the process t
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import subprocess
@@ -22,13 +23,25 @@ from typing import Any, Protocol
 __all__ = ["INTERVAL_S", "NBYTES", "Gpu", "GpuTable", "gpu_table", "run", "visible"]
 
 INTERVAL_S = 0.1
-_FIELDS = ("samples", "idle", "busy_percent", "used_mib", "total_mib")
-"""Of each GPU: samples, samples in which it was idle, sums of its utilization in percent and of the MiB in use, and
-its total MiB."""
 _MOST_GPUS = 32
-_NAME = 64
-_ROW = 8 * len(_FIELDS)
-NBYTES = 8 + _MOST_GPUS * (_ROW + _NAME)
+_COUNTS = ("samples", "idle", "busy_percent", "used_mib")
+
+
+class _Row(ctypes.Structure):
+    """Of a GPU: samples, samples in which it was idle, sums of its utilization and of the MiB in use; its total MiB."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in _COUNTS),
+        ("total_mib", ctypes.c_double),
+        ("name", ctypes.c_char * 64),
+    )
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int64), ("rows", _Row * _MOST_GPUS))
+
+
+NBYTES = ctypes.sizeof(_Table)
 """Bytes of the shared memory."""
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Device files of a driver, on Linux and in WSL."""
@@ -49,51 +62,42 @@ class GpuTable:
     """The counters of the GPUs, in memory of :data:`NBYTES` bytes; zeros are an empty table."""
 
     def __init__(self, memory: bytearray | mmap.mmap) -> None:
-        self._memory: Any = memoryview(memory).cast("B")
-        self._count: Any = self._memory[:8].cast("q")
+        self._table = _Table.from_buffer(memory)
 
-    def row(self, number: int) -> Any:
-        """The counters of a GPU: samples, idle ones, sums of busy percent and used MiB, and total MiB."""
-        start = 8 + number * (_ROW + _NAME)
-        return self._memory[start : start + _ROW].cast("d")
-
-    def _name(self, number: int) -> Any:
-        end = 8 + (number + 1) * (_ROW + _NAME)
-        return self._memory[end - _NAME : end]
+    @property
+    def rows(self) -> list[Any]:
+        """The counters of each GPU; empty until the process has started."""
+        return self._table.rows[: self._table.count]
 
     def enter(self, gpus: Sequence[Gpu]) -> None:
         """Initialize the table for these GPUs."""
-        for number, gpu in enumerate(gpus):
-            self._name(number)[:] = gpu.name.encode()[:_NAME].ljust(_NAME, b"\0")
-        self._count[0] = len(gpus)
+        for row, gpu in zip(self._table.rows, gpus, strict=False):
+            row.name = gpu.name.encode()[: type(row).name.size]
+        self._table.count = len(gpus)
 
     def add(self, number: int, gpu: Gpu) -> None:
         """Add a sample of a GPU."""
         percent, used, total = gpu.look()
-        row = self.row(number)
-        row[1] += percent == 0
-        row[2] += percent
-        row[3] += used / 2**20
-        row[4] = total / 2**20
-        row[0] += 1
+        row = self._table.rows[number]
+        row.idle += percent == 0
+        row.busy_percent += percent
+        row.used_mib += used / 2**20
+        row.total_mib = total / 2**20
+        row.samples += 1
 
     def gpus(self) -> tuple[tuple[str, int], ...]:
-        """Name and bytes of each; empty until the process has started."""
+        """Name and bytes of each."""
         return tuple(
-            (
-                bytes(self._name(i)).rstrip(b"\0").decode(errors="replace"),
-                round(self.row(i)[-1] * 2**20),
-            )
-            for i in range(self._count[0])
+            (row.name.decode(errors="replace"), round(row.total_mib * 2**20)) for row in self.rows
         )
 
     def counts(self) -> Counter[str]:
         """By ``gpu0_samples``, ``gpu0_idle``, ``gpu0_busy_percent``, ``gpu0_used_mib``, ``gpu1_samples`` and so on."""
         return Counter(
             {
-                f"gpu{i}_{name}": round(value)
-                for i in range(self._count[0])
-                for name, value in zip(_FIELDS[:-1], self.row(i), strict=False)
+                f"gpu{number}_{name}": round(getattr(row, name))
+                for number, row in enumerate(self.rows)
+                for name in _COUNTS
             }
         )
 

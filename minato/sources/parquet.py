@@ -14,7 +14,6 @@ import pyarrow.dataset as ds
 from pyarrow import types
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minato._fork_safety import renew_in_children
 from minato._support.counters import shared_integers
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place
@@ -119,23 +118,9 @@ class Parquet(KeyedSource):
         self._groups = _RowGroups(files, columns, where, filesystem)
         self._kept_groups = kept_groups
         self._ends: Any = None
-        self._reset()
-        renew_in_children(self, Parquet._reset)
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[int, _Rows] = OrderedDict()
-
-    def __getstate__(self) -> Row:
-        return {**self.__dict__, "_lock": None, "_kept": None}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-        renew_in_children(self, Parquet._reset)
 
     def __fingerprint__(self) -> Row:
-        return {**super().__fingerprint__(), "_lock": None, "_kept": None, "_ends": None}
+        return {**super().__fingerprint__(), "_ends": None}
 
     def __repr__(self) -> str:
         return f"Parquet({self.files!r})"
@@ -145,10 +130,9 @@ class Parquet(KeyedSource):
         """The files as they were given; a URL or a path as a :class:`Place`."""
         return self._groups.files
 
-    def close(self) -> None:
-        """Release the row groups that are kept."""
-        with self._lock:
-            self._kept.clear()
+    def open_connection(self) -> tuple[threading.Lock, OrderedDict[int, _Rows]]:
+        """The row groups that this process keeps."""
+        return threading.Lock(), OrderedDict()
 
     def list_keys(self) -> Sequence[int]:
         return range(self._count())
@@ -167,11 +151,11 @@ class Parquet(KeyedSource):
 
     def _group(self, number: int) -> _Rows:
         # Under the lock: otherwise several threads would read the same row group.
-        with self._lock:
-            group = self._kept.pop(number, None) or self._groups.read(number)
-            self._kept[number] = group
-            while len(self._kept) > self._kept_groups:
-                self._kept.popitem(last=False)
+        with self.connections.lease() as (lock, kept), lock:
+            group: _Rows = kept.pop(number, None) or self._groups.read(number)
+            kept[number] = group
+            while len(kept) > self._kept_groups:
+                kept.popitem(last=False)
         return group
 
 

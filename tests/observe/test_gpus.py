@@ -130,7 +130,12 @@ def test_what_is_seen_is_added_up() -> None:
     table, looks = GpuTable(bytearray(NBYTES)), iter([True] * 4 + [False])
     run([Gpu()], table, lambda: next(looks))
     assert table.gpus() == ((Gpu.name[:64], 8 << 20),)
-    assert list(table.row(0)) == [4, 2, 100, 12, 8]
+    assert table.counts() == {
+        "gpu0_samples": 4,
+        "gpu0_idle": 2,
+        "gpu0_busy_percent": 100,
+        "gpu0_used_mib": 12,
+    }
 
 
 def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> None:
