@@ -274,21 +274,21 @@ class Verdict:
         bottleneck: ``step`` (training itself), ``source``, ``transform``, ``collate`` (collate and copy),
             ``transfer``, ``workers`` (too few), ``memory`` (too few batches in flight), ``order``, ``start``, or
             ``unknown``.
-        stage: The stage that takes most of the workers' time, or "".
         summary: The bottleneck in a sentence.
         evidence: The figures that show it, in sentences.
         advice: The change to make, "" for none.
         changes: The loader's arguments to change, as far as arguments suffice.
         speedup: Estimated speed-up by the change; 1: no faster.
+        stage: The stage that takes most of the workers' time, or "".
     """
 
     bottleneck: str
-    stage: str
     summary: str
-    evidence: tuple[str, ...]
+    evidence: tuple[str, ...] = ()
     advice: str = ""
     changes: dict[str, Any] | None = None
     speedup: float = 1.0
+    stage: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -96,9 +97,8 @@ def judge(setup: Setup, run: Period) -> Verdict:
     """The verdict on a run."""
     waiting, batches = run.waiting, run.throughput.batches
     if batches < _MIN_BATCHES:
-        return Verdict(
-            "unknown", "", f"{batches} batches are too few for a verdict.", (), "Run it for longer."
-        )
+        summary = f"{batches} batches are too few for a verdict."
+        return Verdict("unknown", summary, advice="Run it for longer.")
     in_main_process = setup.num_workers == 0
     costs = _costs_of(setup, run)
     lost_s = waiting.total_s + waiting.pin_memory_s
@@ -111,24 +111,16 @@ def judge(setup: Setup, run: Period) -> Verdict:
     steady_s = max(lost_s - first_s, 0.0)
     starts_often = run.epochs > 1 and not setup.persistent_workers
     started = f"It waits {_ms(first_s / max(run.epochs, 1))} for the first batch of an epoch."
+    evidence: tuple[str, ...] = (lost,)
     if lost_s < _ENOUGH * wall_s or (steady_s < _ENOUGH * (wall_s - first_s) and not starts_often):
-        evidence = (
-            (lost,)
-            if lost_s < _ENOUGH * wall_s
-            else (lost, f"{started} After it, batches are ready in time.")
-        )
-        return Verdict(
-            "step",
-            "",
-            "Your loader is not the bottleneck: the training step is.",
-            evidence,
-            speedup=wall_s / max(wall_s - steady_s, 1e-9),
-        )
+        if lost_s >= _ENOUGH * wall_s:
+            evidence = lost, f"{started} After it, batches are ready in time."
+        summary = "Your loader is not the bottleneck: the training step is."
+        return Verdict("step", summary, evidence, speedup=wall_s / max(wall_s - steady_s, 1e-9))
     if starts_often and first_s >= lost_s / 2:
         later_s = first_s * (run.epochs - 1) / run.epochs
         return Verdict(
             "start",
-            "",
             "The bottleneck is the start of the workers in each epoch.",
             (lost, started),
             "Keep the workers: persistent_workers=True.",
@@ -136,25 +128,22 @@ def judge(setup: Setup, run: Period) -> Verdict:
             wall_s / max(wall_s - later_s, 1e-9),
         )
     if max(costs.pinned, costs.transfer) >= lost_s / batches / 2:
-        return _transfer(run, costs, lost, costs.pinned >= costs.transfer)
+        return _transfer(run, costs, lost)
     if in_main_process or run.workers.busy_share >= _BUSY:
         return _workers_busy(setup, run, costs, lost)
     return _workers_idle(setup, run, costs, lost)
 
 
-def _transfer(run: Period, costs: _Costs, lost: str, pins: bool) -> Verdict:
-    if pins:
+def _transfer(run: Period, costs: _Costs, lost: str) -> Verdict:
+    changes: dict[str, Any] | None = None
+    if costs.pinned >= costs.transfer:
         evidence = f"Copying a batch to pinned memory takes {_ms(costs.pinned)}."
-        advice, changes = (
-            "Omit it: pin_memory=False; or use smaller batches.",
-            {"pin_memory": False},
-        )
-        saved = costs.pinned
+        advice = "Omit it: pin_memory=False; or use smaller batches."
+        changes = {"pin_memory": False}
     else:
         evidence = f"The training process needs {_ms(costs.transfer)} to receive a finished batch."
-        advice, changes = (
-            "Return tensors or NumPy arrays from the dataset and collate_fn: they are not pickled.",
-            None,
+        advice = (
+            "Return tensors or NumPy arrays from the dataset and collate_fn: they are not pickled."
         )
         if run.throughput.nbytes and run.workers.cores_share >= _ALL_CORES:
             evidence += (
@@ -164,10 +153,10 @@ def _transfer(run: Period, costs: _Costs, lost: str, pins: bool) -> Verdict:
                 "Leave it a core: fewer workers, fewer threads of the training step (torch.set_num_threads), or fewer "
                 "other programs."
             )
-        saved = costs.transfer
-    speedup = max(costs.whole / max(costs.whole - saved, 1e-9), 1.0)
+    left = costs.whole - max(costs.pinned, costs.transfer)
+    speedup = max(costs.whole / max(left, 1e-9), 1.0)
     summary = "The bottleneck is the transfer of batches to the training process."
-    return Verdict("transfer", "", summary, (lost, evidence), advice, changes, speedup)
+    return Verdict("transfer", summary, (lost, evidence), advice, changes, speedup)
 
 
 def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
@@ -204,12 +193,12 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
         evidence.append(f"They are on a core {on_core:.0%} of it: they wait for their reads.")
         return Verdict(
             "source",
-            "dataset",
             "The bottleneck is the source: its latency, not its bandwidth.",
             tuple(evidence),
             f"Read several samples concurrently in each worker: fetch_concurrency={concurrency}.",
             {"fetch_concurrency": concurrency},
             costs.speedup(now, work),
+            "dataset",
         )
     if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
         evidence.append(
@@ -219,12 +208,12 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
         )
         return Verdict(
             "workers",
-            stage,
             "There are too few workers.",
             tuple(evidence),
             f"num_workers={wanted}.",
             {"num_workers": wanted},
             costs.speedup(wanted, start_factor=wanted / now),
+            stage,
         )
     return _dearest_stage(setup, run, costs, evidence)
 
@@ -233,7 +222,7 @@ def _dearest_stage(setup: Setup, run: Period, costs: _Costs, evidence: list[str]
     """More workers would not help: the stage that takes most of their time would."""
     largest = max(run.stages, key=lambda stage: stage.share, default=None)
     if largest is None:
-        return Verdict("unknown", "", "The workers are the bottleneck.", tuple(evidence))
+        return Verdict("unknown", "The workers are the bottleneck.", tuple(evidence))
     stage = largest.name
     if setup.worker_method != "ray":
         evidence.append(f"More workers would not help: {setup.cores:g} cores are in use.")
@@ -258,7 +247,7 @@ def _dearest_stage(setup: Setup, run: Period, costs: _Costs, evidence: list[str]
             "and return uint8; the page Photographs of the documentation has the code. The estimate assumes half of "
             "the cost."
         )
-    return Verdict(largest.kind, stage, summary, tuple(evidence), advice, None, speedup)
+    return Verdict(largest.kind, summary, tuple(evidence), advice, None, speedup, stage)
 
 
 def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
@@ -273,36 +262,20 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
     if window.held_by_budget:
         batch_bytes = window.memory_bytes / max(window.in_flight, 1.0)
         wanted = math.ceil(4 * max(workers.count, 1) * batch_bytes)
-        return Verdict(
-            "memory",
-            "",
-            "The bottleneck is the memory for batches that are prefetched.",
-            evidence,
-            f"memory_budget={wanted}.",
-            {"memory_budget": wanted},
-            speedup,
-        )
+        summary = "The bottleneck is the memory for batches that are prefetched."
+        advice = f"memory_budget={wanted}."
+        return Verdict("memory", summary, evidence, advice, {"memory_budget": wanted}, speedup)
     if setup.prefetch_factor is not None:
-        return Verdict(
-            "memory",
-            "",
-            "Too few batches are prefetched.",
-            evidence,
-            f"Omit prefetch_factor={setup.prefetch_factor}: the prefetch window then grows as needed.",
-            {"prefetch_factor": None},
-            speedup,
-        )
+        summary = "Too few batches are prefetched."
+        advice = f"Omit prefetch_factor={setup.prefetch_factor}: the prefetch window then grows as needed."
+        return Verdict("memory", summary, evidence, advice, {"prefetch_factor": None}, speedup)
     if setup.in_order:
-        return Verdict(
-            "order",
-            "",
-            "Slow samples delay the batches behind them.",
-            evidence,
-            "Take batches when they are complete: order='batch', or 'arrival' if batches may mix.",
-            {"order": "batch"},
-            speedup,
+        summary = "Slow samples delay the batches behind them."
+        advice = (
+            "Take batches when they are complete: order='batch', or 'arrival' if batches may mix."
         )
-    return Verdict("unknown", "", "The workers are idle for an unknown reason.", evidence)
+        return Verdict("order", summary, evidence, advice, {"order": "batch"}, speedup)
+    return Verdict("unknown", "The workers are idle for an unknown reason.", evidence)
 
 
 def _share_of(stage: Stage | None) -> str:
