@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from minato._support.text import printable
 from minato.observe.figures import ReportFigures, Verdict
@@ -25,7 +25,7 @@ _KEPT_EPOCHS = 8
 def plain(report: ReportFigures) -> str:
     """The report as text without colour."""
     parts = ["\n".join(map(printable, verdict_lines(report.verdict)))]
-    parts += [_table(section) for section in sections(report) if section.rows]
+    parts += [_table(section) for section in sections(report)]
     return "\n\n".join(parts)
 
 
@@ -41,8 +41,6 @@ def rich_of(report: ReportFigures) -> RenderableType:
     head, *rest = (escape(printable(line)) for line in verdict_lines(report.verdict))
     parts: list[RenderableType] = [rich.panel.Panel("\n".join(rest), title=f"[bold]{head}[/]")]
     for section in sections(report):
-        if not section.rows:
-            continue
         table = rich.table.Table(
             title=section.title, title_justify="left", box=rich.box.SIMPLE, title_style="bold"
         )
@@ -93,14 +91,7 @@ class Section(NamedTuple):
 
 
 def sections(report: ReportFigures) -> list[Section]:
-    """The tables of a report; names and indices without control characters."""
-    return [
-        section._replace(rows=[tuple(map(printable, row)) for row in section.rows])
-        for section in _sections(report)
-    ]
-
-
-def _sections(report: ReportFigures) -> list[Section]:
+    """The tables of a report that have rows; names and indices without control characters."""
     run = report.run
     parts: dict[str, DataclassInstance] = {
         "Waiting": run.waiting,
@@ -113,11 +104,8 @@ def _sections(report: ReportFigures) -> list[Section]:
     }
     if any(vars(run.reads).values()):
         parts["Reads and cache"] = run.reads
-    return [
-        *(
-            Section(title, ("figure", "value", "how to read it"), _figures(part))
-            for title, part in parts.items()
-        ),
+    tables = [
+        *(_figures(title, part) for title, part in parts.items()),
         _table_of(
             "GPUs",
             run.gpus,
@@ -145,6 +133,7 @@ def _sections(report: ReportFigures) -> list[Section]:
         ),
         *_tables_of_samples(report),
     ]
+    return [table for table in tables if table.rows]
 
 
 def _tables_of_samples(report: ReportFigures) -> list[Section]:
@@ -177,20 +166,18 @@ def _tables_of_samples(report: ReportFigures) -> list[Section]:
     ]
 
 
-def _table_of(title: str, items: Sequence[T], columns: dict[str, Callable[[T], str]]) -> Section:
-    rows = [tuple(text(item) for text in columns.values()) for item in items]
+def _table_of(title: str, items: Iterable[T], columns: dict[str, Callable[[T], str]]) -> Section:
+    rows = [tuple(printable(text(item)) for text in columns.values()) for item in items]
     return Section(title, tuple(columns), rows)
 
 
-def _figures(part: DataclassInstance) -> list[tuple[str, ...]]:
-    return [
-        (
-            _label(each.name, each.metadata["unit"]),
-            format_value(getattr(part, each.name), each.metadata["unit"]),
-            each.metadata["reading"],
-        )
-        for each in dataclasses.fields(part)
-    ]
+def _figures(title: str, part: DataclassInstance) -> Section:
+    columns: dict[str, Callable[[dataclasses.Field[Any]], str]] = {
+        "figure": lambda each: _label(each.name, each.metadata["unit"]),
+        "value": lambda each: format_value(getattr(part, each.name), each.metadata["unit"]),
+        "how to read it": lambda each: each.metadata["reading"],
+    }
+    return _table_of(title, dataclasses.fields(part), columns)
 
 
 def _span(low: int, high: int) -> str:
