@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import psutil
@@ -237,32 +238,24 @@ def _made(factory: str) -> Any:
         raise _Refused(f"{factory} raised {type(error).__name__}: {error}") from None
 
 
-def _imported(place: str) -> Any:
+def _imported(place: str) -> ModuleType:
+    path = Path(place).resolve() if place.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise _Refused(f"there is no file {place!r}: check the path")
+    name = place if path is None else path.stem  # by which spawned workers import a file
+    folder = os.getcwd() if path is None else str(path.parent)
+    sys.path.insert(0, folder)
     try:
-        if not place.endswith(".py"):
-            sys.path.insert(0, os.getcwd())
-            return importlib.import_module(place)
-        path = Path(place).resolve()
-        if not path.is_file():
-            raise _Refused(f"there is no file {place!r}: check the path")
-        sys.path.insert(0, str(path.parent))  # spawned workers import it by this name
-        module = importlib.import_module(path.stem)
-        if (
-            getattr(module, "__file__", None) is None
-            or Path(module.__file__ or "").resolve() != path
-        ):
-            sys.path.remove(
-                str(path.parent)
-            )  # otherwise workers import the file instead of the module
-            raise _Refused(
-                f"{place!r} has the name of another module, {path.stem!r}, which Python imports instead: rename it"
-            )
-        return module
-    except _Refused:
-        raise
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise _Refused(
             f"{place!r} cannot be imported: {error}; check its name and the directory"
         ) from None
     except (Exception, SystemExit) as error:
         raise _Refused(f"importing {place!r} raised {type(error).__name__}: {error}") from None
+    if path is None or Path(getattr(module, "__file__", None) or "").resolve() == path:
+        return module
+    sys.path.remove(folder)  # otherwise workers import the file instead of the module
+    raise _Refused(
+        f"{place!r} has the name of another module, {name!r}, which Python imports instead: rename it"
+    )

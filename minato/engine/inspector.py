@@ -178,13 +178,13 @@ class Inspector:
 
     def _watch_machine(self, epoch_log: EpochLog) -> MachineMonitor:
         """Start to record the use of the machine."""
-        from minato.observe.machine import MachineMonitor, StorageCounters
+        from minato.observe.machine import MachineMonitor, storage_counts
 
         if not isinstance(epoch_log.machine, MachineMonitor):
             epoch_log.machine = MachineMonitor()
             reads = self._spec.options.fetch_concurrency.counters
             cache = None if self._spec.cache is None else self._spec.cache.counters
-            epoch_log.storage = StorageCounters(self._spec.dataset, cache, reads).counts
+            epoch_log.storage = storage_counts(self._spec.dataset, cache, reads)
         return epoch_log.machine
 
     def watch_gpus(self) -> None:

@@ -6,10 +6,10 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from minato._support.files import open_lines, write_atomically
 from minato._system import local_rank
@@ -27,31 +27,16 @@ _TEXT, _JSON = "minato: ", '{"minato_reports": '
 """How a file of reports begins."""
 
 
-class _Kept(NamedTuple):
-    setup: Setup
-    steps: tuple[str, ...]
-    log: EpochLog
-
-    def report(self) -> Report:
-        return report_of(self.setup, self.steps, self.log)
-
-
 @dataclass
 class _AtExit:
-    """What this process does at its end. A forked process does nothing."""
+    """What a process does at its end. A process that was forked from it does nothing."""
 
     owner: int = 0
     prints: bool = False
     path: Path | None = None
     refused: bool = False
-    kept: dict[int, _Kept] = field(default_factory=dict)
+    kept: dict[int, Callable[[], Report]] = field(default_factory=dict)
     dropped: int = 0
-
-    def register(self) -> None:
-        if self.owner != os.getpid():
-            self.owner, self.prints, self.path, self.dropped = os.getpid(), False, None, 0
-            self.kept, self.refused = {}, False
-            atexit.register(self.finish)
 
     @property
     def active(self) -> bool:
@@ -60,7 +45,7 @@ class _AtExit:
     def finish(self) -> None:
         if not self.active:
             return
-        reports = [each.report() for each in self.kept.values()]
+        reports = [report() for report in self.kept.values()]
         if self.path is not None:
             try:
                 write_atomically(self.path, _text(reports, self.dropped, self.path.suffix))
@@ -68,16 +53,22 @@ class _AtExit:
                 print(f"minato: MINATO_REPORT={self.path}: {error}", file=sys.stderr)
         if self.prints and local_rank() == 0:
             print(f"\n{_text(reports, self.dropped)}", file=sys.stderr, end="")
-        self.prints, self.path = False, None
 
 
 _at_exit = _AtExit()
 
 
+def _of_this_process() -> _AtExit:
+    global _at_exit
+    if _at_exit.owner != os.getpid():
+        _at_exit = _AtExit(os.getpid())
+        atexit.register(_at_exit.finish)
+    return _at_exit
+
+
 def print_at_exit() -> None:
     """Print a report of each loader to stderr when this process ends; under a launcher, only in local rank 0."""
-    _at_exit.register()
-    _at_exit.prints = True
+    _of_this_process().prints = True
 
 
 def write_at_exit(path: str) -> None:
@@ -89,8 +80,8 @@ def write_at_exit(path: str) -> None:
         path: A name that ends with ``.json`` has JSON, any other one text. Local ranks above 0 write
             ``NAME.rank1.json`` and so on.
     """
-    _at_exit.register()
-    if _at_exit.path is not None or _at_exit.refused:
+    mine = _of_this_process()
+    if mine.path is not None or mine.refused:
         return
     file, rank = Path(path).absolute(), local_rank()
     if rank:
@@ -99,18 +90,18 @@ def write_at_exit(path: str) -> None:
     try:
         os.close(open_lines(file, begins.encode(), "a file of reports of minato"))
     except (OSError, ValueError) as error:
-        _at_exit.refused = True
+        mine.refused = True
         words = f"the report cannot be written: MINATO_REPORT={path!r}: {error}"
         warn(words, stacklevel=5)
     else:
-        _at_exit.path = file
+        mine.path = file
 
 
 def keep(setup: Setup, steps: Sequence[str], log: EpochLog) -> None:
     """Keep what the report of a loader needs, which is neither the loader nor its dataset, until the process ends."""
     if not _at_exit.active:
         return
-    _at_exit.kept[id(log)] = _Kept(setup, tuple(steps), log)
+    _at_exit.kept[id(log)] = partial(report_of, setup, tuple(steps), log)
     if len(_at_exit.kept) > MOST_LOADERS:
         del _at_exit.kept[next(iter(_at_exit.kept))]
         _at_exit.dropped += 1

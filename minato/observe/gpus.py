@@ -67,7 +67,8 @@ class GpuTable:
     @property
     def rows(self) -> list[Any]:
         """The counters of each GPU; empty until the process has started."""
-        return self._table.rows[: self._table.count]
+        found: list[Any] = self._table.rows[: self._table.count]
+        return found
 
     def enter(self, gpus: Sequence[Gpu]) -> None:
         """Initialize the table for these GPUs."""

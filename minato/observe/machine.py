@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch.utils.data import Dataset
@@ -24,7 +24,7 @@ from minato._system import (
 if TYPE_CHECKING:
     from minato.observe.gpus import GpuTable
 
-__all__ = ["MachineMonitor", "MachineSnapshot", "StorageCounters", "measure"]
+__all__ = ["MachineMonitor", "MachineSnapshot", "measure", "storage_counts"]
 
 _RECENT_NS = 100_000_000
 """The kernel's counters have a tenth of this resolution."""
@@ -86,35 +86,29 @@ def _limit_bytes() -> int:
     return memory_limit_bytes()
 
 
-class StorageCounters:
-    """The counters of a loader's storage, in all processes.
+def storage_counts(
+    dataset: object, cache: Counters | None, reads: Counters | None
+) -> Callable[[], Counter[str]]:
+    """A function that returns the counters of a loader's storage, in all processes, by name.
 
     Args:
         dataset: A source, or a dataset with sources in its attributes, at any depth.
         cache: The counters of the loader's cache, or None.
         reads: The counters of concurrent reads, or None.
     """
-
-    def __init__(self, dataset: object, cache: Counters | None, reads: Counters | None) -> None:
-        self._counters = [("source", counters) for counters in _counters_of(dataset)]
-        if cache is not None:
-            self._counters.append(("cache", cache))
-        if reads is not None:
-            self._counters.append(("fetch", reads))
-
-    def counts(self) -> Counter[str]:
-        """All of them so far, by name."""
-        found: Counter[str] = Counter()
-        for kind, counters in self._counters:
-            found.update({f"{kind}_{name}": n for name, n in counters.by_name().items()})
-        return found
-
-
-def _counters_of(dataset: object) -> list[Counters]:
-    if "minato.sources.base" not in sys.modules:  # there is no source, and searching takes time
-        return []
     search = Search(
         lambda kind: issubclass(kind.kind, Counters),
         opens=lambda kind: issubclass(kind.kind, Dataset),
     )
-    return [node.thing for node in search.run({"dataset": dataset})]
+    # Without a source there is nothing to find, and searching takes time.
+    nodes = search.run({"dataset": dataset}) if "minato.sources.base" in sys.modules else []
+    found = [("source", node.thing) for node in nodes]
+    found += [(kind, each) for kind, each in (("cache", cache), ("fetch", reads)) if each]
+    return functools.partial(_sum_of, found)
+
+
+def _sum_of(counters: Sequence[tuple[str, Counters]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for kind, each in counters:
+        found.update({f"{kind}_{name}": count for name, count in each.by_name().items()})
+    return found
