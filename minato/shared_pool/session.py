@@ -28,7 +28,7 @@ from minato.shared_pool.client import PoolClient
 from minato.shared_pool.messages import Hello
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
-from minato.shared_pool.source import DescriptorReader, RankDevice, RankPool, RankSource
+from minato.shared_pool.source import DescriptorReader, RankDevice, RankSource
 
 __all__ = ["PoolSession", "RankInfo"]
 
@@ -225,7 +225,7 @@ class PoolSession:
 
     def _joining(
         self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
-    ) -> tuple[RankPool, Callable[[Epoch, IndexBatches], tuple[int, bool]]]:
+    ) -> tuple[PoolServer | PoolClient, Callable[[Epoch, IndexBatches], tuple[int, bool]]]:
         """The pool of the node, and the function that joins its epochs."""
         self._check_owner()
         if not self.hosts:

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,15 @@ from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
 from minato.shared_pool.messages import BatchDescriptor
 
+if TYPE_CHECKING:
+    from minato.shared_pool.client import PoolClient
+    from minato.shared_pool.server import PoolServer
+
 __all__ = [
     "BatchHandle",
     "DescriptorReader",
     "LeasedBatch",
     "RankDevice",
-    "RankPool",
     "RankSource",
     "open_batch",
 ]
@@ -174,22 +177,6 @@ def _finish_copies(held: deque[tuple[object, DeviceEvent]], owner: int) -> None:
         event.synchronize()
 
 
-class RankPool(Protocol):
-    """The pool of the node, as one of its ranks uses it; ``number`` is the number of an epoch in the pool."""
-
-    def next(self, number: int) -> BatchHandle:
-        """Return a handle of the next batch for this rank; raise StopIteration at the end."""
-
-    def has_next(self, number: int) -> bool:
-        """Whether ``next`` would not wait."""
-
-    def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Return slots whose pages were returned to the system; to be unpinned before their next batch."""
-
-    def leave(self, number: int) -> None:
-        """Leave an epoch."""
-
-
 class _Upcoming(NamedTuple):
     """A batch that ``next`` returns later, or its error, and the part of the epoch that it covers."""
 
@@ -211,7 +198,7 @@ class RankSource:
 
     def __init__(
         self,
-        pool: RankPool,
+        pool: PoolServer | PoolClient,
         join: Callable[[Epoch, IndexBatches], tuple[int, bool]],
         device: RankDevice | None,
         session: object,
