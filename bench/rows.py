@@ -178,7 +178,7 @@ def fill(port: int, count: int = COUNT, hosts: Sequence[str] = HOSTS, replicas: 
         session.execute(f"CREATE TABLE {_TABLE} (id bigint PRIMARY KEY, data blob)")
         insert = session.prepare(f"INSERT INTO {_TABLE} (id, data) VALUES (?, ?)")
         insert.consistency_level = ConsistencyLevel.ALL
-        source.attempt("the rows", write, "write")
+        source.attempt("the rows", write)
     finally:
         cluster.shutdown()
 

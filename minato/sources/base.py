@@ -189,18 +189,17 @@ class KeyedSource(Dataset[Any], ABC):
         """What identifies the source to a cache. Its keys are part of it, as they define the meaning of an index."""
         return {**vars(self), "_keys": self.keys, "retry": None}
 
-    def attempt(self, subject: str, call: Callable[[], object], verb: str = "read") -> Any:
-        """Call a function that reads or writes, again after transient errors.
+    def attempt(self, subject: str, call: Callable[[], object]) -> Any:
+        """Call a function that reads, again after transient errors.
 
         Args:
-            subject: What is read or written, for messages.
+            subject: What is read, for messages.
             call: The function.
-            verb: What it does, for messages.
 
         Raises:
             SourceError: It failed; the message names the subject.
         """
-        with self._explained(subject, verb):
+        with self._explained(subject):
             pauses = self.retry.pauses()
             while True:
                 try:
@@ -211,7 +210,7 @@ class KeyedSource(Dataset[Any], ABC):
 
     async def attempt_async(self, subject: str, call: Callable[[], Awaitable[object]]) -> Any:
         """:meth:`attempt` with a coroutine function that reads."""
-        with self._explained(subject, "read"):
+        with self._explained(subject):
             pauses = self.retry.pauses()
             while True:
                 try:
@@ -229,14 +228,14 @@ class KeyedSource(Dataset[Any], ABC):
         return pause_s
 
     @contextmanager
-    def _explained(self, subject: str, verb: str) -> Iterator[None]:
+    def _explained(self, subject: str) -> Iterator[None]:
         """Turn the library's errors into ours, which name the subject."""
         started = time.monotonic()
         try:
             yield
         except SourceError as error:
             if subject not in str(error):  # it names a part of the source, but not the key
-                raise SourceError(f"{self!r} cannot {verb} {subject}: {error}") from error.__cause__
+                raise SourceError(f"{self!r} cannot read {subject}: {error}") from error.__cause__
             raise
         except LookupError as error:
             raise MissingKey(f"{self!r} has no {subject}") from error
@@ -244,7 +243,7 @@ class KeyedSource(Dataset[Any], ABC):
             spent_s = time.monotonic() - started
             given_up = f" after {spent_s:.1f} s of tries" if self.is_transient(error) else ""
             raise SourceError(
-                f"{self!r} cannot {verb} {subject}{given_up}: {printable(self.describe_error(error), lines=True)}"
+                f"{self!r} cannot read {subject}{given_up}: {printable(self.describe_error(error), lines=True)}"
             ) from error
 
     def decoded(self, key: object, value: object) -> Any:

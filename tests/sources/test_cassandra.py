@@ -166,7 +166,7 @@ def numbered(settings: Settings, table: str, times: int, **more: Any) -> Cassand
     insert = session.prepare(f"INSERT INTO {table} (id, label) VALUES (?, ?)")
     insert.consistency_level = ConsistencyLevel.ALL
     for index in range(COUNT):  # a new ring may not know yet that all of it runs
-        source.attempt(f"key {index}", partial(session.execute, insert, (index, index)), "write")
+        source.attempt(f"key {index}", partial(session.execute, insert, (index, index)))
     cluster.shutdown()
     return source
 
