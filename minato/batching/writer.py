@@ -183,7 +183,7 @@ class BatchWriter:
             collates: Whether a batch that is full then is collated here; otherwise another worker finds it.
         """
         ledger, done, count = self._ledger, 0, len(samples)
-        has_skipped = self._skips and any(map(_is_skipped, samples))
+        has_skipped = type(SKIP) in set(map(type, samples))  # also of a dead worker's sample
         while done < count:
             taken = 1
             if has_skipped and samples[done] is SKIP:
