@@ -718,10 +718,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "multiprocessing.process.BaseProcess._inheriting",
         "a script without a guard ends its workers by another error",
-        lambda: (
-            "_inheriting" in inspect.getsource(spawn.get_preparation_data)
-            or "_inheriting" in inspect.getsource(spawn)
-        ),
+        lambda: "_inheriting" in inspect.getsource(spawn),
     ),
     PrivateName(
         "multiprocessing.forkserver._forkserver._preload_modules",
