@@ -829,11 +829,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
         make_source = functools.partial(engines.source, spec, history)
         may_pin = self._options.target is None
-        if self._session is not None:
-            return BatchIterator(loader or self, make_source, epochs, may_pin)
-        pins_ahead = self.num_workers > 0
-        loader = loader or self
-        return BatchIterator(loader, make_source, epochs, may_pin, pins_ahead)
+        pins_ahead = self._session is None and self.num_workers > 0
+        return BatchIterator(loader or self, make_source, epochs, may_pin, pins_ahead)
 
     def _separate_batches(self) -> Iterator[Any]:
         """Batches of an epoch that changes nothing of this loader, and no file."""
