@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from minato.transforms import Transforms
+from minato.transforms.compose import Transforms
 
 
 def double(value: int) -> int:

@@ -23,15 +23,8 @@ import torch
 
 from minato._core import _seeding_py
 from minato._support.hashes import index_hash
-from minato.transforms import (
-    SampleRandomness,
-    current,
-    numpy_rng,
-    python_rng,
-    rng,
-    rng_memory,
-    torch_rng,
-)
+from minato.transforms import rng, rng_memory
+from minato.transforms.rng import SampleRandomness, current, numpy_rng, python_rng, torch_rng
 
 early_numpy = np.random.random_sample
 Point = collections.namedtuple("Point", "x y")
