@@ -163,7 +163,7 @@ def test_samples_that_rarely_draw(draw: str, num_workers: int) -> None:
 
 def bound_draws(seed: int, epoch: int, index: int, draw: Callable[[], float]) -> tuple[float, ...]:
     """Two draws as they must come out for a sample, whoever runs it."""
-    randomness = minato.transforms.SampleRandomness(Seeds(seed).of(epoch))
+    randomness = minato.transforms.rng.SampleRandomness(Seeds(seed).of(epoch))
     with randomness.saved():
         randomness.bind(epoch, index)
         return draw(), draw()
@@ -318,7 +318,7 @@ def test_generators_of_the_main_process_are_left_alone(
     before = states()
     for _ in iterator:
         assert states() == before
-    assert minato.transforms.current() is None
+    assert minato.transforms.rng.current() is None
 
 
 def test_consumer_draws_between_inline_samples() -> None:
