@@ -169,6 +169,10 @@ class ReplacedFetcher(Fetcher):
         self._fetch = make_fetcher(samples, batched, collate_fn, drop_last).fetch
         self.one = self._fetch
 
+    def now(self) -> Callable[[Any], Any]:
+        """As ``one``."""
+        return self.one
+
     def many(self, indices: object) -> Any:
         """The batch of these indices, collated."""
         return self._fetch(indices)
