@@ -479,14 +479,14 @@ def test_stuck_and_deadly_samples_are_skipped(order: str, collate: Any, tmp_path
         4,
         num_workers=2,
         order=order,
-        errors=ErrorPolicy(on_error="skip", sample_timeout=0.2, log=log),
+        errors=ErrorPolicy(on_error="skip", sample_timeout=0.5, log=log),
         collate_fn=collate,
     )
     found = flat(indices(loader))
     assert sorted(found) == sorted(set(range(40)) - {3, 5, 9})
     records = {record["index"]: record for record in map(json.loads, log.read_text().splitlines())}
     assert records[5]["exception"] == "minato.errors.SampleTimeoutError"
-    assert "sample_timeout=0.2" in records[5]["message"]
+    assert "sample_timeout=0.5" in records[5]["message"]
     assert "in __getitem__" in records[5]["message"]
     assert records[9]["exception"] == "minato.errors.WorkerDiedError"
     assert records[9]["attempts"] == 3
@@ -496,7 +496,7 @@ def test_stuck_and_deadly_samples_are_skipped(order: str, collate: Any, tmp_path
 def test_a_stuck_sample_is_an_error_by_default() -> None:
     dataset = Stuck(set())
     dataset.deadly = False
-    iterator = iter(DataLoader(dataset, 4, num_workers=2, errors=ErrorPolicy(sample_timeout=0.2)))
+    iterator = iter(DataLoader(dataset, 4, num_workers=2, errors=ErrorPolicy(sample_timeout=0.5)))
     assert next(iterator)[0].tolist() == [0, 1, 2, 3]
     with pytest.raises(minato.SampleTimeoutError, match=r"(?s)in __getitem__"):
         next(iterator)
