@@ -352,7 +352,7 @@ cdef class WorkerLedger(Ledger):
         return self.own_lease
 
     def claim(self, uint32_t max_run):
-        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early."""
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that begins early."""
         cdef uint32_t batch, count
         cdef uint64_t k
         cdef Claim found

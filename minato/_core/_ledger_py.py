@@ -463,7 +463,7 @@ class WorkerLedger(Ledger):
         return self._lease
 
     def claim(self, max_run: int) -> Claim | None:
-        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that is to begin early.
+        """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that begins early.
 
         Args:
             max_run: 0: a whole batch, or what is left of one whose first sample is done.

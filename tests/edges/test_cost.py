@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
+import minato.sources.base  # noqa: F401 - then the counters of sources are looked for, too
 from minato import DataLoader
 from minato._support.objects import Search
 from minato.engine.copied_objects import large_containers
@@ -112,7 +113,7 @@ def test_calls_do_not_grow_with_the_dataset(shape: str, use: str) -> None:
         if shape == "long chain":
             drop(dataset.held)
     assert counts[1] <= counts[0] * 1.1 + 200
-    assert counts[0] < 30_000
+    assert counts[0] < 40_000
 
 
 def test_iter_without_workers_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

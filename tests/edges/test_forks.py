@@ -592,7 +592,7 @@ def of_parquet(folder: Path) -> tuple[Any, Callable[[], bool]]:
 
     parquet.write_table(pa.table({"x": [*range(8)]}), folder / "rows.parquet")
     source = Parquet(str(folder / "rows.parquet"))
-    return source._lock, lambda: source[3]["x"] == 3
+    return source.connections._lock, lambda: source[3]["x"] == 3
 
 
 def of_sqlite(folder: Path) -> tuple[Any, Callable[[], bool]]:
