@@ -122,7 +122,8 @@ def test_iter_without_workers_looks_for_nothing(monkeypatch: pytest.MonkeyPatch)
     run = Search.run
 
     def counted_run(search: Search, roots: Any, seen: Any = ()) -> Any:
-        searched.append(roots)
+        if "dataset" in roots:  # not those of a report at the end, which another test may have asked for
+            searched.append(roots)
         return run(search, roots, seen)
 
     monkeypatch.setattr(Search, "run", counted_run)
