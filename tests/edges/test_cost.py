@@ -122,7 +122,8 @@ def test_iter_without_workers_looks_for_nothing(monkeypatch: pytest.MonkeyPatch)
     run = Search.run
 
     def counted_run(search: Search, roots: Any, seen: Any = ()) -> Any:
-        if "dataset" in roots:  # not those of a report at the end, which another test may have asked for
+        # Not those of a report at the end, which another test may have asked for.
+        if "dataset" in roots:
             searched.append(roots)
         return run(search, roots, seen)
 
