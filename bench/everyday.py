@@ -38,9 +38,9 @@ TINY_US, TINY_LIMIT = 15.0, 0.9
 CAUSES = {
     "*-w0-short": "an epoch's records, its states to resume and the search for generators take about 250 µs",
     "*-single-w0-*": "there is no copy to save, and the bookkeeping of a batch is for one sample",
-    "texts-*-w0-*": "there is no copy to save; each sample is timed",
-    "list-*-w0-*": "each sample is timed, which takes as long as such a sample",
-    "ints-*-w0-*": "each sample is timed, which takes as long as such a sample",
+    "texts-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
+    "list-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
+    "ints-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
     "texts-*-any": "where several workers share a batch, each text is stored by itself",
 }
 """Why torch is faster, by patterns of the names of jobs; the first that fits counts."""
