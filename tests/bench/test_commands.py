@@ -85,7 +85,7 @@ PROGRAMS: dict[str, tuple[list[str], dict[str, tuple[int, list[str]]]]] = {
         },
     ),
     "gpu": (["--workers", "1"], {"gpu": (12, ["no GPU", "3D U-Net | *ideal*", "ResNet | torch"])}),
-    "growth": ([], {"growth": (9, ["*ideal*", "| 12 | forkserver |"])}),
+    "growth": ([], {"growth": (9, ["*ideal*", "| 2 | fork |"])}),
     "imagenet": (
         ["--rows", "uint8", "--peers", "torch,minato,bare"],
         {"imagenet": (4, ["| torch |", "| minato |", "| *bare processes* |"])},
