@@ -23,7 +23,7 @@ __all__ = ["LEASE_NBYTES", "Lease", "run_samples", "run_steps"]
 cdef enum:
     TOGETHER = 16  # samples that are timed together
     CHEAP_NS = 2000  # where they cost less
-    LONG_TICKS = 65536  # about 20 µs: such a sample is timed by itself
+    LONG_TICKS = 65536  # 15 to 65 µs: such a sample is timed by itself
 
 LEASE_NBYTES = 24
 """Bytes of a lease: position + 1 (0: no sample), the time it was begun, and its step, all 64 bits wide."""
