@@ -52,7 +52,7 @@ finally:
         gc.enable()
 
 if TYPE_CHECKING:
-    from minato.batching.padding import PadCollate, pad_stack
+    from minato.batching.collate import PadCollate, pad_stack
     from minato.patching import patch, unpatch
     from minato.sharing import SharedDict, SharedList, share
 
@@ -96,10 +96,10 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "PadCollate": "minato.batching.padding",
+    "PadCollate": "minato.batching.collate",
     "SharedDict": "minato.sharing",
     "SharedList": "minato.sharing",
-    "pad_stack": "minato.batching.padding",
+    "pad_stack": "minato.batching.collate",
     "patch": "minato.patching",
     "share": "minato.sharing",
     "unpatch": "minato.patching",

@@ -1,12 +1,13 @@
-"""Starting threads."""
+"""Starting threads; whether the interpreter exits, which ends them."""
 
 from __future__ import annotations
 
 import _thread
+import atexit
 from threading import Thread
 from types import BuiltinFunctionType
 
-__all__ = ["start_thread", "threads_are_real"]
+__all__ = ["exiting", "start_thread", "threads_are_real"]
 
 
 def threads_are_real() -> bool:
@@ -36,3 +37,17 @@ def start_thread(thread: Thread) -> None:
         if raised is None or str(error) != "release unlocked lock":
             raise  # the limit of threads is reached
         raise raised from None
+
+
+_exit_began = False
+
+
+@atexit.register
+def _begin_exit() -> None:
+    global _exit_began
+    _exit_began = True
+
+
+def exiting() -> bool:
+    """Whether the interpreter is exiting."""
+    return _exit_began

@@ -17,7 +17,7 @@ import torch
 from minato._core import Packer, WorkerLedger
 from minato._core.sample_spec import flatten, placed
 from minato._core.segment import Segment
-from minato.batching.pinned_slots import Slot
+from minato.batching.arena import Slot
 from minato.batching.rows import Rows
 from minato.batching.sample_spec import (
     CHANNELS_NDIMS,

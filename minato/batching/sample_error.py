@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from minato._compat import ExceptionWrapper
 from minato._core.limits import slot_overflow
 from minato._support.text import message_of, text_of, type_name
-from minato.batching.pinned_slots import Slot
+from minato.batching.arena import Slot
 from minato.batching.serialization import damaged
 from minato.errors import add_note
 

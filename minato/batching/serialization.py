@@ -1,4 +1,4 @@
-"""Objects that have no layout: pickled into the arena, with their arrays outside the pickle."""
+"""Objects that have no layout, pickled into the arena with their arrays outside the pickle; the indices of batches."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import itertools
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
+from minato._core import Ledger
 from minato._core.segment import Segment
 from minato._support.pickling import Purpose, dumps
+from minato._support.text import text_of
 
-__all__ = ["DamagedError", "LocalStore", "SharedStore", "Store", "damaged"]
+__all__ = [
+    "DamagedError",
+    "LocalStore",
+    "SharedStore",
+    "Store",
+    "StoredIndices",
+    "damaged",
+    "listed",
+]
 
 Allocate = Callable[[int], int]
 """Allocates a number of bytes; returns their arena offset, a multiple of 64."""
@@ -27,6 +37,9 @@ _SPAN = struct.Struct("<QQ")
 _TOP = struct.Struct("<IIQQQ")
 """The head and the span of the pickle."""
 _ALIGNMENT = 64
+
+_MOST_LISTED = 8
+"""Number of indices of a batch that a message lists."""
 
 
 def _aligned(nbytes: int) -> int:
@@ -210,3 +223,48 @@ class LocalStore(Store):
     def drop(self, offset: int) -> None:
         """Remove an object; no ``get`` will fetch it."""
         self._values.pop(offset, None)
+
+
+def listed(indices: Sequence[object]) -> str:
+    """Some indices, for a message: the first few."""
+    more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
+    return f"indices {', '.join(map(text_of, indices[:_MOST_LISTED]))}{more}"
+
+
+class StoredIndices:
+    """The indices that the sampler has given for the samples in flight.
+
+    Args:
+        ledger: Either end of the ledger.
+        store: Holds indices that are no integers.
+    """
+
+    def __init__(self, ledger: Ledger, store: Store) -> None:
+        self._ledger = ledger
+        self._store = store
+
+    def read(self, batch: int, k: int, count: int) -> Sequence[Any]:
+        """The indices of samples k … k+count-1 of a batch; all of them are in the sampler's own container."""
+        record = self._ledger.describe(batch)
+        if not record.indices_offset:
+            return self._ledger.indices(batch, k, count)
+        found: Sequence[Any] = self._store.peek(record.indices_offset, record.indices_nbytes)
+        return found if k == 0 and count >= len(found) else list(found)[k : k + count]
+
+    def first(self, batch: int) -> Any:
+        """The index of the first sample of a batch; None of an empty one."""
+        return next(iter(self.read(batch, 0, 1)), None)
+
+    def describe(self, batch: int) -> str:
+        """The indices of the samples at the places of a batch, for a message."""
+        record = self._ledger.describe(batch)
+        own_places = range(record.first, record.first + record.count)
+        indices: list[object] = []
+        for position in own_places if record.bound else self._ledger.occupants(batch):
+            if position < 0:
+                continue  # the place is free
+            own, k = self._ledger.locate(position)
+            # Otherwise its own batch was yielded, and the record is in use again.
+            if 0 <= k < self._ledger.describe(own).count:
+                indices.extend(self.read(own, k, 1))
+        return listed(indices) if indices else "indices that are no longer known"

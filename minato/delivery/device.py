@@ -1,4 +1,7 @@
-"""Copies batches while the training computes: to a device, by pinned memory, streams and events; to pinned memory."""
+"""Reads the next batches early, and copies them while the training computes.
+
+To a device by pinned memory, streams and events; to pinned memory in a thread.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import copy
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
@@ -15,19 +18,25 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from minato._compat import has_cuda_context
+from minato._core import Ledger
+from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
 from minato._support.objects import attribute
-from minato.batching.arena import Arena, Slot
-from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
+from minato.batching.arena import Arena, DeviceEvent, MemoryPinner, PinnedSlots, Slot
+from minato.batching.reader import BatchReader
+from minato.errors import Postponed
 from minato.observe.tracer import NULL_TRACER, Tracer
 
 __all__ = [
     "Accelerator",
+    "Copier",
     "Cuda",
     "DeviceCopier",
     "Pin",
     "PinCopier",
     "Pinned",
+    "PrefetchReader",
     "SyncDevice",
+    "Upcoming",
     "accelerator_of",
     "copy_batch",
     "device_copier",
@@ -42,6 +51,103 @@ _WORTH_A_THREAD_BYTES = 1 << 20
 
 Pin = Callable[[Any], Any]
 """Copies a batch to memory that torch has pinned."""
+
+
+class Upcoming(Protocol):
+    """A complete batch that ``next()`` has not returned yet."""
+
+    record: int
+    slot: Slot
+
+
+class Copier(Protocol):
+    """Copies batches to a device or to pinned memory.
+
+    ``read`` makes the batch: tensors that view its slot. A slot is free when its last view is gone, so a copier holds
+    the batch until nothing reads the slot by CPU. For reads by a device, which no reference shows, it records an event
+    with :meth:`PinnedSlots.in_use_until`.
+    """
+
+    def wants(self, nbytes: int) -> bool:
+        """Whether to start the copy of a batch of this size before ``next()`` asks for it."""
+
+    def start(self, slot: Slot, read: Callable[[], object]) -> Any:
+        """Start to copy a batch; returns the argument of ``finish``."""
+
+    def finish(self, started: Any) -> Any:
+        """Return the batch, whose copy was started earlier."""
+
+    def copy(self, slot: Slot, read: Callable[[], object]) -> Any:
+        """Return a batch whose copy was not started earlier."""
+
+
+class PrefetchReader:
+    """Reads batches like :class:`BatchReader`, and has the next ones copied early.
+
+    A batch that was read early counts as open until ``next()`` returns it: neither the loader's state nor the memory
+    budget takes it for delivered.
+
+    Args:
+        reader: Reads a batch from its slot.
+        ledger: Holds the records of batches.
+        copier: Copies what was read.
+    """
+
+    def __init__(self, reader: BatchReader, ledger: Ledger, copier: Copier) -> None:
+        self._reader = reader
+        self._ledger = ledger
+        self._copier = copier
+        # By record: the started copy, or the exception that starting it raised.
+        self._started: dict[int, Any] = {}
+        # Read with the batch: the slot that holds the state may be in use again before ``next()`` asks for it.
+        self._states: dict[int, tuple[int, Any] | None] = {}
+
+    def failure(self, record: int, slot: Slot) -> BaseException | None:
+        """Return what a sample of the batch, or its collation, has raised (see :meth:`BatchReader.failure`)."""
+        return self._reader.failure(record, slot)
+
+    def read(self, record: int, slot: Slot) -> Any:
+        """Return a batch.
+
+        Raises:
+            Exception: Its copy raised it.
+        """
+        if isinstance(self._started.get(record), Postponed):
+            self._started[record].reraise()
+        started = self._started.get(record)
+        if started is None:
+            return self._copier.copy(slot, functools.partial(self._reader.read, record, slot))
+        return self._copier.finish(started)
+
+    def state(self, record: int) -> tuple[int, Any] | None:
+        """Return the state of the worker's dataset (see :meth:`BatchReader.state`)."""
+        return self._states[record] if record in self._states else self._reader.state(record)
+
+    def discard(self, record: int, slot: Slot) -> None:
+        """Drop a batch, apart from what ``read`` has returned."""
+        self._states.pop(record, None)
+        self._started.pop(record, None)
+        self._reader.discard(record, slot)
+
+    def prefetch(self, upcoming: Iterable[Upcoming]) -> None:
+        """Start the copies of the next batches; :meth:`read` raises their exceptions."""
+        for item in upcoming:
+            record = self._ledger.describe(item.record)
+            lacks_data = record.flags & (FAILED | ENDED | SKIPPED)
+            if lacks_data or record.result & KIND_MASK == ERROR_BLOB:
+                continue
+            if item.record in self._started or not self._copier.wants(record.used_nbytes):
+                continue
+            try:
+                if record.flags & STATES:
+                    self._states[item.record] = self._reader.state(item.record)
+                read = functools.partial(self._reader.read, item.record, item.slot)
+                self._started[item.record] = self._copier.start(item.slot, read)
+            except Exception as error:
+                self._started[item.record] = Postponed(error)
+
+
+# ---- to a device ----
 
 
 class Accelerator(MemoryPinner, Protocol):
@@ -252,7 +358,7 @@ class _Copy(NamedTuple):
 
 
 class DeviceCopier:
-    """Copies batches to a device (a :class:`minato.delivery.prefetch.Copier`).
+    """Copies batches to a device (a :class:`Copier`).
 
     Args:
         accelerator: The device.
@@ -387,7 +493,7 @@ def move_leaves(data: object, move: Callable[[Any], object]) -> Any:
     return data
 
 
-# ---- to pinned memory -------------------------------------------------------------------------
+# ---- to pinned memory ----
 
 
 class Pinned(Protocol):
@@ -408,7 +514,7 @@ class _Unpinned(NamedTuple):
 
 
 class PinCopier:
-    """Pins large batches early, in one thread (a :class:`minato.delivery.prefetch.Copier` of :class:`Pinned` batches).
+    """Pins large batches early, in one thread (a :class:`Copier` of :class:`Pinned` batches).
 
     The thread uses the device that is current when the copier is made. It ends with the copier.
 

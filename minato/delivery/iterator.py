@@ -19,7 +19,7 @@ from minato._compat import (
 )
 from minato._core import now_ns
 from minato._fork_safety import check_owner
-from minato.batching.pinned_slots import MemoryPinner
+from minato.batching.arena import MemoryPinner
 from minato.delivery.device import Pin, memory_pinner
 from minato.errors import not_the_end
 from minato.observe.tracer import in_profile

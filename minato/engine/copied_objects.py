@@ -13,7 +13,7 @@ from minato._support.objects import Search, path_of
 from minato.errors import warn
 from minato.observe.observers import Observer
 from minato.sharing import is_looked_through
-from minato.workers.pool import WorkerPool
+from minato.workers.pools import WorkerPool
 
 __all__ = ["CopiedObjects"]
 

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from minato._core import Histogram
+from minato._support.threads import exiting
 from minato.batching.arena import Arena
 from minato.engine.history import History
 from minato.engine.plan import Plan
 from minato.observe.cost_history import CostHistory
 from minato.observe.meters import CostStats, Meters
-from minato.workers.pool import exiting
 
 __all__ = ["cost_history", "end_engine", "if_alive", "save_costs"]
 

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from minato._core import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._support import pickling
-from minato.batching.arena import Arena
-from minato.batching.indices import StoredIndices
-from minato.batching.pinned_slots import MemoryPinner
+from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.reader import BatchReader
-from minato.batching.serialization import LocalStore, SharedStore, Store
-from minato.delivery.device import Pin, PinCopier, device_copier
-from minato.delivery.prefetch import Copier, PrefetchReader
+from minato.batching.serialization import LocalStore, SharedStore, Store, StoredIndices
+from minato.delivery.device import Copier, Pin, PinCopier, PrefetchReader, device_copier
 from minato.engine.copied_objects import CopiedObjects
 from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
 from minato.engine.history import History

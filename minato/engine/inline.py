@@ -16,11 +16,10 @@ from minato._compat import is_profiling
 from minato._core import Lease, now_ns
 from minato._core.codes import Activity
 from minato._support.text import text_of
-from minato.batching.arena import Arena
+from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.builder import BatchBuilder
-from minato.batching.indices import listed
-from minato.batching.pinned_slots import MemoryPinner
 from minato.batching.sample_error import Kinds, SampleError
+from minato.batching.serialization import listed
 from minato.delivery.device import device_copier
 from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
 from minato.engine.history import History

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from minato._core import now_ns
 from minato._core.codes import Activity
+from minato._system import CpuUsage
 from minato.observe.meters import CostStats, Meters, SlowSample
 from minato.observe.observers import Metrics
 from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
 from minato.workers.error_policy import FailureCount
-from minato.workers.pool import CpuUsage
 from minato.workers.supervision import RestartPolicy
 
 __all__ = ["Activities", "EngineMetrics"]

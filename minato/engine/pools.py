@@ -8,11 +8,9 @@ from minato._compat import preload_in_server
 from minato._system import available_cores
 from minato.engine.plan import Plan
 from minato.transforms import rng_memory
-from minato.workers.pool import WorkerPool
-from minato.workers.process_pool import ProcessPool
+from minato.workers.pools import ProcessPool, ThreadPool, WorkerPool
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerRecovery
-from minato.workers.thread_pool import ThreadPool
 from minato.workers.worker_process import WorkerContext, run_worker_process
 
 __all__ = ["make_pool"]

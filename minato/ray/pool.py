@@ -17,10 +17,10 @@ from minato.errors import warn
 from minato.observe.meters import Meters
 from minato.ray.actor import ActorSpec, SampleResult, SampleServer, unpack
 from minato.transforms.rng import current
+from minato.workers.pools import ThreadPool
 from minato.workers.reads import Read, Reads
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerLoss, WorkerRecovery
-from minato.workers.thread_pool import ThreadPool
 from minato.workers.worker import Worker
 from minato.workers.worker_process import WorkerContext
 

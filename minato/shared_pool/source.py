@@ -15,9 +15,8 @@ import torch
 
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
-from minato.batching.arena import Slot
+from minato.batching.arena import DeviceEvent, MemoryPinner, PinnedSlots, Slot
 from minato.batching.layout import read_layout
-from minato.batching.pinned_slots import DeviceEvent, MemoryPinner, PinnedSlots
 from minato.batching.reader import BatchReader, check_texts
 from minato.batching.sample_error import raise_sample_error, slot_overflow_error
 from minato.batching.serialization import Store

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from minato._core import now_ns
-from minato._system import available_cores, machine_usage
+from minato._system import CpuUsage, available_cores, machine_usage
 from minato.options import PaperController
 from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.workers.pool import CpuUsage, WorkerPool
+from minato.workers.pools import WorkerPool
 from minato.workers.shared_state import SharedState
 
 __all__ = [

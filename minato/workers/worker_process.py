@@ -39,6 +39,7 @@ from minato._core.codes import STARTING
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy, forget_in_children, renew_in_children
 from minato._support.pickling import ForChild, Snapshot
+from minato._system import process_usage
 from minato.batching.collate import RunAgain
 from minato.batching.sample_error import ErrorTransport, wrapped
 from minato.batching.serialization import Store
@@ -50,7 +51,6 @@ from minato.transforms.rng import SampleRandomness
 from minato.workers.error_policy import FailureHandler, SampleRetry
 from minato.workers.fetch import Fetcher, StreamFetcher, fetcher_of
 from minato.workers.plan import WorkerPlan
-from minato.workers.pool import process_usage
 from minato.workers.reads import BegunLists, InFlight, Reads, reads_of
 from minato.workers.runner import Deferral, Runner, StageRunner
 from minato.workers.sample_timeout import StackFile

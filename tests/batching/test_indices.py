@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from minato._core.segment import Segment
-from minato.batching.indices import StoredIndices
-from minato.batching.serialization import LocalStore
+from minato.batching.serialization import LocalStore, StoredIndices
 
 
 @pytest.mark.parametrize("form", ["py", "c"])

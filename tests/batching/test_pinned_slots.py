@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from minato._core.segment import Segment
-from minato.batching.arena import Arena
-from minato.batching.pinned_slots import PinnedSlots, Slot
+from minato.batching.arena import Arena, PinnedSlots, Slot
 from tests.delivery.recorder import DeviceEvent, Recorder
 
 PAGE = mmap.PAGESIZE

@@ -187,7 +187,7 @@ def signal_at_the_end_of_workers(number: int) -> None:
 
     def waits() -> bool:
         frames = traceback.walk_stack(sys._current_frames()[main])
-        ends = ("supervision.py", "thread_pool.py")
+        ends = ("supervision.py", "pools.py")
         return any(frame.f_code.co_filename.endswith(ends) for frame, _ in frames)
 
     wait_until(waits)
@@ -207,7 +207,7 @@ def test_a_signal_while_a_dropped_iterator_ends_its_workers(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("supervision", "thread_pool"):  # without the signal it would wait for ever
+    for module in ("supervision", "pools"):  # without the signal it would wait for ever
         monkeypatch.setattr(f"minato.workers.{module}._GRACE_S", 3600.0)
     dataset = Stuck()
     loader = DataLoader(dataset, 4, num_workers=2, **options)

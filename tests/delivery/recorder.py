@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from minato.batching.arena import Arena
-from minato.batching.pinned_slots import Slot
+from minato.batching.arena import Arena, Slot
 from tests.datasets import Numbers
 
 

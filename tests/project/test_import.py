@@ -99,7 +99,7 @@ ON_DEMAND = [
         "minato.sources",
         "minato.cli.main",
     ),
-    *("minato.patching", "minato.batching.padding", "minato.integrations.trainers", "accelerate"),
+    *("minato.patching", "minato.integrations.trainers", "accelerate"),
     *("http.server", "html", "sqlite3", "rich", "lightning"),
 ]
 """What an ordinary epoch does not use."""

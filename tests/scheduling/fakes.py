@@ -17,8 +17,7 @@ from minato._core import (
 from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, STATE_BLOB
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
-from minato.batching.indices import StoredIndices
-from minato.batching.serialization import LocalStore
+from minato.batching.serialization import LocalStore, StoredIndices
 from minato.options import FetchOptions
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.batches import BatchStorage, OpenBatch

@@ -38,8 +38,8 @@ import minato
 import minato.engine.engine
 from minato._core import ConsumerLedger, WorkerLedger
 from minato._fork_safety import Borrower, starting_worker
+from minato._system import thread_usage
 from minato.batching.sample_error import ErrorTransport, wrapped
-from minato.workers.pool import thread_usage
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker
 from tests.stress.bare import fork

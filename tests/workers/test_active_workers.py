@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from minato._core import EVENT_COUNT_NBYTES, EventCount
-from minato._system import machine_usage
+from minato._system import machine_usage, process_usage, thread_usage
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.workers.pool import process_usage, thread_usage
 from minato.workers.shared_state import ActiveWorkers
 from tests.datasets import wait_until
 

@@ -22,10 +22,9 @@ from minato._core import EventCount
 from minato._core.segment import Segment
 from minato.batching.sample_error import wrapped
 from minato.workers import supervision
-from minato.workers.process_pool import ProcessPool
+from minato.workers.pools import ProcessPool, ThreadPool
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerRecovery
-from minato.workers.thread_pool import ThreadPool
 from minato.workers.worker_process import WorkerContext, parent_watch
 
 FORK = multiprocessing.get_context("fork")
@@ -327,7 +326,7 @@ def test_with_fork_all_start_before_the_first_batch() -> None:
 
 
 def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minato.workers.process_pool._ARRIVAL_S", 3600.0)
+    monkeypatch.setattr("minato.workers.pools._ARRIVAL_S", 3600.0)
     stage = Stage()
     stage.at_once = 1
     pool = stage.processes(obedient, OfServer())
@@ -340,7 +339,7 @@ def test_no_more_are_on_their_way_than_can_come_up_at_once(monkeypatch: pytest.M
     pool.shut_down()
     late = stage.processes(obedient, OfServer())
     stage.begun = False
-    monkeypatch.setattr("minato.workers.process_pool._ARRIVAL_S", 0.0)
+    monkeypatch.setattr("minato.workers.pools._ARRIVAL_S", 0.0)
     late.start(lambda: False)
     assert all(process_pool.pid for process_pool in late.processes)
     late.shut_down()
