@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minato._version import __version__
+from minato._distribution import __version__
 
 project = "minato"
 author = "The minato authors"

@@ -10,11 +10,11 @@ _collects = gc.isenabled()
 gc.disable()  # a full collection would take longer than these imports, and find nothing
 try:
     # First: it refuses a mixture of two projects.
-    importlib.import_module("minato._other_distribution")
+    importlib.import_module("minato._distribution")
 
     from minato import _compat
     from minato._core import implementation
-    from minato._version import __version__
+    from minato._distribution import __version__
     from minato.errors import (
         SKIP,
         CoverageError,

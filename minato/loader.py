@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
-from minato import _other_distribution  # noqa: F401  # minato/__init__.py may be another project's
+from minato import _distribution  # noqa: F401  # minato/__init__.py may be another project's
 from minato._compat import (
     TorchIterator,
     fetcher_is_replaced,
@@ -37,7 +37,6 @@ from minato._compat import (
     replaced_parts,
 )
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
-from minato._support.main_module import refuse_unguarded
 from minato._support.objects import is_own_class
 from minato._support.text import text_of, type_name
 from minato._system import environment
@@ -809,6 +808,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if self.num_workers > 0 and self._options.worker_kind == "process" and in_starting_child():
             context = spec.workers.context or torch.multiprocessing.get_context()
             if context.get_start_method() != "fork":
+                from minato._support.pickling import refuse_unguarded
+
                 refuse_unguarded()
 
     def _batch_iterator(

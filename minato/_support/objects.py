@@ -8,12 +8,16 @@ another thread meanwhile. So what is here reads the memory of objects by the fun
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
-from collections import defaultdict, deque
+from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 __all__ = [
     "Kind",
@@ -26,9 +30,11 @@ __all__ = [
     "is_exactly",
     "is_own_class",
     "items_of",
+    "length_of",
     "module_of",
     "mro_of",
     "name_of",
+    "nbytes_of",
     "parts_of",
     "path_of",
     "takes_lists",
@@ -569,3 +575,79 @@ _DESCRIPTORS = {
     id(functools.cached_property): ("func",),
 }
 """The functions behind attributes of classes, by the id of the type of the attribute."""
+
+
+# ---- lengths and sizes ----------------------------------------------------------------------
+
+_NUMBER_BYTES = 8
+_MOST_PARTS = 8
+"""The size of longer lists and dictionaries is extrapolated from their first values."""
+_MOST_LOOKS_OF_SAMPLE = 128
+"""Objects that are looked at in a sample."""
+_TEXTS: tuple[Any, ...] = (str, bytes, bytearray)
+_OF_NUMPY = tuple((each, vars(each)["nbytes"].__get__) for each in (np.ndarray, np.generic))
+
+
+def length_of(dataset: object) -> int | None:
+    """The length of a dataset or sampler; None if it has none."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]  # its error is an answer
+    except Exception:  # classes without a length raise TypeError, NotImplementedError or their own
+        return None
+
+
+def nbytes_of(value: object) -> int:
+    """Bytes of the arrays, images, strings and numbers in a sample, at any depth; other objects count as 0.
+
+    Images that are decoded when they are used (Pillow's) count with their pixels. Eight values of a list or dictionary
+    stand for all of them, and little of a sample is looked at, so that a sample that refers to much costs nothing.
+    """
+    try:
+        return _nbytes_of(value)
+    except (
+        Exception
+    ):  # sparse tensors have no nbytes but an error, and another thread may change a dictionary
+        return 0
+
+
+def _nbytes_of(sample: object) -> int:
+    total = 0.0
+    waiting: list[tuple[Any, float]] = [(sample, 1.0)]
+    for value, weight in waiting:  # which grows
+        kind = type(value)
+        if derives(kind, UserDict):
+            value = (Kind(kind).dict_of(value) or {}).get("data")
+            kind = type(value)
+        base = next((base for base in (dict, list, tuple) if issubclass(kind, base)), None)
+        if base is None:
+            total += weight * _nbytes_of_leaf(value, kind)
+        elif (length := base.__len__(value)) and len(waiting) < _MOST_LOOKS_OF_SAMPLE:
+            values = dict.values(value) if base is dict else base.__iter__(value)
+            first = [*itertools.islice(values, _MOST_PARTS)]
+            waiting += [(each, weight * length / len(first)) for each in first]
+    return int(total)
+
+
+def _nbytes_of_leaf(value: Any, kind: type) -> int:
+    for base, nbytes in _OF_NUMPY:
+        if issubclass(kind, base):
+            return int(nbytes(value))
+    if issubclass(kind, (int, float)):
+        return _NUMBER_BYTES
+    if issubclass(kind, (torch.Tensor, memoryview)):
+        return _nbytes_of_tensor(value)
+    for base in _TEXTS:
+        if issubclass(kind, base):
+            return int(base.__len__(value))
+    pillow = getattr(sys.modules.get("PIL.Image"), "Image", None)
+    if isinstance(pillow, type) and issubclass(kind, pillow):
+        width, height = value.size
+        return int(width * height * len(value.getbands()))
+    return 0
+
+
+def _nbytes_of_tensor(value: torch.Tensor | memoryview) -> int:
+    try:
+        return int(value.nbytes)
+    except Exception:  # sparse ones have none
+        return 0

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import linecache
 import logging
 import os
 import pickle
+import re
 import sys
 import warnings
 from collections import ChainMap
@@ -22,6 +24,7 @@ from typing import (
     ClassVar,
     Literal,
     NamedTuple,
+    NoReturn,
     Protocol,
     TypeAlias,
     TypeGuard,
@@ -42,7 +45,6 @@ from minato._compat import (
 )
 from minato._core.read_only import ReadOnlyMemory, shared_base
 from minato._core.segment import Segment
-from minato._support.main_module import defined_under_guard
 from minato._support.objects import failing_part
 from minato._support.text import message_of
 from minato.errors import NotPicklableError
@@ -57,6 +59,7 @@ __all__ = [
     "dumps",
     "for_children",
     "holding_descriptors",
+    "refuse_unguarded",
 ]
 
 _log = logging.getLogger("minato")
@@ -84,6 +87,7 @@ _KNOWN_REDUCERS = ("multiprocessing", "torch")
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KNOWN_TYPES = {np.dtype(np.dtype(code).str).num for code in np.typecodes["All"]}
 """Numbers of NumPy's types that their pickle keeps: of several of one size, one."""
+_GUARD = re.compile(r"""if\s*\(?\s*__name__\s*==\s*["']__main__["']""")
 _SPARSE_BYTES = 1 << 20
 """A view that spans more than this, and sees less than half of it, is copied without what it does not see."""
 _ALIGNMENT = 64
@@ -595,7 +599,32 @@ def _stays_behind(value: object) -> TypeGuard[type | FunctionType]:
         else getattr(main, "__file__", None) is None
     ):
         return True
-    return defined_under_guard(value)
+    return _defined_under_guard(value)
+
+
+def _is_guarded(path: str, number: int) -> bool:
+    """Whether line ``number`` of a file is in a block of the top level that begins with the guard."""
+    for line in reversed(linecache.getlines(path)[:number]):
+        if line.strip() and line[0] not in " \t#)]}":
+            return _GUARD.match(line) is not None
+    return False
+
+
+def _defined_under_guard(value: type | FunctionType) -> bool:
+    """Whether a class or function of the main module is defined under the guard, so that no child has it."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None:
+        return False
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        return code.co_filename == path and _is_guarded(path, code.co_firstlineno)
+    for part in vars(value).values():
+        if isinstance(part, FunctionType) and part.__code__.co_filename == path:
+            return _is_guarded(path, part.__code__.co_firstlineno)
+    # Without methods of its own: only the text tells.
+    defines = re.compile(rf"\s+class\s+{value.__name__}\b")
+    lines = enumerate(linecache.getlines(path), 1)
+    return any(defines.match(line) and _is_guarded(path, number) for number, line in lines)
 
 
 def _has_name(value: type | FunctionType) -> bool:
@@ -712,3 +741,21 @@ def _failure(value: object) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def refuse_unguarded() -> NoReturn:
+    """End this process, which imports the main module to become a worker, and is to start workers by that.
+
+    Raises:
+        SystemExit: Always. multiprocessing's own error is right, but has fifty lines for each worker.
+    """
+    path = getattr(sys.modules.get("__mp_main__") or sys.modules["__main__"], "__file__", None)
+    words = (
+        f"the main module ({path}) starts workers where it is imported, and workers that are not forked import it: put "
+        "what the script does under if __name__ == '__main__'"
+    )
+    # In one piece: several workers may say so at the same moment.
+    print(f"minato: {words}\n", end="", file=sys.stderr, flush=True)
+    ending = SystemExit(1)
+    ending.args = (words,)  # for the log of a fork server; the exit status stays 1
+    raise ending

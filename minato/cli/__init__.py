@@ -11,7 +11,7 @@ __all__ = ["start"]
 def start() -> int:
     """Run the command line; where another project's files are among ours, print that alone."""
     try:  # minato/__init__.py may be the other project's, and looks for nothing then
-        importlib.import_module("minato._other_distribution")
+        importlib.import_module("minato._distribution")
     except ImportError as error:
         print(f"minato: {error}", file=sys.stderr)
         return 1

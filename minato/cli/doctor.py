@@ -24,7 +24,7 @@ from minato import _compat, _core, _system
 from minato._core import tensor_memory
 from minato._core.limits import explaining_limits, futex_error, soft_limit
 from minato._core.segment import Segment
-from minato._version import __version__
+from minato._distribution import __version__
 from minato.observe.text import format_value
 from minato.transforms import rng_memory
 

@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
-from minato import _core, _other_distribution, _system  # noqa: F401  # minato/__init__.py may be another project's
+from minato import _core, _system
 from minato._core import now_ns
+from minato._distribution import __version__
 from minato._support.loader_class import TorchDataLoader
 from minato._support.text import message_of, printable
-from minato._version import __version__
 from minato.cli import demo, doctor, run
 from minato.loader import DataLoader, torch_arguments
 from minato.observe import text

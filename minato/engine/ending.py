@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from minato._core import Histogram
 from minato._support.threads import exiting
 from minato.batching.arena import Arena
-from minato.engine.history import History
+from minato.engine.history import CostHistory, History
 from minato.engine.plan import Plan
-from minato.observe.cost_history import CostHistory
 from minato.observe.meters import CostStats, Meters
 
 __all__ = ["cost_history", "end_engine", "if_alive", "save_costs"]

@@ -196,7 +196,7 @@ class Inspector:
             machine.gpus = gpu_table()
 
     def _serve_metrics(self, address: tuple[str, int], rank: int) -> None:
-        from minato.observe.endpoint import ServedMetrics
+        from minato.observe.metrics import ServedMetrics
 
         host, port = address
         port += rank if port else 0

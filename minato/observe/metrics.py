@@ -1,13 +1,32 @@
-"""The metrics of a loader: name, kind, unit and meaning of each, and their values at one moment."""
+"""The metrics of a loader: name, kind, unit and meaning of each, their values at one moment, and their address.
+
+For Prometheus they are served at an address of this machine: ``prometheus_client`` writes them, this module collects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+import errno
+import itertools
+import socket
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from socketserver import TCPServer, ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from minato.observe.epoch_log import Totals
+from minato._fork_safety import forget_in_children
+from minato._support.threads import start_thread
+from minato.observe.epoch_log import EpochLog, Totals
+from minato.observe.gpus import INTERVAL_S
 
-__all__ = ["CATALOG", "Metric", "values_of"]
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
+
+__all__ = ["CATALOG", "Metric", "ServedMetrics", "values_of"]
 
 
 class Metric(NamedTuple):
@@ -120,3 +139,223 @@ CATALOG = (
 def values_of(totals: Totals) -> dict[str, float]:
     """The value of each metric; always the same keys, 0 for what is not known yet."""
     return {metric.name: float(metric.value(totals)) for metric in CATALOG}
+
+
+# ---- for Prometheus -------------------------------------------------------------------------
+
+_Request = socket.socket | tuple[bytes, socket.socket]
+
+_TIME_LIMIT_S = 2.0
+"""How long a request waits for its client."""
+_MOST_CLIENTS = 16
+_PAUSE_S = 0.1
+_JOIN_S = 5.0
+_EXPORTED = [metric for metric in CATALOG if metric.exported]
+
+
+_OF_STAGE, _OF_GPU = ("loader", "stage"), ("gpu", "name")
+_FAMILIES = [
+    *((each.name, each.kind, ("loader",), each.meaning) for each in _EXPORTED),
+    (
+        "stage_seconds_total",
+        "counter",
+        _OF_STAGE,
+        "Time in a stage, for the samples that were timed.",
+    ),
+    ("stage_samples_total", "counter", _OF_STAGE, "Samples that were timed in a stage."),
+    ("gpu_observed_seconds_total", "counter", _OF_GPU, "Time that a GPU was monitored."),
+    ("gpu_idle_seconds_total", "counter", _OF_GPU, "Time that a GPU was idle."),
+    ("gpu_busy_seconds_total", "counter", _OF_GPU, "Time that a GPU was busy, times utilization."),
+]
+"""Name, kind, labels and meaning of each metric."""
+_Values = dict[str, dict[tuple[str, ...], float]]
+"""By name and labels: loaders at one address show the same GPUs."""
+_numbers = itertools.count(2)
+_served: weakref.WeakSet[ServedMetrics] = weakref.WeakSet()
+
+
+class ServedMetrics:
+    """The metrics of one loader, served while this object exists; several loaders may share an address.
+
+    Attributes:
+        name: The value of the label ``loader``, unique in this process.
+        url: Where the metrics are served.
+
+    Args:
+        name: Of the loader; a number is appended if another loader has it.
+        stages: Names of the dataset's stage and of the transforms.
+        address: Host and port; port 0 for any free one.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+        OSError: The address is not available.
+    """
+
+    def __init__(
+        self, log: EpochLog, name: str, stages: Sequence[str], address: tuple[str, int]
+    ) -> None:
+        given = name = name.encode("utf-8", "backslashreplace").decode()
+        taken = {each.name for each in _served}
+        while name in taken:
+            name = f"{given} {next(_numbers)}"
+        self.name: str = name
+        self._log, self._stages = log, stages
+        endpoint = _endpoints.get(address)
+        if endpoint is None:
+            endpoint = _endpoints[address] = _Endpoint(address)
+        endpoint.loaders.append(weakref.ref(self))
+        self.url = endpoint.url
+        self._finalizer = weakref.finalize(self, _leave, address)
+        _served.add(self)
+
+    def add_to(self, found: _Values) -> None:
+        """Add the present values; between two epochs only totals over epochs."""
+        totals, machine = self._log.totals(), self._log.machine()
+        for metric in _EXPORTED:
+            if totals.running or metric.kind == "counter":
+                found[metric.name][self.name,] = float(metric.value(totals))
+        if not totals.running:
+            return
+        for stage, (count, total_ns) in zip(self._stages, self._log.stages(), strict=False):
+            labels = self.name, stage.encode("utf-8", "backslashreplace").decode()
+            found["stage_seconds_total"][labels] = total_ns / 1e9
+            found["stage_samples_total"][labels] = count
+        for number, (gpu, _) in enumerate(machine.gpus):
+            for name, field, seconds in (
+                ("gpu_observed_seconds_total", "samples", INTERVAL_S),
+                ("gpu_idle_seconds_total", "idle", INTERVAL_S),
+                ("gpu_busy_seconds_total", "busy_percent", INTERVAL_S / 100),
+            ):
+                count = machine.counts.get(f"gpu{number}_{field}", 0)
+                found[name][str(number), gpu] = count * seconds
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _TIME_LIMIT_S
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing: stderr belongs to the program."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = _MOST_CLIENTS
+
+    def __init__(self, address: tuple[str, int], serve: WSGIApplication) -> None:
+        self._free = threading.Semaphore(_MOST_CLIENTS)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Handler)
+        self.set_app(serve)
+
+    def get_request(self) -> Any:
+        """Accept a client; without descriptors, pause, as the next attempt would fail as well."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_PAUSE_S)
+            raise
+
+    def process_request(self, request: _Request, client_address: object) -> None:
+        """Serve a client in a thread of its own; refuse it where there are many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: _Request, client_address: object) -> None:
+        """Serve a client; runs in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def server_bind(self) -> None:
+        """Bind without looking up the name of the host, which may take seconds."""
+        TCPServer.server_bind(self)
+        host, self.server_port = self.socket.getsockname()[:2]
+        self.server_name = str(host)
+        self.setup_environ()
+
+    def handle_error(self, *_: object) -> None:
+        """Ignore a client that has gone."""
+
+
+class _Endpoint:
+    """Serves the metrics of the loaders at one address, in a thread."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+
+        self.loaders: list[weakref.ref[ServedMetrics]] = []
+        registry, host = CollectorRegistry(), address[0]
+        registry.register(self)
+        self._server = _Server(address, make_wsgi_app(registry))
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._server.server_port}/metrics"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="minato-metrics", daemon=True
+        )
+        try:
+            start_thread(self._thread)
+        except RuntimeError:
+            self._server.server_close()
+            raise
+
+    def collect(self) -> Iterator[Any]:
+        """All metrics of all loaders, for the registry."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        found: _Values = defaultdict(dict)
+        for reference in list(self.loaders):
+            if (loader := reference()) is not None:
+                loader.add_to(found)
+        for name, kind, labels, meaning in _FAMILIES:
+            if name in found:
+                make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+                family = make(f"minato_{name}", meaning, labels=labels)
+                for each, value in found[name].items():
+                    family.add_metric(each, value)
+                yield family
+
+    def close(self) -> None:
+        """End the thread and release the address."""
+        if threading.current_thread() is self._thread:  # the garbage collector runs in any thread
+            threading.Thread(target=self.close, name="minato-metrics-end", daemon=True).start()
+            return
+        with suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_JOIN_S)
+
+    def let_go(self) -> None:
+        """Close this forked child's copy of the socket."""
+        self._server.server_close()
+
+
+_endpoints: dict[tuple[str, int], _Endpoint] = {}
+
+
+def _leave(address: tuple[str, int]) -> None:
+    endpoint = _endpoints.get(address)
+    if endpoint is None:
+        return
+    endpoint.loaders = [loader for loader in endpoint.loaders if loader() is not None]
+    if not endpoint.loaders:
+        del _endpoints[address]
+        endpoint.close()
+
+
+def _forget() -> None:
+    for endpoint in _endpoints.values():
+        endpoint.let_go()
+    _endpoints.clear()
+
+
+forget_in_children(_forget)

@@ -18,8 +18,8 @@ import numpy as np
 
 from minato._compat import ExceptionWithTraceback
 from minato._core import Lease, now_ns, run_steps
+from minato._support.objects import nbytes_of
 from minato._support.pickling import SidePickler
-from minato.observe.size import nbytes_of
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness

@@ -15,9 +15,8 @@ import torch
 
 from minato._compat import fetcher_is_replaced
 from minato._core import spread_seed
-from minato._support.objects import takes_lists
+from minato._support.objects import length_of, takes_lists
 from minato.observe.lateness import Lateness
-from minato.observe.size import length_of
 from minato.sampling.progress import (
     NOTHING,
     Completed,

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from minato._compat import ExceptionWrapper
-from minato._support.objects import attribute, is_exactly
-from minato.observe.size import length_of
+from minato._support.objects import attribute, is_exactly, length_of
 from minato.sampling.progress import Completed, Tally
 from minato.sampling.samplers import (
     DRAWS_AT_FIRST,

@@ -25,10 +25,9 @@ from torch.utils.data import (
 from minato._compat import EndlessSampler
 from minato._core import Occurrences, mix_seed
 from minato._support.hashes import index_hash
-from minato._support.objects import attribute, is_exactly
+from minato._support.objects import attribute, is_exactly, length_of
 from minato._support.text import message_of
 from minato._support.values import integer_of, plain
-from minato.observe.size import length_of
 from minato.sampling.cost_batches import CostBatchSampler
 from minato.sampling.replay import RecordedOrder
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minato._distribution import __version__
 from minato._support.objects import attribute
 from minato._system import available_cores
-from minato._version import __version__
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
 from minato.engine.history import History

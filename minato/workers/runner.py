@@ -17,9 +17,9 @@ from typing import Any
 from minato._core import Lease, WorkerLedger, now_ns, run_samples, run_steps
 from minato._fork_safety import end_copy
 from minato._support.hashes import index_hash
+from minato._support.objects import nbytes_of
 from minato.batching.sample_error import Kinds
 from minato.observe.meters import UNKNOWN, Meters
-from minato.observe.size import nbytes_of
 from minato.observe.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
 from minato.transforms.compose import CollateFn, Transforms
 from minato.transforms.rng import Captured, SampleRandomness

@@ -22,12 +22,12 @@ from torch.utils.data import Dataset
 
 from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato._support.hashes import fingerprint, index_hash
+from minato._support.objects import length_of
 from minato._support.pickling import check_picklable
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
 from minato.errors import MinatoWarning, NotPicklableError
 from minato.observe.epoch_log import EpochLog
 from minato.observe.observers import Observer
-from minato.observe.size import length_of
 from minato.observe.trace import EventFile, LoopTrack
 from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError

@@ -13,9 +13,8 @@ from torch.utils.data import IterableDataset
 
 import minato.sources.base  # noqa: F401 - then the counters of sources are looked for, too
 from minato import DataLoader
-from minato._support.objects import Search
+from minato._support.objects import Search, nbytes_of
 from minato.engine.copied_objects import large_containers
-from minato.observe.size import nbytes_of
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.workers import fetch

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minato import DataLoader, StragglerPolicy
-from minato.observe.cost_history import from_words
+from minato.engine.history import from_words
 from minato.scheduling.slow_threshold import SlowThreshold
 from tests.datasets import Sleepy, flat, indices, plus_one
 from tests.disks import small_disk

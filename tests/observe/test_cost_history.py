@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
+from minato.engine.history import CostHistory, from_words, to_words
 from minato.errors import MinatoWarning
-from minato.observe.cost_history import CostHistory, from_words, to_words
 from minato.observe.meters import merged, share_above
 from minato.scheduling.slow_threshold import SlowThreshold
 from tests.datasets import Numbers, double, plus_one

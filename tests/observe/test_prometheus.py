@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import minato
-from minato.observe import endpoint
+from minato.observe import metrics
 from minato.observe.metrics import CATALOG
 from tests.datasets import Numbers, double, wait_until
 
@@ -258,7 +258,7 @@ def test_clients_that_go_or_are_silent_leave_nothing(capfd: pytest.CaptureFixtur
         begun = time.monotonic()
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""
-        assert time.monotonic() - begun < 4 * endpoint._TIME_LIMIT_S
+        assert time.monotonic() - begun < 4 * metrics._TIME_LIMIT_S
     assert {key.partition("{")[0] for key in fetched(loader.metrics_url)} >= NAMES
     loader.close()
     captured = capfd.readouterr()
@@ -269,8 +269,8 @@ def test_many_clients_are_refused_and_the_next_is_served() -> None:
     loader = loader_of(observe=minato.Observe(metrics=0))
     list(loader)
     place = address_of(loader.metrics_url)
-    idle = [socket.create_connection(place, 20) for _ in range(endpoint._MOST_CLIENTS + 4)]
-    for client in idle[endpoint._MOST_CLIENTS :]:
+    idle = [socket.create_connection(place, 20) for _ in range(metrics._MOST_CLIENTS + 4)]
+    for client in idle[metrics._MOST_CLIENTS :]:
         with contextlib.suppress(ConnectionResetError):
             assert client.recv(1) == b""  # at once, in the order of their connections
     for client in idle:
@@ -282,9 +282,9 @@ def test_many_clients_are_refused_and_the_next_is_served() -> None:
 
 def test_without_descriptors_it_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts: list[float] = []
-    accept = endpoint._Server.get_request
+    accept = metrics._Server.get_request
     monkeypatch.setattr(
-        endpoint._Server,
+        metrics._Server,
         "get_request",
         lambda self: (attempts.append(time.monotonic()), accept(self))[1],
     )
@@ -301,7 +301,7 @@ def test_without_descriptors_it_pauses_and_goes_on(monkeypatch: pytest.MonkeyPat
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         wait_until(lambda: len(attempts) > 3)
         pauses_s = [after - before for before, after in zip(attempts, attempts[1:], strict=False)]
-        assert min(pauses_s) >= endpoint._PAUSE_S - 0.001
+        assert min(pauses_s) >= metrics._PAUSE_S - 0.001
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert client.recv(100).startswith(b"HTTP/1.0 200 OK\r\n")

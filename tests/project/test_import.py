@@ -82,7 +82,7 @@ ON_DEMAND = [
     *(
         "minato.observe.report",
         "minato.observe.live",
-        "minato.observe.endpoint",
+        "minato.observe.metrics",
         "minato.observe.gpus",
     ),
     *(

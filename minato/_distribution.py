@@ -1,4 +1,4 @@
-"""Refuse to run among the files of another project that is also imported as ``minato``.
+"""This distribution: its version, which the build reads from here, and a refusal to run among another one's files.
 
 PyPI's ``minato`` (access to files) has the same package directory. Both have ``__init__.py``, ``__main__.py`` and the
 command ``minato``, and the one that is installed later overwrites them. One ``stat`` finds a module that only the
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 
-__all__: list[str] = []
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"
 
 _THEIRS = "minato.py"
 """A module of PyPI's minato at the top of the package; this project has none of this name."""

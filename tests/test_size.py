@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from minato.observe.size import nbytes_of
+from minato._support.objects import nbytes_of
 
 
 class Lazy(Mapping[str, int]):
