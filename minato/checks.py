@@ -70,9 +70,7 @@ def check_device(device: object) -> torch.device | None:
         found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is no device of torch's: {error}") from None
-    if (
-        found.type == "cuda"
-    ):  # counted without starting CUDA, because workers are still to be forked
+    if found.type == "cuda":  # counted without starting CUDA: workers are still to be forked
         count = torch.cuda.device_count()
         if (found.index or 0) >= count:
             raise ValueError(
@@ -82,10 +80,7 @@ def check_device(device: object) -> torch.device | None:
         return found
     try:
         torch.empty(0, device=found)
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # of devices that this build of torch lacks, too
+    except (RuntimeError, AssertionError) as error:  # also of devices that this torch lacks
         raise ValueError(f"device={device!r} is not there: {str(error).splitlines()[0]}") from None
     return found
 

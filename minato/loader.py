@@ -232,15 +232,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             dataset_name=type_name(dataset),
         )
         self._options = options = Options.of(given, torchs)
-        # A plain number of torch's stays as it is, so that torch checks it.
-        first_workers = options.num_workers
         self._transforms = Transforms.of(transforms)
         if cache is not None:
             from minato.engine.caching import check_cache
 
-            check_cache(
-                cache, options, self._transforms, dataset, first_workers, bool(persistent_workers)
-            )
+            check_cache(cache, options, self._transforms, dataset)
         # A method of a subclass with the name of an option stays what it is.
         own = (name for name in OWN_NAMES if not hasattr(type(self), name))
         vars(self).update({name: given[name] for name in own})
@@ -280,7 +276,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             shuffle,
             sampler,
             batch_sampler,
-            first_workers,
+            options.num_workers,  # as given, if it is a plain number: torch checks it
             collate_fn,
             cast(bool, pin_memory),
             drop_last,
@@ -364,11 +360,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if not is_made(self):
             return super().__repr__()
         given = {name: vars(self).get(name, default) for name, default in DEFAULTS.items()}
-        named = {
-            "batch_size": self.batch_size,
-            "num_workers": int(self.num_workers),
-            "order": self._options.order,
-        }
+        workers, order = int(self.num_workers), self._options.order
+        named = {"batch_size": self.batch_size, "num_workers": workers, "order": order}
         for name in OWN_NAMES:
             value, default = given[name], DEFAULTS[name]
             if name != "order" and (type(value) is not type(default) or value != default):
@@ -624,11 +617,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if not is_made(self):
             return self.__dict__
         # A copy must not write to the same arenas; what was measured is not worth sending.
-        fresh = {
-            "_engines": self._engines.fresh(),
-            "_history": self._fresh_history(),
-            "_open_iterators": [],
-        }
+        engines, history = self._engines.fresh(), self._fresh_history()
+        fresh = {"_engines": engines, "_history": history, "_open_iterators": []}
         return {**self.__dict__, **fresh}
 
     @made_only
@@ -723,12 +713,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _inspector(self, spec: LoaderSpec | None = None) -> Inspector:
         from minato.engine.inspector import Inspector
 
-        return Inspector(
-            spec or self._spec(),
-            history=self._history,
-            position=self._position,
-            session=self._session,
-        )
+        return Inspector(spec or self._spec(), self._history, self._position, self._session)
 
     def _get_iterator(self) -> TorchIterator:
         if not is_made(self):
@@ -966,14 +951,7 @@ def _starts_threads(context: object) -> bool:
 
 _SPEC_PARTS = operator.attrgetter(
     *("dataset", "batch_size", "drop_last", "generator", "num_workers", "multiprocessing_context"),
-    *(
-        "worker_init_fn",
-        "prefetch_factor",
-        "persistent_workers",
-        "timeout",
-        "collate_fn",
-        "pin_memory",
-    ),
-    *("_transforms", "_options", "_replay", "_session"),
+    *("worker_init_fn", "prefetch_factor", "persistent_workers", "timeout", "collate_fn"),
+    *("pin_memory", "_transforms", "_options", "_replay", "_session"),
 )
 """The attributes that decide a ``LoaderSpec``, apart from ``cache``, which cannot be set."""

@@ -82,15 +82,11 @@ _NOT_FOR_ACTORS = (
 
 
 def option(
-    default: object,
-    *,
-    values: str,
-    check: Callable[[str, object], object] | None = None,
+    default: object, values: str, check: Callable[[str, object], object] | None = None
 ) -> Any:
-    """Define a field: its default and its check. The docstring of the class has its meaning.
+    """Define a field; the docstring of the class has its meaning.
 
     Args:
-        default: The default value.
         values: The possible values, in Markdown.
         check: Called with the field's name and value; returns the value to keep, or raises.
     """
@@ -129,13 +125,13 @@ def _one_of(
     return check
 
 
+def _torchs_or(own: str) -> Callable[[str, Any], Any]:
+    """Torch's values, which torch checks, or a text of ours."""
+    return _one_of(False, True, own, unless=lambda value: not isinstance(value, str))
+
+
 def _is(*kinds: type) -> Callable[[object], bool]:
     return lambda value: isinstance(value, kinds)
-
-
-def _is_no_text(value: object) -> bool:
-    """Whether torch checks an argument that takes more values here."""
-    return not isinstance(value, str)
 
 
 def _wrong_type(name: str, value: object, remedy: str) -> TypeError:
@@ -228,7 +224,6 @@ def _device(name: str, value: object) -> DeviceCopies | None:
 
 
 def _torch_device(name: str, value: object) -> torch.device:
-    del name
     found = check_device(value)
     if found is None:
         raise TypeError("DeviceCopies(device=None): name the device")
@@ -308,7 +303,6 @@ def _workers(name: str, value: object) -> Any:
 
 
 def _num_workers(name: str, value: object) -> Any:
-    del name
     if value == "auto":
         value = AutoScale()
     # torch refuses what is no number.
@@ -336,7 +330,7 @@ class Arrival(_Group):
         ValueError, TypeError: A value is not possible.
     """
 
-    max_lag: int = option(DEFAULT_MAX_LAG, values="batches, 0 or more", check=_whole(0))
+    max_lag: int = option(DEFAULT_MAX_LAG, "batches, 0 or more", _whole(0))
 
 
 @dataclass(frozen=True)
@@ -350,7 +344,7 @@ class FastFirst(_Group):
         ValueError, TypeError: A value is not possible.
     """
 
-    max_lag: int = option(DEFAULT_MAX_LAG, values="batches, 0 or more", check=_whole(0))
+    max_lag: int = option(DEFAULT_MAX_LAG, "batches, 0 or more", _whole(0))
 
 
 @dataclass(frozen=True)
@@ -366,8 +360,8 @@ class DeviceCopies(_Group):
         ValueError, TypeError: A value is not possible.
     """
 
-    device: str | torch.device = option(None, values="string, `torch.device`", check=_torch_device)
-    ahead: int = option(2, values="batches, 0 or more", check=_whole(0))
+    device: str | torch.device = option(None, "string, `torch.device`", _torch_device)
+    ahead: int = option(2, "batches, 0 or more", _whole(0))
 
     def __str__(self) -> str:
         return str(self.device)
@@ -384,11 +378,7 @@ class Record(_Group):
         TypeError: The path is none.
     """
 
-    path: str | os.PathLike[str] = option(
-        None,
-        values="path",
-        check=_needed_path,
-    )
+    path: str | os.PathLike[str] = option(None, "path", _needed_path)
 
 
 @dataclass(frozen=True)
@@ -403,7 +393,7 @@ class Replay(_Group):
         TypeError: The path is none.
     """
 
-    path: str | os.PathLike[str] = option(None, values="path", check=_needed_path)
+    path: str | os.PathLike[str] = option(None, "path", _needed_path)
 
 
 @dataclass(frozen=True)
@@ -423,19 +413,13 @@ class Observe(_Group):
         ValueError, TypeError: A value or a combination is not possible.
     """
 
-    stats: bool | str = option(
-        True,
-        values='`True`, `False`, `"gpu"`',
-        check=_one_of(True, False, "gpu"),
-    )
-    trace: str | os.PathLike[str] | None = option(None, values="path", check=_path)
+    stats: bool | str = option(True, '`True`, `False`, `"gpu"`', _one_of(True, False, "gpu"))
+    trace: str | os.PathLike[str] | None = option(None, "path", _path)
     metrics: int | str | tuple[str, int] | None = option(
-        None,
-        values='0 to 65535, `"host:port"`',
-        check=_metrics,
+        None, '0 to 65535, `"host:port"`', _metrics
     )
 
-    name: str | None = option(None, values="string", check=_name)
+    name: str | None = option(None, "string", _name)
 
     def __post_init__(self) -> None:
         given = self.metrics
@@ -500,14 +484,14 @@ class AutoScale(_Group):
         ValueError, TypeError: A value is not possible.
     """
 
-    min: int | None = option(None, values="1 or more", check=_whole(1))
-    max: int | None = option(None, values="`min` or more", check=_whole(1))
+    min: int | None = option(None, "1 or more", _whole(1))
+    max: int | None = option(None, "`min` or more", _whole(1))
     controller: str | PaperController = option(
         "corrected",
-        values='`"corrected"`, `"paper"`, a `PaperController`',
-        check=_one_of("corrected", "paper", unless=_is(PaperController)),
+        '`"corrected"`, `"paper"`, a `PaperController`',
+        _one_of("corrected", "paper", unless=_is(PaperController)),
     )
-    start: int | None = option(None, values="between `min` and `max`", check=_whole(1))
+    start: int | None = option(None, "between `min` and `max`", _whole(1))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -570,11 +554,7 @@ class RayWorkers(_Group):
     """
 
     actor_options: Mapping[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "values": "dictionary",
-            "check": _actor_options,
-        },
+        default_factory=dict, metadata={"values": "dictionary", "check": _actor_options}
     )
 
 
@@ -606,19 +586,15 @@ class ErrorPolicy(_Group):
     """
 
     on_error: str | Callable[[Any], Any] = option(
-        "raise", values='`"raise"`, `"skip"`, `"retry"`, a function', check=_on_error
+        "raise", '`"raise"`, `"skip"`, `"retry"`, a function', _on_error
     )
-    retries: int | None = option(None, values="0 or more", check=_whole(0))
+    retries: int | None = option(None, "0 or more", _whole(0))
     max_failures: float | None = option(
-        None, values="a number of samples (integer), or a share below 1", check=_max_failures
+        None, "a number of samples (integer), or a share below 1", _max_failures
     )
-    log: str | os.PathLike[str] | None = option(None, values="path", check=_path)
-    sample_timeout: float | None = option(None, values="seconds above 0", check=_positive_seconds)
-    on_worker_death: str = option(
-        "restart",
-        values='`"restart"`, `"raise"`',
-        check=_one_of("restart", "raise"),
-    )
+    log: str | os.PathLike[str] | None = option(None, "path", _path)
+    sample_timeout: float | None = option(None, "seconds above 0", _positive_seconds)
+    on_worker_death: str = option("restart", '`"restart"`, `"raise"`', _one_of("restart", "raise"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -641,7 +617,7 @@ class ErrorPolicy(_Group):
     @property
     def log_path(self) -> str | None:
         """``log`` as a string."""
-        return as_path(self.log)
+        return cast("str | None", self.log)
 
     @property
     def handles_samples(self) -> bool:
@@ -664,13 +640,9 @@ class StragglerPolicy(_Group):
         ValueError, TypeError: A value or a combination is not possible.
     """
 
-    percentile: float | None = option(
-        None,
-        values="between 0 and 100",
-        check=_percentile,
-    )
-    after_s: float | None = option(None, values="seconds above 0", check=_positive_seconds)
-    history: str | os.PathLike[str] | None = option(None, values="path", check=_path)
+    percentile: float | None = option(None, "between 0 and 100", _percentile)
+    after_s: float | None = option(None, "seconds above 0", _positive_seconds)
+    history: str | os.PathLike[str] | None = option(None, "path", _path)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -701,9 +673,7 @@ class SharedPool(_Group):
     """
 
     on_rank_death: str = option(
-        "raise",
-        values='`"raise"`, `"continue"`, `"wait"`',
-        check=_one_of("raise", "continue", "wait"),
+        "raise", '`"raise"`, `"continue"`, `"wait"`', _one_of("raise", "continue", "wait")
     )
 
 
@@ -740,12 +710,10 @@ class FetchOptions(_Group):
         ValueError, TypeError: A value is not possible.
     """
 
-    concurrency: int = option(1, values="1 or more", check=_whole(1))
-    max_in_flight: int | None = option(
-        None, values="the number of workers or more", check=_whole(1)
-    )
-    slow_start: int | None = option(None, values="batches, 1 or more", check=_whole(1))
-    hedge_percentile: float | None = option(None, values="between 0 and 100", check=_percentile)
+    concurrency: int = option(1, "1 or more", _whole(1))
+    max_in_flight: int | None = option(None, "the number of workers or more", _whole(1))
+    slow_start: int | None = option(None, "batches, 1 or more", _whole(1))
+    hedge_percentile: float | None = option(None, "between 0 and 100", _percentile)
     counters: Counters | None = field(default=None, init=False, repr=False, compare=False)
     """None for a plain ``fetch_concurrency=N``, which has no report."""
 
@@ -801,86 +769,39 @@ class TorchArguments(NamedTuple):
 class Options(_Group):
     """The arguments that torch's loader lacks, and the two of torch's that take more values here."""
 
-    num_workers: int = option(
-        0,
-        values='0 or more, `"auto"`, an `AutoScale`',
-        check=_num_workers,
-    )
+    num_workers: int = option(0, '0 or more, `"auto"`, an `AutoScale`', _num_workers)
     pin_memory: bool | str = option(
         False,
-        values='`True`, `False`, `"in_place"`',
-        check=_one_of(False, True, IN_PLACE, unless=_is_no_text),
+        '`True`, `False`, `"in_place"`',
+        _torchs_or(IN_PLACE),
     )
     persistent_workers: bool | str = option(
-        False,
-        values='`True`, `False`, `"next_epoch"`',
-        check=_one_of(False, True, NEXT_EPOCH, unless=_is_no_text),
+        False, '`True`, `False`, `"next_epoch"`', _torchs_or(NEXT_EPOCH)
     )
-    transforms: Any = option(None, values="list of callables, or an object with `.transforms`")
+    transforms: Any = option(None, "list of callables, or an object with `.transforms`")
     order: str = option(
         None,
-        values='`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`, an `Arrival`, a `FastFirst`',
-        check=_one_of(None, "strict", "batch", *_MIXING, unless=_is(Arrival, FastFirst)),
+        '`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`, an `Arrival`, a `FastFirst`',
+        _one_of(None, "strict", "batch", *_MIXING, unless=_is(Arrival, FastFirst)),
     )
-    seed: int | None = option(None, values="integer", check=_seed)
-    device: DeviceCopies | None = option(
-        None,
-        values="string, `torch.device`, a `DeviceCopies`",
-        check=_device,
-    )
-    fetch_concurrency: FetchOptions = option(
-        1,
-        values="samples, 1 or more; a `FetchOptions`",
-        check=_fetch,
-    )
-    cache: Any = option(
-        None,
-        values="`DiskCache(…)`, `MemoryCache(…)`",
-    )
-    compat: str | None = option(
-        None,
-        values='`None`, `"torch"`',
-        check=_one_of(None, "torch"),
-    )
-    memory_budget: int | None = option(
-        None,
-        values='bytes, 1 or more; `"8GB"`, `"512MiB"`',
-        check=_bytes,
-    )
+    seed: int | None = option(None, "integer", _seed)
+    device: DeviceCopies | None = option(None, "string, `torch.device`, a `DeviceCopies`", _device)
+    fetch_concurrency: FetchOptions = option(1, "samples, 1 or more; a `FetchOptions`", _fetch)
+    cache: Any = option(None, "`DiskCache(…)`, `MemoryCache(…)`")
+    compat: str | None = option(None, '`None`, `"torch"`', _one_of(None, "torch"))
+    memory_budget: int | None = option(None, 'bytes, 1 or more; `"8GB"`, `"512MiB"`', _bytes)
     workers: str | RayWorkers = option(
-        "process",
-        values='`"process"`, `"thread"`, a `RayWorkers`',
-        check=_workers,
+        "process", '`"process"`, `"thread"`, a `RayWorkers`', _workers
     )
     errors: ErrorPolicy = option(
-        "raise",
-        values='`"raise"`, `"skip"`, `"retry"`, a function, an `ErrorPolicy`',
-        check=_errors,
+        "raise", '`"raise"`, `"skip"`, `"retry"`, a function, an `ErrorPolicy`', _errors
     )
-    stragglers: StragglerPolicy = option(
-        None,
-        values="a `StragglerPolicy`",
-        check=_stragglers,
-    )
-    shared_pool: SharedPool | None = option(
-        False,
-        values="`True`, `False`, a `SharedPool`",
-        check=_shared_pool,
-    )
-    observe: Observe = option(
-        True,
-        values="`True`, `False`, an `Observe`",
-        check=_observe,
-    )
-    recording: Record | Replay | None = option(
-        None,
-        values="a `Record`, a `Replay`",
-        check=_recording,
-    )
+    stragglers: StragglerPolicy = option(None, "a `StragglerPolicy`", _stragglers)
+    shared_pool: SharedPool | None = option(False, "`True`, `False`, a `SharedPool`", _shared_pool)
+    observe: Observe = option(True, "`True`, `False`, an `Observe`", _observe)
+    recording: Record | Replay | None = option(None, "a `Record`, a `Replay`", _recording)
     snapshot_every_n_steps: int | Literal["auto"] | None = option(
-        "auto",
-        values="0 or more, `'auto'`, `None`",
-        check=_whole(0, other="auto"),
+        "auto", "0 or more, `'auto'`, `None`", _whole(0, other="auto")
     )
     max_lag: int = DEFAULT_MAX_LAG
     """By how many batches a sample may be late; of ``order``."""
@@ -977,7 +898,6 @@ def _refuse(given: str, refused: Mapping[str, bool], remedy: str = "") -> None:
 
 
 def _check_recording(options: Options, is_stream: bool) -> None:
-    """Files of recorded orders."""
     recording = options.recording
     if is_stream and recording is not None:
         raise ValueError(
@@ -991,7 +911,6 @@ def _check_recording(options: Options, is_stream: bool) -> None:
 
 
 def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
-    """The options with the defaults that follow from other arguments."""
     in_order, max_lag, given = torchs.in_order, DEFAULT_MAX_LAG, cast(Any, options.order)
     order: str | None = given
     if isinstance(given, (Arrival, FastFirst)):
@@ -1090,10 +1009,7 @@ def _check_sharing(options: Options, is_stream: bool) -> None:
     """One pool for several ranks, where each of them has a part of it."""
     if options.shared_pool is None:
         return
-    on_error, whole = (
-        options.errors.on_error,
-        "as each rank has only a part of the batches: leave it out",
-    )
+    on_error = options.errors.on_error
     refused = {
         "an iterable dataset, whose samples have no indices to divide: use a map-style dataset": is_stream,
         "num_workers=0, with which there are no workers to share: use 1 or more": (
@@ -1106,7 +1022,9 @@ def _check_sharing(options: Options, is_stream: bool) -> None:
         f"on_error={on_error!r}, with which ranks might get different numbers of batches: use 'raise' or 'retry'": (
             on_error not in ("raise", "retry")
         ),
-        f"recording={options.recording}, {whole}": options.recording is not None,
+        f"recording={options.recording}, as each rank has only a part of the batches: leave it out": (
+            options.recording is not None
+        ),
         f"pin_memory={IN_PLACE!r}, as only torch knows when all ranks' copies are over: use device=, or "
         "pin_memory=True": options.pin_memory == IN_PLACE,
     }

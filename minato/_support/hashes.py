@@ -19,20 +19,14 @@ from contextlib import suppress
 from itertools import chain
 from numbers import Number
 from pathlib import Path
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from minato._support.objects import (
+    MEMBERS,
     attribute,
     is_exactly,
     module_of,
@@ -100,7 +94,6 @@ def key_hash(key: object) -> int:
 
 
 def _digest(value: Any) -> bytes:
-    """The digest of a plain value, or of an object that has no plain value."""
     kind = type(value)  # not isinstance(), which asks the value for its __class__
     if kind is str:
         return _hashed(b"str" + value.encode("utf-8", "surrogatepass"))
@@ -172,7 +165,6 @@ class _Walk:
         self._objects = self._nbytes = 0
 
     def digest(self, root: object) -> bytes:
-        """The digest of a value and of all that it consists of."""
         self._enter(root, False)
         while True:
             frame = self._frames[-1]
@@ -244,7 +236,6 @@ class _Walk:
             )
 
     def _parts(self, value: Any) -> Generator[Any, None, None]:
-        """All that a value consists of."""
         kind = type(value)
         yield _name(kind)
         if is_exactly(value, (list, tuple, dict)):
@@ -333,9 +324,7 @@ class _Walk:
         self._classes_of_files += text is not None
         try:
             for name, attribute in vars_of(cls).items():
-                if name in _OF_CLASSES or is_exactly(
-                    attribute, (MemberDescriptorType, GetSetDescriptorType)
-                ):
+                if name in _OF_CLASSES or is_exactly(attribute, MEMBERS):
                     continue
                 functions = list(_functions_of(attribute))
                 yield name
@@ -353,9 +342,8 @@ def _plain_content(value: Any) -> bytes | None:
             return marshal.dumps(value, 0)  # this version does not ask which values are one object
         if not kinds <= _PLAIN | _NESTED.keys():
             return None
-        level = [
-            part for each in level if (parts := _NESTED.get(id(type(each)))) for part in parts(each)
-        ]
+        nested = [each for each in level if id(type(each)) in _NESTED]
+        level = [part for each in nested for part in _NESTED[id(type(each))](each)]
     return None
 
 

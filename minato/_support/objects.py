@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "MEMBERS",
     "Kind",
     "Node",
     "Search",
@@ -51,7 +52,8 @@ name_of: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
 """Types whose items are looked at. The order of a set differs between processes."""
-_MEMBERS = types.GetSetDescriptorType, types.MemberDescriptorType
+MEMBERS = types.GetSetDescriptorType, types.MemberDescriptorType
+"""Types of what a class has in place of its instances' attributes."""
 _TRIES = 3
 """How often a container that another thread changes is read."""
 _MOST_ITEMS = 1024
@@ -111,14 +113,11 @@ class Kind:
         for one in mro_of(kind):
             held = vars_of(one)
             found: Any = held.get("__dict__")
-            if self._dict_of is None and is_exactly(found, _MEMBERS):
+            if self._dict_of is None and is_exactly(found, MEMBERS):
                 self._dict_of = found.__get__
             if "__slots__" in held:  # a class in C has members that show how it works
-                self._slots += [
-                    (name, member)
-                    for name, member in list(held.items())
-                    if type(member) is types.MemberDescriptorType
-                ]
+                members = [*held.items()]
+                self._slots += [each for each in members if type(each[1]) is MEMBERS[1]]
 
     @property
     def has_attributes(self) -> bool:
@@ -159,10 +158,6 @@ class Kind:
             dict.__setitem__(held, name, value)
         else:
             next(member for slot, member in self._slots if slot == name).__set__(thing, value)
-
-    def length_of(self, thing: object) -> int:
-        """The length of an instance, if it is a container."""
-        return int(self.container.__len__(thing))
 
     def defines(self, name: str) -> bool:
         """Whether the class or a base class has an attribute of its own with this name."""
@@ -329,16 +324,11 @@ class Search:
         opaque: tuple[type, ...] = (),
         samples: bool = True,
     ) -> None:
-        self._finds = finds
-        self._wants = wants
-        self._opens = opens
-        self._of_class = of_class
-        self._of_function = of_function
-        self._opaque = opaque
-        self._most_items, self._most_looks = (
-            (_MOST_ITEMS, _MOST_LOOKS) if samples else (sys.maxsize, sys.maxsize)
-        )
+        self._finds, self._wants, self._opens = finds, wants, opens
+        self._of_class, self._of_function, self._opaque = of_class, of_function, opaque
         self._samples = samples
+        self._most_items = _MOST_ITEMS if samples else sys.maxsize
+        self._most_looks = _MOST_LOOKS if samples else sys.maxsize
         self._plain = set(_ids_of(opaque))
         self._kinds: dict[int, Kind] = {}
         self._wanted: set[int] = set()  # ids of kinds
@@ -406,7 +396,7 @@ class Search:
                 self._found.append(node)
                 self._release(node.parent)
             return True
-        size = 0 if kind.container is None else kind.length_of(thing)
+        size = 0 if kind.container is None else kind.container.__len__(thing)
         if size > self._most_items or (not size and kind.kind is kind.container):
             return True  # data, or nothing
         if node.group is not None and self._samples:
@@ -429,7 +419,6 @@ class Search:
             holder = holder.parent
 
     def _open(self, node: Node) -> None:
-        """Look at what an object holds."""
         thing = node.thing
         if id(thing) in self._seen:
             return
@@ -604,9 +593,7 @@ def nbytes_of(value: object) -> int:
     """
     try:
         return _nbytes_of(value)
-    except (
-        Exception
-    ):  # sparse tensors have no nbytes but an error, and another thread may change a dictionary
+    except Exception:  # of a sparse tensor's nbytes; and another thread may change a dictionary
         return 0
 
 

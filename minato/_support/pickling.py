@@ -19,13 +19,13 @@ from contextvars import ContextVar
 from multiprocessing import reduction
 from types import FunctionType, MappingProxyType
 from typing import (
+    TYPE_CHECKING,
     Any,
     BinaryIO,
     ClassVar,
     Literal,
     NamedTuple,
     NoReturn,
-    Protocol,
     TypeAlias,
     TypeGuard,
     cast,
@@ -48,6 +48,9 @@ from minato._core.segment import Segment
 from minato._support.objects import failing_part
 from minato._support.text import message_of
 from minato.errors import NotPicklableError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 __all__ = [
     "ForChild",
@@ -110,9 +113,8 @@ class _Storage:
     def see(self, start: int, end: int) -> None:
         """Send these bytes."""
         if self._spans is not None:
-            self._spans.append(
-                (start // _ALIGNMENT * _ALIGNMENT, -(-end // _ALIGNMENT) * _ALIGNMENT)
-            )
+            first, last = start // _ALIGNMENT, -(-end // _ALIGNMENT)
+            self._spans.append((first * _ALIGNMENT, last * _ALIGNMENT))
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         data = pickle.PickleBuffer(self._bytes)
@@ -173,9 +175,7 @@ def _cut_storage(data: object, table: memoryview) -> _Cut:
 def _rebuild_storage(base: torch.Tensor | _Cut | None, dtype: torch.dtype | None) -> Any:
     base = base.base if isinstance(base, _Cut) else base
     storage = torch.UntypedStorage() if base is None else base.untyped_storage()
-    if dtype is None:
-        return storage
-    return typed_storage(storage, dtype)
+    return storage if dtype is None else typed_storage(storage, dtype)
 
 
 def _rebuild_tensor(
@@ -197,13 +197,6 @@ def _rebuild_tensor(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-class _Writable(Protocol):
-    """What a pickler needs of a file."""
-
-    def write(self, data: Any, /) -> object:
-        """Take bytes, or an object that holds them."""
-
-
 class _Pieces(list[Any]):
     """The parts of a pickle: a pickler writes large ``bytes`` on their own, as the object itself."""
 
@@ -221,7 +214,7 @@ class SidePickler(pickle.Pickler):
 
     def __init__(
         self,
-        file: _Writable,
+        file: SupportsWrite[bytes],
         purpose: Purpose = "sample",
         reducers: Mapping[type, Reducer] = MappingProxyType({}),
     ) -> None:
@@ -270,11 +263,8 @@ class SidePickler(pickle.Pickler):
             # Memory of a device is received once, which suits a result; a copy of a sample goes through the host.
             own = _is_here(tensor) or reduce is None or self._purpose == "sample"
             return NotImplemented if own or reduce is None else reduce(tensor)
-        storage, offset, strides = (
-            tensor.untyped_storage(),
-            tensor.storage_offset(),
-            tensor.stride(),
-        )
+        storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+        strides, size = tensor.stride(), tuple(tensor.shape)
         base: _Storage | None = None
         if storage.nbytes() <= 2 * tensor.nbytes:
             base = self._shared(storage)
@@ -288,14 +278,7 @@ class SidePickler(pickle.Pickler):
             elif (base := self._shared(storage, whole=False)) is not None:
                 start = int(offset) * itemsize
                 base.see(start, start + int(span) * itemsize)
-        return _rebuild_tensor, (
-            base,
-            tensor.dtype,
-            offset,
-            tuple(tensor.shape),
-            strides,
-            tensor.requires_grad,
-        )
+        return _rebuild_tensor, (base, tensor.dtype, offset, size, strides, tensor.requires_grad)
 
     def _shared(self, storage: torch.UntypedStorage, whole: bool = True) -> _Storage | None:
         """The object that travels in place of a storage, the same each time; None if it is empty."""
@@ -382,10 +365,8 @@ class _SnapshotPickler(_ChildPickler):
         if not storage.is_shared():
             if not self._shares:
                 return _copied_storage, (_bytes_of(storage),)
-            if (
-                len(self._parts) == _MOST_SHARED
-                and torch.multiprocessing.get_sharing_strategy() != "file_system"
-            ):
+            in_files = torch.multiprocessing.get_sharing_strategy() == "file_system"
+            if len(self._parts) == _MOST_SHARED and not in_files:
                 raise _CannotShareError(f"it has more than {_MOST_SHARED} of them")
             try:
                 storage.share_memory_()
@@ -516,8 +497,7 @@ def _reduce_quantized(tensor: torch.Tensor) -> Any:
     build = quantized_per_channel()
     if build is not None and tensor.qscheme() == torch.per_channel_affine:
         scales = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        arguments = (tensor.int_repr(), *scales, tensor.q_per_channel_axis())
-        return build, arguments
+        return build, (tensor.int_repr(), *scales, tensor.q_per_channel_axis())
     return NotImplemented
 
 
@@ -593,13 +573,9 @@ def _stays_behind(value: object) -> TypeGuard[type | FunctionType]:
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     # multiprocessing leaves out what ``python -m package`` has run.
-    if (
-        spec.name.rpartition(".")[2] == "__main__"
-        if spec
-        else getattr(main, "__file__", None) is None
-    ):
-        return True
-    return _defined_under_guard(value)
+    without_file = getattr(main, "__file__", None) is None
+    left_out = spec.name.rpartition(".")[2] == "__main__" if spec else without_file
+    return left_out or _defined_under_guard(value)
 
 
 def _is_guarded(path: str, number: int) -> bool:
@@ -728,10 +704,7 @@ def _remedy(value: object) -> str:
     # A handle that forked workers share has one offset and one stream of answers for all of them.
     if isinstance(value, io.IOBase) or hasattr(cls, "fileno") or not own:
         return "open or create it at its first use in the worker"
-    return (
-        "create it in worker_init_fn or at its first use in the worker, or use "
-        "multiprocessing_context='fork'"
-    )
+    return "create it in worker_init_fn or at its first use in the worker, or use multiprocessing_context='fork'"
 
 
 def _failure(value: object) -> Exception | None:

@@ -63,9 +63,7 @@ def traceback_of(error: BaseException) -> str:
     """Return the traceback of an exception, with its causes, as Python prints it."""
     try:
         text = "".join(traceback.format_exception(error))
-    except (
-        Exception
-    ) as raised:  # by an attribute of an exception, of a cause or of a frame's module
+    except Exception as raised:  # by an attribute of it, of a cause or of a frame's module
         return f"{message_of(error)} (its traceback cannot be formatted: {type_name(raised)})"
     return _encodable(text)
 

@@ -18,14 +18,7 @@ from minato.transforms.rng import generators_created
 __all__ = ["behind", "check_cache", "wrap_dataset"]
 
 
-def check_cache(
-    cache: Cache,
-    options: Options,
-    transforms: Transforms,
-    dataset: object,
-    num_workers: int,
-    persistent_workers: bool,
-) -> None:
+def check_cache(cache: Cache, options: Options, transforms: Transforms, dataset: object) -> None:
     """Check that a cache can serve a loader.
 
     Raises:
@@ -49,7 +42,7 @@ def check_cache(
         raise ValueError(
             f"{cache!r} keeps samples on this machine, and workers=RayWorkers(...) reads them on others: leave it out"
         )
-    workers_end = num_workers > 0 and not persistent_workers
+    workers_end = options.num_workers > 0 and not options.persistent_workers
     if workers_end and options.worker_kind == "process" and not cache.shared:
         raise ValueError(
             f"{cache!r} belongs to one process, and the worker processes of each epoch are new ones: use a DiskCache, "

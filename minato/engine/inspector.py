@@ -46,12 +46,7 @@ class Inspector:
     """
 
     def __init__(
-        self,
-        spec: LoaderSpec,
-        *,
-        history: History,
-        position: Position,
-        session: RankSession | None,
+        self, spec: LoaderSpec, history: History, position: Position, session: RankSession | None
     ) -> None:
         self._spec = spec
         self._history = history

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from minato._compat import active_progress_bars
@@ -73,7 +72,6 @@ class Live(Observer):
         observers.append(self)
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        """An epoch begins; an unfinished one is shown no more."""
         _board.remove(self)
         self.title = f"{self._name}, epoch {epoch}"
         self._source, self.length, self.began_ns = source, progress.length(), now_ns()
@@ -81,15 +79,12 @@ class Live(Observer):
         self.rows()
 
     def started(self) -> None:
-        """Show the epoch, whose workers have started."""
         _board.add(self)
 
     def finish(self) -> None:
-        """Replace the view by a summary: the epoch has ended."""
         _board.remove(self)
 
     def end(self, source: MetricsSource) -> None:
-        """Replace the view by a summary, if the epoch ends with its engine."""
         if source is self._source:
             _board.remove(self)
 
@@ -102,12 +97,7 @@ class Live(Observer):
     def __enter__(self) -> Live:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def rows(self) -> list[tuple[str, str]]:
@@ -146,13 +136,10 @@ class Live(Observer):
 
     def _slowest(self, first: _Look, now: _Look) -> str:
         """The stage that took most time in the last seconds, or else since the workers started."""
-        added = [
-            (count - earlier, total - earlier_total)
-            for (count, total), (earlier, earlier_total) in zip(
-                now.stages, first.stages, strict=False
-            )
-        ]
-        times = added if any(count for count, _ in added) else list(now.stages)
+        pairs = zip(now.stages, first.stages, strict=False)
+        times = [(count - before[0], total - before[1]) for (count, total), before in pairs]
+        if not any(count for count, _ in times):
+            times = list(now.stages)
         whole_ns = sum(total for _, total in times)
         if whole_ns <= 0:
             return "–"
@@ -182,19 +169,15 @@ def _added(before: Mapping[str, int], counts: Mapping[str, int]) -> Counter[str]
 
 
 def _machine_text(machine: MachineSnapshot, added: Mapping[str, int], seconds: float) -> str:
-    """Cores, disks and memory."""
-    total = added["cores_there_ns"]
-    used = min(added["cores_used_ns"] / total, 1.0) if total > 0 else 0.0
-    return (
-        (f"cores {format_value(used, 'share')}, " if total > 0 else "")
-        + f"disks {format_value(added['disk_read_bytes'] / seconds, 'bytes per s')}, "
-        f"{format_value(machine.available_bytes, 'bytes')} of {format_value(machine.limit_bytes, 'bytes')} free"
-        + ("" if machine.gpus else ", no GPU")
-    )
+    parts = []
+    if (total := added["cores_there_ns"]) > 0:
+        parts.append(f"cores {format_value(min(added['cores_used_ns'] / total, 1.0), 'share')}")
+    free, whole = (format_value(n, "bytes") for n in (machine.available_bytes, machine.limit_bytes))
+    parts.append(f"disks {format_value(added['disk_read_bytes'] / seconds, 'bytes per s')}")
+    return ", ".join([*parts, f"{free} of {whole} free", *([] if machine.gpus else ["no GPU"])])
 
 
 def _gpu_text(gpu: Gpu) -> str:
-    """Utilization and memory of a GPU."""
     number, _, _ = gpu.name.partition(" ")
     idle, busy = (format_value(share, "share") for share in (gpu.idle_share, gpu.busy_share))
     memory, total = (format_value(size, "bytes") for size in (gpu.memory_bytes, gpu.total_bytes))
@@ -216,7 +199,6 @@ class _Board:
         self._stop = threading.Event()
 
     def add(self, view: Live) -> None:
-        """Show a loader's epoch."""
         if view in self._views or sys.stderr is None or sys.stderr.closed:
             return
         self._views.append(view)
@@ -281,12 +263,11 @@ class _Board:
                 if stop.is_set():
                     return
                 if panel is not None:
-                    if not _quietly(panel.update, _drawn(shown), refresh=True):
-                        return
+                    written = _quietly(panel.update, _drawn(shown), refresh=True)
                 else:
-                    for view, rows in shown:
-                        if not _quietly(self._print, _line(view, rows)):
-                            return
+                    written = all(_quietly(self._print, _line(*each)) for each in shown)
+                if not written:
+                    return
             least_s = (time.thread_time() - start_s) / _COST
             pause_s = max(every_s, min(least_s, 1.0))
 
@@ -324,7 +305,6 @@ def _panel_on(stream: TextIO) -> RichLive | None:
 
 
 def _drawn(shown: Sequence[tuple[Live, list[tuple[str, str]]]]) -> RenderableType:
-    """The views for rich."""
     from rich.console import Group
     from rich.markup import escape
     from rich.panel import Panel
@@ -344,7 +324,6 @@ def _drawn(shown: Sequence[tuple[Live, list[tuple[str, str]]]]) -> RenderableTyp
 
 
 def _line(view: Live, rows: Sequence[tuple[str, str]]) -> str:
-    """A view in one line."""
     return f"{view.title}: " + "; ".join([_progress(view), *map(" ".join, rows)])
 
 

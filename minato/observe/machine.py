@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch.utils.data import Dataset
@@ -24,7 +24,7 @@ from minato._system import (
 if TYPE_CHECKING:
     from minato.observe.gpus import GpuTable
 
-__all__ = ["MachineMonitor", "MachineSnapshot", "measure", "storage_counts"]
+__all__ = ["MachineMonitor", "MachineSnapshot", "storage_counts"]
 
 _RECENT_NS = 100_000_000
 """The kernel's counters have a tenth of this resolution."""
@@ -60,30 +60,25 @@ class MachineMonitor:
         self._last_ns, self._last = 0, MachineSnapshot()
 
     def __call__(self) -> MachineSnapshot:
-        """A recent snapshot."""
         if now_ns() - self._last_ns > _RECENT_NS:
             with contextlib.suppress(OSError):  # without free descriptors, training goes on
-                self._last_ns, self._last = now_ns(), measure(self.gpus)
+                self._last_ns, self._last = now_ns(), self._look()
         return self._last
 
-
-def measure(gpus: GpuTable | None) -> MachineSnapshot:
-    """A new snapshot."""
-    used_s, there_s = machine_usage()
-    counts = Counter(
-        cores_used_ns=round(1e9 * used_s),
-        cores_there_ns=round(1e9 * there_s),
-        disk_read_bytes=disk_read_bytes(),
-    )
-    if gpus is not None:
-        counts.update(gpus.counts())
-    names = () if gpus is None else gpus.gpus()
-    return MachineSnapshot(counts, recent_available_memory_bytes(), _limit_bytes(), names)
+    def _look(self) -> MachineSnapshot:
+        used_s, there_s = machine_usage()
+        counts = Counter(
+            cores_used_ns=round(1e9 * used_s),
+            cores_there_ns=round(1e9 * there_s),
+            disk_read_bytes=disk_read_bytes(),
+        )
+        if self.gpus is not None:
+            counts.update(self.gpus.counts())
+        names = () if self.gpus is None else self.gpus.gpus()
+        return MachineSnapshot(counts, recent_available_memory_bytes(), _limit_bytes(), names)
 
 
-@functools.cache
-def _limit_bytes() -> int:
-    return memory_limit_bytes()
+_limit_bytes = functools.cache(memory_limit_bytes)
 
 
 def storage_counts(
@@ -104,11 +99,11 @@ def storage_counts(
     nodes = search.run({"dataset": dataset}) if "minato.sources.base" in sys.modules else []
     found = [("source", node.thing) for node in nodes]
     found += [(kind, each) for kind, each in (("cache", cache), ("fetch", reads)) if each]
-    return functools.partial(_sum_of, found)
 
+    def total() -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for kind, each in found:
+            counts.update({f"{kind}_{name}": count for name, count in each.by_name().items()})
+        return counts
 
-def _sum_of(counters: Sequence[tuple[str, Counters]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for kind, each in counters:
-        found.update({f"{kind}_{name}": count for name, count in each.by_name().items()})
-    return found
+    return total

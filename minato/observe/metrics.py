@@ -151,8 +151,6 @@ _MOST_CLIENTS = 16
 _PAUSE_S = 0.1
 _JOIN_S = 5.0
 _EXPORTED = [metric for metric in CATALOG if metric.exported]
-
-
 _OF_STAGE, _OF_GPU = ("loader", "stage"), ("gpu", "name")
 _FAMILIES = [
     *((each.name, each.kind, ("loader",), each.meaning) for each in _EXPORTED),
@@ -200,9 +198,9 @@ class ServedMetrics:
             name = f"{given} {next(_numbers)}"
         self.name: str = name
         self._log, self._stages = log, stages
-        endpoint = _endpoints.get(address)
-        if endpoint is None:
-            endpoint = _endpoints[address] = _Endpoint(address)
+        if address not in _endpoints:
+            _endpoints[address] = _Endpoint(address)
+        endpoint = _endpoints[address]
         endpoint.loaders.append(weakref.ref(self))
         self.url = endpoint.url
         self._finalizer = weakref.finalize(self, _leave, address)
@@ -269,7 +267,6 @@ class _Server(ThreadingMixIn, WSGIServer):
             raise
 
     def process_request_thread(self, request: _Request, client_address: object) -> None:
-        """Serve a client; runs in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -295,16 +292,16 @@ class _Endpoint:
         self.loaders: list[weakref.ref[ServedMetrics]] = []
         registry, host = CollectorRegistry(), address[0]
         registry.register(self)
-        self._server = _Server(address, make_wsgi_app(registry))
+        self.server = _Server(address, make_wsgi_app(registry))
         name = f"[{host}]" if ":" in host else host
-        self.url = f"http://{name}:{self._server.server_port}/metrics"
+        self.url = f"http://{name}:{self.server.server_port}/metrics"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="minato-metrics", daemon=True
+            target=self.server.serve_forever, name="minato-metrics", daemon=True
         )
         try:
             start_thread(self._thread)
         except RuntimeError:
-            self._server.server_close()
+            self.server.server_close()
             raise
 
     def collect(self) -> Iterator[Any]:
@@ -329,14 +326,10 @@ class _Endpoint:
             threading.Thread(target=self.close, name="minato-metrics-end", daemon=True).start()
             return
         with suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._server.shutdown()
-        self._server.server_close()
+            self.server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self.server.shutdown()
+        self.server.server_close()
         self._thread.join(_JOIN_S)
-
-    def let_go(self) -> None:
-        """Close this forked child's copy of the socket."""
-        self._server.server_close()
 
 
 _endpoints: dict[tuple[str, int], _Endpoint] = {}
@@ -344,7 +337,7 @@ _endpoints: dict[tuple[str, int], _Endpoint] = {}
 
 def _leave(address: tuple[str, int]) -> None:
     endpoint = _endpoints.get(address)
-    if endpoint is None:
+    if endpoint is None:  # in a forked child
         return
     endpoint.loaders = [loader for loader in endpoint.loaders if loader() is not None]
     if not endpoint.loaders:
@@ -354,7 +347,7 @@ def _leave(address: tuple[str, int]) -> None:
 
 def _forget() -> None:
     for endpoint in _endpoints.values():
-        endpoint.let_go()
+        endpoint.server.server_close()  # this forked child's copy of the socket
     _endpoints.clear()
 
 

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from minato._core import Histogram
 from minato._support.text import message_of, type_name
@@ -90,24 +90,6 @@ class LoaderSnapshot(NamedTuple):
     budget_bytes: int
 
 
-class _Count(Protocol):
-    """A number of samples."""
-
-    @property
-    def samples(self) -> int: ...
-
-
-class _Coverage(Protocol):
-    """Samples of an epoch by their fate."""
-
-    @property
-    def requested(self) -> _Count: ...
-    @property
-    def delivered(self) -> _Count: ...
-    @property
-    def outstanding(self) -> _Count: ...
-
-
 class EpochState(Protocol):
     """The progress of an epoch, from the sampler's side."""
 
@@ -115,8 +97,8 @@ class EpochState(Protocol):
     def lateness(self) -> Lateness:
         """The lags of its samples."""
 
-    def coverage(self) -> _Coverage:
-        """The numbers of requested, returned and outstanding samples."""
+    def coverage(self) -> Any:
+        """The requested, delivered and outstanding samples, each with its number ``samples``."""
 
     def length(self) -> int | None:
         """The number of batches; None if unknown."""
@@ -199,7 +181,7 @@ class Observer:
         """The engine ends that has this source, and with it its epoch."""
 
 
-class Observers:
+class Observers(Observer):
     """Calls all observers. One that raises is switched off, with a warning; the training loop gets its batch.
 
     Where warnings are errors, the next call of ``next()`` raises the warning, before it takes a batch.
@@ -219,13 +201,11 @@ class Observers:
         return bool(self._all)
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
-        """An epoch begins."""
         self._all = (*self._of_loader, *self._own)
         self._references[:] = map(weakref.ref, self._of_loader)
         self._call("begin", epoch, progress, source)
 
     def started(self) -> None:
-        """The workers of the epoch have started."""
         self._call("started")
 
     def enter(self) -> None:
@@ -243,7 +223,6 @@ class Observers:
                 self._failed(observer, error)
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        """``next()`` returns a batch."""
         for observer in self._all:
             try:
                 observer.leave(samples, nbytes, loader)
@@ -251,7 +230,6 @@ class Observers:
                 self._failed(observer, error)
 
     def pinned(self, duration_ns: int) -> None:
-        """A batch was copied to pinned memory, after ``next()`` of the engine."""
         self._call("pinned", duration_ns)
 
     def finish(self) -> None:
@@ -264,9 +242,7 @@ class Observers:
         references = self._references
 
         def end() -> None:
-            alive = Observers(
-                [each for reference in references if (each := reference()) is not None]
-            )
+            alive = Observers([each for one in references if (each := one()) is not None])
             alive._call("end", source)
             alive._raise_late()
 

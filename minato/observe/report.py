@@ -8,24 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minato._core import Histogram
-from minato.observe import text
+from minato.observe import figures, text
 from minato.observe.epoch_log import EpochLog, EpochRecord, LoaderUse
-from minato.observe.figures import (
-    Errors,
-    Gpu,
-    Machine,
-    Period,
-    Reads,
-    ReportFigures,
-    Setup,
-    SlowSample,
-    Stage,
-    Stragglers,
-    Throughput,
-    Waiting,
-    WindowFigures,
-    Workers,
-)
 from minato.observe.machine import MachineSnapshot
 from minato.observe.observers import Metrics
 from minato.observe.verdict import judge
@@ -37,7 +21,7 @@ __all__ = ["Report", "gpus_of", "report_of"]
 
 
 @dataclass(frozen=True, repr=False)
-class Report(ReportFigures):
+class Report(figures.ReportFigures):
     """The result of ``loader.report()``: text for ``print``, colour for ``rich.print``."""
 
     def __repr__(self) -> str:
@@ -53,7 +37,7 @@ class Report(ReportFigures):
         return text.rich_of(self)
 
 
-def report_of(setup: Setup, steps: Sequence[str], log: EpochLog) -> Report:
+def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Report:
     """The report of all epochs of a loader so far.
 
     Args:
@@ -72,7 +56,7 @@ def report_of(setup: Setup, steps: Sequence[str], log: EpochLog) -> Report:
         run=run,
         epochs=tuple(_period(each, f"epoch {each.epoch}", steps) for each in records),
         slowest=tuple(
-            SlowSample(
+            figures.SlowSample(
                 index=each.key,
                 cost_s=each.cost_ns / 1e9,
                 epoch=each.epoch,
@@ -84,9 +68,9 @@ def report_of(setup: Setup, steps: Sequence[str], log: EpochLog) -> Report:
     )
 
 
-def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
+def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> figures.Period:
     metrics, counts = record.metrics, record.metrics.counts
-    return Period(
+    return figures.Period(
         name=name,
         epochs=counts["epochs"],
         finished=record.finished,
@@ -95,9 +79,11 @@ def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
         workers=_workers(metrics, record.use),
         prefetch_window=_prefetch_window(record),
         stragglers=_stragglers(record),
-        errors=Errors(**{each.name: counts[each.name] for each in dataclasses.fields(Errors)}),
+        errors=figures.Errors(
+            **{each.name: counts[each.name] for each in dataclasses.fields(figures.Errors)}
+        ),
         reads=_reads(counts),
-        machine=Machine(
+        machine=figures.Machine(
             gpus=len(record.machine.gpus),
             disk_bytes_per_s=_ratio(counts["disk_read_bytes"], counts["wall_ns"] / 1e9),
             available_bytes=record.machine.available_bytes,
@@ -108,10 +94,10 @@ def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> Period:
     )
 
 
-def _waiting(metrics: Metrics) -> Waiting:
+def _waiting(metrics: Metrics) -> figures.Waiting:
     counts, waits = metrics.counts, _histogram(metrics, "wait")
     waited_ns = counts["start_ns"] + waits.total
-    return Waiting(
+    return figures.Waiting(
         total_s=waited_ns / 1e9,
         share=_ratio(waited_ns, counts["wall_ns"]),
         p50_s=waits.percentile(0.5) / 1e9,
@@ -124,10 +110,10 @@ def _waiting(metrics: Metrics) -> Waiting:
     )
 
 
-def _throughput(metrics: Metrics) -> Throughput:
+def _throughput(metrics: Metrics) -> figures.Throughput:
     counts, step = metrics.counts, _histogram(metrics, "step")
     wall_s = counts["wall_ns"] / 1e9
-    return Throughput(
+    return figures.Throughput(
         wall_s=wall_s,
         batches=counts["batches"],
         samples=counts["samples"],
@@ -141,7 +127,7 @@ def _throughput(metrics: Metrics) -> Throughput:
     )
 
 
-def _workers(metrics: Metrics, use: LoaderUse) -> Workers:
+def _workers(metrics: Metrics, use: LoaderUse) -> figures.Workers:
     counts, busy_ns = metrics.counts, metrics.counts["busy_ns"]
     count = 0 if use.last is None else use.last.workers
     # Workers that stay are idle between two epochs, too, which is not the loader's doing.
@@ -153,7 +139,7 @@ def _workers(metrics: Metrics, use: LoaderUse) -> Workers:
     on_core = _ratio(_histogram(metrics, "cpu").total, _timed_ns(metrics)) * (1 + queued)
     if not _timed_ns(metrics):  # whole batches are loaded by one call, which is not timed like this
         on_core = _ratio(max(counts["ran_ns"], 0) * (1 + queued), busy_ns)
-    return Workers(
+    return figures.Workers(
         count=count,
         fewest=use.workers[0],
         most=use.workers[1],
@@ -167,9 +153,9 @@ def _workers(metrics: Metrics, use: LoaderUse) -> Workers:
     )
 
 
-def _prefetch_window(record: EpochRecord) -> WindowFigures:
+def _prefetch_window(record: EpochRecord) -> figures.WindowFigures:
     use = record.use
-    return WindowFigures(
+    return figures.WindowFigures(
         occupancy=use.occupancy,
         in_flight=use.in_flight,
         limit=0 if use.last is None else use.last.limit,
@@ -179,10 +165,10 @@ def _prefetch_window(record: EpochRecord) -> WindowFigures:
     )
 
 
-def _stragglers(record: EpochRecord) -> Stragglers:
+def _stragglers(record: EpochRecord) -> figures.Stragglers:
     decision = record.decision
     deferred, lag = _histogram(record.metrics, "deferred"), _histogram(record.metrics, "lag")
-    return Stragglers(
+    return figures.Stragglers(
         phase="" if decision is None else decision.phase,
         threshold_s=0.0 if decision is None else decision.threshold_ns / 1e9,
         percentile=0.0 if decision is None else decision.percentile,
@@ -194,10 +180,10 @@ def _stragglers(record: EpochRecord) -> Stragglers:
     )
 
 
-def _reads(counts: Mapping[str, int]) -> Reads:
+def _reads(counts: Mapping[str, int]) -> figures.Reads:
     hits, misses = counts["cache_hits"], counts["cache_misses"]
     named = ("cache_damaged", "cache_errors", "cache_full", "cache_stored_bytes")
-    return Reads(
+    return figures.Reads(
         retries=counts["source_retries"],
         hedged=counts["fetch_hedged"],
         hedges_won=counts["fetch_hedges_won"],
@@ -208,7 +194,7 @@ def _reads(counts: Mapping[str, int]) -> Reads:
     )
 
 
-def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[Gpu, ...]:
+def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[figures.Gpu, ...]:
     """The use of each GPU.
 
     Args:
@@ -221,7 +207,7 @@ def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[Gpu, .
             for field in ("samples", "idle", "busy_percent", "used_mib")
         )
         found.append(
-            Gpu(
+            figures.Gpu(
                 name=f"{number} {name}",
                 samples=samples,
                 idle_share=_ratio(idle, samples),
@@ -233,7 +219,7 @@ def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[Gpu, .
     return tuple(found)
 
 
-def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[Stage, ...]:
+def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[figures.Stage, ...]:
     """The dataset, each transform, and collate and copy."""
     total = _histogram(metrics, "total")
     busy_ns = max(metrics.counts["busy_ns"], total.total)
@@ -253,12 +239,15 @@ def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[Stage, ...]:
     rest_ns = busy_ns - total.total
     mean_s, share = _ratio(rest_ns / 1e9, total.count), rest_ns / busy_ns
     spread_s = mean_s, mean_s, mean_s  # not measured
-    return (*stages, Stage("collate and copy", "collate", total.count, mean_s, *spread_s, share))
+    return (
+        *stages,
+        figures.Stage("collate and copy", "collate", total.count, mean_s, *spread_s, share),
+    )
 
 
-def _stage(name: str, kind: str, values: Histogram, share: float) -> Stage:
+def _stage(name: str, kind: str, values: Histogram, share: float) -> figures.Stage:
     p50, p90, p99 = (values.percentile(q) / 1e9 for q in (0.5, 0.9, 0.99))
-    return Stage(name, kind, values.count, values.mean / 1e9, p50, p90, p99, share)
+    return figures.Stage(name, kind, values.count, values.mean / 1e9, p50, p90, p99, share)
 
 
 def _timed_ns(metrics: Metrics) -> int:

@@ -71,11 +71,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 def _table(section: Section) -> str:
     rows = [section.columns, *section.rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = ("  ".join(map(str.ljust, ("", *row), (0, *widths))).rstrip() for row in rows)
     return "\n".join([section.title, *lines])
 
 
@@ -181,7 +177,6 @@ def _figures(title: str, part: DataclassInstance) -> Section:
 
 
 def _span(low: int, high: int) -> str:
-    """The smallest and the largest count."""
     return str(high) if low == high else f"{low}–{high}"
 
 

@@ -23,7 +23,6 @@ from minato.observe.tracer import REPEATED, SAMPLE, Args, Tracer
 
 __all__ = [
     "LIMIT_BYTES",
-    "EventFile",
     "LoopTrack",
     "Trace",
     "Track",
@@ -116,8 +115,7 @@ def trace_of_environment(name: str) -> Trace | None:
     try:
         return Trace(path, name)
     except (OSError, ValueError) as error:
-        words = f"a loader is not traced: MINATO_TRACE={given!r}: {error}"
-        warn(words, stacklevel=3)
+        warn(f"a loader is not traced: MINATO_TRACE={given!r}: {error}", stacklevel=3)
         return None
 
 
@@ -137,50 +135,48 @@ class Tracks(NamedTuple):
     name: str
 
     def loop(self) -> Track:
-        """The track of the training loop."""
-        return self._track(_LOOP, "training loop")
+        """That of the training loop."""
+        return Track(self, _LOOP, "training loop")
 
     def worker(self, number: int) -> Track:
-        """The track of a worker."""
-        return self._track(_FIRST_WORKER + number, f"worker {number}")
-
-    def _track(self, number: int, name: str) -> Track:
-        suffix = f" of iterator {self.number}" if self.number else ""
-        file = EventFile(self.path, self.limit_bytes)
-        return Track(file, self.pid, self.number * _TRACKS + number, name, suffix, self.name)
+        """That of a worker."""
+        return Track(self, _FIRST_WORKER + number, f"worker {number}")
 
 
 class Track(Tracer):
-    """A tracer that records in a file. Nothing is written before ``flush``.
+    """A tracer that appends to the file of a trace, as one thread of one process. Nothing is written before ``flush``.
+
+    Events are appended by a single system call, so that lines do not mix and survive the process. Concurrent writes of
+    other processes can exceed the limit of the file's size slightly.
 
     Attributes:
-        file: The trace's file.
+        error: Why the file cannot be written, which ends the recording; None: it can.
     """
 
     enabled = True
     now = staticmethod(now_ns)
 
-    def __init__(
-        self,
-        file: EventFile,
-        pid: int,
-        number: int,
-        name: str,
-        suffix: str = "",
-        loader: str = "loader",
-    ) -> None:
-        self.file = file
-        self._suffix = suffix
-        self._where = f'"pid":{pid},"tid":{number}'
-        self._number = number
+    def __init__(self, tracks: Tracks, number: int, name: str) -> None:
+        self._number = number = tracks.number * _TRACKS + number
+        self._limit_bytes = tracks.limit_bytes
+        self._suffix = f" of iterator {tracks.number}" if tracks.number else ""
+        self._where = f'"pid":{tracks.pid},"tid":{number}'
         self._samples: dict[int, int] = {}  # event of the sample at each position
         self._count = 0
         named = (
-            self._meta("process_name", name=f"minato, {loader}, process {pid}")
-            + self._meta("thread_name", name=name + suffix)
+            self._meta("process_name", name=f"minato, {tracks.name}, process {tracks.pid}")
+            + self._meta("thread_name", name=name + self._suffix)
             + self._meta("thread_sort_index", sort_index=number)
         )
         self._events = [(0, 0, named)]  # begin, minus end, line
+        self.error: OSError | None = None
+        self._descriptor: int | None = None  # while events are written
+        try:
+            descriptor = self._descriptor = open_regular(tracks.path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            self.error = error
+        else:
+            weakref.finalize(self, os.close, descriptor)
 
     def _meta(self, kind: str, **args: object) -> str:
         return f'{{"ph":"M",{self._where},"name":"{kind}","args":{json.dumps(args)}}},\n'
@@ -188,7 +184,6 @@ class Track(Tracer):
     def slice(
         self, name: str, begin_ns: int, end_ns: int | None = None, args: Args | None = None
     ) -> None:
-        """Record work that has ended."""
         if end_ns is None:
             end_ns = now_ns()
         self._events.append(
@@ -201,7 +196,6 @@ class Track(Tracer):
         )
 
     def sample(self, position: int, name: str, begin_ns: int, args: Args) -> None:
-        """Record a sample; if it ran in this lease before, that result is not used."""
         if name != REPEATED:
             earlier = self._samples.get(position)
             if earlier is not None:
@@ -212,7 +206,6 @@ class Track(Tracer):
         self.slice(name, begin_ns, None, args)
 
     def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
-        """Record work that may overlap with other slices."""
         self._count += 1
         identity = f'"cat":"minato","id":"{self._number}.{os.getpid()}.{self._count}","name":{_quoted(name)}'
         lines = (
@@ -222,7 +215,6 @@ class Track(Tracer):
         self._events.append((begin_ns, -end_ns, lines))
 
     def instant(self, name: str) -> None:
-        """Record that something happens now."""
         now = now_ns()
         self._events.append((now, -now, self._instant(name, now)))
 
@@ -240,26 +232,31 @@ class Track(Tracer):
         self._events.append((at_ns, -at_ns, line))
 
     def flush(self) -> None:
-        """Write the recorded events."""
         if self._events:
             self._events.sort()  # a slice comes before those inside it, which were recorded before it
-            lines = "".join([line for _, _, line in self._events])
-            full = f"the trace is full ({self.file.limit_bytes} bytes): nothing more of this track"
-            self.file.append(lines, self._instant(full, now_ns()))
+            self._append("".join([line for _, _, line in self._events]).encode("ascii"))
             self._events.clear()
         self._samples.clear()
+
+    def _append(self, data: bytes) -> None:
+        """Append lines; if they would exceed the limit, append one that says so instead, and then nothing more."""
+        descriptor = self._descriptor
+        if descriptor is None:
+            return
+        try:
+            if os.fstat(descriptor).st_size + len(data) > self._limit_bytes:
+                full = f"the trace is full ({self._limit_bytes} bytes): nothing more of this track"
+                self._descriptor, data = None, self._instant(full, now_ns()).encode("ascii")
+            if os.write(descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._descriptor, self.error = None, error
 
 
 def _members(args: Args | None) -> str:
     """The members of a JSON object."""
-    if args is None:
-        return ""
-    return ",".join(
-        [
-            f'"{name}":{value if type(value) is int else _in_json(value)}'
-            for name, value in args.items()
-        ]
-    )
+    members = (args or {}).items()
+    return ",".join([f'"{n}":{v if type(v) is int else _in_json(v)}' for n, v in members])
 
 
 def _in_json(value: object) -> str:
@@ -276,46 +273,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-# ---- the file, to which several processes append ---------------------------------------------
-
-
-class EventFile:
-    """A trace's file, as one thread of one process appends to it.
-
-    Events are appended by a single system call, so that lines do not mix and survive the process. If the file cannot
-    be written, recording ends, and ``error`` holds the reason.
-
-    Args:
-        limit_bytes: Limit of the file's size. Concurrent writes of other processes can exceed it slightly.
-    """
-
-    def __init__(self, path: str, limit_bytes: int) -> None:
-        self.error: OSError | None = None
-        self.open = False
-        """Whether events are still written."""
-        self.limit_bytes = limit_bytes
-        try:
-            self._descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
-        except OSError as error:
-            self.error = error
-            return
-        self.open = True
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def append(self, lines: str, at_the_end: str) -> None:
-        """Append lines; if they would exceed the limit, append ``at_the_end`` instead, and then nothing more."""
-        if not self.open:
-            return
-        data = lines.encode("ascii")
-        try:
-            if os.fstat(self._descriptor).st_size + len(data) > self.limit_bytes:
-                self.open = False
-                data = at_the_end.encode("ascii")
-            if os.write(self._descriptor, data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            self.open, self.error = False, error
-
+# ---- the training loop ----------------------------------------------------------------------
 
 _COUNT_EVERY_NS = 5_000_000
 """Minimum interval between two records of the counters."""
@@ -332,24 +290,20 @@ class LoopTrack(Observer):
         self._warned = False
 
     def begin(self, epoch: int, _progress: object, _source: object) -> None:
-        """An epoch begins."""
         self._epoch, self._batches, self._left_ns = epoch, 0, None
         self._entered_ns = now_ns()
 
     def started(self) -> None:
-        """The workers of the epoch have started."""
         self._track.slice("iter()", self._entered_ns, args={"epoch": self._epoch})
         self._track.flush()
 
     def enter(self) -> None:
-        """``next()`` is called."""
         self._entered_ns = now = now_ns()
         if self._left_ns is not None:
             self._track.slice("step", self._left_ns, now, self._batch())
             self._left_ns = None
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        """``next()`` returns a batch."""
         self._batches += 1
         track, now = self._track, now_ns()
         args = {**self._batch(), "samples": samples, "bytes": nbytes}
@@ -363,24 +317,18 @@ class LoopTrack(Observer):
             track.counter("memory in flight (bytes)", now, bytes=state.memory_bytes)
         track.flush()
         self._left_ns = now_ns()
-        self._warn()
+        if track.error is not None and not self._warned:
+            self._warned = True
+            warn(f"the trace ends here: {track.error}")
 
     def pinned(self, duration_ns: int) -> None:
-        """A batch was copied to pinned memory, after ``next()`` of the engine."""
         now = now_ns()
         self._track.slice("pin memory", now - duration_ns, now, self._batch())
         self._left_ns = now
 
     def finish(self) -> None:
-        """The epoch ends, in a call of ``next()``."""
         self._track.slice("next()", self._entered_ns, args={"epoch": self._epoch, "end": True})
         self._track.flush()
 
     def _batch(self) -> dict[str, int]:
         return {"epoch": self._epoch, "batch": self._batches - 1}
-
-    def _warn(self) -> None:
-        error = self._track.file.error
-        if error is not None and not self._warned:
-            self._warned = True
-            warn(f"the trace ends here: {error}", stacklevel=2)

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from minato._support.objects import Search, attribute
-from minato.observe.figures import Period, Setup, Stage, Verdict
+from minato.observe.figures import Period, Setup, Verdict
 
 __all__ = ["judge", "uses_pil"]
 
@@ -160,7 +160,6 @@ def _transfer(run: Period, costs: _Costs, lost: str) -> Verdict:
 
 
 def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
-    """The workers are at their limit."""
     workers = run.workers
     now = max(workers.count, 1)
     on_core = workers.on_core_share or 1.0
@@ -173,22 +172,20 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
     wanted = math.ceil(_MARGIN * costs.work / max(costs.serial, 1e-9))
     wanted = min(wanted, _MOST * now if in_cluster else useful)
     largest = max(run.stages, key=lambda stage: stage.share, default=None)
-    stage = "" if largest is None else largest.name
+    stage, most = "", "no stage was timed"
+    if largest is not None:
+        stage, most = largest.name, f"{largest.share:.0%} of it in {largest.name}"
     busy = (
         f"{workers.count} workers are busy {workers.busy_share:.0%} of their time, "
         f"{_ms(costs.work)} per batch"
     )
     if setup.num_workers == 0:
         busy = f"The training process itself works {_ms(costs.work)} per batch"
-    evidence = [lost, f"{busy}; {_share_of(largest)}."]
+    evidence = [lost, f"{busy}; {most}."]
     concurrency = math.ceil(wanted / now)
-    waits = on_core < 0.5 and costs.source >= 0.5
-    if (
-        waits
-        and setup.may_fetch_more
-        and setup.num_workers > 0
-        and concurrency > setup.fetch_concurrency
-    ):
+    may_fetch_more = setup.may_fetch_more and concurrency > setup.fetch_concurrency
+    waits = on_core < 0.5 and costs.source >= 0.5 and setup.num_workers > 0
+    if waits and may_fetch_more:
         work = costs.work * (1 - costs.source + costs.source / concurrency)
         evidence.append(f"They are on a core {on_core:.0%} of it: they wait for their reads.")
         return Verdict(
@@ -251,7 +248,6 @@ def _dearest_stage(setup: Setup, run: Period, costs: _Costs, evidence: list[str]
 
 
 def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
-    """The workers are idle although the loop waits."""
     workers, window = run.workers, run.prefetch_window
     evidence = (
         lost,
@@ -278,10 +274,6 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
     return Verdict("unknown", "The workers are idle for an unknown reason.", evidence)
 
 
-def _share_of(stage: Stage | None) -> str:
-    return "no stage was timed" if stage is None else f"{stage.share:.0%} of it in {stage.name}"
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
@@ -306,7 +298,7 @@ def uses_pil(objects: Iterable[object]) -> bool:
         lambda kind: False, of_class=note, opens=lambda kind: issubclass(kind.kind, Dataset)
     )
     search.run(roots)
-    return any(_refers_to_pil(name) for name in modules)
+    return any(map(_refers_to_pil, modules))
 
 
 def _refers_to_pil(name: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -73,10 +74,8 @@ class CostBatchSampler(Sampler[list[int]]):
     ) -> None:
         size, max_size = check_whole("size", size, 0), check_whole("max_size", max_size, 1)
         pool, seed = check_whole("pool", pool, 1), check_whole("seed", seed, None) or 0
-        num_replicas, rank = (
-            check_whole("num_replicas", num_replicas, 1),
-            check_whole("rank", rank, 0),
-        )
+        num_replicas = check_whole("num_replicas", num_replicas, 1)
+        rank = check_whole("rank", rank, 0)
         check_choice("oversized", oversized, ("raise", "alone", "skip"))
         max_cost = check_number("max_cost", max_cost) or 0
         if not max_cost > 0:
@@ -133,14 +132,8 @@ class CostBatchSampler(Sampler[list[int]]):
             steps = np.arange(len(batches) // ranks)
             if self._shuffle:
                 random.shuffle(steps)
-            self._cut = (
-                self.epoch,
-                [
-                    batches[number]
-                    for step in steps
-                    for number in range(step * ranks, (step + 1) * ranks)
-                ],
-            )
+            ordered = [batches[step * ranks : (step + 1) * ranks] for step in steps]
+            self._cut = self.epoch, list(chain.from_iterable(ordered))
         return self._cut[1]
 
     def _packed(self, indices: np.ndarray) -> list[list[int]]:
@@ -176,7 +169,8 @@ def _checked(costs: object, size: int | None) -> Costs:
         try:
             found = np.asarray(values, np.float64)
         except (TypeError, ValueError):  # of numbers of other libraries, each by itself
-            found = np.asarray([_or_itself(number_of(each), each) for each in values], np.float64)
+            numbers = ((number_of(each), each) for each in values)
+            found = np.asarray([each if n is None else n for n, each in numbers], np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(f"costs are no numbers, one for each index: {error}") from error
     if found.ndim != 1:
@@ -185,10 +179,6 @@ def _checked(costs: object, size: int | None) -> Costs:
         first = int(np.argmin(found >= 0))
         raise ValueError(f"the cost of index {first} is {found[first]}: give numbers of at least 0")
     return found
-
-
-def _or_itself(number: float | None, cost: object) -> object:
-    return cost if number is None else number
 
 
 def _fill_steps(batches: list[list[int]], ranks: int) -> None:

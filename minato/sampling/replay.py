@@ -141,13 +141,10 @@ def _is_batch(line: object) -> bool:
 
 
 def _is_key(index: object) -> bool:
-    if type(index) is list:
-        return (
-            len(index) == 2
-            and type(index[0]) in (int, str)
-            and type(index[1]) is int
-            and 0 < index[1] < 1 << 32
-        )
+    if type(index) is list and len(index) == 2:
+        index, before = index
+        if type(before) is not int or not 0 < before < 1 << 32:
+            return False
     return type(index) in (int, str)
 
 

@@ -640,9 +640,7 @@ class IndexBatches:
                 make = None if self._source is None else self._source.make
                 try:
                     drawn.append(drawn[0] if make is None else make(drawn[0]))
-                except (
-                    Exception
-                ):  # there are no such indices: as with torch, the next batch follows
+                except Exception:  # no such indices: as with torch, the next batch follows
                     self._num_dropped = drawn.number + 1
                     self._ahead.remove(drawn)
                     raise

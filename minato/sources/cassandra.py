@@ -7,13 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cassandra import (
-    AuthenticationFailed,
-    OperationTimedOut,
-    ProtocolVersion,
-    Timeout,
-    Unavailable,
-)
+from cassandra import AuthenticationFailed, OperationTimedOut, ProtocolVersion, Timeout, Unavailable
 from cassandra.auth import PlainTextAuthProvider
 from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile, NoHostAvailable
 from cassandra.concurrent import execute_concurrent_with_args
@@ -135,9 +129,7 @@ class Cassandra(TableSource, BatchedSource):
         except BaseException as error:
             cluster.shutdown()
             for refusal in getattr(error, "errors", {}).values():
-                if isinstance(
-                    refusal, AuthenticationFailed
-                ):  # which another attempt would not change
+                if isinstance(refusal, AuthenticationFailed):  # another attempt changes nothing
                     raise refusal from None
             raise
         profile = session.get_execution_profile(EXEC_PROFILE_DEFAULT)

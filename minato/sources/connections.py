@@ -93,9 +93,7 @@ class Connections(Generic[T]):
             works = True
             raise
         finally:
-            if (
-                os.getpid() != owner
-            ):  # forked within the block: the parent alone uses the connection
+            if os.getpid() != owner:  # forked within the block: the parent alone uses it
                 _inherited.append(connection)
             elif not works:
                 self._drop(connection)

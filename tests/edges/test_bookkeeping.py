@@ -28,7 +28,7 @@ from minato._support.text import message_of, short, text_of, traceback_of, type_
 from minato.errors import MinatoWarning, NotPicklableError
 from minato.observe.epoch_log import EpochLog
 from minato.observe.observers import Observer
-from minato.observe.trace import EventFile, LoopTrack
+from minato.observe.trace import LoopTrack, Track
 from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError
 from minato.transforms.compose import Transforms
@@ -654,11 +654,11 @@ def test_where_warnings_are_errors_no_batch_is_lost(
 
 
 def test_a_trace_that_ends_loses_no_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(self: EventFile, *_: object) -> None:
-        self.open, self.error = False, OSError(28, "No space left on device")
+    def full(self: Track) -> None:
+        self.error = OSError(28, "No space left on device")
 
     loader = DataLoader(Numbers(SIZE), BATCH, observe=Observe(trace=tmp_path / "trace.json"))
-    monkeypatch.setattr(EventFile, "append", full)
+    monkeypatch.setattr(Track, "flush", full)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         samples, (error,) = all_of(loader)

@@ -19,7 +19,7 @@ import pytest
 import minato
 from minato.observe import gpus
 from minato.observe.gpus import NBYTES, GpuTable, gpu_table, run, visible
-from minato.observe.machine import measure
+from minato.observe.machine import MachineMonitor
 from tests.datasets import Numbers, wait_until
 
 FAKE = '''
@@ -149,12 +149,14 @@ def test_one_process_watches_for_all_and_ends_with_the_last(driver: Path) -> Non
     assert abs(2 * counts["gpu0_idle"] - counts["gpu0_samples"]) <= 1
     assert counts["gpu1_idle"] == 0
     assert counts["gpu1_busy_percent"] == pytest.approx(80 * counts["gpu1_samples"], abs=80)
-    machine = measure(watch)
+    monitor = MachineMonitor()
+    monitor.gpus = watch
+    machine = monitor()
     assert machine.gpus == watch.gpus()
     assert machine.counts["gpu1_samples"] >= 4
     assert 0 < machine.available_bytes <= machine.limit_bytes
     assert machine.counts["disk_read_bytes"] >= 0
-    del watch
+    del watch, monitor
     assert side_processes() == []
 
 

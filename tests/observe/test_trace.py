@@ -24,7 +24,7 @@ from minato._core import now_ns
 from minato.delivery import device
 from minato.observe import trace as trace_module
 from minato.observe.observers import LoaderSnapshot
-from minato.observe.trace import EventFile, LoopTrack, Track
+from minato.observe.trace import LoopTrack, Tracks
 from minato.observe.tracer import Tracer
 from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
 from tests.delivery.recorder import Recorder
@@ -433,8 +433,7 @@ def test_without_measure(tmp_path: Path) -> None:
 def test_pinning_is_part_of_neither_next_nor_step(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text("[\n")
-    track = Track(EventFile(str(path), 1 << 20), 1, 1, "training loop")
-    loop = LoopTrack(track)
+    loop = LoopTrack(Tracks(str(path), 1 << 20, 1, 0, "loader").loop())
     loop.begin(0, None, None)
     loop.started()
     for _ in range(2):
@@ -457,8 +456,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
 
 def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(b"[\n")
-    track = Track(EventFile(str(tmp_path / "run.json"), 1 << 20), 1, 1, "training loop")
-    loop = LoopTrack(track)
+    loop = LoopTrack(Tracks(str(tmp_path / "run.json"), 1 << 20, 1, 0, "loader").loop())
     loop.begin(0, None, None)
     loop.started()
     loop.enter()
