@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from minato import Arrival, FastFirst
 from minato._support.counters import shared_integers
@@ -69,6 +69,40 @@ class Filled(Numbers):
 
     def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
         return np.full(self.shape, index, np.float32)
+
+
+class Failing(Numbers):
+    """Raises for some indices.
+
+    Args:
+        raises: What makes the exception, by index.
+    """
+
+    def __init__(self, size: int, raises: Mapping[int, Callable[[], BaseException]]) -> None:
+        super().__init__(size)
+        self.raises = raises
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.raises:
+            raise self.raises[index]()
+        return index
+
+
+class Lists(Numbers):
+    """Gives whole batches, which are lists of their indices."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+class Stream(IterableDataset[int]):
+    """Numbers; each worker gives all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
 
 
 class Samples(Dataset[Any]):
@@ -208,6 +242,23 @@ def outcomes(iterator: Iterator[Any], most: int = 100) -> list[Any]:
         except Exception as error:
             found.append(("raised", type(error), str(error)))
     raise AssertionError(f"no end after {most} batches")
+
+
+def drain(batches: Iterable[Any], most: int = 100) -> tuple[list[Any], list[BaseException]]:
+    """The samples of what is left of an epoch, and all that was raised on the way: after each error it goes on."""
+    found: list[Any] = []
+    raised: list[BaseException] = []
+    iterator = iter(batches)
+    while len(raised) < most:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            break
+        except BaseException as error:
+            raised.append(error)
+        else:
+            found += batch.tolist() if isinstance(batch, torch.Tensor) else batch
+    return found, raised
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "batch") -> None:

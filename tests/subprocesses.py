@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,6 +32,39 @@ def environment(pure: bool = False) -> dict[str, str]:
     if pure:
         variables["MINATO_NO_EXTENSIONS"] = "1"
     return variables
+
+
+def python(
+    *arguments: object,
+    cwd: Path = ROOT,
+    timeout_s: float = TIMEOUT_S,
+    given: str | None = None,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments to its end, whatever its exit code.
+
+    Args:
+        given: What it reads from stdin; None: this process's.
+        variables: Of its environment, beside this process's.
+    """
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**environment(), **variables},
+        input=given,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def output(*arguments: object, **options: Any) -> str:
+    """What Python wrote to stdout, which ended with 0 and wrote nothing to stderr; options are those of ``python``."""
+    done = python(*arguments, **options)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    return done.stdout
 
 
 def run(

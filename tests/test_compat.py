@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from minato import _compat
 from minato._support import counters, pickling
 from minato.batching.sample_spec import rules_hold
 from tests.datasets import assert_same
+from tests.subprocesses import output
 
 PACKAGE = Path(_compat.__file__).parent
 SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -382,16 +381,8 @@ def test_memory_is_left_alone_if_asked_for() -> None:
     """The numbers are the same, by public calls only."""
     answers = []
     for value in ("", "0"):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore:This DataLoader", "-c", DRAWS],
-            cwd=PACKAGE.parent,
-            env={**os.environ, "MINATO_DIRECT_MEMORY": value},
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=True,
-        )
-        answers.append(json.loads(done.stdout))
+        program = ("-W", "ignore:This DataLoader", "-c", DRAWS)
+        answers.append(json.loads(output(*program, MINATO_DIRECT_MEMORY=value)))
     (usual, expected), (without, batches) = answers
     assert all(usual.values())
     assert not any(without.values())

@@ -92,17 +92,6 @@ def test_break_and_begin_again_with_persistent_workers(order: str, workers: dict
         assert sorted(flat(indices(loader))) == list(range(40))
 
 
-@each_of({name: FEW[name] for name in ("2-processes", "2-threads")})
-def test_iterator_dropped_while_workers_run(workers: dict[str, Any]) -> None:
-    iterator = iter(DataLoader(Numbers(1000), 1, **workers))
-    assert next(iterator).tolist() == [0]
-    names = {thread.name for thread in threading.enumerate()}
-    assert multiprocessing.active_children() or any("minato" in name for name in names)
-    del iterator
-    wait_until(lambda: not multiprocessing.active_children())
-    wait_until(lambda: not any("minato" in thread.name for thread in threading.enumerate()))
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_loaders_within_datasets(num_workers: int) -> None:
     # The inner loader has been used before the workers were forked; each of them has a copy of it.

@@ -125,6 +125,9 @@ def test_getitems_in_arrival_order_and_without_batching(workers: dict[str, Any])
     assert sorted(map(len, free)) == [2, 3, 3, 3]
     with pytest.raises(AssertionError, match="fetched together"):
         list(DataLoader(Listed(11), None, **workers))
+    if workers["num_workers"]:
+        with pytest.raises(ValueError, match="returned . samples for . keys.*order='batch'"):
+            list(DataLoader(Fewer(11), 3, order="arrival", **workers))
 
 
 @each

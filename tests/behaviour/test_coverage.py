@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from minato import CoverageError, DataLoader
 from minato.sampling.progress import Tally
-from tests.datasets import ORDERS, Numbers, Sleepy, flat, indices
+from tests.datasets import ORDERS, Numbers, Sleepy, Stream, flat, indices
 
 NOTHING = Tally(0, 0)
 
@@ -81,14 +80,9 @@ def test_keys_of_any_kind(keys: list[list[Any]], num_workers: int) -> None:
     assert other.coverage().requested == coverage.requested
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(10))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_of_a_stream_are_counted(num_workers: int) -> None:
-    loader = DataLoader(Stream(), 3, num_workers=num_workers)
+    loader = DataLoader(Stream(10), 3, num_workers=num_workers)
     got = len(list(loader))
     coverage = loader.coverage()
     assert (coverage.delivered.samples, coverage.requested.samples) == (got, got)

@@ -19,16 +19,7 @@ import torch.utils.data
 
 import minato
 from minato import DataLoader, ErrorPolicy
-from tests.datasets import (
-    ORDERS,
-    Held,
-    Journal,
-    Numbers,
-    Samples,
-    flat,
-    indices,
-    outcomes,
-)
+from tests.datasets import ORDERS, Failing, Held, Journal, Numbers, Samples, flat, indices, outcomes
 from tests.selection import WORKERS, each
 
 TorchLoader = torch.utils.data.DataLoader
@@ -73,19 +64,6 @@ def test_what_a_sampler_raised_in_an_epoch_that_was_broken_off_is_not_told_in_th
         next(iterator)
     torn.fails = False
     assert [batch.tolist() for batch in loader] == [[i, i + 1] for i in range(0, 20, 2)]
-
-
-class Failing(Numbers):
-    """Raises for some indices."""
-
-    def __init__(self, size: int, raises: dict[int, Callable[[], BaseException]]) -> None:
-        super().__init__(size)
-        self.raises = raises
-
-    def __getitem__(self, index: int) -> int:
-        if index in self.raises:
-            raise self.raises[index]()
-        return index
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {

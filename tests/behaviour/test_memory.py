@@ -226,8 +226,7 @@ def test_many_loaders_share_the_address_space() -> None:
 
 
 def test_without_workers_the_budget_is_of_no_concern() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         check(list(DataLoader(Filled(12, 1000), 2, memory_budget=1000)), 12)
 
 
@@ -275,8 +274,7 @@ def test_batches_of_very_different_sizes() -> None:
     sizes = [1, 10, 100_000, 3, 2_000_000, 5, 1]
     samples = [np.full(size, number, np.float32) for number, size in enumerate(sizes * 6)]
     for workers in WORKERS.values():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             for number, batch in enumerate(DataLoader(Samples(samples), 1, **workers)):
                 assert batch.shape == (1, sizes[number % 7])
                 assert bool((batch == number).all())

@@ -279,8 +279,7 @@ def test_with_torchs_streams_they_are_torchs(num_workers: int) -> None:
 
 
 def warned(loader: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         list(loader), list(loader)
     return [str(each.message) for each in caught if "random generators" in str(each.message)]
 

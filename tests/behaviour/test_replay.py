@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from minato import DataLoader, Record, Replay
 from minato.sampling.epoch import Seeds
-from tests.datasets import Draws, Numbers, flat, indices
+from tests.datasets import Draws, Numbers, Stream, flat, indices
 
 
 class Jerky(Draws):
@@ -185,17 +184,12 @@ def test_a_file_that_is_not_there() -> None:
         DataLoader(Numbers(4), recording=Replay("/nowhere/at all"))
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
 def test_contradictions_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
     assert flat(indices(DataLoader(Numbers(4), 2, recording=Record(path)))) == [0, 1, 2, 3]
     for recording in (Record(path), Replay(path)):
         with pytest.raises(ValueError, match="an iterable dataset has none"):
-            DataLoader(Stream(), recording=recording)
+            DataLoader(Stream(3), recording=recording)
     with pytest.raises(ValueError, match="order='arrival' would change them"):
         DataLoader(Numbers(4), order="arrival", recording=Replay(path))
     for wrong in (str(path), [Record(path)]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -23,7 +24,7 @@ from torch.utils.data import (
 )
 
 from minato import DataLoader
-from tests.datasets import Draws, InOrder, Numbers, Shuffled, flat, indices
+from tests.datasets import Draws, Failing, InOrder, Numbers, Shuffled, flat, indices
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.subprocesses import run
@@ -240,22 +241,18 @@ def test_a_copied_loader_knows_its_epoch_and_no_iterator() -> None:
     assert indices(copy.deepcopy(loader)) == epochs[2]
 
 
-class Broken(Numbers):
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise ValueError("broken")
-        return index
+BROKEN = {5: functools.partial(ValueError, "broken")}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_batch_that_raised_is_done(num_workers: int) -> None:
-    loader = DataLoader(Broken(12), 4, num_workers=num_workers)
+    loader = DataLoader(Failing(12, BROKEN), 4, num_workers=num_workers)
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(ValueError, match="broken"):
         next(iterator)
     state = saved(loader)
-    assert indices(resumed(state, DataLoader(Broken(12), 4))) == [[8, 9, 10, 11]]
+    assert indices(resumed(state, DataLoader(Failing(12, BROKEN), 4))) == [[8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
@@ -263,7 +260,7 @@ def test_a_batch_that_raised_is_done(num_workers: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*samples of this epoch were skipped:RuntimeWarning")
 def test_skipped_samples_are_accounted_for(order: str) -> None:
     def loader() -> Any:
-        return DataLoader(Broken(22), 4, num_workers=1, order=order, errors="skip")
+        return DataLoader(Failing(22, BROKEN), 4, num_workers=1, order=order, errors="skip")
 
     iterator = iter(loader_ := loader())
     got = [next(iterator).tolist() for _ in range(2)]

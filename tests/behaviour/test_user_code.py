@@ -14,30 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import Sampler
 
 from minato import DataLoader, ErrorPolicy, MinatoWarning
 from minato.errors import SampleTimeoutError
-from tests.datasets import ORDERS, Numbers, flat
+from tests.datasets import ORDERS, Failing, Numbers, Stream, drain, flat
 from tests.selection import WORKERS, each, mostly_slow
 
 
 class OddError(Exception):
     """No library raises it."""
-
-
-def drain(iterator: Iterator[Any], most: int = 1000) -> tuple[list[int], list[BaseException]]:
-    """The samples of what is left of an epoch, and what was raised on the way."""
-    found: list[int] = []
-    raised: list[BaseException] = []
-    while len(raised) < most:
-        try:
-            found += next(iterator).tolist()
-        except StopIteration:
-            break
-        except (Exception, KeyboardInterrupt) as error:
-            raised.append(error)
-    return found, raised
 
 
 # ---- StopIteration --------------------------------------------------------------------------
@@ -92,23 +78,16 @@ def test_stop_iteration_of_collate_fn_is_an_error_that_names_the_batch(
     assert sorted(map(int, named.split(", "))) == missing
 
 
-class Stream(IterableDataset[int]):
-    """Five numbers."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
-
-
 def stops_at_two(sample: int) -> int:
     return next(iter(())) if sample == 2 else sample
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stream_ends_by_stop_iteration_of_its_iterator_alone(num_workers: int) -> None:
-    plain = DataLoader(Stream(), 2, num_workers=num_workers)
+    plain = DataLoader(Stream(5), 2, num_workers=num_workers)
     assert drain(iter(plain)) == ([0, 1, 2, 3, 4], [])
     for broken in ({"transforms": [stops_at_two]}, {"collate_fn": stopping_at_two}):
-        loader = DataLoader(Stream(), 2, num_workers=num_workers, **broken)
+        loader = DataLoader(Stream(5), 2, num_workers=num_workers, **broken)
         found, (error,) = drain(iter(loader))
         assert found == [0, 1, 4]
         assert isinstance(error, RuntimeError)
@@ -304,15 +283,6 @@ def test_worker_init_fn_that_raises_is_the_error_of_each_batch(workers: dict[str
     assert "worker_init_fn raised StopIteration" in str(raised[0])
 
 
-class Bad(Numbers):
-    """One sample raises."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise ValueError("bad")
-        return index
-
-
 def gives_up(failure: Any) -> int:
     raise OddError("from on_error")
 
@@ -325,7 +295,9 @@ def stops(failure: Any) -> int:
 @pytest.mark.parametrize("order", ORDERS)
 def test_on_error_that_raises_costs_its_batch(workers: dict[str, Any], order: str) -> None:
     for function, kind in ((gives_up, OddError), (stops, RuntimeError)):
-        loader = DataLoader(Bad(24), 4, errors=function, order=order, **workers)
+        loader = DataLoader(
+            Failing(24, {5: ValueError}), 4, errors=function, order=order, **workers
+        )
         found, raised = drain(iter(loader))
         assert len(found) == 20
         assert [type(error) for error in raised] == [kind]
@@ -415,7 +387,7 @@ def exits(argument: Any) -> Any:
 
 @pytest.mark.filterwarnings("error")
 def test_an_on_error_function_that_exits_is_an_error() -> None:
-    iterator = iter(DataLoader(Bad(8), 4, num_workers=1, errors=exits))
+    iterator = iter(DataLoader(Failing(8, {5: ValueError}), 4, num_workers=1, errors=exits))
     with pytest.raises(RuntimeError, match="SystemExit was raised"):
         [next(iterator) for _ in range(2)]
 

@@ -21,7 +21,7 @@ from minato._support.hashes import fingerprint
 from minato.caching import DiskCache, MemoryCache
 from minato.sources.connections import Settings
 from minato.sources.sql import SQLite
-from tests.datasets import Filled, Journal, Numbers, double, plus_one
+from tests.datasets import Filled, Journal, Numbers, Stream, double, plus_one
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
 
@@ -406,12 +406,7 @@ class Stateful(Numbers):
         raise AssertionError(state)
 
 
-class Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
-@pytest.mark.parametrize("dataset", [Stateful(3), Stream()])
+@pytest.mark.parametrize("dataset", [Stateful(3), Stream(0)])
 def test_samples_that_do_not_follow_from_an_index_are_refused(dataset: Any) -> None:
     with pytest.raises(ValueError, match="leave it out"):
         minato.DataLoader(dataset, cache=MemoryCache(1))

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import resource
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from minato.cli import doctor
 from minato.cli.doctor import Finding
 from minato.cli.main import main
 from minato.transforms import rng_memory
+from tests.subprocesses import python
 
 ROOT = Path(doctor.__file__).parents[1]
 GIB = 1 << 30
@@ -325,14 +325,7 @@ def test_real_limits() -> None:
             ("RLIMIT_AS", 200 << 30),
         )
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", DOCTOR_WITH.format(limits="\n".join(lines))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = python("-c", DOCTOR_WITH.format(limits="\n".join(lines)))
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     limiting = {each["name"] for each in report["machine"] if each["state"] == "limit"}

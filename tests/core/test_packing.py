@@ -5,13 +5,11 @@ from __future__ import annotations
 import collections
 import importlib
 import itertools
-import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +18,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.subprocesses import python
 
 N = 3
 GUARD = 0xA5
@@ -69,8 +69,7 @@ class SubFloat(float):
 
 def quietly(make: Callable[[], Any]) -> Any:
     """Make one of the tensors of which torch warns that they are new, or old."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return make()
 
 
@@ -611,13 +610,6 @@ def test_compiled_twin_on_another_torch(change: str) -> None:
     """Without DLPack's exchange functions, or with other tensors in memory, these are described in Python."""
     if change.startswith("del") and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this torch is one of those, and all other tests have shown it")
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_TORCH.format(change=change, file=__file__)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = python("-c", OTHER_TORCH.format(change=change, file=__file__))
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

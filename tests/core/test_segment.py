@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,9 @@ import pytest
 import torch
 
 from minato._core.segment import Segment
+from tests.datasets import wait_until
 from tests.stress.bare import ROOT
+from tests.subprocesses import output
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -37,10 +38,7 @@ def num_descriptors() -> int:
 
 def run(script: str) -> list[str]:
     """Run a program that imports the core alone; returns the words it prints."""
-    command = [sys.executable, "-c", "from tests.stress.bare import core, fork\n" + script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
+    return output("-c", "from tests.stress.bare import core, fork\n" + script).split()
 
 
 def double(segment: Segment, count: int) -> None:
@@ -175,10 +173,7 @@ os.kill(parent, signal.SIGKILL)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30)
     assert done.returncode == -signal.SIGKILL
     inode, pid = done.stdout.split()
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "sum").exists() or runs(int(pid)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: (tmp_path / "sum").exists() and not runs(int(pid)))
     assert int((tmp_path / "sum").read_text()) == 64 * MIB
     assert not any(mapped(inode))
 

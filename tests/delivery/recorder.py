@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +14,9 @@ import pytest
 import torch
 
 from minato.batching.arena import Arena, Slot
-from tests.datasets import Numbers
 
-
-class Grumbling(Numbers):
-    """One of its samples raises."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 10:
-            raise LookupError("sample 10 is not there")
-        return index
+GRUMBLES = {10: functools.partial(LookupError, "sample 10 is not there")}
+"""A sample that raises."""
 
 
 def indices_of(batches: list[Any]) -> list[list[int]]:

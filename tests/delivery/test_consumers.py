@@ -16,8 +16,8 @@ import torch
 
 from minato import DataLoader, ErrorPolicy
 from minato import consumers as module
-from tests.datasets import ORDERS, TOO_MANY_WORKERS, Filled, Numbers, Sleepy, wait_until
-from tests.delivery.recorder import Grumbling, Recorder, watch_slots
+from tests.datasets import ORDERS, TOO_MANY_WORKERS, Failing, Filled, Numbers, Sleepy, wait_until
+from tests.delivery.recorder import GRUMBLES, Recorder, watch_slots
 from tests.selection import each
 
 pytestmark = [pytest.mark.filterwarnings(TOO_MANY_WORKERS), pytest.mark.timeout(60)]
@@ -203,7 +203,7 @@ def test_a_thread_that_ends_in_mid_epoch_holds_up_nobody() -> None:
 
 @each
 def test_an_error_is_that_of_one_consumer(workers: Any) -> None:
-    loader = DataLoader(Grumbling(60), 2, **workers)
+    loader = DataLoader(Failing(60, GRUMBLES), 2, **workers)
 
     def train(consumer: Any) -> Any:
         got = []
@@ -225,7 +225,7 @@ def test_an_error_is_that_of_one_consumer(workers: Any) -> None:
 
 
 def test_after_an_error_a_consumer_may_go_on() -> None:
-    part = iter(DataLoader(Grumbling(20), 2).consumers(1)[0])
+    part = iter(DataLoader(Failing(20, GRUMBLES), 2).consumers(1)[0])
     got = [next(part) for _ in range(5)]
     with pytest.raises(LookupError):
         next(part)

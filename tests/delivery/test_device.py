@@ -26,6 +26,7 @@ from minato.delivery.device import move_leaves
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
+    Failing,
     Filled,
     Numbers,
     Pair,
@@ -33,7 +34,7 @@ from tests.datasets import (
     Sleepy,
     wait_until,
 )
-from tests.delivery.recorder import DeviceEvent, Grumbling, Recorder, indices_of, watch_slots
+from tests.delivery.recorder import GRUMBLES, DeviceEvent, Recorder, indices_of, watch_slots
 from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -273,7 +274,7 @@ def test_epochs_that_are_broken_off(
 
 @each_method
 def test_an_error_is_raised_when_its_turn_has_come(workers: Any, recorder: Recorder) -> None:
-    iterator = iter(make(Grumbling(24), **workers))
+    iterator = iter(make(Failing(24, GRUMBLES), **workers))
     batches = [next(iterator) for _ in range(3)]
     with pytest.raises(LookupError, match="sample 10"):
         next(iterator)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import subprocess
 import sys
 import threading
 import urllib.request
@@ -32,9 +31,9 @@ from minato.observe.trace import LoopTrack, Track
 from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError
 from minato.transforms.compose import Transforms
-from tests.datasets import Numbers, forked
+from tests.datasets import Numbers, drain, forked
 from tests.selection import mostly_slow
-from tests.subprocesses import ROOT, TIMEOUT_S, environment
+from tests.subprocesses import python
 
 SIZE, BATCH, BAD = 12, 4, 5
 
@@ -170,20 +169,6 @@ def hang() -> None:
         pass
 
 
-def all_of(loader: Any) -> tuple[list[int], list[Exception]]:
-    """The samples and errors of an epoch; whatever one ``next()`` raises, the next one goes on."""
-    found, errors = [], []
-    batches = iter(loader)
-    while True:
-        try:
-            found += next(batches).tolist()
-        except StopIteration:
-            return found, errors
-        except Exception as error:
-            errors.append(error)
-            assert len(errors) < SIZE, errors
-
-
 def first_error(loader: Any) -> Exception:
     with pytest.raises(RuntimeError) as raised:
         list(loader)
@@ -215,7 +200,7 @@ SWEEP = [
 @pytest.mark.parametrize(("workers", "kind", "bad"), SWEEP)
 def test_indices_of_any_behaviour(kind: str, workers: str, bad: Any, tmp_path: Path) -> None:
     keys = [(KEYS | UNPICKLABLE)[kind](i) for i in range(SIZE)]
-    theirs = all_of(TorchLoader(Keyed(bad), BATCH, sampler=keys, **forked(0)))
+    theirs = drain(TorchLoader(Keyed(bad), BATCH, sampler=keys, **forked(0)))
     trace, log = tmp_path / "trace.json", tmp_path / "log.jsonl"
     arguments: dict[str, Any] = {
         "sampler": keys,
@@ -225,7 +210,7 @@ def test_indices_of_any_behaviour(kind: str, workers: str, bad: Any, tmp_path: P
     loader: DataLoader[Any] = DataLoader(
         Keyed(bad), BATCH, observe=Observe(trace=trace), **arguments
     )
-    samples, errors = all_of(loader)
+    samples, errors = drain(loader)
     assert samples == theirs[0]
     assert [type(each) for each in errors] == [type(each) for each in theirs[1]]
     check_views(loader)
@@ -239,9 +224,8 @@ def test_indices_of_any_behaviour(kind: str, workers: str, bad: Any, tmp_path: P
     ):
         errors_are = ErrorPolicy(policy, log=log, retries=1)
         loader = DataLoader(Keyed(bad), BATCH, order="arrival", errors=errors_are, **arguments)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            samples, errors = all_of(loader)
+        with warnings.catch_warnings(action="ignore"):
+            samples, errors = drain(loader)
         assert set(samples) - {99} == set(range(SIZE)) - {BAD} or errors
         record = json.loads(log.read_text().splitlines()[-1])
         assert (record["outcome"], record["message"]) == (outcome, "bad")
@@ -255,7 +239,7 @@ def test_a_worker_that_dies_on_such_an_index(kind: str) -> None:
     keys = [KEYS[kind](i) for i in range(SIZE)]
     loader = DataLoader(Keyed(die), BATCH, sampler=keys, errors="skip", **forked(2))
     with pytest.warns(MinatoWarning) as warned:
-        assert all_of(loader)[0] == [i for i in range(SIZE) if i != BAD]
+        assert drain(loader)[0] == [i for i in range(SIZE) if i != BAD]
     assert sum("while it ran the sample with index" in str(each.message) for each in warned) == 2
     check_views(loader)
     loader = DataLoader(Keyed(die), BATCH, sampler=keys, **forked(2))
@@ -271,7 +255,7 @@ def test_such_an_index_that_takes_too_long(kind: str) -> None:
     policy = ErrorPolicy("skip", sample_timeout=1.0)
     loader = DataLoader(Keyed(hang), BATCH, sampler=keys, errors=policy, **forked(2))
     with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
-        assert all_of(loader)[0] == [i for i in range(SIZE) if i != BAD]
+        assert drain(loader)[0] == [i for i in range(SIZE) if i != BAD]
 
 
 @pytest.mark.parametrize("make", (KEYS | UNPICKLABLE).values(), ids=KEYS | UNPICKLABLE)
@@ -414,18 +398,17 @@ def test_exceptions_of_any_behaviour(kind: str, workers: str, tmp_path: Path) ->
     dataset, expected = Keyed(bad), [i for i in range(SIZE) if i // BATCH != BAD // BATCH]
     keys = [Odd(i) for i in range(SIZE)]
     arguments: dict[str, Any] = {"sampler": keys, **WORKERS[workers]}
-    samples, (error,) = all_of(DataLoader(dataset, BATCH, **arguments))
+    samples, (error,) = drain(DataLoader(dataset, BATCH, **arguments))
     assert samples == expected
     if workers == "0":
-        (theirs,) = all_of(TorchLoader(dataset, BATCH, sampler=keys))[1]
+        (theirs,) = drain(TorchLoader(dataset, BATCH, sampler=keys))[1]
         assert type(error) is type(theirs) or kind == "local"
     assert traceback_of(error).encode()
     for policy, outcome in (("skip", "skipped"), ("retry", "raised")):
         log = tmp_path / f"{policy}.jsonl"
         loader = DataLoader(dataset, BATCH, errors=ErrorPolicy(policy, log=log), **arguments)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            samples, errors = all_of(loader)
+        with warnings.catch_warnings(action="ignore"):
+            samples, errors = drain(loader)
         assert samples == (expected if errors else [i for i in range(SIZE) if i != BAD])
         (record,) = [json.loads(line) for line in log.read_text().splitlines()]
         assert record["outcome"] == outcome
@@ -484,7 +467,7 @@ def test_the_text_of_an_exception_that_cannot_be_sent_arrives() -> None:
         raise local()
 
     loader = DataLoader(Keyed(bad), BATCH, sampler=[Odd(i) for i in range(SIZE)], **forked(1))
-    _, (error,) = all_of(loader)
+    _, (error,) = drain(loader)
     assert type(error) is RuntimeError
     assert "Local: the text of a local class" in str(error)
     assert "in bad" in str(error)
@@ -606,7 +589,7 @@ def test_datasets_of_any_name() -> None:
         __repr__ = fails
 
     loader = DataLoader(Strange(SIZE), BATCH)
-    assert all_of(loader) == (list(range(SIZE)), [])
+    assert drain(loader) == (list(range(SIZE)), [])
     check_views(loader)
 
 
@@ -645,9 +628,8 @@ def test_where_warnings_are_errors_no_batch_is_lost(
 ) -> None:
     monkeypatch.setattr(place, method, fails)
     loader = DataLoader(Numbers(SIZE), BATCH, observe=Observe(trace=tmp_path / "trace.json"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        samples, errors = all_of(loader)
+    with warnings.catch_warnings(action="error"):
+        samples, errors = drain(loader)
     assert samples == list(range(SIZE))
     assert [type(each) for each in errors] == [MinatoWarning]
     assert "switched off, because it raised ValueError: broken" in str(errors[0])
@@ -659,9 +641,8 @@ def test_a_trace_that_ends_loses_no_batch(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     loader = DataLoader(Numbers(SIZE), BATCH, observe=Observe(trace=tmp_path / "trace.json"))
     monkeypatch.setattr(Track, "flush", full)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        samples, (error,) = all_of(loader)
+    with warnings.catch_warnings(action="error"):
+        samples, (error,) = drain(loader)
     assert samples == list(range(SIZE))
     assert "the trace ends here: [Errno 28]" in str(error)
     assert loader.report().run.throughput.samples == SIZE
@@ -685,8 +666,8 @@ def test_a_view_that_raises_is_switched_off_alone(event: str) -> None:
     observers: Any = loader._history.observers  # type: ignore[attr-defined]
     observers += [broken, sound]
     with pytest.warns(MinatoWarning, match="View of this loader is switched off"):
-        assert all_of(loader) == (list(range(SIZE)), [])
-    assert all_of(loader) == (list(range(SIZE)), [])
+        assert drain(loader) == (list(range(SIZE)), [])
+    assert drain(loader) == (list(range(SIZE)), [])
     assert sound.seen == ["started", "finish"] * 2
     assert broken not in observers
     assert loader.report().run.epochs == 2
@@ -704,9 +685,8 @@ def test_the_end_of_an_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("policy", ["skip", ErrorPolicy("skip", max_failures=1)])
 def test_the_warning_of_skipped_samples_as_an_error(policy: Any) -> None:
     loader = DataLoader(Numbers(SIZE), BATCH, transforms=[refuse_five], errors=policy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        samples, errors = all_of(loader)
+    with warnings.catch_warnings(action="error"):
+        samples, errors = drain(loader)
     assert samples == [i for i in range(SIZE) if i != BAD]
     assert [type(each) for each in errors] == [MinatoWarning]
     assert loader.report().epochs[0].finished
@@ -724,7 +704,7 @@ def test_a_handler_of_logs_that_raises() -> None:
     logger.setLevel(logging.DEBUG)
     try:
         loader = DataLoader(Numbers(SIZE), BATCH)
-        assert all_of(loader) == (list(range(SIZE)), [])
+        assert drain(loader) == (list(range(SIZE)), [])
         loader.close()
     finally:
         logger.removeHandler(handler)
@@ -749,9 +729,8 @@ def test_a_log_that_cannot_be_written(
             errors=ErrorPolicy("skip", log=log),
             **WORKERS[workers],
         )
-        with warnings.catch_warnings(record=True):
-            warnings.simplefilter("always")
-            assert all_of(loader)[0] == [i for i in range(SIZE) if i != BAD]
+        with warnings.catch_warnings(record=True, action="always"):
+            assert drain(loader)[0] == [i for i in range(SIZE) if i != BAD]
         errors = loader.report().run.errors
         assert (errors.skipped, errors.unrecorded) == (1, 1)
 
@@ -762,7 +741,7 @@ def test_costs_of_a_dataset_are_kept_whatever_its_class_answers(tmp_path: Path) 
 
     for _ in range(2):
         loader = DataLoader(Broken(SIZE), BATCH, stragglers=StragglerPolicy(history=tmp_path))
-        assert all_of(loader)[0] == list(range(SIZE))
+        assert drain(loader)[0] == list(range(SIZE))
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -771,8 +750,8 @@ def test_costs_of_a_dataset_without_a_fingerprint_are_not_kept(tmp_path: Path) -
     dataset.lock = threading.Lock()  # type: ignore[attr-defined]
     loader = DataLoader(dataset, BATCH, stragglers=StragglerPolicy(history=tmp_path))
     with pytest.warns(MinatoWarning, match="is not used, as the costs have no name: .*lock"):
-        assert all_of(loader)[0] == list(range(SIZE))
-    assert all_of(loader)[0] == list(range(SIZE))
+        assert drain(loader)[0] == list(range(SIZE))
+    assert drain(loader)[0] == list(range(SIZE))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -823,16 +802,8 @@ print(found == [i for i in range(12) if i != 5] * 3)
 @pytest.mark.parametrize("how", ["closed", "none", "full", "ascii"])
 def test_a_standard_error_that_takes_nothing(how: str, tmp_path: Path) -> None:
     variables = {"MINATO_LIVE": "1", "MINATO_REPORT": str(tmp_path / "report.txt"), "LC_ALL": "C"}
-    done = subprocess.run(
-        # Unbuffered: else Python keeps each line that failed, and fails again at each fork and at its end.
-        [sys.executable, "-u", "-c", SCRIPT, how],
-        env={**environment(), **variables},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    # Unbuffered: else Python keeps each line that failed, and fails again at each fork and at its end.
+    done = python("-u", "-c", SCRIPT, how, **variables)
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
     assert "\nWaiting\n" in (tmp_path / "report.txt").read_text()
 
@@ -880,16 +851,7 @@ def test_a_task_that_ends_the_event_loop(how: str, workers: dict[str, Any]) -> N
     loader = DataLoader(
         Subtasks(how), 2, fetch_concurrency=4, timeout=60 if workers else 0, errors=told, **workers
     )
-    found, batches = [], iter(loader)
-    errors: list[BaseException] = []
-    while True:
-        try:
-            found += next(batches).tolist()
-        except StopIteration:
-            break
-        except BaseException as error:
-            errors.append(error)
-            assert len(errors) < 3, errors
+    found, errors = drain(loader, 3)
     left_out = [] if how in ("stop", "background") else [4, 5]
     assert found == [2 * i for i in range(SIZE) if i not in left_out]
     is_repeated = how == "interrupt" and not workers  # it may be a Ctrl-C: the batch is made again

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 import minato
 from minato import DataLoader, ErrorPolicy
-from tests.datasets import Numbers, forked, three_draws
+from tests.datasets import Failing, Lists, Numbers, forked, three_draws
 from tests.selection import mostly_slow
 
 SIZE, BATCH = 24, 3
@@ -178,11 +178,6 @@ def test_a_collation_whose_worker_died_draws_the_same(tmp_path: Path) -> None:
     assert found == batches(tmp_path)
 
 
-class Lists(Numbers):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
-
-
 def test_datasets_that_take_lists() -> None:
     def batches(**options: Any) -> list[Any]:
         return list(DataLoader(Lists(SIZE), BATCH, seed=7, collate_fn=of_globals, **options))
@@ -190,17 +185,10 @@ def test_datasets_that_take_lists() -> None:
     assert batches() == batches(**forked(2))
 
 
-class Breaks(Numbers):
-    def __getitem__(self, index: int) -> int:
-        if index % 4 == 0:
-            raise ValueError(index)
-        return index
-
-
 def test_a_batch_whose_first_sample_is_skipped_draws_the_same() -> None:
     def batches(**options: Any) -> list[Any]:
         loader = DataLoader(
-            Breaks(SIZE),
+            Failing(SIZE, dict.fromkeys(range(0, SIZE, 4), ValueError)),
             BATCH,
             seed=7,
             collate_fn=of_globals,

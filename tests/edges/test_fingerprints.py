@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import linecache
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -23,7 +22,7 @@ import minato
 from minato._support.hashes import fingerprint
 from minato.caching import MemoryCache
 from minato.sharing import SharedDict, SharedList
-from tests.subprocesses import ROOT
+from tests.subprocesses import output
 
 HEAD = """
 import abc, builtins, collections, dataclasses, enum, functools, operator
@@ -237,12 +236,7 @@ def test_another_process_has_the_same_keys(tmp_path: Path, monkeypatch: pytest.M
         parts.append(f"def scope():\n{inner}\nMAKERS[{name!r}] = scope()\n")
     (tmp_path / "programs.py").write_text("".join(parts))
     # This process has another seed of str hashes, too: only one more is needed.
-    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SAME, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    there = output("-c", SAME, tmp_path, cwd=tmp_path, PYTHONHASHSEED="1")
     builtins.minato_k = 2  # type: ignore[attr-defined]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -250,7 +244,7 @@ def test_another_process_has_the_same_keys(tmp_path: Path, monkeypatch: pytest.M
     here = [f"{name} {fingerprint(make()).hex()}" for name, make in makers.items()]
     del sys.modules["programs"]
     assert len(here) == len({**BODIES, **STATES})
-    assert here == done.stdout.splitlines()
+    assert here == there.splitlines()
 
 
 def test_another_version_of_a_package_is_another_key(

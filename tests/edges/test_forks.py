@@ -340,8 +340,7 @@ def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:
     assert len(children) == 1
     wait_until(lambda: has_ended(children[0]))
     check_child(case, journal, children[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for child in children:
             try:
                 os.waitpid(child, 0)
@@ -877,8 +876,7 @@ def test_warnings_as_errors_lose_nothing() -> None:
     os.kill(batches._workers[0].pid, signal.SIGKILL)
     os.kill(batches._workers[1].pid, signal.SIGKILL)
     wait_until(lambda: len(batches._source._pool._watch._ended) == 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MinatoWarning)
+    with warnings.catch_warnings(action="error", category=MinatoWarning):
         while True:
             try:
                 seen += len(next(batches))

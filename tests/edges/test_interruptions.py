@@ -35,6 +35,7 @@ import minato
 from minato import Arrival, DataLoader, ErrorPolicy
 from minato.sampling.epoch import Epoch
 from tests.datasets import Draws, wait_until
+from tests.selection import mostly_slow
 
 LENGTH, SIZE = 51, 2
 TRACED = (os.path.dirname(minato.__file__), os.path.dirname(torch.utils.data.__file__))
@@ -244,18 +245,16 @@ def nothing_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_some_lines(kind: str) -> None:
-    interrupter = Interrupter(chance=0.05)
-    check(KINDS[kind], interrupter, 2 if kind == "processes" else 4, loses=kind == "stream")
-    assert interrupter.raised > 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_most_lines(kind: str) -> None:
-    interrupter = Interrupter(chance=0.5)
-    check(KINDS[kind], interrupter, 4 if kind == "processes" else 12, loses=kind == "stream")
-    assert interrupter.raised > 50
+@pytest.mark.parametrize(("chance", "epochs", "least"), mostly_slow([(0.05, 4, 3), (0.5, 12, 50)]))
+def test_any_line(kind: str, chance: float, epochs: int, least: int) -> None:
+    interrupter = Interrupter(chance)
+    check(
+        KINDS[kind],
+        interrupter,
+        epochs if kind != "processes" else epochs // 3 + 1,
+        kind == "stream",
+    )
+    assert interrupter.raised > least
 
 
 @pytest.mark.parametrize("kind", ["inline", "shuffled", "threads", "arrival", "streams", "stream"])
@@ -403,24 +402,14 @@ def numbers(epochs: Numbered, make: Callable[[], Any], most: int) -> None:
 
 
 @pytest.mark.parametrize("kind", NUMBERED)
+@pytest.mark.parametrize(("chance", "most", "least"), mostly_slow([(0.1, 4, 10), (0.2, 200, 50)]))
 def test_an_interrupted_iter_begins_the_same_epoch_again(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, chance: float, most: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = NUMBERED[kind]()
-    epochs = Numbered(monkeypatch, 0.1, **options)
-    numbers(epochs, lambda: drawing(**options), 4)
-    assert epochs.interrupter.raised > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", NUMBERED)
-def test_an_iter_that_is_interrupted_anywhere_begins_the_same_epoch_again(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = NUMBERED[kind]()
-    epochs = Numbered(monkeypatch, 0.2, **options)
-    numbers(epochs, lambda: drawing(**options), 40 if kind == "persistent" else 200)
-    assert epochs.interrupter.raised > 50
+    epochs = Numbered(monkeypatch, chance, **options)
+    numbers(epochs, lambda: drawing(**options), min(most, 40) if kind == "persistent" else most)
+    assert epochs.interrupter.raised > least
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3], ids=["unfinished", "all batches", "finished"])

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset, dataloader
+from torch.utils.data import dataloader
 from torch.utils.data._utils import collate, fetch, pin_memory, worker
 
 from minato import DataLoader, ErrorPolicy
 from minato._compat import fetcher_is_replaced, replaced_parts, torch_looks_on
-from tests.datasets import Numbers, double, forked
+from tests.datasets import Numbers, Stream, double, forked
 from tests.selection import mostly_slow
 
 TORCHS_ENGINE = "torch's engine loads"
@@ -196,8 +196,7 @@ def told(is_told: bool) -> Iterator[None]:
         with pytest.warns(RuntimeWarning, match=TORCHS_ENGINE):
             yield
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
+        with warnings.catch_warnings(action="error", category=RuntimeWarning):
             yield
 
 
@@ -248,16 +247,11 @@ def test_arguments_that_torchs_engine_does_without_are_refused(
         iter(loader)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(4))
-
-
 def test_the_fetcher_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     method = fetch._IterableDatasetFetcher.fetch
     monkeypatch.setattr(fetch._IterableDatasetFetcher, "fetch", wrapped(method, noted))
     with pytest.warns(RuntimeWarning, match=f"_IterableDatasetFetcher.*{TORCHS_ENGINE}"):
-        assert list(DataLoader(Stream(), 2, collate_fn=list)) == [[0, 1, "noted"], [2, 3, "noted"]]
+        assert list(DataLoader(Stream(4), 2, collate_fn=list)) == [[0, 1, "noted"], [2, 3, "noted"]]
     assert list(DataLoader(Numbers(2), 2, collate_fn=list)) == [[0, 1]]
 
 

@@ -19,7 +19,7 @@ from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato.caching import DiskCache, MemoryCache
 from minato.observe.report import Report
 from minato.transforms.compose import Transforms
-from tests.datasets import Numbers, forked
+from tests.datasets import Lists, Numbers, forked
 
 SIZE = 24
 
@@ -176,8 +176,7 @@ def test_all_views_have_the_same_stages(
         stragglers=StragglerPolicy(after_s=0.001),
         **WORKERS[workers],
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         while_running = [(served(loader), dict(loader.live().rows())) for _ in loader]
     assert all(stages == ["dataset", *names] for stages, _ in while_running)
     slowest = {rows["slowest"].partition(",")[0] for _, rows in while_running}
@@ -208,10 +207,6 @@ def test_each_transform_has_its_own_figures(kind: str) -> None:
 
 
 def test_samples_that_come_together_are_one_stage() -> None:
-    class Lists(Numbers):
-        def __getitems__(self, indices: list[int]) -> list[int]:
-            return indices
-
     loader = DataLoader(Lists(SIZE), 4, transforms=[named("samples")])
     list(loader)
     assert list(stages_of(loader.report())) == ["samples", "collate and copy"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minato import DataLoader
-from tests.datasets import ORDERS, Numbers, flat, indices
+from tests.datasets import ORDERS, Failing, Numbers, flat, indices
 
 FIRST = [[0, 1], [2, 3], [4]]
 
@@ -61,24 +61,14 @@ def test_an_epoch_that_is_broken_off_leaves_no_engine() -> None:
 
 
 def test_an_error_in_one_epoch_is_not_in_the_next() -> None:
-    class Fails(Numbers):
-        """Raises as long as it is told to."""
-
-        fails = True
-
-        def __getitem__(self, index: int) -> int:
-            if self.fails and index == 2:
-                raise KeyError(index)
-            return index
-
-    dataset = Fails(5)
+    dataset = Failing(5, {2: KeyError})
     loader = DataLoader(dataset, 2)
     iterator = iter(loader)
     assert next(iterator).tolist() == FIRST[0]
     with pytest.raises(KeyError):
         next(iterator)
     assert indices(iterator) == FIRST[2:]
-    dataset.fails = False
+    dataset.raises = {}
     assert indices(loader) == FIRST
 
 

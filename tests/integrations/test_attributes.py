@@ -116,16 +116,6 @@ def epochs() -> list[list[float]]:
     return [drawn(loader) for _ in range(5)]
 
 
-def test_epochs_count_up_or_are_told(epochs: list[list[float]]) -> None:
-    loader = minato.DataLoader(Numbers(6), 2, seed=5, transforms=[draw])
-    assert drawn(loader) == epochs[0]
-    loader.set_epoch(3)
-    assert drawn(loader) == epochs[3]
-    assert drawn(loader) == epochs[4]
-    loader.set_epoch(0)
-    assert drawn(loader) == epochs[0]
-
-
 @pytest.mark.parametrize("batched", [False, True])
 def test_epochs_follow_the_sampler(epochs: list[list[float]], batched: bool) -> None:
     sampler = DistributedSampler(Numbers(6), 1, 0, shuffle=False)

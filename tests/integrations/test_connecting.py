@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 
 from minato import MinatoWarning
 from minato.integrations.trainers import install_accelerate
-from tests.subprocesses import environment
+from tests.subprocesses import python
 
 EACH_IN_A_FORK = """
 import json, os, sys, traceback
@@ -131,14 +129,8 @@ assert accelerate.data_loader.prepare_data_loader(loader).order == "batch"
 
 def failures(scripts: dict[str, str]) -> dict[str, str]:
     """Run each script in a process of its own; returns the tracebacks of those that fail."""
-    done = subprocess.run(
-        [sys.executable, "-c", EACH_IN_A_FORK, json.dumps(scripts)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=True,
-    )
+    done = python("-c", EACH_IN_A_FORK, json.dumps(scripts))
+    assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 

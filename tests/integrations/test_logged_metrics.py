@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import minato
 from minato.integrations.logged import loaders_in, metrics_of
 from tests.datasets import Numbers
 from tests.integrations.models import Indexed
-from tests.subprocesses import TIMEOUT_S
+from tests.subprocesses import output
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds; ours are looked for
 
@@ -99,15 +97,7 @@ def test_lightning_under_both_names(package: str) -> None:
         "from minato.integrations.lightning import MetricsCallback\n"
         "assert issubclass(MetricsCallback, pl.Callback)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(minato.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    output("-c", program)
 
 
 def test_the_hugging_face_trainer(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
 import minato

@@ -25,7 +25,7 @@ import minato
 from minato.cli.main import main
 from minato.observe import live
 from minato.observe.text import plain
-from tests.datasets import Numbers
+from tests.datasets import Numbers, Stream
 from tests.observe.terminals import Terminal, terminal
 from tests.subprocesses import environment
 
@@ -299,11 +299,7 @@ def test_what_is_not_measured_cannot_be_shown() -> None:
 
 
 def test_a_stream_has_no_end_to_foretell(capsys: pytest.CaptureFixture[str]) -> None:
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(8))
-
-    with (loader := minato.DataLoader(Stream(), 2)).live() as view:
+    with (loader := minato.DataLoader(Stream(8), 2)).live() as view:
         batches = iter(loader)
         next(batches)
         assert view.rows()

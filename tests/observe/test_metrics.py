@@ -17,7 +17,7 @@ from minato.observe.metrics import CATALOG, values_of
 from minato.observe.observers import LoaderSnapshot, Metrics
 from minato.sampling.progress import Progress
 from minato.scheduling.slow_threshold import ThresholdDecision
-from tests.datasets import Numbers, double
+from tests.datasets import Failing, Numbers, double
 
 NAMES = [each.name for each in CATALOG]
 COUNTERS = [each.name for each in CATALOG if each.kind == "counter"]
@@ -84,23 +84,13 @@ def test_counters_never_fall() -> None:
 
 
 def test_failures_are_counted() -> None:
-    loader = minato.DataLoader(Broken(), 2, num_workers=1, errors="skip")
+    loader = minato.DataLoader(Failing(8, {5: ValueError}), 2, num_workers=1, errors="skip")
     with pytest.warns(minato.MinatoWarning, match="1 samples of this epoch were skipped"):
         list(loader)
     assert loader.metrics()["skipped_samples_total"] == 1
     with pytest.warns(minato.MinatoWarning, match="1 samples of this epoch were skipped"):
         list(loader)
     assert loader.metrics()["skipped_samples_total"] == 2
-
-
-class Broken(Numbers):
-    def __init__(self) -> None:
-        super().__init__(8)
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
-            raise ValueError("broken")
-        return super().__getitem__(index)
 
 
 def test_without_measuring_there_is_an_error() -> None:

@@ -7,7 +7,6 @@ import io
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from minato.observe.figures import PARTS, legend
 from minato.observe.observers import LoaderSnapshot, Metrics
 from minato.observe.report import Report
 from minato.sources.base import KeyedSource, Retry
-from tests.datasets import Filled, Journal, Numbers, Sleepy, wait_until
+from tests.datasets import Failing, Filled, Journal, Lists, Numbers, Sleepy, Stream, wait_until
 
 
 def pause(sample: Any) -> Any:
@@ -133,16 +132,6 @@ def test_each_figure_has_a_unit_and_a_reading() -> None:
         assert told["reading"]
 
 
-class Lists(Numbers):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return indices
-
-
-class Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(40)
-
-
 @pytest.mark.parametrize(
     ("dataset", "arguments"),
     [
@@ -151,7 +140,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
         (Filled(40, 8), {"num_workers": 2, "order": "fast_first"}),
         (Filled(40, 8), {"num_workers": 2, "persistent_workers": True, "seed": 1}),
         (Lists(40), {"num_workers": 1}),
-        (Stream(), {"num_workers": 1}),
+        (Stream(40), {"num_workers": 1}),
         (Numbers(40), {"num_workers": 1, "compat": "torch"}),
         (Sleepy(40, 0.001), {"num_workers": 1, "fetch_concurrency": 8, "transforms": [pause]}),
     ],
@@ -197,13 +186,11 @@ def test_time_between_epochs_is_no_idle_time() -> None:
 
 
 def test_failures_are_counted() -> None:
-    class Bad(Numbers):
-        def __getitem__(self, index: int) -> int:
-            if index % 10 == 0:
-                raise ValueError
-            return index
-
-    loader = DataLoader(Bad(40), 4, errors=ErrorPolicy(on_error="skip", retries=2))
+    loader = DataLoader(
+        Failing(40, dict.fromkeys(range(0, 40, 10), ValueError)),
+        4,
+        errors=ErrorPolicy(on_error="skip", retries=2),
+    )
     with pytest.warns(RuntimeWarning, match="4 samples of this epoch were skipped"):
         report = run(loader)
     assert report.run.errors.skipped == 4

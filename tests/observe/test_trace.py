@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
@@ -26,24 +25,22 @@ from minato.observe import trace as trace_module
 from minato.observe.observers import LoaderSnapshot
 from minato.observe.trace import LoopTrack, Tracks
 from minato.observe.tracer import Tracer
-from tests.datasets import Filled, Numbers, Sleepy, double, plus_one, wait_until
+from tests.datasets import (
+    Failing,
+    Filled,
+    Lists,
+    Numbers,
+    Sleepy,
+    Stream,
+    double,
+    plus_one,
+    wait_until,
+)
 from tests.delivery.recorder import Recorder
 from tests.disks import file_size_limit, small_disk
 from tests.observe.events import check_nesting, names, parents, read, samples, tracks
 
 SIZE, BATCH = 24, 4
-
-
-class Lists(Numbers):
-    """Gives whole batches."""
-
-    def __getitems__(self, keys: list[int]) -> list[int]:
-        return keys
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(SIZE))
 
 
 class DrawsLate(Numbers):
@@ -52,15 +49,6 @@ class DrawsLate(Numbers):
     def __getitem__(self, index: int) -> int:
         if index > 200:
             random.random()
-        return index
-
-
-class Failing(Numbers):
-    """Sample 3 raises."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3:
-            raise ValueError(index)
         return index
 
 
@@ -239,7 +227,7 @@ def test_samples_that_run_again_to_be_collated_count_once(tmp_path: Path) -> Non
 def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     loader: Any = DataLoader(
-        Failing(SIZE),
+        Failing(SIZE, {3: ValueError}),
         BATCH,
         errors=ErrorPolicy(on_error="skip", retries=1),
         observe=Observe(trace=path),
@@ -254,7 +242,7 @@ def test_what_raised_is_told_with_its_error(tmp_path: Path) -> None:
     assert samples(events) == once(1) - Counter([(0, 3)])
 
 
-@pytest.mark.parametrize("dataset", [Lists(SIZE), Stream()], ids=["lists", "stream"])
+@pytest.mark.parametrize("dataset", [Lists(SIZE), Stream(SIZE)], ids=["lists", "stream"])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_that_come_as_a_whole(dataset: Any, num_workers: int, tmp_path: Path) -> None:
     path = tmp_path / "run.json"

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,12 @@ import torch.multiprocessing
 from torch.utils.data import (
     BatchSampler,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
 )
 
 import minato
-from tests.datasets import Numbers, Samples, double, flat
+from tests.datasets import Numbers, Samples, Stream, flat
 from tests.parity.harness import (
     AS_TORCH_IS_NOW,
     TORCH_IS_UNTIDY,
@@ -35,14 +33,6 @@ from tests.parity.harness import (
     same_for_both,
 )
 from tests.parity.material import OnlyIter, Tensors, identity, no_op
-
-
-class Stream(IterableDataset):
-    """An iterable dataset."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
-
 
 # ---- the signature --------------------------------------------------------------------------
 
@@ -168,10 +158,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "context-unknown": ((FOUR,), {"multiprocessing_context": "none", "num_workers": 1}),
     "context-type": ((FOUR,), {"multiprocessing_context": 3, "num_workers": 1}),
     "context-module": ((FOUR,), {"multiprocessing_context": multiprocessing, "num_workers": 1}),
-    "stream-shuffle": ((Stream(),), {"shuffle": True}),
-    "stream-sampler": ((Stream(),), {"sampler": [1]}),
-    "stream-batches": ((Stream(),), {"batch_sampler": [[1]]}),
-    "stream-drop-without-batching": ((Stream(), None), {"drop_last": True}),
+    "stream-shuffle": ((Stream(5),), {"shuffle": True}),
+    "stream-sampler": ((Stream(5),), {"sampler": [1]}),
+    "stream-batches": ((Stream(5),), {"batch_sampler": [[1]]}),
+    "stream-drop-without-batching": ((Stream(5), None), {"drop_last": True}),
 }
 BEGUN: dict[str, dict[str, Any]] = {
     "timeout-without-workers": {"timeout": 3},
@@ -375,40 +365,6 @@ def test_generic() -> None:
         assert flat(Integers(Numbers(3), batch_size=2)) == [0, 1, 2]
 
 
-def subclass_of(kind: Any) -> Any:
-    """A loader that meddles with most of what there is."""
-
-    class Meddler(kind):  # type: ignore[misc]
-        wishes = 3
-
-        def __init__(self, dataset: Any, *args: Any, extra: str = "-", **named: Any) -> None:
-            self.extra = extra
-            super().__init__(dataset, *args, collate_fn=self.gather, **named)
-            self.passes = 0
-
-        def gather(self, samples: list[Any]) -> Any:
-            return self.extra, samples
-
-        def __iter__(self) -> Iterator[Any]:
-            self.passes += 1
-            for batch in super().__iter__():
-                yield (self.passes, batch)
-
-        def __len__(self) -> int:
-            return super().__len__() + self.wishes
-
-    return Meddler
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_subclass(workers: int) -> None:
-    def case(make: Any) -> Any:
-        loader = subclass_of(make)(Numbers(5), 2, extra="x", num_workers=workers)
-        return len(loader), [*loader], [*loader], loader.passes, loader.extra
-
-    same_for_both(case)
-
-
 # ---- copies ---------------------------------------------------------------------------------
 
 
@@ -446,17 +402,6 @@ def test_loader_made_from_the_attributes_of_another(name: str) -> None:
         return seen_attributes(loader), drain(iter(loader))
 
     same_for_both(case)
-
-
-def test_own_arguments_are_copied_with_the_attributes() -> None:
-    loader = minato.DataLoader(
-        Numbers(7), 7, shuffle=True, seed=5, transforms=[double], compat="torch", order="batch"
-    )
-    other = rebuilt(loader)
-    assert flat(other) == flat(loader)
-    assert sorted(flat(other)) == [*range(0, 14, 2)]
-    kept = other.seed, other.transforms, other.compat, other.order
-    assert kept == (5, [double], "torch", "batch")
 
 
 @pytest.mark.parametrize("name", LOADERS)

@@ -268,8 +268,7 @@ def numpy_samples() -> dict[str, list[Any]]:
 
 def quietly(make: Callable[[], Any]) -> Any:
     """Call something that warns once in a process, that it is experimental."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return make()
 
 

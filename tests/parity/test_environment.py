@@ -7,8 +7,6 @@ import multiprocessing
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ from tests.datasets import Numbers
 from tests.parity import material
 from tests.parity.harness import TORCH_IS_UNTIDY, each, same_for_both
 from tests.parity.material import Drawing, Mixed
-from tests.subprocesses import SCRIPTS, TIMEOUT_S, environment
+from tests.subprocesses import ROOT, SCRIPTS, python
 
 
 def in_a_thread(action: Callable[[], Any]) -> Any:
@@ -241,23 +239,10 @@ def test_default_start_method_is_that_of_the_moment(start_method: Callable[[str]
 GOT = "0 2\n4 6\n8\n"
 
 
-def outcome(*arguments: str, cwd: Path | None = None) -> tuple[str, str]:
+def outcome(*arguments: str, cwd: Path = ROOT) -> tuple[str, str]:
     """What a program wrote to stdout and stderr."""
-    ended = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "error",
-            "-W",
-            "ignore:This DataLoader will:UserWarning",
-            *arguments,
-        ],
-        env=environment(),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    strict = ("-W", "error", "-W", "ignore:This DataLoader will:UserWarning")
+    ended = python(*strict, *arguments, cwd=cwd)
     return ended.stdout, ended.stderr
 
 

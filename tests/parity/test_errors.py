@@ -442,8 +442,7 @@ def test_warnings_of_samples_as_errors() -> None:
             return index
 
     def case(make: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             return [drain(iter(make(Warns(3), num_workers=number))) for number in (0, 1)]
 
     same_for_both(case)
@@ -458,8 +457,7 @@ def test_warning_about_a_length_as_an_error() -> None:
             return "a liar"
 
     def case(make: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             found = []
             for number in (0, 1):
                 loader = make(Lies(5), num_workers=number)

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     Dataset,
-    DistributedSampler,
     RandomSampler,
     Subset,
     SubsetRandomSampler,
@@ -34,6 +33,8 @@ from tests.parity.harness import (
     same_for_both,
 )
 from tests.parity.material import Listed, OnlyIter, identity
+
+pytestmark = pytest.mark.usefixtures("torch_looks_often")
 
 # ---- keys -----------------------------------------------------------------------------------
 
@@ -279,22 +280,6 @@ def test_sampler_that_raises_and_goes_on() -> None:
 
 
 @each
-def test_distributed_sampler_and_its_epochs(workers: dict[str, Any], own: dict[str, Any]) -> None:
-    for persistent in (False, True) if workers["num_workers"] else (False,):
-
-        def case(make: Any, persistent: bool = persistent) -> Any:
-            sampler = DistributedSampler(range(11), num_replicas=3, rank=2, seed=4)
-            loader = make(Numbers(11), 2, sampler=sampler, persistent_workers=persistent, **workers)
-            seen = [len(loader)]
-            for epoch in (0, 1, 1, 5, 2):
-                sampler.set_epoch(epoch)
-                seen.append([*loader])
-            return seen
-
-        same_for_both(case, **own)
-
-
-@each
 def test_sampler_that_is_changed_between_passes(
     workers: dict[str, Any], own: dict[str, Any]
 ) -> None:
@@ -346,24 +331,6 @@ def test_batches_larger_than_any_usual_one(workers: dict[str, Any], own: dict[st
 
 
 @each
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_dataset_that_grows_between_passes(
-    shuffle: bool, workers: dict[str, Any], own: dict[str, Any]
-) -> None:
-    def case(make: Any) -> Any:
-        data = [float(i) for i in range(5)]
-        loader = make(data, 2, shuffle=shuffle, **workers)
-        seen = []
-        for more in (0, 3, 1):
-            data.extend(range(more))
-            seen.append((len(loader), [*loader]))
-        del data[2:]
-        return [*seen, len(loader), [*loader]]
-
-    same_for_both(case, **own)
-
-
-@each
 def test_without_batching(workers: dict[str, Any], own: dict[str, Any]) -> None:
     samples = [
         *(1, 2.5, True, None, "text", b"bytes", 3j),
@@ -381,18 +348,3 @@ def test_without_batching(workers: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 # ---- iterators ------------------------------------------------------------------------------
-
-
-@each
-def test_iterators(workers: dict[str, Any], own: dict[str, Any]) -> None:
-    def case(make: Any) -> Any:
-        loader = make(Numbers(7), 2, **workers)
-        first, second = iter(loader), iter(loader)
-        seen = [iter(first) is first, first is second, len(first), next(first)]
-        seen += [next(second), next(first), next(second), [*first], [*second]]
-        seen += [attempt(lambda: next(first)), attempt(lambda: next(first)), len(second)]
-        seen += [*enumerate(loader), [*zip(loader, loader, strict=True)]]
-        head, *rest = loader
-        return [*seen, head, len(rest), sum(1 for _ in loader)]
-
-    same_for_both(case, **own)

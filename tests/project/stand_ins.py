@@ -184,8 +184,7 @@ def _bad_samples() -> dict[str, Any]:
     dataset = OneBad(40, OSError("truncated"))
     policy = minato.ErrorPolicy("skip", log="bad.jsonl")
     loader = DataLoader(dataset, 8, num_workers=2, errors=policy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         assert sum(len(labels) for _, labels in loader) == 62
     return {"dataset": dataset, "loader": loader}
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import minato
-from tests.subprocesses import TIMEOUT_S
+from tests import subprocesses
 
 PACKAGE = Path(__file__).parents[2] / "minato"
 OPTIONAL = ["IPython", "matplotlib", "nibabel", "nilearn", "rich", "scipy", "sklearn"]
@@ -163,20 +160,7 @@ def run(script: str, *arguments: str, **variables: str) -> str:
 
 def run_python(*arguments: str, **variables: str) -> str:
     """Run a fresh interpreter at the root; return its output."""
-    environment = {**os.environ, **variables}
-    if "MINATO_NO_EXTENSIONS" not in variables:
-        environment.pop("MINATO_NO_EXTENSIONS", None)
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=PACKAGE.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return subprocesses.output(*arguments, **{"MINATO_NO_EXTENSIONS": "", **variables})
 
 
 def modules() -> list[str]:
@@ -291,14 +275,7 @@ def test_the_other_project_of_this_name_is_refused(tmp_path: Path, later: str, m
     if later == "minato":
         (package / "__init__.py").unlink()
         (package / "__init__.py").write_text("from minato.minato import Minato\n")
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    done = subprocesses.python("-c", f"import {module}", cwd=tmp_path)
     theirs = later == "minato" and module == "minato"
     assert (done.returncode == 0) == theirs
     if not theirs:

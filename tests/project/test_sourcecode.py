@@ -7,13 +7,13 @@ import functools
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.subprocesses import python
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "minato"
@@ -408,13 +408,8 @@ def test_twins_agree(name: str) -> None:
 @pytest.mark.timeout(180)  # all of the core is translated, on however many cores are free
 def test_cython_has_no_performance_hint(tmp_path: Path) -> None:
     script = "import sys, setup; setup.extensions(build_dir=sys.argv[1], force=True)"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", script, tmp_path, timeout_s=170)
+    assert done.returncode == 0, done.stderr
     lines = (done.stdout + done.stderr).splitlines()
     assert [line for line in lines if "hint" in line or "warning" in line] == []
 

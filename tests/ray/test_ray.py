@@ -228,25 +228,23 @@ def from_processes(mark: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def rig(mark: str, from_processes: list[Any]) -> Iterator[Rig]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's
-        with one_node() as cluster:
-            keys, treatment = Keys(), Treatment()
-            loader = loader_of(
-                mark,
-                keys,
-                workers=RayWorkers(),
-                errors=ErrorPolicy(on_error=treatment, retries=1),
-                observe=Observe(trace=f"{mark}.trace"),
-            )
-            servers.THREADS.update({"minato-0", "minato-1"})  # new ones, where actors are replaced
-            first = list(loader)
-            cluster.add_node(**NODE)
-            adopt()
-            until_both_work(loader)
-            yield Rig(cluster, first, loader, keys, treatment)
-            loader._iterator = None
-            del loader
+    with warnings.catch_warnings(action="ignore"), one_node() as cluster:  # Ray's
+        keys, treatment = Keys(), Treatment()
+        loader = loader_of(
+            mark,
+            keys,
+            workers=RayWorkers(),
+            errors=ErrorPolicy(on_error=treatment, retries=1),
+            observe=Observe(trace=f"{mark}.trace"),
+        )
+        servers.THREADS.update({"minato-0", "minato-1"})  # new ones, where actors are replaced
+        first = list(loader)
+        cluster.add_node(**NODE)
+        adopt()
+        until_both_work(loader)
+        yield Rig(cluster, first, loader, keys, treatment)
+        loader._iterator = None
+        del loader
 
 
 @needs_ray

@@ -332,30 +332,6 @@ class Journal:
             self._publish(batch, self._ledger.fill(here, place, taken))
             done += taken
 
-    def deliver_free_error(
-        self, position: int, index: Any, error: BaseException, *, slow: bool = False
-    ) -> None:
-        place, batch, _ = self._ledger.reserve(position, 1, slow)
-        self._error(place, index, error)
-        self._publish(batch, self._ledger.fill(position, place))
-
-    def deliver_list(
-        self,
-        batch: int,
-        indices: Sequence[Any],
-        result: Any,
-        error: BaseException | None = None,
-        state: Any = None,
-    ) -> None:
-        record = self._ledger.describe(batch)
-        if error is not None:
-            self._error(record.first, indices, error)
-        elif type(result) is list and len(result) == record.count and not self.collates:
-            self._samples(record.first, 0, result)
-        else:
-            self._collated(batch, result, state)
-        self._publish(batch, self._ledger.fill_run(batch, 0, record.count))
-
     def publish(self, batch: int) -> None:
         self.journal.append("collate")
         self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)

@@ -70,8 +70,7 @@ def test_the_first_batch_is_always_opened() -> None:
         window.observe(2000)
     assert window.has_room(0)
     assert not window.has_room(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         window.observe(3000)  # it was said once
 
 

@@ -6,8 +6,6 @@ import base64
 import json
 import pickle
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +23,7 @@ pytest.importorskip("obstore", reason="obstore is not installed: install the ext
 
 from minato.sources.objects import Objects, Part, _whole, tar_members
 from minato.sources.splits import load_splits, save_splits
+from tests.subprocesses import output
 
 
 def test_members_of_a_tar_file_are_read_by_their_ranges(
@@ -242,15 +241,7 @@ except Exception as error:
 
 def run_alone(script: str, folder: Path) -> None:
     """Run a script in a process of its own; it must write nothing to stderr."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-        cwd=Path(__file__).parents[2],
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    output("-W", "ignore", "-c", script, folder)
 
 
 def test_a_listing_that_panics_dies_or_hangs_is_an_error(tmp_path: Path) -> None:

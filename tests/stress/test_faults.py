@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests import subprocesses
 from tests.stress.faults import FAULTS, METHODS, SENSELESS, choose, report
+from tests.subprocesses import python
 
 
 @pytest.mark.slow
@@ -16,13 +13,7 @@ from tests.stress.faults import FAULTS, METHODS, SENSELESS, choose, report
 @pytest.mark.timeout(900)
 def test_faults_in_all_orders_with_all_kinds_of_workers(stress_s: float) -> None:
     """In a process of its own, which has no threads when it forks the cells."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.stress.faults", "--seconds", str(stress_s)],
-        cwd=subprocesses.ROOT,
-        env=subprocesses.environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = python("-m", "tests.stress.faults", "--seconds", stress_s, timeout_s=900)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
 

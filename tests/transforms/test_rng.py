@@ -5,10 +5,8 @@ import contextlib
 import ctypes
 import importlib
 import itertools
-import os
 import pickle
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +23,7 @@ from minato._core import _seeding_py
 from minato._support.hashes import index_hash
 from minato.transforms import rng, rng_memory
 from minato.transforms.rng import SampleRandomness, current, numpy_rng, python_rng, torch_rng
+from tests.subprocesses import output
 
 early_numpy = np.random.random_sample
 Point = collections.namedtuple("Point", "x y")
@@ -450,15 +449,8 @@ def test_words_of_keys_are_the_same_in_every_process() -> None:
         "Point = collections.namedtuple('Point', 'x y')\n"
         f"print([index_hash(key) for key in {OTHER_KEYS} if key is not Point])"
     )
-    there = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env={"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
     here = [index_hash(key) for key in eval(OTHER_KEYS) if key is not Point]
-    assert there.stdout == f"{here}\n"
+    assert output("-W", "ignore", "-c", program, PYTHONHASHSEED="1") == f"{here}\n"
 
 
 def test_equal_keys_have_equal_words_whatever_they_share() -> None:

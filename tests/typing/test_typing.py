@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.subprocesses import python
 
 
 @pytest.mark.slow
@@ -14,19 +14,8 @@ import pytest
 def test_the_constructor_is_typed(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     file = Path(__file__).with_name("constructor.py")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--warn-unused-ignores",
-            f"--cache-dir={tmp_path}",
-            str(file),
-        ],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = python(
+        "-m", "mypy", "--warn-unused-ignores", f"--cache-dir={tmp_path}", file, timeout_s=290
     )
     assert (done.returncode, done.stdout) == (0, "Success: no issues found in 1 source file\n"), (
         done.stdout + done.stderr

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import minato
-from tests.datasets import ORDERS, Journal, Numbers, Sleepy
+from minato.workers.reads import BegunLists
+from tests.datasets import ORDERS, Journal, Numbers, Sleepy, Stream, drain
 
+Done = Callable[[Callable[[], Any] | None], None]
 KINDS = [(0, "process"), (2, "process"), (2, "thread")]
 
 
@@ -34,16 +36,17 @@ class Waits(Numbers):
     def delay_s(self, index: int) -> float:
         return self.longest_s * random.Random(index).random()
 
-    def change(self, by: int) -> None:
+    def change(self, by: int) -> int:
         with self.lock:
             self.running += by
             self.most = max(self.most, self.running)
+            return self.running
 
     def __getitem__(self, index: int) -> Any:
         self.change(1)
         time.sleep(self.delay_s(index))
         self.change(-1)
-        return {"value": index, "most": self.most, "pid": os.getpid()}
+        return {"value": index, "most": self.most}
 
     def __getstate__(self) -> Any:
         return {**self.__dict__, "lock": None}
@@ -59,7 +62,61 @@ class Awaits(Waits):
         self.change(1)
         await asyncio.sleep(self.delay_s(index))
         self.change(-1)
-        return {"value": index, "most": self.most, "pid": os.getpid()}
+        return {"value": index, "most": self.most}
+
+
+class Begins(Waits):
+    """Batches that a library reads, the later ones faster."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self.sample(index, 0) for index in indices]
+
+    def sample(self, index: int, running: int) -> Any:
+        return {"value": index, "running": running}
+
+    def __beginitems__(self, indices: Sequence[int], done: Done) -> bool:
+        running = self.change(1)
+
+        def arrive() -> None:
+            self.change(-1)
+            done(lambda: [self.sample(index, running) for index in indices])
+
+        threading.Timer(0.02 if indices[0] % 8 else 0.04, arrive).start()
+        return True
+
+
+class Refuses(Begins):
+    """The library refuses some batches, breaks at some and loses some: then ``__getitems__`` reads."""
+
+    def __beginitems__(self, indices: Sequence[int], done: Done) -> bool:
+        case = indices[0] // 4 % 4
+        if case == 0:
+            return False
+        if case == 1:
+            raise RuntimeError("the library is not ready")
+        if case == 2:
+            threading.Timer(0.002, done, [None]).start()
+            return True
+        return super().__beginitems__(indices, done)
+
+
+READS: dict[str, tuple[Callable[[int], Numbers], dict[str, Any]]] = {
+    "threads": (Waits, {"fetch_concurrency": 6}),
+    "coroutines": (Awaits, {"fetch_concurrency": 6}),
+    "lists": (Begins, {}),
+    "lists that are refused": (Refuses, {}),
+}
+
+
+class Begun(Numbers):
+    """The lists of another kind of samples, begun and read by another thread."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+    def __beginitems__(self, indices: Sequence[int], done: Done) -> bool:
+        threading.Timer(0.002, done, [lambda: self.__getitems__(indices)]).start()
+        return True
 
 
 class Fails(Numbers):
@@ -71,6 +128,10 @@ class Fails(Numbers):
         if index in (5, 6, 21):
             raise ValueError(f"bad {index}")
         return index
+
+
+class FailsBegun(Fails, Begun):
+    pass
 
 
 class FailsAwaiting(Fails):
@@ -124,21 +185,29 @@ def assert_fifty_in_fours(batches: list[list[Any]], order: str) -> None:
     assert sorted(map(len, batches)) == [2, *[4] * 12]
 
 
-@pytest.mark.parametrize("dataset", [Waits, Awaits])
+def doubled(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "value": 2 * sample["value"]}
+
+
+@pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize(("num_workers", "method"), KINDS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_sample_comes_once_and_in_its_order(
-    dataset: Callable[[int], Waits], num_workers: int, method: str, order: str
+    reads: str, num_workers: int, method: str, order: str
 ) -> None:
+    dataset, options = READS[reads]
     loader = minato.DataLoader(
         dataset(50),
         batch_size=4,
         num_workers=num_workers,
         workers=method,
         order=order,
-        fetch_concurrency=6,
+        transforms=[doubled],
+        persistent_workers=num_workers > 0,
+        **options,
     )
-    assert_fifty_in_fours(values(loader), order)
+    for _ in range(2):
+        assert_fifty_in_fours([(batch["value"] / 2).tolist() for batch in loader], order)
 
 
 @pytest.mark.parametrize("dataset", [Waits, Awaits])
@@ -168,7 +237,7 @@ def test_transforms_run_in_the_worker_thread() -> None:
     assert threads == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("dataset", [Fails, FailsAwaiting])
+@pytest.mark.parametrize("dataset", [Fails, FailsAwaiting, FailsBegun])
 @pytest.mark.parametrize(("num_workers", "method"), KINDS)
 @pytest.mark.parametrize("collate", [None, list])
 def test_the_first_error_of_a_batch_is_raised_and_the_next_batch_comes(
@@ -182,16 +251,8 @@ def test_the_first_error_of_a_batch_is_raised_and_the_next_batch_comes(
         fetch_concurrency=5,
         collate_fn=collate,
     )
-    batches, errors = [], []
-    iterator = iter(loader)
-    while True:
-        try:
-            batches.append([int(value) for value in next(iterator)])
-        except StopIteration:
-            break
-        except ValueError as error:
-            errors.append(error)
-    assert batches == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+    samples, errors = drain(loader)
+    assert samples == [*range(4), *range(8, 20)]
     assert ["bad 5" in str(errors[0]), "bad 21" in str(errors[1]), len(errors)] == [True, True, 2]
     assert "index 5" in errors[0].__notes__[0]
 
@@ -201,16 +262,9 @@ def test_where_places_are_free_only_the_bad_samples_are_lost(order: str) -> None
     loader = minato.DataLoader(
         Fails(24), batch_size=1, num_workers=2, fetch_concurrency=5, order=order
     )
-    iterator, got, failed = iter(loader), [], 0
-    while True:
-        try:
-            got.append(int(next(iterator)))
-        except StopIteration:
-            break
-        except ValueError:
-            failed += 1
+    got, errors = drain(loader)
     assert sorted(got) == [i for i in range(24) if i not in (5, 6, 21)]
-    assert failed == 3
+    assert [type(error) for error in errors] == [ValueError] * 3
 
 
 class Flaky(Numbers):
@@ -305,18 +359,19 @@ def test_content_depends_neither_on_the_concurrency_nor_on_who_reads() -> None:
             assert content(dataset, fetch_concurrency=6, **arguments) == plain
 
 
-@pytest.mark.parametrize("dataset", [Waits, Awaits])
+@pytest.mark.parametrize("reads", ["threads", "coroutines", "lists"])
 @pytest.mark.parametrize(("num_workers", "method"), KINDS)
 def test_an_abandoned_epoch_leaves_no_threads_and_the_next_is_whole(
-    dataset: Callable[[int], Waits], num_workers: int, method: str
+    reads: str, num_workers: int, method: str
 ) -> None:
+    dataset, options = READS[reads]
     loader = minato.DataLoader(
         dataset(40),
         batch_size=4,
         num_workers=num_workers,
         workers=method,
-        fetch_concurrency=8,
         persistent_workers=num_workers > 0,
+        **options,
     )
     next(iter(loader))
     assert values(loader) == [list(range(start, start + 4)) for start in range(0, 40, 4)]
@@ -344,27 +399,18 @@ class Deadly(Journal):
         return value
 
 
-def test_a_worker_that_dies_with_reads_under_way_loses_none() -> None:
-    assert_deaths_lose_nothing(Deadly(24), fetch_concurrency=6)
+class DeadlyBegun(Deadly, Begun):
+    pass
 
 
-def assert_deaths_lose_nothing(dataset: Any, **options: Any) -> None:
-    loader = minato.DataLoader(dataset, batch_size=4, num_workers=2, **options)
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Deadly, {"fetch_concurrency": 6}), (DeadlyBegun, {})]
+)
+def test_a_worker_that_dies_with_reads_under_way_loses_none(kind: Any, options: Any) -> None:
+    loader = minato.DataLoader(kind(24), batch_size=4, num_workers=2, **options)
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
         batches = [batch.tolist() for batch in loader]
     assert batches == [list(range(start, start + 4)) for start in range(0, 24, 4)]
-
-
-def failing_start(number: int) -> None:
-    raise OSError("no licence")
-
-
-def test_a_worker_that_could_not_start_says_so() -> None:
-    loader = minato.DataLoader(
-        Numbers(4), num_workers=1, fetch_concurrency=4, worker_init_fn=failing_start
-    )
-    with pytest.raises(OSError, match="no licence"):
-        list(loader)
 
 
 @pytest.mark.parametrize(
@@ -381,9 +427,85 @@ def test_what_contradicts_itself_is_refused(arguments: dict[str, Any], message: 
 
 def test_an_iterable_dataset_has_no_keys_to_read_at_once() -> None:
     with pytest.raises(ValueError, match="an iterable dataset has none"):
-        minato.DataLoader(Stream(), fetch_concurrency=2)
+        minato.DataLoader(Stream(0), fetch_concurrency=2)
 
 
-class Stream(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(())
+# ---- lists that a library reads -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [({}, 2), ({"order": "arrival"}, 2), ({"compat": "torch"}, 0), ({"num_workers": 0}, 0)],
+)
+def test_batches_are_read_ahead_where_that_changes_nothing_else(
+    arguments: dict[str, Any], most: int
+) -> None:
+    given = {"num_workers": 1, "batch_size": 4, **arguments}
+    running = max(int(batch["running"].max()) for batch in minato.DataLoader(Begins(80), **given))
+    assert running >= most if most else running == 0
+
+
+class DrawsInLists(Numbers):
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [minato.numpy_rng().random() for _ in indices]
+
+
+class DrawsBegun(DrawsInLists, Begun):
+    pass
+
+
+def test_random_numbers_are_those_of_getitems() -> None:
+    def drawn(dataset: Any) -> list[Any]:
+        loader = minato.DataLoader(
+            dataset, 4, num_workers=2, seed=7, transforms=[wrapped, augmented], collate_fn=list
+        )
+        return list(loader)
+
+    assert drawn(DrawsBegun(24)) == drawn(DrawsInLists(24))
+
+
+def wrapped(value: float) -> list[float]:
+    return [value]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_samples_of_a_list_that_raise_are_skipped_in_every_order(order: str) -> None:
+    loader = minato.DataLoader(FailsBegun(24), 4, num_workers=2, errors="skip", order=order)
+    with pytest.warns(minato.MinatoWarning, match="3 samples of this epoch were skipped"):
+        values = [value for batch in loader for value in batch.tolist()]
+    assert sorted(values) == [index for index in range(24) if index not in (5, 6, 21)]
+    assert order != "strict" or values == sorted(values)
+
+
+def limit_after(
+    latency_ns: int, least_pace_ns: int, samples: int = 32, reads: BegunLists | None = None
+) -> int:
+    """The limit after many reads of a store, of which one can be taken in ``least_pace_ns``."""
+    reads, taken_ns = reads or BegunLists(lambda key, done: True), 0
+    for _ in range(100):
+        pace_ns = max(latency_ns // reads.limit, least_pace_ns)
+        taken_ns += pace_ns
+        # What is in flight beyond the store's latency waits for the worker, or in the store's queue.
+        duration_ns = max(latency_ns, pace_ns * reads.limit)
+        waited_ns = latency_ns if reads.limit == 1 else None
+        reads.adapt(taken_ns - duration_ns, duration_ns, waited_ns, taken_ns, samples)
+    return reads.limit
+
+
+def test_the_limit_grows_until_the_worker_or_the_store_is_busy() -> None:
+    ms = 1_000_000
+    assert limit_after(ms, 40 * ms) == 1
+    assert limit_after(10 * ms, 40 * ms) == 1
+    assert limit_after(20 * ms, 40 * ms) == 2
+    assert limit_after(150 * ms, 70 * ms) == 4
+    assert limit_after(150 * ms, ms) == 128 // 32
+    assert limit_after(150 * ms, ms, samples=4) == 128 // 4
+    assert limit_after(150 * ms, ms, samples=1000) == 2
+
+
+def test_the_limit_falls_again_when_the_store_is_near() -> None:
+    ms, reads = 1_000_000, BegunLists(lambda key, done: True)
+    assert limit_after(150 * ms, ms, reads=reads) == 4
+    reads.adapt(10**9, 45 * ms, ms, 10**9 + 50 * ms, 32)  # a read that was alone in flight
+    assert reads.limit == 1
+    assert limit_after(ms, 40 * ms, reads=reads) == 1

@@ -124,8 +124,7 @@ def killer() -> Iterator[Killer]:
 def test_random_kills_lose_nothing(order: str, killer: Killer) -> None:
     """Two epochs under fire deliver every sample once, with the content of a quiet run."""
     arguments: dict[str, Any] = {"batch_size": 8, "seed": 1, "order": order}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         loader = DataLoader(Drawing(400), num_workers=3, persistent_workers=True, **arguments)
         under_fire = [content(killer.watch(loader)) for _ in range(2)]
     assert killer.killed

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from minato import DataLoader, MinatoWarning
+from tests.subprocesses import python
 
 LIMIT_S = 60.0
 
@@ -83,9 +84,7 @@ def test_all_workers_of_all_loaders_come_from_one_server() -> None:
 def test_the_server_imports_what_the_program_and_the_workers_need(tmp_path: Path) -> None:
     """Before a worker imports the script: that comes after it, except from Python 3.13.1 on."""
     script = write(tmp_path, SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S, input="\n"
-    )
+    ended = python(script, timeout_s=LIMIT_S, given="\n")
     assert ended.returncode == 0, ended.stderr
     assert "'graphlib'" in ended.stdout
     if sys.version_info < (3, 13):
@@ -99,9 +98,7 @@ def test_a_script_without_a_guard_is_refused_and_named(tmp_path: Path) -> None:
         "from minato import DataLoader\n"
         "next(iter(DataLoader([1, 2], num_workers=1, multiprocessing_context='forkserver')))\n",
     )
-    ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S
-    )
+    ended = python(script, timeout_s=LIMIT_S)
     assert ended.returncode == 1
     assert "__name__ == '__main__'" in ended.stderr
     assert f"the main module ({script}) starts workers where it is imported" in ended.stderr

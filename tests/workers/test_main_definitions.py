@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from torch.utils.data import Dataset
 
 from minato import DataLoader
 from tests.datasets import Numbers
+from tests.subprocesses import python
 
 LIMIT_S = 90.0
 METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -61,14 +59,8 @@ for dataset in (Tripled(), local()):
 GOT = "[7, 19] [-3, -15]"
 
 
-def output(*arguments: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=dict(os.environ),
-    )
+def output(*arguments: object) -> str:
+    ended = python(*arguments, timeout_s=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
 

@@ -20,12 +20,12 @@ import torch
 from minato import DataLoader
 from minato._core import EventCount
 from minato._core.segment import Segment
-from minato.batching.sample_error import wrapped
 from minato.workers import supervision
 from minato.workers.pools import ProcessPool, ThreadPool
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import WorkerRecovery
 from minato.workers.worker_process import WorkerContext, parent_watch
+from tests.datasets import wait_until
 
 FORK = multiprocessing.get_context("fork")
 
@@ -112,38 +112,10 @@ def checks(pool: ProcessPool, until: Any) -> None:
         time.sleep(0.002)
 
 
-def test_processes_start_and_end() -> None:
-    stage = Stage()
-    pool = stage.processes(obedient)
-    pool.start()
-    pids = [worker.pid for worker in pool.processes]
-    pool.check()
-    assert stage.deaths == []
-    pool.shut_down()
-    assert [worker.exitcode for worker in pool.processes] == [0, 0]
-    assert multiprocessing.active_children() == []
-    assert len(set(pids)) == 2
-    pool.shut_down()  # again is harmless
-
-
 def test_a_pool_that_was_not_started_can_be_shut_down() -> None:
     stage = Stage()
     stage.processes(obedient).shut_down()
     assert stage.segment.array[100] == 1
-
-
-def test_dead_processes_are_recovered_and_replaced() -> None:
-    stage = Stage()
-    pool = stage.processes(mortal)
-    pool.start()
-    first = pool.processes[1].pid
-    with pytest.raises(RuntimeError, match="too many"):
-        checks(pool, lambda: False)
-    assert [death[0] for death in stage.deaths] == [1, 1, 1]
-    assert [death[2] for death in stage.deaths] == [7, 7, 7]
-    assert stage.deaths[0][1] == first
-    assert len({death[1] for death in stage.deaths}) == 3
-    pool.shut_down()
 
 
 def test_processes_may_leave_when_there_is_nothing_left_to_do() -> None:
@@ -152,10 +124,7 @@ def test_processes_may_leave_when_there_is_nothing_left_to_do() -> None:
     pool.start()
     stage.stop()
     stage.left = True
-    deadline = time.monotonic() + PATIENCE_S
-    while any(worker.is_alive() for worker in pool.processes):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: not any(worker.is_alive() for worker in pool.processes))
     pool.check()
     assert stage.deaths == []
     pool.shut_down()
@@ -172,8 +141,7 @@ def test_an_exit_code_that_another_thread_has_taken(
     pool.start()
     dead = pool.processes[1]
     assert dead.pid is not None
-    while pool._watch.first_ended() is None:
-        time.sleep(0.002)
+    wait_until(lambda: pool._watch.first_ended() is not None)
     _, status = os.waitpid(dead.pid, 0)
 
     def write_down() -> None:
@@ -197,10 +165,7 @@ def test_processes_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch
     stage = Stage()
     pool = stage.processes(deaf)
     pool.start()
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(stage.segment.array[200:202]):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: all(stage.segment.array[200:202]))
     pool.shut_down()
     assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
 
@@ -213,10 +178,7 @@ def test_two_deaths_are_handled_though_the_first_recovery_is_interrupted() -> No
     for _, pid in ends:
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
-    while len(pool._watch._ended) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(lambda: len(pool._watch._ended) == 2)
     recover, pool._recover = pool._recover, interrupted
     with pytest.raises(KeyboardInterrupt):
         pool.check()
@@ -272,10 +234,7 @@ def test_the_end_does_not_wait_for_children_of_workers(monkeypatch: pytest.Monke
     pool.start()
     children = stage.segment.array[208:224].view(np.int64)
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not children.all():
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(children.all)
         pool.shut_down()
         assert [worker.exitcode for worker in pool.processes] == [0, 0]
     finally:
@@ -313,15 +272,6 @@ def test_what_is_not_needed_yet_is_started_while_the_consumer_waits() -> None:
     pool.wait(seen, 10)  # until one ends, or a signal comes: from now on somebody watches
     checks(pool, lambda: stage.deaths)
     assert stage.deaths[0][::2] == (1, 7)
-    pool.shut_down()
-
-
-def test_with_fork_all_start_before_the_first_batch() -> None:
-    stage = Stage()
-    stage.at_once = 1
-    pool = stage.processes(obedient)
-    pool.start(lambda: True)
-    assert all(process.pid for process in pool.processes)
     pool.shut_down()
 
 
@@ -430,16 +380,6 @@ def threads(
     return Threads(stage, leave, make)
 
 
-def test_threads_start_and_end() -> None:
-    pool = threads(threading.Event())
-    pool.start()
-    assert [thread.name for thread in pool.threads] == ["minato-0", "minato-1"]
-    assert all(thread.daemon for thread in pool.threads)
-    pool.check()
-    pool.shut_down()
-    assert not any(thread.is_alive() for thread in pool.threads)
-
-
 @pytest.mark.parametrize("may_leave", [False, True])
 def test_threads_that_are_gone_are_noticed(may_leave: bool) -> None:
     leave = threading.Event()
@@ -478,25 +418,6 @@ def test_a_thread_may_end_its_own_pool() -> None:
 
 
 # ---- exceptions on their way ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("in_process", "worker"), [(True, "worker process 3"), (False, "worker thread 2")]
-)
-def test_exceptions_travel_in_torchs_wrapper(in_process: bool, worker: str) -> None:
-    try:
-        raise KeyError("missing")
-    except KeyError as error:
-        wrapper = wrapped(worker, in_process)(error)
-    assert isinstance(wrapper, torch._utils.ExceptionWrapper)
-    with pytest.raises(KeyError, match=f"(?s)Caught KeyError in DataLoader {worker}.*missing"):
-        wrapper.reraise()
-
-
-def test_a_ctrl_c_ends_a_worker_process_and_travels_from_a_thread() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        wrapped("worker process 3", in_process=True)(KeyboardInterrupt())
-    assert wrapped("worker thread 2")(KeyboardInterrupt()).exc_type is KeyboardInterrupt
 
 
 class Collecting(torch.utils.data.Dataset[int]):

@@ -8,16 +8,15 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from torch.utils.data import IterableDataset
 
 from minato import AutoScale, DataLoader, PaperController
 from minato.workers import autoscale
 from minato.workers.autoscale import CONTROLLERS, ControllerState
-from tests.datasets import Numbers, Sleepy, flat, indices, worker_number
+from tests.datasets import Numbers, Sleepy, Stream, flat, indices, worker_number
 from tests.selection import mostly_slow
 
 METHODS = ("process", "thread")
@@ -183,8 +182,7 @@ def test_a_worker_that_dies_is_replaced_whether_it_works_or_stands_by(victim):
         num_workers=AutoScale(start=2, min=2, max=3),
         multiprocessing_context="fork",  # so that the one that stands by is there
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         iterator = iter(loader)
         delivered = [next(iterator).tolist()]
         os.kill(loader_processes(iterator)[victim].pid, signal.SIGKILL)
@@ -250,11 +248,7 @@ def test_limits_that_contradict_each_other_are_refused(arguments, message):
 
 
 def test_a_content_that_depends_on_the_number_of_workers_keeps_it():
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    for arguments in ({"dataset": Numbers(8), "compat": "torch"}, {"dataset": Stream()}):
+    for arguments in ({"dataset": Numbers(8), "compat": "torch"}, {"dataset": Stream(3)}):
         with pytest.raises(ValueError, match="whose content depends on it"):
             DataLoader(num_workers="auto", **arguments)
 

@@ -27,18 +27,6 @@ class Bad(list):
         return key * 10
 
 
-class Listed:
-    """A dataset that fetches samples together."""
-
-    def __init__(self, answer: Callable[[list[Any]], Any]) -> None:
-        self.answer = answer
-        self.asked: list[Any] = []
-
-    def __getitems__(self, keys: list[Any]) -> Any:
-        self.asked.append(list(keys))
-        return self.answer(keys)
-
-
 class Setting:
     """One worker, and a dispatcher that gives it work."""
 
@@ -88,10 +76,6 @@ class Setting:
         return [self.bench.ledger.state(i.record) == READY for i in self.bench.dispatcher._open]
 
 
-def samples_in(journal: list[Any]) -> list[Any]:
-    return [sample for kind, _, samples in journal if kind == "samples" for sample in samples]
-
-
 def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
     batches = [list(range(100 * i, 100 * i + 20)) for i in range(1, 8)]
     setting = Setting(Bad(), batches)
@@ -99,18 +83,6 @@ def test_cheap_samples_are_claimed_in_runs_once_their_cost_is_known() -> None:
     assert len(runs[0]) == 1
     assert max(map(len, runs)) > 1
     assert sum(map(len, runs)) == 140
-
-
-def test_free_samples_are_run_though_others_of_their_run_raise() -> None:
-    setting = Setting(Bad(), [[1, 3, 2, 6], [4, 5, 7, 8]], "arrival")
-    setting.runner.cost_estimate.mean_ns = 1.0
-    journal = [entry for entry in setting.run() if entry != "collate"]
-    assert samples_in(journal) == [10, 20, 40, 50, 70, 80]
-    assert [entry for entry in journal if entry[0] == "error"] == [
-        ("error", 3, "bad 3"),
-        ("error", 6, "bad 6"),
-    ]
-    assert setting.ready() == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -174,38 +146,6 @@ def test_a_worker_without_others_takes_whole_batches_first_or_where_samples_are_
         setting.runner.cost_estimate.mean_ns = 1e9
     written = [len(entry[-1]) for entry in setting.writer.journal if entry != "collate"]
     assert written == [4] * whole + [1] * 4 * (7 - whole)
-
-
-@pytest.mark.parametrize(
-    ("answer", "written"),
-    [
-        (lambda keys: [key * 10 for key in keys], ("samples", 0, [10, 20])),
-        (lambda keys: [1], ("collated", [1])),
-        (lambda keys: [1, 2, 3], ("collated", [1, 2, 3])),
-        (lambda keys: (1, 2), ("collated", (1, 2))),
-        (lambda keys: {"keys": keys}, ("collated", {"keys": [1, 2]})),
-        (lambda keys: keys[7], ("error", [1, 2], "list index out of range")),
-    ],
-)
-def test_samples_fetched_together(answer: Callable[[list[Any]], Any], written: Any) -> None:
-    dataset = Listed(answer)
-    setting = Setting(dataset, [[1, 2]])
-    assert [entry for entry in setting.run() if entry != "collate"] == [written]
-    assert dataset.asked == [[1, 2]]
-    assert setting.ready() == [True]
-
-
-def test_samples_fetched_together_for_free_places() -> None:
-    dataset = Listed(lambda keys: [key * 10 for key in keys])
-    assert samples_in(
-        [entry for entry in Setting(dataset, [[1, 2], [3]], "arrival").run() if entry != "collate"]
-    ) == [10, 20, 30]
-    assert dataset.asked == [[1, 2], [3]]
-    fewer = Setting(Listed(lambda keys: keys[1:]), [[1, 2]], "arrival")
-    (first, second) = fewer.run()
-    assert first[0] == second[0] == "error"
-    assert "__getitems__ returned 0 samples for 1 keys" in first[2]
-    assert "order='batch'" in first[2]
 
 
 def test_a_worker_leaves_when_it_is_told_to() -> None:
