@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
-import threading
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch.utils.data.dataloader
 import minato
 from minato._support import loader_class
 from tests.datasets import Numbers
+from tests.threads import run_together
 
 module_level = torch.utils.data.DataLoader
 """A name of torch's class in a module that was imported before."""
@@ -184,9 +184,5 @@ def test_from_many_threads() -> None:
                 seen.add(torch.utils.data.DataLoader)
 
     seen: set[type] = set()
-    threads = [threading.Thread(target=patch_often) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*[patch_often] * 4, limit_s=60)
     assert seen == {minato.DataLoader}

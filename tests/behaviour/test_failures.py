@@ -286,12 +286,6 @@ def test_error_budget(workers: dict[str, Any], budget: float, enough: bool) -> N
             assert list(iterator) == []
 
 
-def test_the_end_of_an_epoch_tells_how_many() -> None:
-    loader = DataLoader(Flawed(), 4, num_workers=2, errors="skip")
-    with pytest.warns(RuntimeWarning, match="8 samples of this epoch were skipped"):
-        list(loader)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from minato import DataLoader, ErrorPolicy, MinatoWarning
 from minato.errors import SampleTimeoutError
 from tests.datasets import ORDERS, Failing, Numbers, Stream, drain, flat
 from tests.selection import WORKERS, each, mostly_slow
+from tests.threads import run_together
 
 
 class OddError(Exception):
@@ -313,21 +313,13 @@ def test_several_threads_may_share_an_iterator(workers: dict[str, Any], order: s
     for _ in range(2):
         iterator = iter(loader)
         found: list[int] = []
-        raised: list[BaseException] = []
 
-        def consume(iterator: Any = iterator, found: Any = found, raised: Any = raised) -> None:
-            try:
-                for batch in iterator:
-                    found.extend(batch.tolist())
-            except BaseException as error:
-                raised.append(error)
+        def consume(iterator: Any = iterator, found: Any = found) -> None:
+            for batch in iterator:
+                found.extend(batch.tolist())
 
-        threads = [threading.Thread(target=consume) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (sorted(found), raised) == ([*range(600)], [])
+        run_together(*[consume] * 4, limit_s=60)
+        assert sorted(found) == [*range(600)]
 
 
 # ---- what would end a worker process --------------------------------------------------------

@@ -21,9 +21,8 @@ from torch.utils.data import Dataset
 
 from minato import DataLoader, ErrorPolicy, Observe, StragglerPolicy
 from minato._support.hashes import fingerprint, index_hash
-from minato._support.objects import length_of
 from minato._support.pickling import check_picklable
-from minato._support.text import message_of, short, text_of, traceback_of, type_name
+from minato._support.text import short, text_of, traceback_of
 from minato.errors import MinatoWarning, NotPicklableError
 from minato.observe.epoch_log import EpochLog
 from minato.observe.observers import Observer
@@ -473,13 +472,6 @@ def test_the_text_of_an_exception_that_cannot_be_sent_arrives() -> None:
     assert "in bad" in str(error)
 
 
-@pytest.mark.parametrize("make", ERRORS.values(), ids=ERRORS)
-def test_texts_of_such_an_exception(make: Callable[[], Exception]) -> None:
-    error = make()
-    for text in (message_of(error), traceback_of(error), type_name(error, module=True)):
-        text.encode()
-
-
 # ---- names -----------------------------------------------------------------------------------
 
 
@@ -753,15 +745,6 @@ def test_costs_of_a_dataset_without_a_fingerprint_are_not_kept(tmp_path: Path) -
         assert drain(loader)[0] == list(range(SIZE))
     assert drain(loader)[0] == list(range(SIZE))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("error", [TypeError, KeyError("length"), RuntimeError("not yet")])
-def test_a_length_that_raises_is_unknown(error: Any) -> None:
-    class Broken:
-        def __len__(self) -> int:
-            raise error
-
-    assert length_of(Broken()) is None
 
 
 def test_long_texts_are_cut() -> None:

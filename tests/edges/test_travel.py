@@ -46,6 +46,7 @@ from tests.edges.travellers import (
     shares,
     shown,
 )
+from tests.threads import run_together
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
@@ -404,11 +405,7 @@ def test_threads_start_loaders_of_shared_lists_at_once() -> None:
         ((names, labels),) = loader
         got[number] = names[-1], labels.tolist()
 
-    threads = [threading.Thread(target=load, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    run_together(lambda: load(0), lambda: load(1), limit_s=100)
     assert got == {number: (f"{number}-99", [number] * 100) for number in range(2)}
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
-from minato import Arrival, CostBatchSampler, DataLoader, ErrorPolicy, Observe, StragglerPolicy
+from minato import Arrival, CostBatchSampler, DataLoader, ErrorPolicy, StragglerPolicy
 from minato._support.hashes import index_hash
 from minato._support.values import integer_of, items_of, number_of, plain
 from minato.checks import check_number, check_whole
@@ -554,9 +554,3 @@ def test_classes_within_groups_are_refused() -> None:
 def test_a_class_may_transform_and_collate() -> None:
     loader = DataLoader(Numbers(4), 2, transforms=[str, Text], collate_fn=tuple)
     assert list(loader) == [("0", "1"), ("2", "3")]
-
-
-@pytest.mark.parametrize("value", ["²", "٣", "1²", "-1", "65536", "host:", True, "1.0"])
-def test_what_is_no_port(value: Any) -> None:
-    with pytest.raises(ValueError, match="^metrics=.* is no port: give a number"):
-        DataLoader(Numbers(8), observe=Observe(metrics=value))

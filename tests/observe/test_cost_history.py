@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato.engine.history import CostHistory, from_words, to_words
-from minato.errors import MinatoWarning
 from minato.observe.meters import merged, share_above
 from minato.scheduling.slow_threshold import SlowThreshold
 from tests.datasets import Numbers, double, plus_one
@@ -75,14 +74,6 @@ def test_costs_of_other_samples_are_other_files(tmp_path):
         files(Numbers(10), double, lambda sample: sample + 2),
     ]
     assert [len(found) for found in others] == list(range(2, 9))
-
-
-def test_costs_without_a_fingerprint_are_not_kept(tmp_path):
-    with pytest.warns(MinatoWarning, match="is not used, as the costs have no name: .*pickled"):
-        store = CostHistory(str(tmp_path), (i for i in range(3)), [])
-    store.save(Histogram())
-    assert store.costs() is None
-    assert list(tmp_path.iterdir()) == []
 
 
 values = st.lists(st.integers(0, 2**48), max_size=200)

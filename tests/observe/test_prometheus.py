@@ -182,7 +182,9 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert loader.metrics_url is None
 
 
-@pytest.mark.parametrize("port", [-1, 65536, "host", "host:", True, 1.5])
+@pytest.mark.parametrize(
+    "port", [-1, 65536, "host", "host:", True, 1.5, "²", "٣", "1²", "-1", "65536", "1.0"]
+)
 def test_what_is_no_port(port: Any) -> None:
     with pytest.raises(ValueError, match="is no port: give a number up to 65535"):
         loader_of(observe=minato.Observe(metrics=port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import multiprocessing
 import pickle
@@ -24,6 +25,7 @@ from tests.parity import material
 from tests.parity.harness import TORCH_IS_UNTIDY, each, same_for_both
 from tests.parity.material import Drawing, Mixed
 from tests.subprocesses import ROOT, SCRIPTS, python
+from tests.threads import run_together
 
 
 def in_a_thread(action: Callable[[], Any]) -> Any:
@@ -57,11 +59,7 @@ def test_several_threads_at_once(workers: Any, own: Any) -> None:
         def iterate(number: int) -> None:
             seen[number] = [[*make(Mixed(7 + number), 2, **workers)] for _ in range(2)]
 
-        threads = [threading.Thread(target=iterate, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_together(*(functools.partial(iterate, number) for number in range(3)), limit_s=60)
         return seen
 
     # Which thread draws its base seed first is chance, but not what has been drawn in the end.

@@ -26,7 +26,6 @@ from tests.parity.harness import (
     each,
     recorded,
     same_for_both,
-    without_worker,
 )
 from tests.parity.material import Failing, Stream, TwoArguments, Unpicklable, identity
 from tests.selection import mostly_slow
@@ -247,16 +246,6 @@ def test_in_threads() -> None:
             theirs = drain(iter(TorchLoader(dataset, num_workers=1, **options)))
             loader = minato.DataLoader(dataset, num_workers=1, workers="thread", **options)
             assert drain(iter(loader)) == theirs, (what, where)
-
-
-@pytest.mark.parametrize("what", ENDING)
-def test_what_would_end_a_process_is_an_error_of_the_sample_in_a_thread(what: str) -> None:
-    for where in ("sample", "collate_fn"):
-        dataset, options = PLACES[where](ENDING[what])
-        loader = minato.DataLoader(dataset, num_workers=1, workers="thread", **options)
-        found = without_worker(drain(iter(loader)))
-        in_main_process = drain(iter(TorchLoader(dataset, **options)))
-        assert [outcome[:2] for outcome in found] == [outcome[:2] for outcome in in_main_process]
 
 
 def test_text_that_cannot_be_had(torch_looks_often: None) -> None:

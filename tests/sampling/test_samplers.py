@@ -61,22 +61,11 @@ def test_keys_of_batches() -> None:
     as_given = list(index_batches(given, batched=True, whole=True))
     assert as_given == given
     assert [type(keys) for keys in as_given] == [tuple, list]
+    assert list(index_batches([iter([1, 2])], batched=True, whole=True)) == [[1, 2]]
 
 
 class Sized(list):  # type: ignore[type-arg]
     size = 0
-
-
-@pytest.mark.parametrize("copies", [False, True])
-def test_objects_of_the_sampler_reach_a_dataset_that_takes_lists(copies: bool) -> None:
-    sized = Sized([1, 2])
-    sized.size = 224
-    given: list[Any] = [sized, {"indices": [1], "size": 96}, "ab", {3, 4}, range(2)]
-    kept = list(index_batches(given, batched=True, whole=True, copies=copies))
-    assert kept[0] is sized
-    assert kept == given
-    assert list(map(type, kept)) == list(map(type, given))
-    assert list(index_batches([iter([1, 2])], batched=True, whole=True)) == [[1, 2]]
 
 
 def test_what_must_stay_whole_is_refused_where_batches_mix() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing
 import threading
 import time
@@ -18,6 +19,7 @@ from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.reads import Hedging, Read
 from minato.workers.shared_state import SharedReadLimit
 from tests.datasets import Journal, Numbers
+from tests.threads import run_together
 
 
 class Counted(Numbers):
@@ -74,11 +76,7 @@ def test_a_limit_is_kept_by_all_that_take_at_once() -> None:
             held -= back
         read_limit.give_back(number, held)
 
-    threads = [threading.Thread(target=hammer, args=(number,)) for number in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together(*(functools.partial(hammer, number) for number in range(workers)), limit_s=60)
     assert max(peaks) <= most - workers + 1
     alone = SharedReadLimit(memory, 0, workers, most)
     assert alone.take(0, 100) == most - workers + 1
