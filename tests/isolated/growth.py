@@ -15,23 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 import psutil
-from torch.utils.data import Dataset
 
 from minato import DataLoader
-
-
-class Arrays(Dataset[np.ndarray]):
-    """Arrays of float32 that hold nothing but their index."""
-
-    def __init__(self, size: int, length: int) -> None:
-        self.size = size
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.full(self.length, index, np.float32)
+from tests.datasets import Filled
 
 
 def fail(index: int) -> int:
@@ -40,7 +26,7 @@ def fail(index: int) -> int:
 
 def many_batches(**options: object) -> Callable[[int], None]:
     """Thousands of small batches from the same workers."""
-    loader = DataLoader(Arrays(2000, 16), 2, **options)
+    loader = DataLoader(Filled(2000, 16), 2, **options)
 
     def work(rounds: int) -> None:
         for _ in range(rounds):
@@ -51,7 +37,7 @@ def many_batches(**options: object) -> Callable[[int], None]:
 
 def many_epochs(**options: object) -> Callable[[int], None]:
     """Hundreds of short epochs from the same workers, some of them left early."""
-    loader = DataLoader(Arrays(8, 1000), 2, persistent_workers=True, **options)
+    loader = DataLoader(Filled(8, 1000), 2, persistent_workers=True, **options)
 
     def work(rounds: int) -> None:
         for number in range(25 * rounds):
@@ -67,8 +53,8 @@ def many_loaders(**options: object) -> Callable[[int], None]:
 
     def work(rounds: int) -> None:
         for _ in range(rounds):
-            assert len(list(DataLoader(Arrays(6, 1000), 2, **options))) == 3
-            next(iter(DataLoader(Arrays(20, 1000), 1, **options)))
+            assert len(list(DataLoader(Filled(6, 1000), 2, **options))) == 3
+            next(iter(DataLoader(Filled(20, 1000), 1, **options)))
             try:
                 list(DataLoader(range(4), 2, transforms=[fail], **options))
             except ValueError:

@@ -10,18 +10,10 @@ from minato import DataLoader
 LONGER_THAN_PATIENCE_S = 1.3
 
 
-class Numbers:
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def train() -> None:
     threading.main_thread().join()
     total = 0
-    loader = DataLoader(Numbers(), 2, num_workers=2, workers="thread", prefetch_factor=1)
+    loader = DataLoader(range(40), 2, num_workers=2, workers="thread", prefetch_factor=1)
     for number, batch in enumerate(loader):
         if number == 0:
             time.sleep(LONGER_THAN_PATIENCE_S)

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from minato import DataLoader
+from tests.datasets import Failing, Numbers, Sleepy
 
 KINDS = {
     "inline": {"num_workers": 0},
@@ -30,43 +31,26 @@ LEAVES_S = 1.0
 """How long what was told to end may take."""
 
 
-class Numbers:
-    """Numbers that take a while; number 7 may be a bad one."""
-
-    def __init__(self, bad: bool = False, seconds: float = 0.001) -> None:
-        self.bad = bad
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.seconds)
-        if self.bad and index == 7:
-            raise ValueError("seven")
-        return index
+NUMBERS, BAD = Sleepy(40, 0.001), Failing(40, {7: ValueError})
 
 
 class Nested(Numbers):
     """Numbers that a loader of each sample's own delivers."""
 
-    def __len__(self) -> int:
-        return 4
-
     def __getitem__(self, index: int) -> int:
-        inner = DataLoader(Numbers(), 2, **OPTIONS)
+        inner = DataLoader(NUMBERS, 2, **OPTIONS)
         return sum(int(batch.sum()) for batch in inner) + index
 
 
 def stops() -> None:
-    for number, _ in enumerate(DataLoader(Numbers(), 2, **OPTIONS)):
+    for number, _ in enumerate(DataLoader(NUMBERS, 2, **OPTIONS)):
         if number == 3:
             break
 
 
 def raises() -> None:
     try:
-        for number, _ in enumerate(DataLoader(Numbers(), 2, **OPTIONS)):
+        for number, _ in enumerate(DataLoader(NUMBERS, 2, **OPTIONS)):
             if number == 3:
                 raise KeyError(number)
     except KeyError:
@@ -75,7 +59,7 @@ def raises() -> None:
 
 def sample_raises() -> None:
     try:
-        list(DataLoader(Numbers(bad=True), 2, **OPTIONS))
+        list(DataLoader(BAD, 2, **OPTIONS))
     except ValueError:
         return
     raise AssertionError("no error")
@@ -83,7 +67,7 @@ def sample_raises() -> None:
 
 def consumer_raises() -> None:
     """A thread that shares the loader with others; here it is alone."""
-    [consumer] = DataLoader(Numbers(bad=True), 2, **OPTIONS).consumers(1)
+    [consumer] = DataLoader(BAD, 2, **OPTIONS).consumers(1)
     try:
         list(consumer)
     except ValueError:
@@ -102,13 +86,13 @@ class Torn:
 def sampler_raises_unheard() -> None:
     """With workers it has been asked too far ahead, and nobody waits for what it raised."""
     ahead = {"prefetch_factor": 2} if OPTIONS["num_workers"] else {}
-    iterator = iter(DataLoader(Numbers(), 2, sampler=Torn(), **ahead, **OPTIONS))
+    iterator = iter(DataLoader(NUMBERS, 2, sampler=Torn(), **ahead, **OPTIONS))
     for _ in range(7):
         next(iterator)
 
 
 def deletes() -> None:
-    loader = DataLoader(Numbers(), 2, **OPTIONS)
+    loader = DataLoader(NUMBERS, 2, **OPTIONS)
     iterator = iter(loader)
     kept = next(iterator)
     del loader, iterator
@@ -116,7 +100,7 @@ def deletes() -> None:
 
 
 def two_at_once() -> None:
-    loader = DataLoader(Numbers(), 2, **{**OPTIONS, "persistent_workers": False})
+    loader = DataLoader(NUMBERS, 2, **{**OPTIONS, "persistent_workers": False})
     pairs = list(zip(loader, loader, strict=True))
     assert len(pairs) == 20
     assert all(one.tolist() == other.tolist() for one, other in pairs)
@@ -130,12 +114,12 @@ def in_a_thread() -> None:
 
 def within_samples() -> None:
     """A loader in the training process over samples that have loaders."""
-    assert sum(int(batch) for batch in DataLoader(Nested(), None)) == 4 * 780 + 6
+    assert sum(int(batch) for batch in DataLoader(Nested(4), None)) == 4 * 780 + 6
 
 
 def inside_workers() -> None:
     """The same in worker processes, which may have children once they are no daemons."""
-    outer = DataLoader(Nested(), None, num_workers=2, worker_init_fn=undaemonic)
+    outer = DataLoader(Nested(4), None, num_workers=2, worker_init_fn=undaemonic)
     assert sum(int(batch) for batch in outer) == 4 * 780 + 6
 
 
@@ -145,7 +129,7 @@ def undaemonic(_: int) -> None:
 
 def forks() -> None:
     """A child of the program's own that ends as programs do, while the loader is in use."""
-    iterator = iter(DataLoader(Numbers(), 2, **OPTIONS))
+    iterator = iter(DataLoader(NUMBERS, 2, **OPTIONS))
     next(iterator)
     child = os.fork()
     if child == 0:
@@ -158,7 +142,7 @@ def is_interrupted() -> None:
     """By a Ctrl-C that reaches this process only, while it waits for a batch, and is caught."""
     main = os.getpid()
     timer = threading.Timer(0.1, lambda: os.kill(main, signal.SIGINT))
-    iterator = iter(DataLoader(Numbers(seconds=0.05), 10, **OPTIONS))
+    iterator = iter(DataLoader(Sleepy(40, 0.05), 10, **OPTIONS))
     try:
         timer.start()
         list(iterator)
