@@ -15,8 +15,10 @@ import io
 import multiprocessing
 import multiprocessing.managers  # it registers reducers
 import pickle
+import re
 import socket
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import heap
@@ -351,10 +353,15 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         )
     if isinstance(value, (torch.UntypedStorage, torch.storage.TypedStorage)):
         return name, str(value.device), getattr(value, "dtype", None), _bytes(value)
-    if isinstance(value, dict):
-        return name, [(inner(key), inner(each)) for key, each in value.items()]
+    attributes = sorted((key, str(each)) for key, each in getattr(value, "__dict__", {}).items())
+    if isinstance(value, Mapping):
+        return name, [(inner(key), inner(each)) for key, each in value.items()], attributes
     if isinstance(value, (list, tuple, collections.deque)):
-        return name, [inner(each) for each in value]
+        return name, [inner(each) for each in value], attributes
+    if isinstance(value, types.GeneratorType):
+        return name, list(value)
+    if isinstance(value, io.BytesIO):
+        return name, value.getvalue()
     if isinstance(value, torch.nn.Module):
         return name, inner(dict(value.state_dict()))
     if isinstance(value, socket.socket):
@@ -364,9 +371,10 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         with value:
             return name, value.recv_bytes()
     if type(value).__module__ == "PIL.Image":
-        return name, value.mode, value.size, value.tobytes(), value.getpalette()
+        spacing = getattr(value, "spacing", None)
+        return name, value.mode, value.size, value.tobytes(), value.getpalette(), spacing
     if type(value).__module__.partition(".")[0] == "pandas":
-        return name, repr(value), str(getattr(value, "dtypes", ""))
+        return name, repr(value), str(getattr(value, "dtypes", "")), getattr(value, "spacing", None)
     if isinstance(value, heap.BufferWrapper):
         return name, bytes(value.create_memoryview()[:4])
     if isinstance(value, Slots):
@@ -377,8 +385,9 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         return name, inner([value.func, value.args, value.keywords])
     if callable(value):
         itself = getattr(value, "__self__", None)
-        return name, getattr(value, "__qualname__", repr(value)), repr(itself)[:20]
-    return name, repr(value), getattr(value, "__dict__", None)
+        held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        return name, getattr(value, "__qualname__", repr(value)), repr(itself)[:20], held
+    return name, re.sub("0x[0-9a-f]+", "0x", repr(value)), getattr(value, "__dict__", None)
 
 
 def _bytes(storage: Any) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,3 +58,29 @@ class Model(torch.nn.Module):
         self.seen += index.tolist()
         output = self.line(x)
         return {"loss": (output - 1).square().mean(), "output": output}
+
+
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "remove_unused_columns": False,
+}
+"""Arguments of the Hugging Face Trainer."""
+QUIET_LIGHTNING: dict[str, Any] = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of Lightning's Trainer."""
+
+
+@contextmanager
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process: not those of one test for another."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()

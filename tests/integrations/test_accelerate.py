@@ -14,12 +14,11 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 import minato
-from tests.integrations.models import OURS, Indexed, Stream, noisy
+from tests.integrations.models import OURS, Indexed, Stream, fresh_accelerate, noisy
 from tests.integrations.ranks import engines
 
 accelerate = pytest.importorskip("accelerate", "1.0")
 from accelerate.data_loader import prepare_data_loader  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -40,10 +39,8 @@ def make_accelerator() -> Iterator[Callable[..., Any]]:
         config = accelerate.DataLoaderConfiguration(**options)
         return accelerate.Accelerator(cpu=True, dataloader_config=config)
 
-    AcceleratorState._reset_state(True)
-    yield make
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    with fresh_accelerate():
+        yield make
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import minato
-from tests.integrations.models import OURS, Indexed, Model, noisy
+from tests.integrations.models import OURS, QUIET_LIGHTNING, Indexed, Model, noisy
 from tests.integrations.ranks import engines
 
 lightning = pytest.importorskip("lightning.pytorch", "2.4")
@@ -57,14 +57,7 @@ class Written(BasePredictionWriter):
 
 
 def trainer(**options: Any) -> Any:
-    return lightning.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    return lightning.Trainer(logger=False, enable_checkpointing=False, **QUIET_LIGHTNING, **options)
 
 
 def test_fit_and_validate() -> None:

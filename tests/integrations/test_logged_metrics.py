@@ -11,7 +11,7 @@ import torch
 import minato
 from minato.integrations.logged import loaders_in, metrics_of
 from tests.datasets import Numbers
-from tests.integrations.models import Indexed
+from tests.integrations.models import QUIET, QUIET_LIGHTNING, Indexed
 from tests.subprocesses import output
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds; ours are looked for
@@ -51,12 +51,10 @@ def lightning_trainer(**options: Any) -> Any:
 
     logger = Kept()
     trainer = Trainer(
-        accelerator="cpu",
         logger=logger,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         max_epochs=2,
+        **QUIET_LIGHTNING,
         log_every_n_steps=4,
         **options,
     )
@@ -118,10 +116,7 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
         Noted(),
         transformers.TrainingArguments(
             output_dir=str(tmp_path),
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            remove_unused_columns=False,
+            **QUIET,
             per_device_train_batch_size=4,
             num_train_epochs=2,
             logging_steps=2,

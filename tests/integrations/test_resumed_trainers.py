@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
 import minato
+from tests.integrations.models import QUIET, QUIET_LIGHTNING, fresh_accelerate
 from tests.selection import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds
@@ -89,10 +91,8 @@ def lightning_run(
     )
     lightning.Trainer(
         max_epochs=EPOCHS,
-        accelerator="cpu",
         logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET_LIGHTNING,
         callbacks=[each_step] if checkpoint is None else [],
         enable_checkpointing=checkpoint is None,
         **limits,
@@ -163,7 +163,6 @@ def transformers_run(
     """The batches that the Trainer trains; its own loaders are of ``kind``, unless ``own`` is "seed"."""
     pytest.importorskip("accelerate", "1.0")
     transformers = pytest.importorskip("transformers", "5.0")
-    from accelerate.state import AcceleratorState, GradientState
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -181,13 +180,9 @@ def transformers_run(
                 return super().get_train_dataloader()
             return self.accelerator.prepare(made(minato.DataLoader, "seed", workers))
 
-    AcceleratorState._reset_state(True)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
+        **QUIET,
         per_device_train_batch_size=BATCH,
         num_train_epochs=EPOCHS,
         dataloader_num_workers=workers,
@@ -198,16 +193,15 @@ def transformers_run(
     )
     torch.manual_seed(7)
     model = Model()
-    running = Trainer(
-        model, arguments, data_collator=torch.utils.data.default_collate, train_dataset=Drawn(False)
-    )
-    if kind is minato.DataLoader:
-        with minato.patch():
-            running.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    else:
+    patched = minato.patch() if kind is minato.DataLoader else contextlib.nullcontext()
+    with fresh_accelerate(), patched:
+        running = Trainer(
+            model,
+            arguments,
+            data_collator=torch.utils.data.default_collate,
+            train_dataset=Drawn(False),
+        )
         running.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     return model.seen
 
 
@@ -242,12 +236,8 @@ def test_the_hugging_face_trainer_after_every_step(own: str, workers: int, tmp_p
 @pytest.fixture
 def accelerate() -> Iterator[Any]:
     accelerate = pytest.importorskip("accelerate", "1.0")
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(True)
-    yield accelerate
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    with fresh_accelerate():
+        yield accelerate
 
 
 def prepared(accelerate: Any, loader: Any, **options: Any) -> Any:

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import minato
-from tests.integrations.models import OURS, Indexed, Model, noisy
+from tests.integrations.models import OURS, QUIET, Indexed, Model, fresh_accelerate, noisy
 from tests.integrations.ranks import engines
 
 pytest.importorskip("accelerate", "1.0")
 transformers = pytest.importorskip("transformers", "5.0")
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, of many kinds; ours are looked for
@@ -24,11 +23,9 @@ NUM_EPOCHS = 2
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+def accelerate() -> Iterator[None]:
+    with fresh_accelerate():
+        yield
 
 
 class Noted(Model):
@@ -62,20 +59,16 @@ class Ours(Trainer):
         )
 
 
-def trainer(folder: Path, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
+def trainer(folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
+        **QUIET,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
         num_train_epochs=NUM_EPOCHS,
         dataloader_num_workers=2,
-        save_strategy=options.pop("save_strategy", "no"),
+        save_strategy="no",
         logging_strategy="no",
-        **options,
     )
     return kind(
         Noted(),
@@ -112,14 +105,3 @@ def test_a_loader_of_our_own(tmp_path: Path) -> None:
     model = running.model
     assert [sorted(model.seen[:20]), sorted(model.seen[20:])] == [list(range(20))] * NUM_EPOCHS
     assert len(set(model.noise)) == len(model.noise) == 40
-
-
-def test_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    whole = trainer(tmp_path, Ours, save_strategy="steps", save_steps=7, save_only_model=False)
-    whole.train()
-    with engines() as seen:
-        resumed = trainer(tmp_path, Ours)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    assert seen() == OURS
-    assert resumed.model.seen == whole.model.seen[28:]
-    assert resumed.model.noise == whole.model.noise[28:]
