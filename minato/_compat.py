@@ -114,23 +114,21 @@ def _is_torchs(value: object, module: ModuleType) -> bool:
     if not isinstance(value, type):
         return getattr(value, "__globals__", None) is vars(module)
     members = [*vars(value).values()]
-    if _TORCHS.get(value) == members:
-        return True
-    held = [getattr(each, "__func__", each) for each in members]
-    functions = [each for each in held if isinstance(each, FunctionType)]
-    own = all(each.__globals__ is vars(module) for each in functions)
-    if not own or value.__module__ != module.__name__:
-        return False
-    _TORCHS[value] = members
+    if _TORCHS.get(value) != members:
+        held = [getattr(each, "__func__", each) for each in members]
+        functions = [each for each in held if isinstance(each, FunctionType)]
+        own = all(each.__globals__ is vars(module) for each in functions)
+        if not own or value.__module__ != module.__name__:
+            return False
+        _TORCHS[value] = members
     return True
 
 
 def fetcher_is_replaced() -> bool:
     """Whether the program has put another class or method in the place of torch's fetcher of map-style datasets."""
     parts = fetch._MapDatasetFetcher, fetch._BaseDatasetFetcher
-    return not (
-        _is_torchs(_DatasetKind, dataloader) and all(_is_torchs(part, fetch) for part in parts)
-    )
+    own = _is_torchs(_DatasetKind, dataloader) and all(_is_torchs(part, fetch) for part in parts)
+    return not own
 
 
 def make_fetcher(dataset: object, batched: bool, collate_fn: object, drop_last: bool) -> Any:
@@ -204,16 +202,12 @@ def numpy_seed(base_seed: int, number: int) -> list[int]:
 
 def set_signal_handlers() -> None:
     """Have this worker report SIGBUS and SIGSEGV in torch's words; without torch's function it ends without them."""
-    handlers = getattr(torch._C, "_set_worker_signal_handlers", None)
-    if handlers is not None:
-        handlers()
+    getattr(torch._C, "_set_worker_signal_handlers", lambda: None)()
 
 
 def name_process_thread(name: str) -> None:
     """Name this thread for tools such as ``top``; without torch's function it keeps its name."""
-    set_name = getattr(torch.multiprocessing, "_set_thread_name", None)
-    if set_name is not None:
-        set_name(name)
+    getattr(torch.multiprocessing, "_set_thread_name", lambda name: None)(name)
 
 
 # --- torch's collation, profiler and devices ------------------------------------------------
@@ -283,8 +277,8 @@ def _stack_in_own_memory(
     in_worker = torch.utils.data.get_worker_info() is not None
     plain = first.device.type == "cpu" and first.layout is torch.strided and not first.is_nested
     if not in_worker or not plain:
-        collated = collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
-        return cast("torch.Tensor", collated)
+        stack: Callable[..., torch.Tensor] = collate.collate_tensor_fn
+        return stack(tensors, collate_fn_map=collate_fn_map)
     # Not element_size(): this raises what torch raises, for dtypes of less than a byte.
     nbytes = sum(tensor.numel() for tensor in tensors) * _utils._element_size(first.dtype)
     # Memory of NumPy's cannot be resized, like shared memory: tensors of different shapes raise the same errors.
@@ -604,12 +598,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.utils.data._utils.pin_memory._pin_memory_loop, torch.utils.data._utils.fetch._IterableDatasetFetcher",
         "a warning names the missing part, and torch's engine loads",
         lambda: (
-            not any(
-                replaced_parts(
-                    streams=True, worker_processes=workers > 0, workers=workers, pins=True
-                )
-                for workers in (0, 1)
-            )
+            not replaced_parts(streams=True, worker_processes=False, workers=0, pins=True)
+            and not replaced_parts(streams=True, worker_processes=True, workers=1, pins=True)
         ),
     ),
     PrivateName("torch.utils.data.dataloader._InfiniteConstantSampler", _IMPORT_FAILS),
@@ -762,10 +752,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         f"ray.train.torch.train_loop_utils: DataLoader, {RAY_ACCELERATOR}",
         "a warning; the prepared loader loads with torch's engine",
         _defines(
-            "ray",
-            "train/torch/train_loop_utils.py",
-            "    DataLoader,",
-            f"class {RAY_ACCELERATOR}(",
+            "ray", "train/torch/train_loop_utils.py", "    DataLoader,", f"class {RAY_ACCELERATOR}("
         ),
         "ray",
     ),
@@ -773,9 +760,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         f"lightning.pytorch.overrides.distributed.{LIGHTNING_PREDICT_SAMPLER}",
         "predictions of a loader with another order than strict are assigned to the wrong indices",
         _defines(
-            "lightning",
-            "pytorch/overrides/distributed.py",
-            f"class {LIGHTNING_PREDICT_SAMPLER}",
+            "lightning", "pytorch/overrides/distributed.py", f"class {LIGHTNING_PREDICT_SAMPLER}"
         ),
         "lightning",
     ),

@@ -210,13 +210,11 @@ def end_copy(owner: int | None, error: BaseException | None) -> None:
         return
     code: object = 0
     if isinstance(error, SystemExit):
-        code = error.code
-        if code is None:
-            code = 0
-        elif not isinstance(code, int):
+        code = 0 if error.code is None else error.code
+        if not isinstance(code, int):
             sys.stderr.write(f"{code}\n")
     elif error is not None:
-        traceback.print_exception(type(error), error, error.__traceback__)
+        traceback.print_exception(error)
         code = 1
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # there is none, or it is closed

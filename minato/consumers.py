@@ -78,10 +78,9 @@ class Group:
             RuntimeError: The last epoch cannot end, because this thread itself is in the middle of it.
         """
         with self._changed:
+            here = threading.current_thread()
             while number > self._epoch and (self._fetching() or self._others()):
-                if not self._fetching() and all(
-                    member.thread is threading.current_thread() for member in self._others()
-                ):
+                if not self._fetching() and all(each.thread is here for each in self._others()):
                     raise RuntimeError(
                         "the next epoch begins when all consumers have finished the last one, and this thread is "
                         "itself in the middle of that with another consumer: go on with it, or drop its iterator"
@@ -103,9 +102,8 @@ class Group:
         """Members of an epoch that is not over, whose threads live."""
         if self._over:
             return []
-        return [
-            each for each in self._members if each.epoch == self._epoch and each.thread.is_alive()
-        ]
+        here = (each for each in self._members if each.epoch == self._epoch)
+        return [each for each in here if each.thread.is_alive()]
 
     def next(self, member: _Member) -> Any:
         """The next batch for a member.
@@ -140,7 +138,6 @@ class Group:
             del error  # its traceback holds this frame
 
     def _fetch(self) -> None:
-        """Fetch a batch for the member that has waited longest."""
         self._fetcher = threading.current_thread()
         outcome: _Outcome | None = None
         changed = self._changed
@@ -180,9 +177,6 @@ class Consumer:
     Args:
         group: Shared by all consumers.
         device: Where its batches are copied to, None for host memory.
-
-    Attributes:
-        device: The same.
     """
 
     def __init__(self, group: Group, device: torch.device | None) -> None:
@@ -236,14 +230,11 @@ class _Part:
         try:
             if self._accelerator is None:
                 return self._group.next(self._member)
-            return self._sent(self._accelerator)
+            batch, event = copy_batch(self._accelerator, [self._group.next(self._member)].pop)
         except StopIteration:
             self.close()
             raise
-
-    def _sent(self, accelerator: Accelerator) -> Any:
-        batch, event = copy_batch(accelerator, [self._group.next(self._member)].pop)
-        accelerator.wait_event(event)
+        self._accelerator.wait_event(event)
         return batch
 
 

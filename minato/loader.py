@@ -663,10 +663,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _new_spec(self) -> LoaderSpec:
         options, persistent = self._options, self.persistent_workers
+        recording = options.recording
         collate_fn: Any = self.collate_fn
-        transforms = issubclass(type(collate_fn), TransformingCollate) and bool(
-            self._transforms.steps
-        )
+        is_ours = issubclass(type(collate_fn), TransformingCollate)
+        inside = collate_fn.inside if is_ours and self._transforms.steps else collate_fn
         sampling = SamplingSpec(
             dataset=self.dataset,
             streams=is_iterable(self),
@@ -680,9 +680,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             seed=options.seed,
             has_workers=self.num_workers > 0,
             predictable=persistent and options.begins_next_epoch,
-            record_order=str(options.recording.path)
-            if isinstance(options.recording, Record)
-            else None,
+            record_order=str(recording.path) if isinstance(recording, Record) else None,
             replay=self._replay,
             rank=None if self._session is None else self._session.place,
         )
@@ -698,7 +696,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         return LoaderSpec(
             sampling=sampling,
             transforms=self._transforms,
-            collate_fn=collate_fn.inside if transforms else collate_fn,
+            collate_fn=inside,
             cache=vars(self)["cache"],
             workers=workers,
             pin_memory=bool(self.pin_memory),
@@ -874,7 +872,6 @@ class _Epochs:
         self._is_new = True
 
     def begin(self, loader: Any) -> Epoch:
-        """Begin the next epoch of the loader."""
         persists = not self._is_new and loader._iterator is not None
         if not self._is_new:
             self._spec, self._engines = loader._spec(), loader._engines
@@ -944,7 +941,6 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
 
 
 def _starts_threads(context: object) -> bool:
-    """Whether the processes of a multiprocessing context are threads."""
     process = getattr(context, "Process", None)
     return isinstance(process, type) and issubclass(process, threading.Thread)
 

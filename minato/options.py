@@ -115,7 +115,6 @@ class _Group:
 def _one_of(
     *choices: object, unless: Callable[[object], object] = lambda value: False
 ) -> Callable[[str, Any], Any]:
-    """One of some values, unless a value is a setting of another kind."""
 
     def check(name: str, value: object) -> Any:
         if not unless(value):
@@ -826,12 +825,8 @@ class Options(_Group):
             options = replace(options, workers="thread")
         _check_recording(options, torchs.is_stream)
         options = _with_defaults(options, torchs)
-        _check_errors(options, torchs.is_stream)
-        _check_scaling(options, torchs.is_stream)
-        _check_fetching(options, torchs.is_stream)
-        _check_sharing(options, torchs.is_stream)
-        _check_ray(options, torchs.is_stream)
-        _check_next_epoch(options, torchs)
+        for check in _CHECKS:
+            check(options, torchs.is_stream)
         return options
 
     @property
@@ -937,12 +932,11 @@ def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
     return replace(options, order=order, max_lag=max_lag)
 
 
-def _check_next_epoch(options: Options, torchs: TorchArguments) -> None:
-    """Samples whose content does not depend on earlier ones, and an order that is not recorded."""
+def _check_next_epoch(options: Options, is_stream: bool) -> None:
     if not options.begins_next_epoch:
         return
     refused = {
-        "an iterable dataset": torchs.is_stream,
+        "an iterable dataset": is_stream,
         "compat='torch'": options.compat == "torch",
         f"recording={options.recording}": options.replays,
     }
@@ -950,7 +944,6 @@ def _check_next_epoch(options: Options, torchs: TorchArguments) -> None:
 
 
 def _check_errors(options: Options, is_stream: bool) -> None:
-    """Error policies that need indices, or worker processes that can be replaced."""
     errors = options.errors
     if is_stream and errors.handles_samples:
         raise ValueError(
@@ -973,7 +966,6 @@ def _check_errors(options: Options, is_stream: bool) -> None:
 
 
 def _check_scaling(options: Options, is_stream: bool) -> None:
-    """A changing number of workers, where content does not depend on it."""
     if options.autoscale is not None and (is_stream or options.compat == "torch"):
         cause = "an iterable dataset" if is_stream else "compat='torch'"
         raise ValueError(
@@ -983,7 +975,6 @@ def _check_scaling(options: Options, is_stream: bool) -> None:
 
 
 def _check_fetching(options: Options, is_stream: bool) -> None:
-    """Several reads at once, where samples have indices and randomness of their own."""
     fetch, scale = options.fetch_concurrency, options.autoscale
     most_workers = options.num_workers if scale is None else cast(int, scale.max)
     if fetch.max_in_flight is not None and fetch.max_in_flight < most_workers:
@@ -1006,7 +997,6 @@ def _check_fetching(options: Options, is_stream: bool) -> None:
 
 
 def _check_sharing(options: Options, is_stream: bool) -> None:
-    """One pool for several ranks, where each of them has a part of it."""
     if options.shared_pool is None:
         return
     on_error = options.errors.on_error
@@ -1032,7 +1022,6 @@ def _check_sharing(options: Options, is_stream: bool) -> None:
 
 
 def _check_ray(options: Options, is_stream: bool) -> None:
-    """What actors of a Ray cluster can do for a loader."""
     if not isinstance(options.workers, RayWorkers):
         return
     given = "workers=RayWorkers(...)"
@@ -1060,6 +1049,11 @@ def _check_ray(options: Options, is_stream: bool) -> None:
             "use more workers with RayWorkers({'num_cpus': 0.25})"
         )
 
+
+_CHECKS = (
+    *(_check_errors, _check_scaling, _check_fetching, _check_sharing, _check_ray),
+    _check_next_epoch,
+)
 
 # ---- documentation --------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from collections.abc import (
 from enum import Enum
 from io import BytesIO
 from operator import is_not
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, EllipsisType, FunctionType, NotImplementedType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -101,10 +101,7 @@ def share(dataset: T) -> T:
     found, holders = _large_parts(dataset)
     if not found:
         return dataset
-    layouts: list[Any] = []
-    memory = ReadOnlyMemory.written_by(
-        lambda file: layouts.extend(map(_Writer(file).container, found))
-    )
+    memory, layouts = _written(lambda writer: list(map(writer.container, found)))
     forms: dict[int, Any] = {}
     for node, layout in zip(found, layouts, strict=True):
         value = node.thing
@@ -152,7 +149,6 @@ def _large_parts(root: object) -> tuple[list[Node], list[Node]]:
 
 
 def _is_large(value: Any, least: int = LEAST_ITEMS) -> bool:
-    """Whether a container or array is worth being shared, and is not yet."""
     kind = type(value)
     if issubclass(kind, np.ndarray):
         nbytes = np.ndarray.nbytes.__get__(value)
@@ -161,7 +157,6 @@ def _is_large(value: Any, least: int = LEAST_ITEMS) -> bool:
 
 
 def _check(node: Node) -> None:
-    """Refuse a large container that cannot be shared."""
     value, kind = node.thing, type(node.thing)
     if issubclass(kind, np.ndarray):
         if kind is not np.ndarray or value.dtype.hasobject:
@@ -235,11 +230,6 @@ class _Shared:
     _original: str
     """The type that it has been made of."""
 
-    def _write(self, write: Callable[[_Writer], object]) -> None:
-        layouts: list[Any] = []
-        memory = ReadOnlyMemory.written_by(lambda file: layouts.append(write(_Writer(file))))
-        self._attach(memory, layouts[0])
-
     def _attach(self, memory: ReadOnlyMemory, layout: Any) -> None:
         self._memory, self._layout = memory, layout
 
@@ -279,7 +269,7 @@ class SharedList(_Shared, Sequence[T]):
 
     def __init__(self, items: Iterable[T]) -> None:
         kept = items if isinstance(items, (list, tuple)) else list(items)
-        self._write(lambda writer: writer.column(kept, lambda i: f"SharedList[{i}]"))
+        self._attach(*_written(lambda to: to.column(kept, lambda i: f"SharedList[{i}]")))
 
     def _attach(self, memory: ReadOnlyMemory, layout: _Layout) -> None:
         super()._attach(memory, layout)
@@ -298,7 +288,6 @@ class SharedList(_Shared, Sequence[T]):
         return self._layout.length
 
     def __getitem__(self, index: Any) -> Any:
-        """One item, or a list of those of a slice."""
         if type(index) is slice:
             return [self[i] for i in range(*index.indices(len(self)))]
         try:
@@ -349,7 +338,7 @@ class SharedDict(_Shared, Mapping[K, V]):
     _original = "dictionary"
 
     def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]]) -> None:
-        self._write(lambda writer: writer.table(dict(items), type(self).__qualname__))
+        self._attach(*_written(lambda to: to.table(dict(items), type(self).__qualname__)))
 
     def _attach(self, memory: ReadOnlyMemory, layout: _TableLayout) -> None:
         super()._attach(memory, layout)
@@ -426,6 +415,13 @@ class _Copied:
         return bytes(self._memory[part])
 
 
+def _written(write: Callable[[_Writer], T]) -> tuple[ReadOnlyMemory, T]:
+    """What a function writes, in memory of its own, and what it returns."""
+    returned: list[T] = []
+    memory = ReadOnlyMemory.written_by(lambda file: returned.append(write(_Writer(file))))
+    return memory, returned[0]
+
+
 def _attached(kind: type[S], memory: ReadOnlyMemory, layout: object) -> S:
     container = kind.__new__(kind)
     container._attach(memory, layout)
@@ -452,17 +448,19 @@ def _can_be_key(key: object) -> bool:
     return key is None or isinstance(key, (str, bytes))
 
 
+_COMES_BACK = (
+    *(type, FunctionType, BuiltinFunctionType, Enum, EllipsisType, NotImplementedType),
+    *(torch.UntypedStorage, torch.storage.TypedStorage),
+)
+"""Objects that come back the same, or with equal content."""
+
+
 class _ItemPickler(pickle.Pickler):
     """Refuses objects that would come back unequal. Called for all but plain objects."""
 
     def reducer_override(self, value: object) -> Any:
-        if (
-            "__eq__" not in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
-            and not isinstance(value, (type, FunctionType, BuiltinFunctionType, Enum))
-            and not isinstance(value, (torch.UntypedStorage, torch.storage.TypedStorage))
-            and value is not ...
-            and value is not NotImplemented
-        ):
+        compares = any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
+        if not compares and not isinstance(value, _COMES_BACK):
             raise TypeError(
                 f"a {type(value).__qualname__}, which equals only itself: each access would return another one"
             )
@@ -574,7 +572,6 @@ class _Writer:
         return self._append(np.cumsum(counts))
 
     def _append(self, content: np.ndarray) -> int:
-        """Write an array; returns where it begins."""
         start = self._align()
         self._file.write(content.data)
         return start

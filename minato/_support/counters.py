@@ -95,6 +95,5 @@ class Counters:
 
     def totals(self) -> list[int]:
         """Return the totals of all processes, in the order of the names."""
-        used = self._rows[self._marks.nonzero()[0]]
-        totals: list[int] = used.sum((0, 1)).tolist()
+        totals: list[int] = self._rows[self._marks.nonzero()[0]].sum((0, 1)).tolist()
         return totals

@@ -11,9 +11,8 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 if sys.platform != "win32":
     import fcntl
@@ -21,20 +20,18 @@ if sys.platform != "win32":
     import pwd
 
 __all__ = [
-    "PRIVATE",
     "anonymous_log",
     "check_private",
     "cut_torn_line",
     "gets_lock",
     "open_lines",
     "open_regular",
-    "replacement",
     "unmapped_user",
     "write_all",
     "write_atomically",
 ]
 
-PRIVATE = 0o600
+_PRIVATE = 0o600
 """Mode of files that hold keys, samples or texts of errors."""
 _CHUNK_BYTES = 4096
 _UID_MAP = Path("/proc/self/uid_map")
@@ -45,8 +42,8 @@ _POLL_S = 0.01
 _Path = str | os.PathLike[str]
 
 
-def open_regular(path: _Path, flags: int, mode: int = PRIVATE) -> int:
-    """``os.open`` for a regular file; with a flag to write, ``path`` itself must not be a symbolic link.
+def open_regular(path: _Path, flags: int) -> int:
+    """``os.open`` for a regular file, made with mode 0600; with a flag to write, ``path`` must not be a symbolic link.
 
     Raises:
         OSError: It cannot be opened, or is a link or no regular file; the message names it.
@@ -57,7 +54,7 @@ def open_regular(path: _Path, flags: int, mode: int = PRIVATE) -> int:
         flags |= os.O_NOFOLLOW
     try:
         # Without O_NONBLOCK, opening a pipe without a writer would block forever.
-        descriptor = os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+        descriptor = os.open(name, flags | os.O_CLOEXEC | os.O_NONBLOCK, _PRIVATE)
     except OSError as error:
         if writes and os.path.islink(name):
             reason = "Is a symbolic link, which minato does not write through: name the file itself"
@@ -140,21 +137,19 @@ def write_all(descriptor: int, data: bytes, path: _Path) -> None:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-@contextlib.contextmanager
-def replacement(
+def write_atomically(
     path: _Path,
+    content: str,
     *,
-    mode: int = PRIVATE,
     sync: bool = False,
     recognised: Callable[[bytes], bool] | None = None,
-) -> Iterator[BinaryIO]:
-    """A file to write into; it takes the place of ``path`` when the block ends without an error.
+) -> None:
+    """Write a text into a file beside ``path``, whose name cannot be guessed, and then put it in the place of that.
 
-    It is made beside ``path`` under a name that cannot be guessed. A symbolic link at ``path`` is replaced, not
-    followed. A file of this user that it replaces keeps its mode.
+    A symbolic link at ``path`` is replaced, not followed. A file of this user that it replaces keeps its mode; a new
+    one has mode 0600, under the umask.
 
     Args:
-        mode: Of a new file, under the umask.
         sync: Whether it must be on the disk before it takes its place.
         recognised: Whether a file that begins with these 64 bytes may be replaced; None: any may.
 
@@ -162,9 +157,7 @@ def replacement(
         ValueError: The present file is not recognised; it stays unchanged.
         OSError: It cannot be written, or the path names no regular file; the message names it.
     """
-    target = Path(path)
-    if recognised is not None:
-        _check_content(target, recognised)
+    target, mode = Path(path), _PRIVATE
     with contextlib.suppress(FileNotFoundError):
         found = target.lstat()
         if stat.S_ISREG(found.st_mode):
@@ -172,14 +165,20 @@ def replacement(
                 mode = stat.S_IMODE(found.st_mode)
         elif not stat.S_ISLNK(found.st_mode):
             raise _not_regular(str(target))
+        if recognised is not None:
+            with open(open_regular(target, os.O_RDONLY), "rb") as present:
+                head = present.read(64)
+            if head and not recognised(head):
+                raise ValueError(
+                    f"{str(target)!r} holds something else, and is left as it is: name another file"
+                )
     unfinished = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(
-            unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode
-        )
+        descriptor = os.open(unfinished, flags, mode)
         try:
             with open(descriptor, "w+b") as file:
-                yield file
+                file.write(content.encode())
                 file.flush()
                 if sync:
                     os.fsync(descriptor)
@@ -191,33 +190,6 @@ def replacement(
         if error.filename in (None, str(unfinished)):
             raise OSError(error.errno, error.strerror, str(target)) from None
         raise
-
-
-def _check_content(target: Path, recognised: Callable[[bytes], bool]) -> None:
-    try:
-        descriptor = open_regular(target, os.O_RDONLY)
-    except FileNotFoundError:
-        return
-    try:
-        head = os.read(descriptor, 64)
-    finally:
-        os.close(descriptor)
-    if head and not recognised(head):
-        raise ValueError(
-            f"{str(target)!r} holds something else, and is left as it is: name another file"
-        )
-
-
-def write_atomically(
-    path: _Path,
-    content: str,
-    *,
-    sync: bool = False,
-    recognised: Callable[[bytes], bool] | None = None,
-) -> None:
-    """Write a text as :func:`replacement` does, with its arguments."""
-    with replacement(path, sync=sync, recognised=recognised) as file:
-        file.write(content.encode())
 
 
 def anonymous_log() -> int:

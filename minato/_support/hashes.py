@@ -387,8 +387,7 @@ def _functions_of(value: object) -> Iterator[FunctionType]:
         yield value
     elif not isinstance(value, type) and (callable(value) or hasattr(type(value), "__get__")):
         inner = [part for _, part in parts_of(value)]
-        inner += (attribute(value, name) for name in ("func", "__wrapped__"))
-        for part in inner:
+        for part in (*inner, attribute(value, "func"), attribute(value, "__wrapped__")):
             if part is not value and part is not None:
                 yield from _functions_of(part)
 

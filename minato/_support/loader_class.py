@@ -34,14 +34,12 @@ class StandIn(ABCMeta):
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
-        if cls is _standing_in and isinstance(instance, TorchDataLoader):
-            return True
-        return super().__instancecheck__(instance)
+        is_torchs = cls is _standing_in and isinstance(instance, TorchDataLoader)
+        return is_torchs or super().__instancecheck__(instance)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        if cls is _standing_in and issubclass(subclass, TorchDataLoader):
-            return True
-        return super().__subclasscheck__(subclass)
+        is_torchs = cls is _standing_in and issubclass(subclass, TorchDataLoader)
+        return is_torchs or super().__subclasscheck__(subclass)
 
 
 def is_made(loader: object) -> bool:

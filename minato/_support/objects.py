@@ -95,11 +95,8 @@ def derives(kind: type, *bases: type) -> bool:
 class Kind:
     """What a search needs to know of a class.
 
-    Args:
-        kind: The class.
-
     Attributes:
-        kind: The same. Its id stands for it as long as this object lives.
+        kind: The class. Its id stands for it as long as this object lives.
         container: Its base among dict, list, tuple and deque, or None.
     """
 

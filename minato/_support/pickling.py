@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing import reduction
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -209,14 +209,11 @@ class SidePickler(pickle.Pickler):
     Args:
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
             before Python 3.14 writable and in native byte order.
-        reducers: How objects of some types are reduced; by default as :mod:`pickle` does.
+        reducers: How objects of some types are reduced; others as :mod:`pickle` does.
     """
 
     def __init__(
-        self,
-        file: SupportsWrite[bytes],
-        purpose: Purpose = "sample",
-        reducers: Mapping[type, Reducer] = MappingProxyType({}),
+        self, file: SupportsWrite[bytes], purpose: Purpose, reducers: Mapping[type, Reducer]
     ) -> None:
         self._buffers: list[pickle.PickleBuffer] = []
         super().__init__(file, protocol=5, buffer_callback=self._buffers.append)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from minato._support.hashes import fingerprint
-from minato._support.objects import attribute
+from minato._support.objects import attribute, length_of
 from minato._support.text import type_name
 from minato.caching.base import Cache
 
@@ -60,25 +60,27 @@ class CachedDataset(Dataset[Any]):
         found, sample = self._cache.get(place)
         if not found:
             before = self._drawn()
-            sample = self._run(self._dataset[index])
-            self._check(before)
-            self._cache.put(place, sample)
+            sample = self._kept(place, self._dataset[index], before)
         return sample
 
     async def _aget(self, index: object) -> Any:
         place = self._place(index)
         found, sample = self._cache.get(place)
         if not found:
-            sample = await self._dataset.__aget__(index)
-            before = self._drawn()
-            sample = self._run(sample)
-            self._check(before)
-            self._cache.put(place, sample)
+            sample = self._kept(place, await self._dataset.__aget__(index), self._drawn())
         return sample
 
-    def _run(self, sample: object) -> Any:
+    def _kept(self, place: bytes, sample: object, before: object) -> Any:
+        """What the cache keeps of a sample of the dataset; refuses one for which generators have moved since."""
         for step in self._steps:
             sample = step(sample)
+        if before != self._drawn():
+            raise ValueError(
+                "the dataset, or one of the transforms before the cache, draws random numbers, so that every epoch "
+                f"would get the same ones: of {len(self._steps)} transforms, give the cache's after= as the number "
+                "of those before the first random one"
+            )
+        self._cache.put(place, sample)
         return sample
 
     def _place(self, index: object) -> bytes:
@@ -93,41 +95,24 @@ class CachedDataset(Dataset[Any]):
         """State that changes with random draws; in a thread without the generators from which others draw, too."""
         if threading.current_thread() is not threading.main_thread():
             return self._asked()
+        numpy_parts: Any = np.random.get_state(legacy=True)
         return (
             self._asked(),
             self._owned(),
             random.getstate(),
-            [part.tobytes() if hasattr(part, "tobytes") else part for part in _numpy_state()],
+            [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy_parts],
             torch.random.get_rng_state().numpy().tobytes(),
         )
 
-    def _check(self, before: object) -> None:
-        if before != self._drawn():
-            raise ValueError(
-                "the dataset, or one of the transforms before the cache, draws random numbers, so that every epoch "
-                f"would get the same ones: of {len(self._steps)} transforms, give the cache's after= as the number "
-                "of those before the first random one"
-            )
-
 
 def _prefix(version: str | None, dataset: Any, steps: Sequence[_Step]) -> bytes:
-    if version is not None:
-        return fingerprint(version, *_described(dataset, steps))
+    if version is not None:  # whose users differ by their types and the dataset's length
+        things = (dataset, *steps)
+        names = [
+            f"{type_name(one, module=True)} {attribute(one, '__qualname__', '')}" for one in things
+        ]
+        return fingerprint(version, length_of(dataset), *names)
     try:
         return fingerprint(dataset, steps)
     except TypeError as error:
         raise TypeError(f"{error}, or give the cache a version= of your own") from error
-
-
-def _described(dataset: Any, steps: Sequence[_Step]) -> Iterator[Any]:
-    """What tells two users of one version apart: the length and the type of the dataset, and names of the steps."""
-    try:
-        yield len(dataset)
-    except Exception:  # it need not have one
-        yield None
-    for thing in (dataset, *steps):
-        yield f"{type_name(thing, module=True)} {attribute(thing, '__qualname__', '')}"
-
-
-def _numpy_state() -> Any:
-    return np.random.get_state(legacy=True)

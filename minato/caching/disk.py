@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -11,10 +10,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from minato._fork_safety import held_off_forks, interrupted_calls
 from minato._support.files import check_private, gets_lock, open_regular, write_all
@@ -126,7 +126,7 @@ class DiskCache(Cache):
             entry = files.get(key)
             if entry is not None and now_ns - self._used_ns.get(prefix, 0) > _USED_NS:
                 self._used_ns[prefix] = now_ns
-                with contextlib.suppress(*self.failures):  # the sample is there all the same
+                with suppress(*self.failures):  # the sample is there all the same
                     files.mark(prefix)
         return entry
 
@@ -212,11 +212,9 @@ class _Environment:
     # ---- entries ------------------------------------------------------------------------
 
     def begin(self, write: bool = False) -> Any:
-        """A transaction of the database of states."""
         return self._files.begin(db=self._states, write=write)
 
     def get(self, key: bytes) -> bytes | None:
-        """The entry of a key."""
         with self.begin() as view:
             entry: bytes | None = view.get(key, db=self._samples)
         return entry
@@ -260,7 +258,6 @@ class _Environment:
         return freed
 
     def mark(self, prefix: bytes) -> None:
-        """Record that a prefix is in use."""
         with self.begin(write=True) as to:
             self._mark(to, prefix)
 
@@ -271,7 +268,6 @@ class _Environment:
             self._unsynced_bytes += 1  # else the cache would start empty after the next start
 
     def remove(self, key: bytes) -> None:
-        """Remove an entry."""
         with self.begin(write=True) as to:
             entry = to.pop(key, db=self._samples)
             if entry is not None:
@@ -285,7 +281,7 @@ class _Environment:
         if not self._unsynced_bytes:
             return
         self._unsynced_bytes, self._synced_s = 0, time.monotonic()
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             last = self._last()
             self._files.sync(True)
             with _locked(self._path / "opening.lock"):
@@ -304,7 +300,7 @@ class _Environment:
         return last
 
     def _stamp(self) -> tuple[bytes, int]:
-        with contextlib.suppress(FileNotFoundError, struct.error):
+        with suppress(FileNotFoundError, struct.error):
             boot, synced = _STAMP.unpack((self._path / "synced").read_bytes())
             return boot, synced
         return b"", 0
@@ -386,9 +382,7 @@ def _bytes(number: int) -> bytes:
 def _boot() -> bytes:
     """Identifies the present start of the machine; where there is no such number, all are one."""
     try:
-        return bytes.fromhex(
-            Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "").strip()
-        )[:16]
+        return UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):
         return bytes(16)
 
@@ -406,7 +400,7 @@ def _make_lock_file(file: Path) -> None:
             os.close(descriptor)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock between processes for the block.
 

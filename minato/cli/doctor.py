@@ -339,14 +339,9 @@ def _run(options: argparse.Namespace) -> int:
         print(f"minato {__version__}")
         for title, found in sections.items():
             print(f"\n{title}\n{_table(found)}")
-        print(f"\n{_summary(limits)}")
+        found_here = "1 limit found" if limits == 1 else f"{limits} limits found"
+        print(f"\n{found_here if limits else 'nothing limits minato here'}")
     return 1 if limits else 0
-
-
-def _summary(limits: int) -> str:
-    if not limits:
-        return "nothing limits minato here"
-    return "1 limit found" if limits == 1 else f"{limits} limits found"
 
 
 def _table(findings: Sequence[Finding]) -> str:

@@ -102,7 +102,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="minato", description="A data loader for PyTorch.")
-    parser.add_argument("--version", action="version", version=_version())
+    core = "compiled" if _core.USE_EXTENSIONS else "pure Python"
+    python = sys.version.split()[0]
+    version = f"minato {__version__} (core: {core}; torch {torch.__version__}, Python {python})"
+    parser.add_argument("--version", action="version", version=version)
     parser.set_defaults(is_script=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo.add_to(commands.add_parser)
@@ -131,11 +134,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
-    core = "compiled" if _core.USE_EXTENSIONS else "pure Python"
-    return f"minato {__version__} (core: {core}; torch {torch.__version__}, Python {sys.version.split()[0]})"
-
-
 # ---- minato profile -------------------------------------------------------------------------
 
 
@@ -146,7 +144,7 @@ def _profile(options: argparse.Namespace) -> None:
         raise _Refused(f"--step-ms {options.step_ms} is invalid: give 0 or more")
     step_s = options.step_ms / 1e3
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    given = _loader(options.factory)
+    given = _made(options.factory)
     mine = given if isinstance(given, DataLoader) else DataLoader.from_torch(given)
     theirs = _as_torch(mine) if mine is given else given
     mine.watch_gpus()
@@ -156,14 +154,13 @@ def _profile(options: argparse.Namespace) -> None:
     if theirs is not None:
         seconds["torch"] = _timed(theirs, options.batches, step_s)
     report = mine.report()
-    rows = [(name, format_value(taken, "s")) for name, taken in seconds.items()]
     if options.json:
         print(json.dumps({**report.to_dict(), "comparison_s": seconds}))
         return
     _show(report)
     print("\nTime for the same batches with")
-    for name, taken in rows:
-        print(f"  {name:8}{taken}")
+    for name, taken in seconds.items():
+        print(f"  {name:8}{format_value(taken, 's')}")
     if load > _QUIET * _system.available_cores(whole_node=True):
         print(
             f"Other programs used the cores (load average {load:.1f}): compare again when they do not."
@@ -178,27 +175,12 @@ def _warm_up() -> None:
 
 
 def _show(report: Report) -> None:
-    """Print the report, in colour if rich is installed."""
     try:
         import rich.console
     except ImportError:
         print(text.plain(report))
         return
     rich.console.Console(file=sys.stdout).print(report)
-
-
-def _loader(factory: str) -> TorchDataLoader[Any]:
-    """The loader that the user's factory returns.
-
-    Raises:
-        _Refused: It returns something else.
-    """
-    loader = _made(factory)
-    if not isinstance(loader, TorchDataLoader):
-        raise _Refused(
-            f"{factory} returned a {type(loader).__name__}: let it return a torch or minato DataLoader"
-        )
-    return loader
 
 
 def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:
@@ -209,7 +191,6 @@ def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:
 
 
 def _timed(loader: Iterable[object], batches: int | None, step_s: float) -> float:
-    """Seconds of an epoch, or of its first ``batches`` batches."""
     start_ns = now_ns()
     for _ in itertools.islice(loader, batches):
         time.sleep(step_s)  # like a step on a GPU, which leaves the CPU idle
@@ -219,11 +200,11 @@ def _timed(loader: Iterable[object], batches: int | None, step_s: float) -> floa
 # ---- functions that the user names: module:function or file.py:function ---------------------
 
 
-def _made(factory: str) -> Any:
-    """Call the function ``module:function`` or ``file.py:function``, and return its result.
+def _made(factory: str) -> TorchDataLoader[Any]:
+    """The loader that the function ``module:function`` or ``file.py:function`` returns.
 
     Raises:
-        _Refused: It does not exist, or raised.
+        _Refused: It does not exist, raised, or returned something else.
     """
     place, _, name = factory.rpartition(":")
     if not place or not name:
@@ -233,9 +214,14 @@ def _made(factory: str) -> Any:
     if not callable(make):
         raise _Refused(f"{place!r} has no function {name!r}: check its name")
     try:
-        return make()
+        loader = make()
     except (Exception, SystemExit) as error:
         raise _Refused(f"{factory} raised {type(error).__name__}: {error}") from None
+    if not isinstance(loader, TorchDataLoader):
+        raise _Refused(
+            f"{factory} returned a {type(loader).__name__}: let it return a torch or minato DataLoader"
+        )
+    return loader
 
 
 def _imported(place: str) -> ModuleType:

@@ -97,9 +97,8 @@ def _file(script: str) -> tuple[ModuleType, CodeType]:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
     module = ModuleType("__main__")
-    vars(module).update(
-        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
-    )
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(__file__=path, __cached__=None, __loader__=loader)
     return module, code
 
 

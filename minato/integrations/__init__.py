@@ -26,13 +26,9 @@ def connect() -> None:
     if _connected or os.environ.get("MINATO_INTEGRATIONS") == "0":
         return
     _connected = True
-    later = {}
-    for name, adapter in _ADAPTERS.items():
-        if name in sys.modules:
-            _adapt(sys.modules[name], adapter)
-        else:
-            later[name] = adapter
-    if later:
+    for name in _ADAPTERS.keys() & sys.modules.keys():
+        _adapt(sys.modules[name])
+    if later := _ADAPTERS.keys() - sys.modules.keys():
         sys.meta_path.insert(0, _ImportHook(later))
 
 
@@ -46,22 +42,22 @@ _ADAPTERS = {
 """The function of ``trainers`` that adapts a module of a trainer."""
 
 
-def _adapt(module: ModuleType, adapter: str) -> None:
+def _adapt(module: ModuleType) -> None:
     from minato.integrations import trainers  # needed with a trainer only
 
-    getattr(trainers, adapter)(module)
+    getattr(trainers, _ADAPTERS[module.__name__])(module)
 
 
 class _ImportHook:
     """A finder that finds nothing itself; it adapts modules after their execution, before others import their names."""
 
-    def __init__(self, adapters: dict[str, str]) -> None:
-        self._adapters = adapters
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._adapters:
+        if name not in self._names:
             return None
         for finder in sys.meta_path:
             if finder is not self and hasattr(finder, "find_spec"):
@@ -77,12 +73,12 @@ class _ImportHook:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if module.__name__ in self._adapters:
+            if module.__name__ in self._names:
                 del loader.exec_module
-                adapter = self._adapters.pop(module.__name__)
-                if not self._adapters:
+                self._names.remove(module.__name__)
+                if not self._names:
                     sys.meta_path.remove(self)
-                _adapt(module, adapter)
+                _adapt(module)
 
         # Replaced on this loader object, which the module keeps: it looks up resources and sources.
         loader.exec_module = exec_module

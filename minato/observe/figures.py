@@ -348,18 +348,8 @@ class ReportFigures:
 
 
 PARTS = (
-    Waiting,
-    Throughput,
-    Workers,
-    WindowFigures,
-    Machine,
-    Gpu,
-    Stragglers,
-    Errors,
-    Reads,
-    Stage,
-    SlowSample,
-    Setup,
+    *(Waiting, Throughput, Workers, WindowFigures, Machine, Gpu, Stragglers, Errors, Reads),
+    *(Stage, SlowSample, Setup),
 )
 
 

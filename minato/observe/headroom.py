@@ -47,9 +47,8 @@ class Headroom:
 
         self._loaded_ns, self._replayed_ns = [], []
         yield from _timed(loaded(), self._loaded_ns)
-        yield from _timed(
-            itertools.islice(itertools.cycle(kept), len(self._loaded_ns)), self._replayed_ns
-        )
+        replayed = itertools.islice(itertools.cycle(kept), len(self._loaded_ns))
+        yield from _timed(replayed, self._replayed_ns)
 
     @property
     def loaded_s(self) -> float:
@@ -68,11 +67,8 @@ class Headroom:
 
     def to_dict(self) -> dict[str, float]:
         """The figures as plain data."""
-        return {
-            "loaded_s": self.loaded_s,
-            "replayed_s": self.replayed_s,
-            "speedup": self.speedup,
-        }
+        names = ("loaded_s", "replayed_s", "speedup")
+        return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
         if not self.replayed_s:

@@ -38,11 +38,7 @@ class Lateness:
             self._ends.append((self._ends[-1] if self._ends else 0) + count)
 
     def delivered(
-        self,
-        positions: list[int] | range,
-        start: int,
-        num_slow: int,
-        number: int | None = None,
+        self, positions: list[int] | range, start: int, num_slow: int, number: int | None = None
     ) -> None:
         """A batch is returned; each counts once.
 
@@ -58,10 +54,9 @@ class Lateness:
         numbers = sorted(positions)
         at = first = bisect_left(numbers, 0)
         while at < len(numbers):
-            home = bisect_right(ends, numbers[at] - start)
-            stop = (
-                bisect_left(numbers, ends[home] + start, at) if home < len(ends) else len(numbers)
-            )
+            home, stop = bisect_right(ends, numbers[at] - start), len(numbers)
+            if home < len(ends):
+                stop = bisect_left(numbers, ends[home] + start, at)
             if at == first:
                 self.latest.record(max(batch - home, 0))
             self.lags[batch - home] += stop - at
@@ -83,13 +78,8 @@ class InOrderLateness(Lateness):
         pass
 
     def delivered(
-        self,
-        positions: list[int] | range,
-        start: int,
-        num_slow: int,
-        number: int | None = None,
+        self, positions: list[int] | range, start: int, num_slow: int, number: int | None = None
     ) -> None:
-        """A batch is returned; each counts once (see :meth:`Lateness.delivered`)."""
         if number is None or number >= len(self.slow_shares):
             count = len(positions) - positions.count(-1)
             self._samples += count

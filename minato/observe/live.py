@@ -212,7 +212,6 @@ class _Board:
             self._thread.start()
 
     def remove(self, view: Live, summarize: bool = True) -> None:
-        """Remove a loader's view, and print its summary if ``summarize``."""
         if view not in self._views:
             return
         self._views.remove(view)
@@ -222,7 +221,6 @@ class _Board:
             self.close()
 
     def close(self) -> None:
-        """End the thread and remove the panel."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

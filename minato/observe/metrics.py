@@ -49,16 +49,16 @@ class Metric(NamedTuple):
     exported: bool = True
 
 
-def _counter(name: str, unit: str, meaning: str, count: str, scale: float = 1.0) -> Metric:
-    """A counter with the value of one count.
-
-    Args:
-        scale: The count's unit in ``unit``.
-    """
+def _counter(name: str, unit: str, meaning: str, count: str) -> Metric:
+    """A counter with the value of one count, which is in ns where the unit is ``s``."""
+    scale = 1e-9 if unit == "s" else 1.0
     return Metric(name, "counter", unit, meaning, lambda log: log.counts[count] * scale)
 
 
-_NS = 1e-9
+def _of_loader(name: str, unit: str, meaning: str, field: str) -> Metric:
+    """A gauge with the value of one field of a ``LoaderSnapshot``."""
+    return Metric(name, "gauge", unit, meaning, lambda log: getattr(log.loader, field))
+
 
 CATALOG = (
     _counter("batches_total", "batches", "Batches returned to the training loop.", "batches"),
@@ -70,17 +70,11 @@ CATALOG = (
     ),
     _counter("batch_bytes_total", "bytes", "Bytes in the returned batches.", "bytes"),
     _counter(
-        "wait_seconds_total",
-        "s",
-        "Time that the training loop waited for batches.",
-        "waited_ns",
-        _NS,
+        "wait_seconds_total", "s", "Time that the training loop waited for batches.", "waited_ns"
     ),
-    _counter("epoch_seconds_total", "s", "Duration of all epochs.", "wall_ns", _NS),
-    _counter(
-        "worker_busy_seconds_total", "s", "Time that workers processed samples.", "busy_ns", _NS
-    ),
-    _counter("worker_idle_seconds_total", "s", "Time that workers were idle.", "idle_ns", _NS),
+    _counter("epoch_seconds_total", "s", "Duration of all epochs.", "wall_ns"),
+    _counter("worker_busy_seconds_total", "s", "Time that workers processed samples.", "busy_ns"),
+    _counter("worker_idle_seconds_total", "s", "Time that workers were idle.", "idle_ns"),
     _counter("worker_deaths_total", "workers", "Workers that died.", "deaths"),
     _counter("sample_retries_total", "retries", "Samples that were loaded again.", "retries"),
     _counter("skipped_samples_total", "samples", "Samples that were skipped.", "skipped"),
@@ -100,37 +94,17 @@ CATALOG = (
         lambda log: log.samples * 1e9 / log.wall_ns if log.wall_ns else 0.0,
         exported=False,
     ),
-    Metric("workers", "gauge", "workers", "Active workers.", lambda log: log.loader.workers),
-    Metric(
-        "ready_batches", "gauge", "batches", "Batches that are ready.", lambda log: log.loader.ready
+    _of_loader("workers", "workers", "Active workers.", "workers"),
+    _of_loader("ready_batches", "batches", "Batches that are ready.", "ready"),
+    _of_loader("in_flight_batches", "batches", "Batches that are open or ready.", "in_flight"),
+    _of_loader(
+        "prefetch_window_batches", "batches", "Largest number of batches in flight.", "limit"
     ),
-    Metric(
-        "in_flight_batches",
-        "gauge",
-        "batches",
-        "Batches that are open or ready.",
-        lambda log: log.loader.in_flight,
+    _of_loader(
+        "in_flight_bytes", "bytes", "Approximate memory of the batches in flight.", "memory_bytes"
     ),
-    Metric(
-        "prefetch_window_batches",
-        "gauge",
-        "batches",
-        "Largest number of batches in flight.",
-        lambda log: log.loader.limit,
-    ),
-    Metric(
-        "in_flight_bytes",
-        "gauge",
-        "bytes",
-        "Approximate memory of the batches in flight.",
-        lambda log: log.loader.memory_bytes,
-    ),
-    Metric(
-        "memory_budget_bytes",
-        "gauge",
-        "bytes",
-        "Limit of the memory of batches in flight.",
-        lambda log: log.loader.budget_bytes,
+    _of_loader(
+        "memory_budget_bytes", "bytes", "Limit of the memory of batches in flight.", "budget_bytes"
     ),
 )
 """All metrics, in the order in which they are shown."""
@@ -305,7 +279,6 @@ class _Endpoint:
             raise
 
     def collect(self) -> Iterator[Any]:
-        """All metrics of all loaders, for the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         found: _Values = defaultdict(dict)
@@ -321,7 +294,6 @@ class _Endpoint:
                 yield family
 
     def close(self) -> None:
-        """End the thread and release the address."""
         if threading.current_thread() is self._thread:  # the garbage collector runs in any thread
             threading.Thread(target=self.close, name="minato-metrics-end", daemon=True).start()
             return

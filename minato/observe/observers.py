@@ -52,12 +52,6 @@ class Metrics:
                 histograms[name] = values.subtract(before) if before.count else values
         return Metrics(counts, histograms)
 
-    def __add__(self, other: Metrics) -> Metrics:
-        whole = Metrics()
-        whole += self
-        whole += other
-        return whole
-
     def __iadd__(self, other: Metrics) -> Metrics:
         """Add other metrics to a sum, which owns its histograms."""
         self.counts.update(other.counts)

@@ -44,11 +44,10 @@ def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Repo
         steps: Names of the transforms.
     """
     records = log.records()
-    whole = EpochRecord(-1)
-    if records:
-        last = records[-1]
-        whole = dataclasses.replace(last, epoch=-1)
-    whole.metrics = sum((each.metrics for each in records), log.forgotten)
+    whole = dataclasses.replace(records[-1], epoch=-1) if records else EpochRecord(-1)
+    whole.metrics = Metrics()
+    for metrics in (log.forgotten, *(each.metrics for each in records)):
+        whole.metrics += metrics
     run = _period(whole, "run", steps)
     return Report(
         setup=setup,

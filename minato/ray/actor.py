@@ -162,7 +162,7 @@ def _pickler() -> type[SidePickler]:
 
 def _pack(value: object) -> tuple[bytes, list[Any]]:
     file = io.BytesIO()
-    pickler = _pickler()(file, "result")
+    pickler = _pickler()(file, "result", {})
     pickler.dump(value)
     return file.getvalue(), [np.asarray(raw) for raw in pickler.raws()]
 

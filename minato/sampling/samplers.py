@@ -259,14 +259,10 @@ def _has_rank(sampler: object) -> bool:
 
 def sampler_at_rank(sampler: Any, rank: int) -> Any:
     """Return a copy of a sampler, as another rank has it."""
-    here = copy.copy(sampler)
     if _has_rank(sampler):
-        here.rank = rank
-    elif attribute(sampler, "sampler") is not None:
-        here.sampler = sampler_at_rank(sampler.sampler, rank)
-    else:
-        here.batch_sampler = sampler_at_rank(sampler.batch_sampler, rank)
-    return here
+        return _changed(sampler, rank=rank)
+    name = "batch_sampler" if attribute(sampler, "sampler") is None else "sampler"
+    return _changed(sampler, **{name: sampler_at_rank(getattr(sampler, name), rank)})
 
 
 class InterleavedRanks:
@@ -277,8 +273,6 @@ class InterleavedRanks:
         ranks: The ranks.
 
     Attributes:
-        sampler: The same.
-        ranks: The same.
         batch_size: The sampler's, None if it has none.
     """
 
@@ -323,7 +317,6 @@ LISTS = (list, tuple, range, np.ndarray, torch.Tensor)
 
 
 def _may_repeat(sampler: Any) -> bool:
-    """Return whether a sampler may yield an index more than once in an epoch."""
     if is_exactly(sampler, (BatchSampler, InterleavedRanks)):
         return _may_repeat(sampler.sampler)
     if type(sampler) is RandomSampler:
@@ -393,13 +386,21 @@ def independent(sampler: object, dataset: object) -> Any:
                 f"an epoch of its own needs a copy of the sampler, and a {type(sampler).__name__} cannot be copied "
                 f"({type(error).__name__}: {message_of(error)}): give the class a __deepcopy__"
             ) from error
-    found = copy.copy(sampler)
-    for name, value in vars(found).items():
+    other = {}
+    for name, value in vars(sampler).items():
         if isinstance(value, torch.Generator) and value is not torch.default_generator:
-            setattr(found, name, copy.deepcopy(value))
+            other[name] = copy.deepcopy(value)
         elif name in ("sampler", "batch_sampler"):
-            setattr(found, name, independent(value, dataset))
-    return found
+            other[name] = independent(value, dataset)
+    return _changed(sampler, **other)
+
+
+def _changed(sampler: Any, /, **values: object) -> Any:
+    """Return a copy of a sampler with other values of some attributes."""
+    other = copy.copy(sampler)
+    for name, value in values.items():
+        setattr(other, name, value)
+    return other
 
 
 def in_epoch(index_sampler: object, epoch: int) -> Any:
@@ -410,7 +411,8 @@ def in_epoch(index_sampler: object, epoch: int) -> Any:
     inner = index_sampler.sampler if type(index_sampler) is BatchSampler else index_sampler
     if type(inner) is not SeededSampler:
         return index_sampler
-    return _around(index_sampler, _copy_in_epoch(inner, epoch))
+    then = _changed(inner, epoch=epoch)
+    return then if inner is index_sampler else _changed(index_sampler, sampler=then)
 
 
 def next_sampler(index_sampler: Any) -> Any | None:
@@ -421,27 +423,12 @@ def next_sampler(index_sampler: Any) -> Any | None:
     """
     if is_exactly(index_sampler, (InterleavedRanks, BatchSampler)):
         inner = next_sampler(index_sampler.sampler)
-        return None if inner is None else _around(index_sampler, inner)
+        return None if inner is None else _changed(index_sampler, sampler=inner)
     if type(index_sampler) is SequentialSampler:
         return index_sampler
     if is_exactly(index_sampler, (*SEEDED, DistributedSampler)):
-        return _copy_in_epoch(index_sampler, index_sampler.epoch + 1)
+        return _changed(index_sampler, epoch=index_sampler.epoch + 1)
     return None
-
-
-def _copy_in_epoch(sampler: Any, epoch: int) -> Any:
-    other = copy.copy(sampler)
-    other.set_epoch(epoch)
-    return other
-
-
-def _around(outer: Any, inner: object) -> Any:
-    """Return a copy of a sampler that draws from another one, drawing from ``inner``; ``inner`` if it does not."""
-    if not is_exactly(outer, (BatchSampler, InterleavedRanks)):
-        return inner
-    other = copy.copy(outer)
-    other.sampler = inner
-    return other
 
 
 # ---- the indices of a batch -----------------------------------------------------------------------
@@ -478,7 +465,6 @@ def batch_maker(
 
 
 def _copied(index: Any) -> Any:
-    """Return an index that its sampler cannot change."""
     if type(index) is torch.Tensor:
         return index.clone()
     return index.copy() if type(index) in (np.ndarray, list, dict, set) else index
@@ -673,7 +659,6 @@ class IndexBatches:
         self._ahead.extend(map(Drawn, zip(items, self._numbers, strict=False)))
 
     def _drawn_again(self) -> Source:
-        """The batches after those that were drawn."""
         number = self._ahead[-1].number + 1 if self._ahead else self._num_dropped
         if self._again is None:
             raise RuntimeError(

@@ -267,9 +267,8 @@ class BatchedSource(KeyedSource):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read the samples of a batch."""
         keys = [self.keys[index] for index in indices]
-        return self.all_decoded(
-            keys, self.attempt(f"keys {keys[0]!r} …", lambda: self.read_values(keys))
-        )
+        values = self.attempt(f"keys {keys[0]!r} …", lambda: self.read_values(keys))
+        return self.all_decoded(keys, values)
 
     def all_decoded(self, keys: Sequence[object], values: Sequence[object]) -> list[Any]:
         """The samples of values; raises like :meth:`get`."""

@@ -229,6 +229,5 @@ class Cassandra(TableSource, BatchedSource):
 
 @functools.cache
 def _receives_more(connection: type[Connection]) -> type[Connection]:
-    """The driver's class of connections, with a larger buffer."""
     size = max(connection.in_buffer_size, _RECEIVED_BYTES)
     return type(connection.__name__, (connection,), {"in_buffer_size": size})

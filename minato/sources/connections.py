@@ -48,14 +48,9 @@ class Connections(Generic[T]):
     """
 
     def __init__(
-        self,
-        open_one: Callable[[], T],
-        close_one: Callable[[T], object],
-        shared: bool = False,
+        self, open_one: Callable[[], T], close_one: Callable[[T], object], shared: bool = False
     ) -> None:
-        self._open_one = open_one
-        self._close_one = close_one
-        self._shared = shared
+        self._open_one, self._close_one, self._shared = open_one, close_one, shared
         self._reset()
 
     def _reset(self) -> None:
@@ -194,24 +189,20 @@ class Settings:
     """
 
     def __init__(self, values: Mapping[str, object], secret: tuple[str, ...] = ()) -> None:
-        self._values = {
-            name: _Secret(name, value)
-            if (name in secret or _SECRET.search(name))
-            and value is not None
-            and not isinstance(value, (Env, bool))  # a bool is no secret, even if its name matches
-            else value
-            for name, value in values.items()
-        }
+        self._values = dict(values)
+        for name, value in values.items():
+            # A bool is no secret, even if its name matches.
+            is_plain = value is None or isinstance(value, (Env, bool))
+            if not is_plain and (name in secret or _SECRET.search(name)):
+                self._values[name] = _Secret(name, value)
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._values.items())
 
     def values(self) -> dict[str, Any]:
         """All values, secrets included."""
-        return {
-            name: value.value() if isinstance(value, (Env, _Secret)) else value
-            for name, value in self._values.items()
-        }
+        given = self._values.items()
+        return {n: v.value() if isinstance(v, (Env, _Secret)) else v for n, v in given}
 
 
 class Place:
@@ -258,8 +249,6 @@ def shown_url(url: str) -> str:
         )
     user = user.partition(":")[0] if _WITH_USERS.fullmatch(kind) else ""
     path, _, query = tail.partition("#")[0].partition("?")
-    given = query.split("&") if query else []
-    shown = [each for each in given if each.partition("=")[0].lower() in _SHOWN]
-    return (
-        f"{scheme}://{user}{at if user else ''}{host}{path}{'?' if shown else ''}{'&'.join(shown)}"
-    )
+    shown = [each for each in query.split("&") if each.partition("=")[0].lower() in _SHOWN]
+    tail = f"{path}{'?' if shown else ''}{'&'.join(shown)}"
+    return f"{scheme}://{user}{at if user else ''}{host}{tail}"

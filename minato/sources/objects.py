@@ -117,10 +117,11 @@ class Objects(KeyedSource):
             if part is None:
                 found = obstore.get(store, key)
                 return _whole(key, bytes(found.bytes()), found.meta["size"])
-            if part.start == part.end:  # of an empty member, for which servers have no range
+            path, start, end = part
+            if start == end:  # of an empty member, for which servers have no range
                 return b""
-            value = obstore.get_range(store, part.path, start=part.start, end=part.end)
-            return _whole(part, bytes(value), part.end - part.start)
+            value = obstore.get_range(store, path, start=start, end=end)
+            return _whole(part, bytes(value), end - start)
 
     async def __aget__(self, index: int) -> Any:
         """``source[index]`` as a coroutine."""
@@ -135,10 +136,10 @@ class Objects(KeyedSource):
             if part is None:
                 found = await obstore.get_async(store, key)
                 return _whole(key, bytes(await found.bytes_async()), found.meta["size"])
-            if part.start == part.end:
+            path, start, end = part
+            if start == end:
                 return b""
-            start, end = part.start, part.end
-            value = await obstore.get_range_async(store, part.path, start=start, end=end)
+            value = await obstore.get_range_async(store, path, start=start, end=end)
             return _whole(part, bytes(value), end - start)
 
     @contextlib.contextmanager
@@ -220,11 +221,10 @@ def _members(source: Objects, path: str) -> Iterator[_Member]:
             for member in archive:
                 if member.isdir():
                     continue
-                fault = ""
+                plain = member.isfile() or member.islnk()
+                fault = "" if plain else "is a symbolic link or a device"
                 if member.issparse():
                     fault = "is a sparse file, whose bytes are not in one piece"
-                elif not (member.isfile() or member.islnk()):
-                    fault = "is a symbolic link or a device"
                 linked = member.linkname if member.islnk() else ""
                 yield member.name, linked, member.offset_data, member.size, fault
 
@@ -299,8 +299,9 @@ def _in_a_fork(call: Callable[[], Iterator[T]]) -> list[T]:
         try:
             reader.close()
             try:
-                for value in call():
-                    writer.send(value)
+                with _panics():
+                    for value in call():
+                        writer.send(value)
                 writer.send(StopIteration())
             except BaseException as error:
                 writer.send(_picklable(error))
@@ -341,18 +342,12 @@ def _panics() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if _is_panic(error):
+        if type(error).__name__ == "PanicException":
             raise RuntimeError(f"obstore panicked: {error}") from error
         raise
 
 
-def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"
-
-
 def _picklable(error: BaseException) -> Exception:
-    if _is_panic(error):
-        return RuntimeError(f"obstore panicked: {error}")
     with contextlib.suppress(Exception):  # obstore's own classes may not be picklable
         again = pickle.loads(pickle.dumps(error))
         if isinstance(again, Exception):

@@ -31,20 +31,15 @@ _Rows = tuple[int, Callable[[int], Row]]
 class _RowGroups:
     """The row groups of Parquet files, of which only the selected columns and rows are read.
 
-    Args:
-        files: A file, a directory or a list of files, or the URL of one (``s3://…``).
-        columns: The columns of a sample; None for all.
-        where: A pyarrow expression, as ``pyarrow.dataset.field("label") > 3``. Row groups whose statistics exclude it
-            are not read.
-        filesystem: A pyarrow or fsspec file system for ``files``; with it, credentials stay out of the URL.
+    Args: As of :class:`ParquetStream`.
     """
 
     def __init__(
         self,
         files: object,
-        columns: Sequence[str] | None = None,
-        where: ds.Expression | None = None,
-        filesystem: object = None,
+        columns: Sequence[str] | None,
+        where: ds.Expression | None,
+        filesystem: object,
     ) -> None:
         self.files = Place(files) if isinstance(files, (str, Env)) else files
         self._columns = None if columns is None else list(columns)
@@ -75,7 +70,6 @@ class _RowGroups:
         return [group.to_table(columns=[], filter=self._where).num_rows for group in self.all]
 
     def read(self, number: int) -> _Rows:
-        """Read a row group and convert its selected rows."""
         group = self.all[number]
         try:
             table = group.to_table(columns=self._columns, filter=self._where, use_threads=False)
@@ -330,9 +324,9 @@ def _listed(column: pa.Array) -> _Get:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return any(is_kind(kind) for is_kind in (types.is_integer, types.is_floating, types.is_boolean))
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    return any(is_kind(kind) for is_kind in kinds)
+    lists = types.is_list(kind) or types.is_large_list(kind)
+    return bool(lists or types.is_fixed_size_list(kind))

@@ -181,11 +181,9 @@ def _plain(key: object) -> Any:
     if isinstance(key, UUID):
         return {"uuid": key.hex}
     if isinstance(key, tuple):
-        return {"tuple": [_plain(part) for part in key]}
-    if isinstance(key, str):
-        return key
-    if isinstance(key, Integral):
-        return int(key)
+        return {"tuple": list(map(_plain, key))}
+    if isinstance(key, (str, Integral)):
+        return key if isinstance(key, str) else int(key)
     raise TypeError(
         f"the key {text_of(key)} of type {type_name(key)} cannot be saved: strings, integers, bytes, UUIDs and tuples "
         "can"
@@ -197,7 +195,7 @@ def _key(plain: object) -> Any:
         return plain
     ((kind, value),) = plain.items()
     if kind == "tuple":
-        return tuple(_key(part) for part in value)
+        return tuple(map(_key, value))
     if kind == "bytes":
         return bytes.fromhex(value)
     if kind == "uuid":

@@ -170,5 +170,4 @@ class SQLite(TableSource):
 
 
 def _named(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> Row:
-    """A row as a dict of its columns."""
     return {column[0]: cell for column, cell in zip(cursor.description, row, strict=True)}

@@ -61,13 +61,11 @@ class Transforms:
         """
         if transforms is None:
             return cls()
-        if isinstance(transforms, (list, tuple)):
-            elements = list(transforms)
-        elif callable(transforms):
-            elements = [transforms]
-        elif isinstance(getattr(transforms, "transforms", None), (list, tuple)):
-            elements = list(transforms.transforms)
-        else:
+        elements = transforms
+        if not isinstance(elements, (list, tuple)):
+            is_one = callable(transforms)
+            elements = [transforms] if is_one else getattr(transforms, "transforms", None)
+        if not isinstance(elements, (list, tuple)):
             raise TypeError(
                 "transforms must be a list of callables, or an object with a list .transforms, "
                 f"not {_show(transforms)}; for one transform, pass transforms=[it]"
@@ -199,8 +197,6 @@ class TransformingCollate:
         batched: It gets a list of samples; otherwise one sample.
 
     Attributes:
-        transforms: The same.
-        collate_fn: The same.
         inside: Collates samples that went through the transforms, even if ``collate_fn`` calls another such object.
     """
 
@@ -212,7 +208,7 @@ class TransformingCollate:
         self.inside = collate_fn if known else _Inside(collate_fn)
 
     def __call__(self, samples: Any) -> Any:
-        """CollateFn what the dataset returned."""
+        """Collate what the dataset returned."""
         if _state.transformed:
             return self.collate_fn(samples)
         run = self.transforms.run

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import random
 import re
 import types
@@ -81,12 +82,10 @@ class OwnedGenerators:
 
     def follow(self) -> None:
         """Take the generators that these attributes hold now."""
-        self._take(
-            [
-                node if node.get is None else node._replace(thing=node.get(node.name))
-                for node in self._found
-            ]
+        now = (
+            (node, node.thing if node.get is None else node.get(node.name)) for node in self._found
         )
+        self._take([node._replace(thing=thing) for node, thing in now])
 
     def _take(self, found: Iterable[Node]) -> None:
         self._found, self.generators, self._gets, self._held = [], {}, [], []
@@ -116,7 +115,6 @@ def _stream(path: str) -> int:
 
 
 def _search(roots: Mapping[str, object]) -> list[Node]:
-    """Return all generators that can be reached, nearest first, each once."""
     search = Search(
         _is_generator,
         of_class=_parts_of_class,
@@ -151,15 +149,10 @@ class _NamesOnly(NamedTuple):
     def holds(self) -> bool:
         """Whether its attributes are the same, and no name stands for a generator."""
         values = _code_or_types(self.kind)
-        return (
-            len(values) == len(self.values)
-            and all(map(is_, values, self.values))
-            and not any(
-                issubclass(type(held.get(name)), _GENERATORS)
-                for held, names in self.named
-                for name in names
-            )
-        )
+        if len(values) != len(self.values) or not all(map(is_, values, self.values)):
+            return False
+        now = (held.get(name) for held, names in self.named for name in names)
+        return not any(issubclass(type(value), _GENERATORS) for value in now)
 
 
 def _code_or_types(kind: type) -> list[Any]:
@@ -186,19 +179,19 @@ def _parts_of_class(kind: type) -> Iterable[Node]:
     values = _code_or_types(kind)
     nodes = list(_searched(kind))
     if not nodes and len(_known) < _MOST_KNOWN:
-        functions = [
-            part
-            for value in values
-            for part in (value, *(each for _, each in parts_of(value)))
-            if type(part) is types.FunctionType
-        ]
+        functions = itertools.chain.from_iterable(map(_functions_in, values))
         named = [(each.__globals__, tuple(_names(each.__code__))) for each in functions]
         _known[id(kind)] = _NamesOnly(kind, values, named)
     return nodes
 
 
+def _functions_in(value: object) -> Iterator[types.FunctionType]:
+    for part in (value, *(part for _, part in parts_of(value))):
+        if type(part) is types.FunctionType:
+            yield part
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of global variables and attributes in a code object, and in those inside of it."""
     yield from code.co_names
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
@@ -212,9 +205,7 @@ def _searched(kind: type) -> Iterator[Node]:
     for name, value in list(held.items()):
         if issubclass(type(value), _GENERATORS):
             yield Node(value, None, f"{path}.{name}", held.get, name)
-        for function in (value, *(part for _, part in parts_of(value))):
-            if type(function) is not types.FunctionType:
-                continue
+        for function in _functions_in(value):
             yield from _global_variables(function.__code__, function.__globals__)
             if function.__closure__ is not None:  # of a decorator, which holds the function itself
                 yield Node(function, None, f"{path}.{name}")

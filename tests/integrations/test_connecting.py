@@ -43,7 +43,7 @@ original = accelerate.accelerator.prepare_data_loader.__wrapped__
 assert original.__globals__ is vars(accelerate.data_loader)
 assert not hasattr(original, "__wrapped__")
 finders = [each for each in sys.meta_path if type(each).__module__.startswith("minato")]
-assert all("accelerate.data_loader" not in each._adapters for each in finders)
+assert all("accelerate.data_loader" not in each._names for each in finders)
 assert len(finders) == 1  # waits for the other trainers
 """
 
