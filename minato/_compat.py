@@ -483,9 +483,9 @@ class PrivateName(NamedTuple):
     """A private name that minato uses.
 
     Attributes:
-        name: Where it stands, as a dotted name.
+        name: Where it stands, as a dotted name; or several names.
         without: What happens where it is missing.
-        probe: Returns whether it is as expected; None: whether it exists.
+        probe: Returns whether it is as expected; None: whether all names exist.
         package: The optional package that defines it; None for torch, NumPy and Python.
     """
 
@@ -503,7 +503,7 @@ class PrivateName(NamedTuple):
         try:
             if self.probe is not None:
                 return self.probe()
-            return pkgutil.resolve_name(self.name) is not None
+            return None not in map(pkgutil.resolve_name, self.name.split(", "))
         except Exception:
             return False
 
@@ -537,9 +537,8 @@ def _private_loader() -> TorchDataLoader[int]:
     return TorchDataLoader(numbers, generator=torch.Generator())
 
 
-def _iterator_is_known() -> bool:
-    iterator = iter(_private_loader())
-    return all(hasattr(iterator, name) for name in _ITERATOR_MEMBERS)
+def _has_all(thing: object, names: Iterable[str]) -> bool:
+    return all(hasattr(thing, name) for name in names)
 
 
 def _worker_info_is_known() -> bool:
@@ -577,12 +576,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.utils.data.dataloader._BaseDataLoaderIter",
         f"{_IMPORT_FAILS}; a missing field raises an AttributeError at iter(loader)",
-        _iterator_is_known,
+        lambda: _has_all(iter(_private_loader()), _ITERATOR_MEMBERS),
     ),
     PrivateName(
         "torch.utils.data.DataLoader's _index_sampler, _auto_collation, _iterator, _get_iterator, __initialized",
         "an AttributeError at iter(loader); without __initialized a loader's attributes stay fixed",
-        lambda: all(hasattr(_private_loader(), name) for name in _LOADER_MEMBERS),
+        lambda: _has_all(_private_loader(), _LOADER_MEMBERS),
     ),
     PrivateName("torch.utils.data.dataloader._DatasetKind", _IMPORT_FAILS),
     PrivateName(
@@ -622,7 +621,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch.utils.data._utils.collate.collate, torch._utils._element_size",
         "a worker killed at that moment may leave a file in /dev/shm, as with torch",
-        lambda: hasattr(collate, "collate") and hasattr(_utils, "_element_size"),
     ),
     PrivateName(
         "torch._C._len_torch_function_stack",
@@ -655,12 +653,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         "torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor",
         "torch pickles them its own way, with a warning",
-        lambda: quantized_per_tensor() is not None and quantized_per_channel() is not None,
     ),
     PrivateName(
         "torch.Tensor._cdata, torch._efficientzerotensor",
         "four attributes of each tensor are asked for: 0.15 µs a tensor",
-        lambda: hasattr(torch, "_efficientzerotensor"),
     ),
     PrivateName(
         "random._inst",

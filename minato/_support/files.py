@@ -144,7 +144,7 @@ def write_atomically(
     sync: bool = False,
     recognised: Callable[[bytes], bool] | None = None,
 ) -> None:
-    """Write a text into a file beside ``path``, whose name cannot be guessed, and then put it in the place of that.
+    """Write a text to a file, whole or not at all: beside ``path``, under a name that cannot be guessed, until then.
 
     A symbolic link at ``path`` is replaced, not followed. A file of this user that it replaces keeps its mode; a new
     one has mode 0600, under the umask.

@@ -113,8 +113,8 @@ class Kind:
             if self._dict_of is None and is_exactly(found, MEMBERS):
                 self._dict_of = found.__get__
             if "__slots__" in held:  # a class in C has members that show how it works
-                members = [*held.items()]
-                self._slots += [each for each in members if type(each[1]) is MEMBERS[1]]
+                slot = types.MemberDescriptorType
+                self._slots += [each for each in list(held.items()) if type(each[1]) is slot]
 
     @property
     def has_attributes(self) -> bool:

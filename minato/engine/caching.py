@@ -1,21 +1,28 @@
-"""``cache=``: the first transforms of a loader move behind its cache."""
+"""``cache=``: the first transforms of a loader move behind its cache, into a dataset that looks there first."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+import random
+import threading
 from typing import Any
 
-from torch.utils.data import IterableDataset, MapDataPipe
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, MapDataPipe
 
+from minato._support.hashes import fingerprint
+from minato._support.objects import attribute, length_of
+from minato._support.text import type_name
 from minato.caching.base import Cache
-from minato.caching.dataset import CachedDataset
 from minato.options import Options
 from minato.sampling.resume import is_stateful
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import generators_created
 
-__all__ = ["behind", "check_cache", "wrap_dataset"]
+__all__ = ["CachedDataset", "behind", "check_cache"]
 
 
 def check_cache(cache: Cache, options: Options, transforms: Transforms, dataset: object) -> None:
@@ -59,34 +66,97 @@ def behind(cache: Cache | None, transforms: Transforms) -> Transforms:
     return transforms if cache is None else transforms.after(_cut(cache, transforms))
 
 
-def wrap_dataset(cache: Cache, dataset: object, transforms: Transforms) -> tuple[Any, Transforms]:
-    """The dataset with cached transforms that workers read, and the remaining transforms."""
-    steps = transforms.steps[: _cut(cache, transforms)]
-    owned = _OwnedStates({"dataset": dataset, "transforms": steps})
-    cached = CachedDataset(dataset, steps, cache, generators_created, owned)
-    return cached, behind(cache, transforms)
-
-
-class _OwnedStates:
-    """The states of the generators that some objects own, in the process that asks.
-
-    Args:
-        roots: The objects, by name.
-    """
-
-    def __init__(self, roots: dict[str, object]) -> None:
-        self._roots = roots
-        self._found: OwnedGenerators | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_roots": self._roots, "_found": None}
-
-    def __call__(self) -> bytes:
-        if self._found is None:
-            self._found = OwnedGenerators(self._roots)
-        return pickle.dumps([each.save() for each in self._found.generators.values()])
-
-
 def _cut(cache: Cache, transforms: Transforms) -> int:
     """The number of transforms whose results the cache keeps."""
     return len(transforms) if cache.after is None else cache.after
+
+
+class CachedDataset(Dataset[Any]):
+    """``dataset[index]`` after the first transforms, from the cache if it has the sample.
+
+    Args:
+        transforms: All transforms of the loader.
+
+    Raises:
+        TypeError: The dataset or a transform has no fingerprint, and the cache no ``version``.
+    """
+
+    def __init__(self, dataset: Any, cache: Cache, transforms: Transforms) -> None:
+        self._dataset = dataset
+        self._cache = cache
+        self._steps = transforms.steps[: _cut(cache, transforms)]
+        self._owned: OwnedGenerators | None = None  # made in the process that reads
+        # Computed once, before the workers start: they may change their copies of the dataset.
+        self._prefix = _prefix(cache.version, dataset, self._steps)
+        if attribute(dataset, "__aget__") is not None:
+            self.__aget__ = self._aget
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_owned": None}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: object) -> Any:
+        place = self._place(index)
+        found, sample = self._cache.get(place)
+        if not found:
+            before = self._drawn()
+            sample = self._kept(place, self._dataset[index], before)
+        return sample
+
+    async def _aget(self, index: object) -> Any:
+        place = self._place(index)
+        found, sample = self._cache.get(place)
+        if not found:
+            sample = self._kept(place, await self._dataset.__aget__(index), self._drawn())
+        return sample
+
+    def _kept(self, place: bytes, sample: object, before: object) -> Any:
+        """What the cache keeps of a sample of the dataset; refuses one for which generators have moved since."""
+        for step in self._steps:
+            sample = step(sample)
+        if before != self._drawn():
+            raise ValueError(
+                "the dataset, or one of the transforms before the cache, draws random numbers, so that every epoch "
+                f"would get the same ones: of {len(self._steps)} transforms, give the cache's after= as the number "
+                "of those before the first random one"
+            )
+        self._cache.put(place, sample)
+        return sample
+
+    def _place(self, index: object) -> bytes:
+        if isinstance(index, np.integer):  # NumPy's integers are what they are equal to
+            index = int(index)
+        if type(index) in (int, str):
+            text = f"{type(index).__name__} {index}".encode("utf-8", "surrogatepass")
+            return self._prefix + hashlib.blake2b(text, digest_size=16).digest()
+        return self._prefix + fingerprint(index)
+
+    def _drawn(self) -> Any:
+        """State that changes with random draws; in a thread without the generators from which others draw, too."""
+        if threading.current_thread() is not threading.main_thread():
+            return generators_created()
+        if self._owned is None:
+            self._owned = OwnedGenerators({"dataset": self._dataset, "transforms": self._steps})
+        numpy_parts: Any = np.random.get_state(legacy=True)
+        return (
+            generators_created(),
+            pickle.dumps([each.save() for each in self._owned.generators.values()]),
+            random.getstate(),
+            [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy_parts],
+            torch.random.get_rng_state().numpy().tobytes(),
+        )
+
+
+def _prefix(version: str | None, dataset: Any, steps: tuple[object, ...]) -> bytes:
+    if version is not None:  # whose users differ by their types and the dataset's length
+        things = (dataset, *steps)
+        names = [
+            f"{type_name(one, module=True)} {attribute(one, '__qualname__', '')}" for one in things
+        ]
+        return fingerprint(version, length_of(dataset), *names)
+    try:
+        return fingerprint(dataset, steps)
+    except TypeError as error:
+        raise TypeError(f"{error}, or give the cache a version= of your own") from error

@@ -181,9 +181,10 @@ def _pipeline(spec: LoaderSpec) -> Pipeline:
     """The pipeline of a loader, with its cache after the dataset."""
     dataset, transforms, sampling = spec.dataset, spec.transforms, spec.sampling
     if spec.cache is not None:
-        from minato.engine.caching import wrap_dataset
+        from minato.engine.caching import CachedDataset, behind
 
-        dataset, transforms = wrap_dataset(spec.cache, dataset, transforms)
+        dataset = CachedDataset(dataset, spec.cache, transforms)
+        transforms = behind(spec.cache, transforms)
     return Pipeline(
         dataset=dataset,
         transforms=transforms,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ __all__ = [
     "Machine",
     "Period",
     "Reads",
-    "ReportFigures",
     "Setup",
     "SlowSample",
     "Stage",
@@ -316,35 +314,6 @@ class Period:
     machine: Machine
     gpus: tuple[Gpu, ...]
     stages: tuple[Stage, ...]
-
-
-@dataclass(frozen=True, repr=False)
-class ReportFigures:
-    """All figures of a report.
-
-    Attributes:
-        setup: The loader.
-        verdict: The bottleneck, and the change to make.
-        run: All epochs together; the prefetch window is that of the last.
-        epochs: The latest 64, one by one.
-        slowest: The twenty slowest samples of the run.
-    """
-
-    setup: Setup
-    verdict: Verdict
-    run: Period
-    epochs: tuple[Period, ...]
-    slowest: tuple[SlowSample, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures as plain data, with ``legend``: unit and reading of each."""
-        plain: dict[str, Any] = dataclasses.asdict(self)
-        plain["legend"] = legend()
-        return plain
-
-    def to_json(self, indent: int | None = None) -> str:
-        """The same as JSON."""
-        return json.dumps(self.to_dict(), indent=indent)
 
 
 PARTS = (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minato._core import Histogram
 from minato.observe import figures, text
@@ -21,8 +22,30 @@ __all__ = ["Report", "gpus_of", "report_of"]
 
 
 @dataclass(frozen=True, repr=False)
-class Report(figures.ReportFigures):
-    """The result of ``loader.report()``: text for ``print``, colour for ``rich.print``."""
+class Report:
+    """The result of ``loader.report()``: all figures, text for ``print``, colour for ``rich.print``.
+
+    Attributes:
+        setup: The loader.
+        verdict: The bottleneck, and the change to make.
+        run: All epochs together; the prefetch window is that of the last.
+        epochs: The latest 64, one by one.
+        slowest: The twenty slowest samples of the run.
+    """
+
+    setup: figures.Setup
+    verdict: figures.Verdict
+    run: figures.Period
+    epochs: tuple[figures.Period, ...]
+    slowest: tuple[figures.SlowSample, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain data, with ``legend``: unit and reading of each."""
+        return {**dataclasses.asdict(self), "legend": figures.legend()}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
 
     def __repr__(self) -> str:
         return (

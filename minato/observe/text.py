@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from minato._support.text import printable
-from minato.observe.figures import ReportFigures, Verdict
+from minato.observe.figures import Verdict
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.console import RenderableType
+
+    from minato.observe.report import Report
 
 __all__ = ["Section", "format_value", "plain", "rich_of", "sections", "verdict_lines"]
 
@@ -22,14 +24,14 @@ _KEPT_EPOCHS = 8
 """Only the latest epochs are shown."""
 
 
-def plain(report: ReportFigures) -> str:
+def plain(report: Report) -> str:
     """The report as text without colour."""
     parts = ["\n".join(map(printable, verdict_lines(report.verdict)))]
     parts += [_table(section) for section in sections(report)]
     return "\n\n".join(parts)
 
 
-def rich_of(report: ReportFigures) -> RenderableType:
+def rich_of(report: Report) -> RenderableType:
     """The report for rich."""
     import rich.box
     import rich.console
@@ -86,7 +88,7 @@ class Section(NamedTuple):
     rows: list[tuple[str, ...]]
 
 
-def sections(report: ReportFigures) -> list[Section]:
+def sections(report: Report) -> list[Section]:
     """The tables of a report that have rows; names and indices without control characters."""
     run = report.run
     parts: dict[str, DataclassInstance] = {
@@ -132,7 +134,7 @@ def sections(report: ReportFigures) -> list[Section]:
     return [table for table in tables if table.rows]
 
 
-def _tables_of_samples(report: ReportFigures) -> list[Section]:
+def _tables_of_samples(report: Report) -> list[Section]:
     return [
         _table_of(
             "Slowest samples",
