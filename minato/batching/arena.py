@@ -57,7 +57,6 @@ class _Lease(weakref.ref[Any]):
     """A weak reference to the view of a leased slot.
 
     Attributes:
-        slot: The slot.
         used_bytes: Bytes of it that were written.
     """
 
@@ -301,10 +300,6 @@ class PinnedSlots:
     unmapped, which waits for all events.
 
     Each slot is pinned as one range, as no copy can read two ranges at once.
-
-    Args:
-        pinner: Pins memory for the device.
-        segment: The arena's memory.
     """
 
     def __init__(self, pinner: MemoryPinner, segment: Segment) -> None:

@@ -24,7 +24,6 @@ class Unsendable:
     """Takes the place of a sample that no other worker can get as it is; the one that collates its batch runs it again.
 
     Args:
-        index: The sample's.
         error: The exception of its pickling; None if its copy might differ.
     """
 
@@ -34,16 +33,7 @@ class Unsendable:
 
 
 class BlobWriter:
-    """Puts objects of a batch into the store, and attaches them to the batch's places in the ledger.
-
-    Args:
-        ledger: The worker's end: holds the places.
-        store: Holds the objects.
-        errors: How exceptions get to the training loop.
-
-    Attributes:
-        errors: The same.
-    """
+    """Puts objects of a batch into the store, and attaches them to the batch's places in the ledger."""
 
     def __init__(self, ledger: WorkerLedger, store: Store, errors: ErrorTransport) -> None:
         self.errors = errors

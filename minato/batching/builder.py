@@ -32,7 +32,6 @@ class BatchBuilder:
 
     Args:
         arena: Memory of large batches, which later batches use again.
-        collate: The loader's ``collate_fn``.
 
     Attributes:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.

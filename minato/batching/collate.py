@@ -19,7 +19,7 @@ from minato._core.codes import ERROR_BLOB, FIRST_COLLATED, SAMPLE_BLOB, SKIP_BLO
 from minato._fork_safety import end_copy
 from minato.batching.blobs import BlobWriter, Unsendable
 from minato.batching.layout import read_layout
-from minato.batching.sample_error import SampleError
+from minato.batching.sample_error import SampleError, raise_sample_error
 from minato.batching.serialization import Store, StoredIndices, damaged
 from minato.errors import not_the_end
 
@@ -69,14 +69,8 @@ class BatchCollator:
     """Collates the batches of one worker, from samples of its own or of others.
 
     Args:
-        collate: The loader's ``collate_fn``.
-        ledger: The worker's end.
         store: Holds samples that are not in the fields.
-        blobs: Puts results and errors into the store.
         run_again: Runs samples that do not arrive here as they are; None: this process runs no samples.
-
-    Attributes:
-        indices: The indices of the batches.
     """
 
     def __init__(
@@ -96,24 +90,18 @@ class BatchCollator:
         self._owner = os.getpid()
         self._run_again = run_again
 
-    def collate(self, batch: int, samples: object, name: str | None = None) -> tuple[int, int]:
+    def collate(
+        self, batch: int, gather: Callable[[], object], name: str | None = None
+    ) -> tuple[int, int]:
         """Collate the samples of a batch, or what one call of the dataset has returned in their place.
 
         Args:
+            gather: Returns them; see ``gather``.
             name: Name of the batch in messages; None: its indices.
 
         Returns:
-            Offset with kind, and size in bytes, of the collated batch, or of its error.
+            Offset with kind, and size in bytes, of the collated batch, or of its error; a skip where all are skipped.
         """
-        return self._collate(batch, lambda: samples, name)
-
-    def collate_full(self, batch: int) -> tuple[int, int]:
-        """Collate a full batch from the samples that its workers wrote; returns a skip where all are skipped."""
-        return self._collate(batch, lambda: self._gather(batch))
-
-    def _collate(
-        self, batch: int, gather: Callable[[], object], name: str | None = None
-    ) -> tuple[int, int]:
         # If this process dies now, the lease says that it collated this batch and ran no sample.
         lease = self._lease
         before = lease.state()
@@ -142,7 +130,7 @@ class BatchCollator:
             else:
                 lease.begin(before.position, before.started_ns, before.step)
 
-    def _gather(self, batch: int) -> list[Any]:
+    def gather(self, batch: int) -> list[Any]:
         """Return the samples of a full batch that were not skipped, from the fields and the store."""
         segment, batch_record = self._store.segment, self._ledger.describe(batch)
         at, count = batch_record.layout, batch_record.count
@@ -166,7 +154,7 @@ class BatchCollator:
         if self._run_again is not None:
             return self._run_again(batch, self._ledger.occupants(batch)[k], sample.index)
         if sample.error is not None:
-            sample.error.reraise()
+            raise_sample_error(sample.error)
         raise RuntimeError("the worker that could run a sample again has ended")
 
     def _bound(self, batch: int) -> AbstractContextManager[None]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -61,14 +62,17 @@ class _Field(NamedTuple):
     is_tensor: bool
 
 
+_Placed: TypeAlias = tuple[torch.dtype, int, int, tuple[int, ...]]
+"""Of a field, dtype, number of elements, offset and shape with the batch's dimension."""
+
+
 class _Plan(NamedTuple):
     """A layout for one batch size; offsets are in bytes from the start of the region."""
 
     packer: Packer
     nbytes: int
     """Size of the region."""
-    tensors: list[tuple[torch.dtype, int, int, tuple[int, ...]]]
-    """Of each field, dtype, number of elements, offset and shape with the batch's dimension."""
+    tensors: list[_Placed]
     alike: list[torch.Tensor]
     """A tensor like each field of a small batch: ``empty_like`` takes half as long as ``empty``."""
 
@@ -102,14 +106,14 @@ class Layout:
             likely: Layout to try first, which is much faster if it fits.
 
         Returns:
-            The layout, or ``None`` if torch's own collate function must build the batch: the sample
-            holds objects other than plain tensors and arrays in host memory, numbers, strings and
-            standard containers, torch refuses it, or the program has changed how torch collates.
+            The layout; None if torch's own function must build the batch: the sample holds objects other than plain
+            tensors and arrays in host memory, numbers, strings and standard containers, torch refuses it, or the
+            program has changed how torch collates.
         """
+        if likely is not None and likely.shows() and likely._packer and likely._packer.fits(sample):
+            return likely
         if not rules_hold():
             return None
-        if likely is not None and likely._fits(sample):
-            return likely
         spec = describe(sample)
         if spec is None:
             return None
@@ -119,19 +123,14 @@ class Layout:
             return None
 
     @staticmethod
+    @functools.lru_cache(_KEPT_LAYOUTS)
     def from_bytes(data: bytes) -> Layout:
         """Return the layout that :meth:`to_bytes` wrote, the same object for the same bytes."""
-        return _load(data)
+        return Layout(data)
 
     def shows(self) -> bool:
         """Return whether a packer can tell that samples have this layout, and torch collates by its own rules."""
         return rules_hold() and not (self._may_have_formats and formats_matter())
-
-    def _fits(self, sample: object) -> bool:
-        """Return whether a packer knows that a sample has this layout."""
-        if self._packer is None or (self._may_have_formats and formats_matter()):
-            return False
-        return self._packer.fits(sample)
 
     def to_bytes(self) -> bytes:
         """Return the layout as bytes, which are equal in all processes; they refer to named tuples by name."""
@@ -178,8 +177,8 @@ class Layout:
             texts: Strings of each sample, from the packer; ignored if samples hold none.
 
         Returns:
-            Tensors of shape (n, *shape of the item), each with its own storage in the buffer, in
-            the containers of a sample; tuples become lists.
+            Tensors of shape (n, *shape of the item), each with its own storage in the buffer, in the containers of a
+            sample; tuples become lists.
         """
         tensors = [
             _viewed(buffer, dtype, numel, offset + start, shape)
@@ -200,14 +199,9 @@ class Layout:
         """
         plan = self._plan(len(samples))
         if memory is None:
-            tensors = list(map(torch.empty_like, plan.alike)) or [
-                torch.empty(shape, dtype=dtype, device="cpu") for dtype, _, _, shape in plan.tensors
-            ]
+            tensors = list(map(torch.empty_like, plan.alike)) or _empty(plan.tensors)
         else:
-            tensors = [
-                _viewed(memory, dtype, numel, start, shape)
-                for dtype, numel, start, shape in plan.tensors
-            ]
+            tensors = [_viewed(memory, *place) for place in plan.tensors]
         addresses = list(map(torch.Tensor.data_ptr, tensors))
         aside = plan.packer.pack_fields(samples, addresses, kept_nbytes)
         if aside is None:
@@ -216,11 +210,8 @@ class Layout:
         if self.num_texts:
             columns = (aside[i :: self.num_texts] for i in range(self.num_texts))
         elif aside:
-            kept = [
-                tensor
-                for field, tensor in zip(self._fields, tensors, strict=True)
-                if field.is_tensor and field.nbytes >= kept_nbytes
-            ]
+            large = [field.is_tensor and field.nbytes >= kept_nbytes for field in self._fields]
+            kept = list(itertools.compress(tensors, large))
             for i, place in enumerate(kept):
                 torch.stack(aside[i :: len(kept)], out=place)
         return self._collated(iter(tensors), columns)
@@ -231,8 +222,6 @@ class Layout:
         """Rebuild sample ``k`` of a batch as the dataset returned it.
 
         Args:
-            buffer: As for :meth:`batch`.
-            offset: As for :meth:`batch`.
             n: Number of samples that the region is for.
             k: Number of the sample, already packed.
             texts: Strings of the sample, from the packer.
@@ -252,17 +241,17 @@ class Layout:
         if plan is None:
             if len(self._plans) >= _KEPT_BATCH_SIZES:
                 self._plans.clear()
-            offsets, tensors, end = [], [], 0
-            for field in self._fields:
-                offsets.append(end)
-                tensors.append((field.dtype, n * field.numel, end, (n, *field.shape)))
-                end += _aligned(n * field.nbytes)
+            sizes = [
+                -(-n * field.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                for field in self._fields
+            ]
+            *offsets, end = itertools.accumulate(sizes, initial=0)
+            tensors = [
+                (field.dtype, n * field.numel, start, (n, *field.shape))
+                for field, start in zip(self._fields, offsets, strict=True)
+            ]
             packer = Packer(placed(self._spec, iter(offsets)), n)
-            alike = []
-            if end <= _ALIKE_BYTES:
-                alike = [
-                    torch.empty(shape, dtype=dtype, device="cpu") for dtype, _, _, shape in tensors
-                ]
+            alike = _empty(tensors) if end <= _ALIKE_BYTES else []
             plan = self._plans[n] = _Plan(packer, end, tensors, alike)
             self._packer = packer
         return plan
@@ -276,19 +265,14 @@ def _dump(spec: Spec) -> bytes:
     return stream.getvalue()
 
 
-@functools.lru_cache(_KEPT_LAYOUTS)
-def _load(data: bytes) -> Layout:
-    return Layout(data)
-
-
 def _field(tag: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype) -> _Field:
     torch_dtype = dtype if isinstance(dtype, torch.dtype) else NUMPY_DTYPES[dtype.str]
     numel = math.prod(shape)
     return _Field(torch_dtype, shape, numel, numel * torch_dtype.itemsize, tag == "tensor")
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _empty(fields: Iterable[_Placed]) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="cpu") for dtype, _, _, shape in fields]
 
 
 def _viewed(
@@ -352,7 +336,6 @@ class LayoutRecord(NamedTuple):
     Attributes:
         fields: Arena offset of the fields, in bytes.
         num_samples: Number of samples that they are for.
-        layout: The layout.
     """
 
     fields: int
@@ -389,7 +372,7 @@ def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> Layo
         if crc32(head[:-_SUM_BYTES]) == of_head:
             data = segment.read(offset + _HEAD_BYTES, nbytes)
             if crc32(data) == of_data:
-                layout = _load(data)
+                layout = Layout.from_bytes(data)
                 end = fields + layout.fields_nbytes(count)
                 if slot is None or slot.start <= fields <= end <= slot.end:
                     return LayoutRecord(fields, count, layout)

@@ -28,13 +28,7 @@ _NOTHING_AT_PLACES = 1
 
 
 class BatchReader:
-    """Makes the batches that ``next()`` returns, without copying their arrays.
-
-    Args:
-        ledger: Holds the batches; an attribute too.
-        arena: Holds their slots.
-        store: Holds objects without a layout.
-    """
+    """Makes the batches that ``next()`` returns, without copying their arrays."""
 
     def __init__(self, ledger: Ledger, arena: Arena, store: Store) -> None:
         self.ledger = ledger

@@ -26,7 +26,6 @@ class Rows(NamedTuple):
         first: The first sample, as the dataset returns it.
         sources: For each tensor of a sample, the memory of which it is a row: shape (rows, bytes), uint8, C-contiguous.
         indices: Indices of the rows, in range: int64 of shape (count,), or a slice.
-        size: Number of rows.
     """
 
     first: Any

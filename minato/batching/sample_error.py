@@ -91,15 +91,6 @@ class SampleError:
             add_note(error, f"raised by the sample with index {text_of(self.index)}")
         return error
 
-    def reraise(self) -> NoReturn:
-        """Raise the exception."""
-        error = self.exception()
-        try:
-            raise error
-        finally:
-            # The exception, its traceback and this frame would form a cycle that keeps the workers.
-            del error, self
-
 
 def _unwrapped(wrapper: ExceptionWrapper) -> BaseException:
     """Return the exception that torch's wrapper raises."""
@@ -134,7 +125,8 @@ def raise_sample_error(error: object) -> NoReturn:
     try:
         raise raised
     finally:
-        del raised, error  # as in ``reraise``
+        # The exception, its traceback and this frame would form a cycle that keeps the workers.
+        del raised, error
 
 
 def slot_overflow_error(slot: Slot) -> SampleError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,12 +27,8 @@ class _Fields(NamedTuple):
     """The fields of a batch that samples are packed into.
 
     Attributes:
-        generation: Generation of the batch's record in the ledger.
-        layout: Layout of the samples.
-        packer: Copies a sample into the fields.
         offset: Arena offset of the fields, in bytes.
         first: Place of sample 0.
-        num_samples: Number of samples that the fields are for.
     """
 
     generation: int
@@ -51,20 +48,14 @@ class BatchWriter:
     set before.
 
     Args:
-        ledger: The worker's end: holds the batches.
-        store: Memory of the batches.
-        collate: The loader's ``collate_fn``.
-        errors: How exceptions get to the training loop.
         run_again: Runs samples that do not arrive here as they are; None: this process runs no samples.
         handover: What is known of samples that go from one worker to another; None: they go as they are.
         skips: Whether samples may be skipped: then SKIP stands for one.
-        tracer: Records copies and collations.
 
     Attributes:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
         has_texts: Whether the last samples were texts, which have no fields: a list of them is stored at once.
         handover_ns: What it takes to store one sample for the worker that collates its batch; 0: not measured yet.
-        indices: The indices of the batches.
     """
 
     def __init__(
@@ -121,12 +112,26 @@ class BatchWriter:
             state: Returns the state of the worker's dataset, which goes with the batch; None: there is none.
         """
         if error is not None:
-            self._deliver_error(batch, k, indices, samples, error, state)
+            # As with torch, the samples after a bad one are not run. The place of the error is filled before the
+            # others, which then need no data.
+            failed = len(samples)
+            place = self._ledger.describe(batch).first + k + failed
+            self._blobs.attach_error(batch, place, error, indices[failed], state)
+            self._fill(batch, k + failed, 1)
+            self._fill_all(batch, k, samples)
+            if rest := len(indices) - failed - 1:
+                self._fill(batch, k + failed + 1, rest)
             return
         has_skipped = self._skips and any(map(_is_skipped, samples))
         in_one = whole and (self.collates or has_skipped or state is not None)
         if in_one:
-            self._set_result(batch, samples, state)
+            kept, skipped = samples, list[int]()
+            if has_skipped:
+                kept = [sample for sample in samples if sample is not SKIP]
+                skipped = [i for i, sample in enumerate(samples) if sample is SKIP]
+            if self.collates:
+                self._note_types(kept)
+            self._collate(batch, kept, skipped, state)
         if has_skipped:
             self._fill_all(batch, k, samples, None if in_one else indices)
             return
@@ -171,6 +176,7 @@ class BatchWriter:
         position: int,
         indices: Sequence[object],
         samples: list[object],
+        error: BaseException | None = None,
         *,
         slow: bool = False,
         collates: bool = True,
@@ -179,14 +185,19 @@ class BatchWriter:
 
         Args:
             position: Of the first sample in the ledger; the others follow it.
+            error: Exception of the sample after these.
             slow: They go to the newest batch, where they have no places yet.
             collates: Whether a batch that is full then is collated here; otherwise another worker finds it.
         """
         ledger, done, count = self._ledger, 0, len(samples)
         has_skipped = type(SKIP) in set(map(type, samples))  # also of a dead worker's sample
-        while done < count:
+        while done < count or error is not None:
             taken = 1
-            if has_skipped and samples[done] is SKIP:
+            if error is not None and done == count:
+                place, batch, _ = ledger.reserve(position + done, 1, slow)
+                self._blobs.attach_error(batch, place, error, indices[done], None)
+                outcome, error = ledger.fill(position + done, place), None
+            elif has_skipped and samples[done] is SKIP:
                 batch, outcome = ledger.skip(position + done)
             else:
                 most = 1 if has_skipped else count - done
@@ -198,22 +209,6 @@ class BatchWriter:
             if collates:
                 self._publish(batch, outcome)
             done += taken
-
-    def deliver_free_error(
-        self,
-        position: int,
-        index: object,
-        error: BaseException,
-        *,
-        slow: bool = False,
-        collates: bool = True,
-    ) -> None:
-        """Deliver the exception of a sample to a free place (see :meth:`deliver_free`)."""
-        place, batch, _ = self._ledger.reserve(position, 1, slow)
-        self._blobs.attach_error(batch, place, error, index, None)
-        outcome = self._ledger.fill(position, place)
-        if collates:
-            self._publish(batch, outcome)
 
     # ---- results of whole batches
 
@@ -268,7 +263,9 @@ class BatchWriter:
         """Collate a full batch from the samples that its workers wrote, and publish it."""
         start_ns = self._tracer.now()
         offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
-        self._ledger.set_ready(batch, *self._collator.collate_full(batch))
+        self._ledger.set_ready(
+            batch, *self._collator.collate(batch, functools.partial(self._collator.gather, batch))
+        )
         # Not before: after an interruption the batch is collated again from the same samples.
         for offset in offsets:
             self._store.drop(offset)
@@ -301,39 +298,7 @@ class BatchWriter:
                 self._publish(*self._ledger.skip(position + i))
             first = end
 
-    def _deliver_error(
-        self,
-        batch: int,
-        k: int,
-        indices: Sequence[object],
-        samples: list[object],
-        error: BaseException,
-        state: GetState | None,
-    ) -> None:
-        """Deliver a lost batch: as with torch, the samples after a bad one are not run.
-
-        The place of the error is filled before the others, which then need no data.
-        """
-        failed = len(samples)
-        place = self._ledger.describe(batch).first + k + failed
-        self._blobs.attach_error(batch, place, error, indices[failed], state)
-        self._fill(batch, k + failed, 1)
-        self._fill_all(batch, k, samples)
-        rest = len(indices) - failed - 1
-        if rest:
-            self._fill(batch, k + failed + 1, rest)
-
     # ---- writing; the caller then fills the places
-
-    def _set_result(self, batch: int, samples: list[object], state: GetState | None) -> None:
-        """Set the result of a batch of which this worker has all samples, without those that are skipped."""
-        kept, skipped = samples, []
-        if self._skips:
-            kept = [sample for sample in samples if sample is not SKIP]
-            skipped = [k for k, sample in enumerate(samples) if sample is SKIP]
-        if self.collates:
-            self._note_types(kept)
-        self._collate(batch, kept, skipped, state)
 
     def _collate(
         self,
@@ -354,7 +319,9 @@ class BatchWriter:
         """
         start_ns, first = self._tracer.now(), self._ledger.describe(batch).first
         is_empty = bool(skipped) and not samples
-        result = (SKIP_BLOB, 0) if is_empty else self._collator.collate(batch, samples, name)
+        result = (
+            (SKIP_BLOB, 0) if is_empty else self._collator.collate(batch, lambda: samples, name)
+        )
         if state is not None and not is_empty:
             k = next(k for k in itertools.count() if k not in skipped)
             self._blobs.attach_state(batch, first + k, state)

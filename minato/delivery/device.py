@@ -21,7 +21,7 @@ from minato._compat import has_cuda_context
 from minato._core import Ledger
 from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
 from minato._support.objects import attribute
-from minato.batching.arena import Arena, DeviceEvent, MemoryPinner, PinnedSlots, Slot
+from minato.batching.arena import Arena, DeviceEvent, MemoryPinner, Slot
 from minato.batching.reader import BatchReader
 from minato.errors import Postponed
 from minato.observe.tracer import NULL_TRACER, Tracer
@@ -35,7 +35,6 @@ __all__ = [
     "PinCopier",
     "Pinned",
     "PrefetchReader",
-    "SyncDevice",
     "Upcoming",
     "accelerator_of",
     "copy_batch",
@@ -86,15 +85,11 @@ class PrefetchReader:
 
     A batch that was read early counts as open until ``next()`` returns it: neither the loader's state nor the memory
     budget takes it for delivered.
-
-    Args:
-        reader: Reads a batch from its slot.
-        ledger: Holds the records of batches.
-        copier: Copies what was read.
     """
 
     def __init__(self, reader: BatchReader, ledger: Ledger, copier: Copier) -> None:
         self._reader = reader
+        self.failure = reader.failure
         self._ledger = ledger
         self._copier = copier
         # By record: the started copy, or the exception that starting it raised.
@@ -102,21 +97,17 @@ class PrefetchReader:
         # Read with the batch: the slot that holds the state may be in use again before ``next()`` asks for it.
         self._states: dict[int, tuple[int, Any] | None] = {}
 
-    def failure(self, record: int, slot: Slot) -> BaseException | None:
-        """Return what a sample of the batch, or its collation, has raised (see :meth:`BatchReader.failure`)."""
-        return self._reader.failure(record, slot)
-
     def read(self, record: int, slot: Slot) -> Any:
         """Return a batch.
 
         Raises:
             Exception: Its copy raised it.
         """
-        if isinstance(self._started.get(record), Postponed):
-            self._started[record].reraise()
         started = self._started.get(record)
         if started is None:
             return self._copier.copy(slot, functools.partial(self._reader.read, record, slot))
+        if isinstance(started, Postponed):
+            started.reraise()
         return self._copier.finish(started)
 
     def state(self, record: int) -> tuple[int, Any] | None:
@@ -134,9 +125,13 @@ class PrefetchReader:
         for item in upcoming:
             record = self._ledger.describe(item.record)
             lacks_data = record.flags & (FAILED | ENDED | SKIPPED)
-            if lacks_data or record.result & KIND_MASK == ERROR_BLOB:
+            if (
+                lacks_data
+                or record.result & KIND_MASK == ERROR_BLOB
+                or item.record in self._started
+            ):
                 continue
-            if item.record in self._started or not self._copier.wants(record.used_nbytes):
+            if not self._copier.wants(record.used_nbytes):
                 continue
             try:
                 if record.flags & STATES:
@@ -150,18 +145,32 @@ class PrefetchReader:
 # ---- to a device ----
 
 
-class Accelerator(MemoryPinner, Protocol):
-    """A device that batches are copied to while it computes."""
+class Accelerator:
+    """A device that batches are copied to while it computes; here one whose copies have ended when they return."""
 
-    @property
-    def pins_memory(self) -> bool:
-        """Whether the device reads pinned host memory by itself."""
+    pins_memory = False
+    """Whether the device reads pinned host memory by itself."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Pin pages; raises OSError if the system refuses."""
+
+    def unlock(self, address: int) -> None:
+        """Unpin the pages that were pinned at this address."""
 
     def copying(self) -> AbstractContextManager[None]:
         """Return a context in which copies go to a stream of their own."""
+        return nullcontext()
 
     def copy(self, value: Any) -> Any:
         """Queue the copy of a tensor, or of an object with torch's ``to``; returns it on the device."""
+        return value.to(self._device)
+
+    def record_event(self) -> DeviceEvent:
+        """Return an event after all work that the device has been given so far."""
+        return _Events([])
 
     def wait_event(self, event: Any) -> None:
         """Make work that this thread queues from now on wait for an event of :meth:`record_event`."""
@@ -176,7 +185,7 @@ def _moved(value: Any, device: torch.device) -> Any:
         return value.to(device)
 
 
-class Cuda:
+class Cuda(Accelerator):
     """A CUDA or ROCm device: copies go to a copy stream.
 
     torch's allocator reuses the device memory of a dropped batch for a later one. So before copies start, the copy
@@ -190,11 +199,10 @@ class Cuda:
     pins_memory = True
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+        super().__init__(device)
         self._copies: _CopyStream | None = None
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Register pages with ``cudaHostRegister``."""
         with self._current():
             status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
             if status:
@@ -205,7 +213,6 @@ class Cuda:
             raise OSError(f"cudaHostRegister of {nbytes} bytes failed with CUDA error {status}")
 
     def unlock(self, address: int) -> None:
-        """Unregister pages with ``cudaHostUnregister``."""
         with self._current():
             torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -217,7 +224,7 @@ class Cuda:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Use the copy stream, after the work that the training has queued so far."""
+        # After the work that the training has queued so far.
         if self._copies is None:
             index = None if self._device is None else self._device.index
             self._copies = _copy_stream(torch.cuda.current_device() if index is None else index)
@@ -227,7 +234,7 @@ class Cuda:
             yield
 
     def copy(self, value: Any) -> Any:
-        """Queue a copy, from pinned memory: what is not pinned yet is pinned first."""
+        # From pinned memory: what is not pinned yet is pinned first.
         assert self._copies is not None
         if isinstance(value, torch.Tensor):
             if value.device.type == "cpu" and value.layout == torch.strided:
@@ -237,7 +244,7 @@ class Cuda:
         return _moved(value, self._copies.stream.device)
 
     def record_event(self) -> DeviceEvent:
-        """Record events on the current stream of each device in use; inside ``copying``, on the copy stream."""
+        # On the current stream of each device in use; inside ``copying``, on the copy stream.
         side = None if self._copies is None else self._copies.stream
         if side is not None and torch.cuda.current_stream(side.device) == side:
             return _Events([side.record_event()])
@@ -248,7 +255,6 @@ class Cuda:
         return _Events([torch.cuda.current_stream(index).record_event() for index in in_use])
 
     def wait_event(self, event: _Events) -> None:
-        """Make the current stream wait."""
         assert self._copies is not None
         reader = torch.cuda.current_stream(self._copies.stream.device)
         for each in event.events:
@@ -284,11 +290,7 @@ class _Events:
 
 
 class _AfterCapture:
-    """An event that is recorded at the first query after the capture of a CUDA graph.
-
-    Args:
-        record: Records it.
-    """
+    """An event that is recorded at the first query after the capture of a CUDA graph."""
 
     def __init__(self, record: Callable[[], DeviceEvent]) -> None:
         self._record = record
@@ -303,39 +305,9 @@ class _AfterCapture:
         (self._event or self._record()).synchronize()
 
 
-class SyncDevice:
-    """Any other device of torch: a copy has ended when it returns."""
-
-    pins_memory = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def lock(self, address: int, nbytes: int) -> None:
-        """Do nothing: this device does not read host memory by itself."""
-
-    def unlock(self, address: int) -> None:
-        """Do nothing: nothing was pinned."""
-
-    def copying(self) -> AbstractContextManager[None]:
-        """Return a context without effect."""
-        return nullcontext()
-
-    def copy(self, value: Any) -> Any:
-        """Copy a value to the device."""
-        return value.to(self._device)
-
-    def record_event(self) -> DeviceEvent:
-        """Return an event that has passed."""
-        return _Events([])
-
-    def wait_event(self, event: DeviceEvent) -> None:
-        """Do nothing: every copy has ended."""
-
-
 def accelerator_of(device: torch.device) -> Accelerator:
     """Return the accelerator for batches on this device."""
-    return Cuda(device) if device.type == "cuda" else SyncDevice(device)
+    return Cuda(device) if device.type == "cuda" else Accelerator(device)
 
 
 def memory_pinner() -> MemoryPinner | None:
@@ -347,7 +319,6 @@ class _Copy(NamedTuple):
     """A batch whose copies were queued.
 
     Attributes:
-        batch: The batch on the device.
         host: The batch in the arena. A reference to it keeps the slot leased.
         event: Passes when the copies have run.
     """
@@ -361,7 +332,6 @@ class DeviceCopier:
     """Copies batches to a device (a :class:`Copier`).
 
     Args:
-        accelerator: The device.
         keep: Called for each batch with its slot, the batch in host memory, and the event until which the device may
             read it; None: nothing depends on it.
         tracer: Records the time to queue copies, and the time until they have run.
@@ -421,14 +391,12 @@ def device_copier(
     accelerator = accelerator_of(device)
     if accelerator.pins_memory:
         arena.pin_slots(accelerator)
-    slots, keep = arena.pinned_slots, None
-    if slots is not None:
-        keep = functools.partial(_keep_slot, slots)
-    return DeviceCopier(accelerator, keep, tracer=tracer)
-
-
-def _keep_slot(slots: PinnedSlots, slot: Slot, host: object, event: DeviceEvent) -> None:
-    slots.in_use_until(slot, event)
+    slots = arena.pinned_slots
+    if slots is None:
+        return DeviceCopier(accelerator, tracer=tracer)
+    return DeviceCopier(
+        accelerator, lambda slot, _, end: slots.in_use_until(slot, end), tracer=tracer
+    )
 
 
 def copy_batch(
@@ -517,9 +485,6 @@ class PinCopier:
     """Pins large batches early, in one thread (a :class:`Copier` of :class:`Pinned` batches).
 
     The thread uses the device that is current when the copier is made. It ends with the copier.
-
-    Args:
-        pin: Pins a batch.
     """
 
     def __init__(self, pin: Pin) -> None:

@@ -31,10 +31,10 @@ from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.resume import DatasetStates, Reported
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.batches import BatchStorage, OpenBatch
-from minato.scheduling.cost_model import EarlyStart
 from minato.scheduling.dispatcher import ConsumerWait, Dispatcher, Pool, Schedule
 from minato.scheduling.orders import Assignment, RoundRobin
 from minato.scheduling.prefetch_window import PrefetchWindow
+from minato.scheduling.slow_samples import EarlyStart
 from minato.workers.reads import LEAST_LISTS
 from minato.workers.sample_timeout import SampleWatchdog, StackFile
 from minato.workers.shared_state import CurrentSample, CurrentWork, SharedState

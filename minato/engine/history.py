@@ -20,8 +20,7 @@ from minato.engine.spec import LoaderSpec
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog
 from minato.observe.observers import Observer
-from minato.scheduling.cost_model import CostModel
-from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
+from minato.scheduling.slow_samples import CostModel, SlowThreshold, ThresholdDecision
 from minato.workers.runner import CostEstimate
 from minato.workers.shared_state import CurrentSample
 

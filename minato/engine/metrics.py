@@ -14,7 +14,7 @@ from minato.observe.meters import CostStats, Meters, SlowSample
 from minato.observe.observers import Metrics
 from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
-from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
+from minato.scheduling.slow_samples import SlowThreshold, ThresholdDecision
 from minato.workers.error_policy import FailureCount
 from minato.workers.supervision import RestartPolicy
 

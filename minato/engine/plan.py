@@ -17,7 +17,7 @@ from minato.options import Options
 from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
 from minato.scheduling.orders import make_order
-from minato.scheduling.slow_threshold import SlowThreshold
+from minato.scheduling.slow_samples import SlowThreshold
 from minato.workers.error_policy import FailureCount, FailureHandler, FailureLog
 from minato.workers.plan import Pipeline, WorkerPlan
 

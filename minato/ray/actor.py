@@ -78,9 +78,6 @@ class SampleServer:
     """Runs samples one after the other.
 
     torch and the dataset see its process as a worker process.
-
-    Args:
-        number: Number of the worker that it serves.
     """
 
     def __init__(self, number: int, spec: ActorSpec) -> None:

@@ -69,20 +69,14 @@ class ActorGroup:
 
     def check(self) -> None:
         """Raise a RuntimeError if the actors cannot be reached any more."""
-        if not self._connected():
+        ray, job = self._ray, ""
+        # A call of an actor after the connection was closed would connect again, as another job.
+        with contextlib.suppress(Exception):  # while Ray connects or disconnects
+            job = ray.get_runtime_context().get_job_id() if ray.is_initialized() else ""
+        if not job or job != self._job:
             raise RuntimeError(
                 "Ray was shut down while a loader with workers=RayWorkers(...) was in use"
             )
-
-    def _connected(self) -> bool:
-        # A call of an actor after the connection was closed would connect again, as another job.
-        try:
-            if not self._ray.is_initialized():
-                return False
-            job: str = self._ray.get_runtime_context().get_job_id()
-            return job == self._job
-        except Exception:  # while Ray connects or disconnects
-            return False
 
     def start_actor(self, number: int) -> Any:
         """Start an actor for worker ``number``; it begins as soon as the cluster has free resources for it."""
@@ -114,11 +108,8 @@ class ActorPool(ThreadPool):
     """Worker threads with one actor each; a worker whose actor is lost is replaced.
 
     Args:
-        state: What the workers share with the training loop.
-        context: Makes the workers.
         recovery: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples and returns a warning to
             give, or None; or raises.
-        options: Ray's options of each actor.
     """
 
     def __init__(
@@ -140,14 +131,13 @@ class ActorPool(ThreadPool):
         self._lost: dict[int, ActorLost] = {}
 
     def make_worker(self, number: int) -> Worker:
-        """Make worker ``number``, in its thread, with an actor of its own."""
         errors = ErrorTransport((Exception,), wrapped(f"Ray actor {number}"))
         reads = functools.partial(ActorReads, self._group, number)
         end = self.state.worker_ledger(number)
         return self.context.worker(end, self.state, errors, remote_reads=reads)
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
-        """Start all threads; each works as soon as the cluster has free resources for its actor."""
+        # Each works as soon as the cluster has free resources for its actor.
         self._group.connect(ActorSpec.of(self.context.plan))
         super().start(enough)
 
@@ -161,7 +151,6 @@ class ActorPool(ThreadPool):
             return None
 
     def check(self) -> None:
-        """Replace workers whose actors are lost, or raise torch's RuntimeError."""
         self._group.check()
         for number, lost in list(self._lost.items()):
             warning = self._recover(number, lost.pid, lost.loss)
@@ -172,8 +161,7 @@ class ActorPool(ThreadPool):
         super().check()
 
     def may_leave(self, number: int) -> bool:
-        """Whether the thread of worker ``number`` may end by itself, or its actor is lost: then it is replaced."""
-        # The loss was noted before the thread ended.
+        # The loss of an actor was noted before the thread ended, which is replaced.
         return number in self._lost or super().may_leave(number)
 
 
@@ -200,7 +188,6 @@ class ActorReads(Reads):
 
     Args:
         group: Starts and ends the actor, a :class:`minato.ray.actor.SampleServer`.
-        number: Number of the worker.
         lease: The worker's; its step is the index of the transform that ran.
         meters: Receive the times of dataset and transforms.
     """
@@ -227,7 +214,7 @@ class ActorReads(Reads):
         self.wake()
 
     def submit(self, read: Read) -> None:
-        """Request a sample; requests beyond the limit wait in the actor's queue."""
+        # Requests beyond the limit wait in the actor's queue.
         if not self.outstanding:
             self._alone = read
         self.outstanding += 1
@@ -252,11 +239,6 @@ class ActorReads(Reads):
         self.finish(read)
 
     def finished(self) -> Read | None:
-        """Return the oldest finished sample; None if there is none.
-
-        Raises:
-            ActorLost: The actor is lost.
-        """
         if self._lost is not None:
             raise self._actor_lost(self._lost)
         if self.limit == 0:
@@ -289,7 +271,6 @@ class ActorReads(Reads):
         return value
 
     def close(self) -> None:
-        """End the actor, even while it runs a sample."""
         self._group.end(self._actor)
 
     def _update_limit(self, read: Read) -> None:
@@ -327,12 +308,9 @@ class ActorReads(Reads):
         started = self._pid is not None
         # Ray reports whether the actor failed while it started; without a report it could not be started.
         unable = not started and getattr(error, "actor_init_failed", True)
-        infrastructure_fault = started or _NODE_DIED in str(error)
         where = f" on {self._host}" if started else ""
-        return ActorLost(
-            self._pid,
-            WorkerLoss(f"is lost{where} ({_reason(error)})", infrastructure_fault, unable),
-        )
+        words = f"is lost{where} ({_reason(error)})"
+        return ActorLost(self._pid, WorkerLoss(words, started or _NODE_DIED in str(error), unable))
 
 
 def _smoothed(mean_ns: float, latest_ns: int) -> float:

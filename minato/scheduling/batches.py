@@ -26,7 +26,6 @@ class BatchStorage(NamedTuple):
     """The memory of open batches.
 
     Attributes:
-        slots: Provides slots of the arena.
         indices: Stores indices that are no integers.
         discard: Called with ``(record, slot)`` of a batch that is not read.
     """
@@ -41,7 +40,6 @@ class OpenEpoch:
     """An epoch some of whose batches are open.
 
     Attributes:
-        number: Of the epoch.
         seed: From which the randomness of its samples starts.
         slot: Index of its slot in the ledger.
         start: Position of its first sample; None until its first batch is open.
@@ -62,10 +60,8 @@ class OpenBatch:
     Attributes:
         record: Index of its record in the ledger.
         indices: As the sampler yields them.
-        slot: Its slot of the arena.
         indices_slot: The slot that holds its indices if they are no integers …
         indices_offset: … and their offset.
-        epoch: The epoch that it belongs to.
         owner: Number of its worker + 1; 0 for any.
         bound: Whether its samples keep their places.
         opened_ns: Time of its opening; 0 if no trace is recorded.
@@ -104,13 +100,7 @@ class RetiringBatches:
     """Batches that were returned or cancelled, while some of their samples still run.
 
     Args:
-        storage: The memory of batches.
         keeps_places: Whether each sample keeps its own place.
-        skips: Whether samples may be skipped.
-
-    Attributes:
-        returned: Returned batches.
-        cancelled: Cancelled batches.
     """
 
     def __init__(
@@ -127,14 +117,14 @@ class RetiringBatches:
         """Return the functions that record the samples of a batch as delivered or skipped."""
         ledger, progress, start = self._ledger, self._progress_of(item), _start(item)
         records: list[Callable[[], object]] = []
-        if self._keeps_places and self._skips:
-            records.append(functools.partial(progress.skipped, ledger.skipped(item.record), start))
         occupants, num_slow = ledger.occupants(item.record), ledger.num_slow(item.record)
         item.num_samples = len(item.indices)
         if self._skips:
-            skipped = len(ledger.skipped(item.record)) if self._keeps_places else 0
+            skipped = ledger.skipped(item.record) if self._keeps_places else []
+            if self._keeps_places:
+                records.append(functools.partial(progress.skipped, skipped, start))
             placed = sum(position >= 0 for position in occupants)
-            item.num_samples = min(item.num_samples, placed - skipped)
+            item.num_samples = min(item.num_samples, placed - len(skipped))
         return [*records, progress.returns(occupants, start, num_slow)]
 
     def add_returned(self, item: OpenBatch) -> None:
@@ -176,12 +166,8 @@ class RetiringBatches:
         """Free the records of batches none of whose samples still run."""
         for item in self.returned[:]:
             if item.retired or self._keeps_places or self._ledger.settled(item.record):
-                progress = item.epoch.progress
-                if (
-                    self._skips
-                    and not (self._keeps_places or item.retired)
-                    and progress is not None
-                ):
+                progress, are_mixed = item.epoch.progress, not (self._keeps_places or item.retired)
+                if self._skips and are_mixed and progress is not None:
                     progress.skipped(self._ledger.skipped(item.record), _start(item))
                 self._retire(item)
                 self.returned.remove(item)
@@ -189,16 +175,13 @@ class RetiringBatches:
         # for the samples whose own batch was returned.
         if not self.cancelled:
             return
-        running = {item.epoch.slot for item in self.returned}
-        if all(
-            item.retired
-            or (
-                item.epoch.slot not in running
-                and self._ledger.settled(item.record)
-                and self._ledger.close(item.record)
-            )
-            for item in self.cancelled
-        ):
+        ledger, running = self._ledger, {item.epoch.slot for item in self.returned}
+
+        def has_ended(item: OpenBatch) -> bool:
+            settled = item.epoch.slot not in running and ledger.settled(item.record)
+            return item.retired or (settled and ledger.close(item.record))
+
+        if all(map(has_ended, self.cancelled)):
             for item in self.cancelled:
                 self.discard(item)
                 self._retire(item)

@@ -24,9 +24,9 @@ from minato.scheduling.batches import (
     RetiringBatches,
     offset_in_slot,
 )
-from minato.scheduling.cost_model import EarlyStart, integers_of
 from minato.scheduling.orders import Assignment, BatchOrder, Order
 from minato.scheduling.prefetch_window import PrefetchWindow
+from minato.scheduling.slow_samples import EarlyStart, integers_of
 
 __all__ = ["STOPPED_S", "ConsumerWait", "Dispatcher", "Pool", "Schedule", "waited_s"]
 
@@ -106,14 +106,10 @@ class Schedule(NamedTuple):
     """What a dispatcher does.
 
     Attributes:
-        window: Bounds the open batches.
-        order: Chooses the batch that comes next.
-        assignment: Chooses the worker of a batch.
         early_start: Starts slow samples before those that precede them.
         handover: Whether samples may be collated by another worker than the one that made them; None: they may.
         timeout_s: torch's ``timeout``; 0: none.
         one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
-        skips: Whether samples may be skipped.
         drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
     """
 
@@ -136,9 +132,6 @@ class Dispatcher:
 
     Args:
         ready_events: Counts the events that end a wait of the training loop.
-        storage: The memory of open batches.
-        schedule: What it does.
-        wait_stats: Measures how long the training loop waits.
         tracer: Records batches, and the waits and reads of the training loop inside ``next()``.
     """
 
@@ -183,19 +176,18 @@ class Dispatcher:
         self._opening: OpenBatch | None = None  # until the lists below say what the ledger says
         self._to_wake = 0  # samples that were opened since workers were woken, or _ALL_WORKERS
         self._woken_ns = self._refilled_ns = 0
-        self._current: OpenBatch | None = None  # the next one, from its choice until it is returned
+        self.current: OpenBatch | None = None
+        """The batch that ``next`` has chosen, until it is returned."""
         self._epoch = OpenEpoch(number=0, seed=0, slot=0)  # whose batches are being opened
         self._progress: Progress | None = None  # of the present epoch, unless it was abandoned
         self._predict_next: Callable[[], NextEpoch | None] = lambda: None
         self._has_begun = False  # an epoch, wholly
         self._exhausted = True  # the present epoch has no more batches to open
         self._prefetches_next = False  # the batches being opened belong to the next epoch
-        self._is_dry = (
-            True  # nothing is left to open, in this epoch and the next one if it is known
-        )
-        self._lacks_samples = (
-            False  # the newest open batches stay short: no samples are left for them
-        )
+        # Nothing is left to open, in this epoch and the next one if it is known.
+        self._is_dry = True
+        # The newest open batches stay short: no samples are left for them.
+        self._lacks_samples = False
 
     @property
     def num_open(self) -> int:
@@ -210,7 +202,7 @@ class Dispatcher:
     @property
     def over(self) -> bool:
         """Whether the present epoch has no more batches."""
-        return self._exhausted and not self._open and self._current is None
+        return self._exhausted and not self._open and self.current is None
 
     # ---- epochs -----------------------------------------------------------------------------
 
@@ -226,11 +218,8 @@ class Dispatcher:
         """Begin an epoch.
 
         Args:
-            batches: The indices of each batch.
-            epoch: Number of the epoch.
             seed: From which the randomness of its samples starts.
             predict_next: Returns the epoch after this one, or None if its batches are unknown.
-            progress: Records the samples of the epoch.
 
         Returns:
             False if batches had been prefetched for this epoch and were not its own; they are dropped.
@@ -261,12 +250,12 @@ class Dispatcher:
 
     def _cancel_present(self) -> None:
         """Cancel the batches of the present epoch."""
-        if self._current is not None:
-            if self._current.records is None and not self._current.is_empty:
-                self.cancel(deque([self._current]))
+        if self.current is not None:
+            if self.current.records is None and not self.current.is_empty:
+                self.cancel(deque([self.current]))
             else:
-                self._retiring.add_empty(self._current)
-            self._current = None
+                self._retiring.add_empty(self.current)
+            self.current = None
         self.cancel(self._open)
 
     def cancel(self, batches: deque[OpenBatch]) -> None:
@@ -299,14 +288,9 @@ class Dispatcher:
         self._epoch = OpenEpoch(number, seed, slot, progress=progress)
 
     def _free_epoch_slot(self) -> int | None:
-        retiring = self._retiring
-        in_use = {
-            item.epoch.slot
-            for batches in (self._open, self._prefetched, retiring.returned, retiring.cancelled)
-            for item in batches
-        }
-        if self._current is not None:
-            in_use.add(self._current.epoch.slot)
+        retiring, current = self._retiring, () if self.current is None else (self.current,)
+        opened = *self._open, *self._prefetched, *current
+        in_use = {item.epoch.slot for item in (*opened, *retiring.returned, *retiring.cancelled)}
         # Never the slot of the last epoch: by a change of the slot, a worker also notices that a new one begins.
         others = ((self._epoch.slot + 1 + i) % NUM_EPOCH_SLOTS for i in range(NUM_EPOCH_SLOTS - 1))
         return next((slot for slot in others if slot not in in_use), None)
@@ -330,7 +314,7 @@ class Dispatcher:
         left_s = self._timeout_s or None
         while True:
             seen = self._ready_events.events
-            found = self._current or self._next_ready()
+            found = self.current or self._order.next_ready(self._open, self._is_ready)
             if found is None:
                 self.refill()
             if self._wait_stats.watched:
@@ -349,7 +333,7 @@ class Dispatcher:
 
     def _take(self, item: OpenBatch) -> bool:
         """Take a complete batch out of the open ones; False if it has no samples to return."""
-        self._current = item
+        self.current = item
         if item in self._open:
             self._open.remove(item)
         if item.is_empty is None:
@@ -358,29 +342,25 @@ class Dispatcher:
             item.found_ns = self._tracer.now()
         if item.is_empty:
             self._retiring.add_empty(item)
-            self._current = None
+            self.current = None
         return not item.is_empty
 
     def _is_empty(self, item: OpenBatch) -> bool:
-        """Whether a complete batch has no samples to return; records that, if so."""
+        """Whether a complete batch has no samples to return, or is dropped as a short one; records that, if so."""
         record = self._ledger.describe(item.record)
         if record.flags & ENDED:
             self._assignment.ended(item.owner, item.record)
             return True
-        if not (record.flags & SKIPPED and self._is_dropped(item, record.result)):
+        if not record.flags & SKIPPED:
+            return False
+        is_skipped = record.result & KIND_MASK == SKIP_BLOB and not record.result & ~KIND_MASK
+        is_dropped = self._drops_short and not item.bound
+        if not (is_skipped or (is_dropped and -1 in self._ledger.occupants(item.record))):
             return False
         if (counts := self._assignment.returns(item.owner)) is not None:
             counts()
         self._retiring.note_skipped(item)
         return True
-
-    def _is_dropped(self, item: OpenBatch, result: int) -> bool:
-        """Whether all samples of a batch are skipped, or it is short and ``drop_short`` drops it."""
-        if result & KIND_MASK == SKIP_BLOB and not result & ~KIND_MASK:
-            return True
-        if not self._drops_short or item.bound:
-            return False
-        return -1 in self._ledger.occupants(item.record)
 
     def _have_settled(self) -> bool:
         """Whether all samples of the epoch that are in flight have run."""
@@ -426,12 +406,7 @@ class Dispatcher:
     def returned(self, item: OpenBatch) -> None:
         """Go on to the batch that comes next; this one is kept elsewhere until it is given."""
         self._retiring.add_returned(item)
-        self._current = None
-
-    @property
-    def current(self) -> OpenBatch | None:
-        """The batch that ``next`` has chosen, until it is returned."""
-        return self._current
+        self.current = None
 
     def upcoming(self, limit: int) -> list[OpenBatch]:
         """At most ``limit`` complete batches that come next; no other comes before them."""
@@ -439,17 +414,6 @@ class Dispatcher:
 
     def _is_ready(self, item: OpenBatch) -> bool:
         return bool(self._ledger.state(item.record) == READY)
-
-    def _grow(self) -> bool:
-        """Allow more batches; False if the limit stays."""
-        if not self._window.batch_bytes and self._open:
-            # The first batch of an iterator may be the slow one, with complete ones behind it.
-            records = (self._ledger.describe(item.record) for item in self._open)
-            self._window.expect(max(record.used_nbytes for record in records))
-        return self._window.grow()
-
-    def _next_ready(self) -> OpenBatch | None:
-        return self._order.next_ready(self._open, self._is_ready)
 
     # ---- waiting ----------------------------------------------------------------------------
 
@@ -474,9 +438,21 @@ class Dispatcher:
         finally:
             self._ledger.waiting = False
             self._wait_stats.end_wait()
-        if left_s is not None and left_s <= 0 and self._next_ready() is None:
+        if (
+            left_s is not None
+            and left_s <= 0
+            and self._order.next_ready(self._open, self._is_ready) is None
+        ):
             raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
         return left_s
+
+    def _grow(self) -> bool:
+        """Allow more batches; False if the limit stays."""
+        if not self._window.batch_bytes and self._open:
+            # The first batch of an iterator may be the slow one, with complete ones behind it.
+            sizes = (self._ledger.describe(item.record).used_nbytes for item in self._open)
+            self._window.expect(max(sizes))
+        return self._window.grow()
 
     def _sleep(self, limit_s: float, seen: int) -> float:
         """Sleep until an event after ``seen``; returns for how many seconds, at most ``limit_s``."""
@@ -530,7 +506,12 @@ class Dispatcher:
             return False
         count = len(drawn.indices)
         if not self._ledger.has_room(count or 1):
-            self._check_capacity(count)
+            _, positions = self._ledger.capacity
+            if count > positions:
+                raise ValueError(
+                    f"a batch of {count} samples is more than the {positions} that can be in flight: give the "
+                    "batch_sampler an attribute batch_size, the size of its largest batch, or split it"
+                )
             return False
         owner = self._assignment.choose(self._held)
         if owner is None:
@@ -659,11 +640,3 @@ class Dispatcher:
             if not overdue.retired:
                 self._ledger.bind_late(overdue.record, item.record)
             recent.popleft()
-
-    def _check_capacity(self, count: int) -> None:
-        _, positions = self._ledger.capacity
-        if count > positions:
-            raise ValueError(
-                f"a batch of {count} samples is more than the {positions} that can be in flight: give the "
-                "batch_sampler an attribute batch_size, the size of its largest batch, or split it"
-            )

@@ -75,7 +75,6 @@ class BatchOrder(Order):
     def next_ready(
         self, batches: deque[_Batch], is_ready: Callable[[_Batch], bool]
     ) -> _Batch | None:
-        """Return the oldest complete batch."""
         return next(filter(is_ready, batches), None)
 
     def upcoming(
@@ -194,11 +193,10 @@ class RoundRobin(Assignment):
 
     @property
     def over(self) -> bool:
-        """Whether the streams of all workers have ended."""
         return not any(self._active)
 
     def reset(self) -> None:
-        """Begin an epoch at worker 0 with all workers, or where the resumed state was taken."""
+        # At worker 0 with all workers, or where the resumed state was taken.
         self._next = 0
         self._active = [True] * self._num_workers
         if self._dataset_states is not None:
@@ -207,7 +205,6 @@ class RoundRobin(Assignment):
             self._active = [not state.ended for state in self._dataset_states.each]
 
     def choose(self, held: Callable[[int], int]) -> int | None:
-        """The next active worker that can take a batch."""
         for i in range(self._num_workers):
             worker = (self._next + i) % self._num_workers
             if self._active[worker] and (
@@ -217,15 +214,12 @@ class RoundRobin(Assignment):
         return None
 
     def opened(self, owner: int) -> None:
-        """Record that the next batch was opened for this worker."""
         self._next = owner % self._num_workers
 
     def returns(self, owner: int) -> Callable[[], None] | None:
-        """The function that records that a batch of this worker was returned."""
         return None if self._dataset_states is None else self._dataset_states.counts(owner - 1)
 
     def ended(self, owner: int, record: int) -> None:
-        """Leave out this worker from now on, and store the last state of its dataset."""
         self._active[owner - 1] = False
         if self._dataset_states is not None:
             self._dataset_states.end_stream(owner - 1)

@@ -26,7 +26,6 @@ class PrefetchWindow:
     the loop uses up small batches so fast that opening them, and waking workers for them, would take most of the time.
 
     Args:
-        num_workers: Active workers.
         fixed: Number of batches, or None.
         budget_bytes: Limit of the batches in flight together.
         max_batches: Number of batches that no window exceeds, or None.

@@ -86,9 +86,6 @@ def connected(
 ) -> Channel:
     """Return an authenticated channel to the server that listens there, or starts to within ``timeout_s`` seconds.
 
-    Args:
-        decode: Decodes messages of the channel.
-
     Raises:
         TimeoutError: No server listens, or it does not respond; the text says which.
         ConnectionError: The server has ended, or refuses this process.
@@ -296,7 +293,6 @@ class RankListener:
     channel that it came over, and no other.
 
     Args:
-        rendezvous: Where clients find the socket.
         on_message: Called with a channel and a message, in the thread of the channel.
         on_disconnect: Called with a channel whose other process is gone, in the same thread.
 

@@ -43,8 +43,6 @@ class PoolClient:
     """A rank's connection to the server of its node.
 
     Args:
-        rendezvous: Where the server listens.
-        me: Rank and settings of this process.
         timeout_s: Time limit for the server to listen, and to begin an epoch.
 
     Raises:
@@ -288,14 +286,11 @@ class RemoteArena:
     def holds(self, place: BatchDescriptor | Slot) -> bool:
         """Whether a slot, or a descriptor's slot with all its parts, lies in the memory."""
         slot = place.slot if isinstance(place, BatchDescriptor) else place
-        if not 0 <= slot.start <= slot.end <= self.segment.nbytes:
-            return False
-        if not isinstance(place, BatchDescriptor):
-            return True
-        places = [(place.layout, 0), place.result, *place.texts, (slot.start, place.nbytes)]
-        return all(
-            slot.start <= start and start + nbytes <= slot.end for start, nbytes in places if start
-        )
+        parts = list[tuple[int, int]]()
+        if isinstance(place, BatchDescriptor):
+            parts = [(place.layout, 0), place.result, *place.texts, (slot.start, place.nbytes)]
+        inside = (slot.start <= at and at + nbytes <= slot.end for at, nbytes in parts if at)
+        return 0 <= slot.start <= slot.end <= self.segment.nbytes and all(inside)
 
     def received(self, descriptor: BatchDescriptor, portion: object) -> BatchHandle:
         """Return a handle of the batch, which this process opens."""

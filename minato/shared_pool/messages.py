@@ -38,7 +38,6 @@ class BatchDescriptor(NamedTuple):
     """The data from which a process builds the batch of a slot.
 
     Attributes:
-        slot: The slot that holds the batch.
         layout: Arena offset of the batch's layout; 0: it has none.
         result: Arena offset and bytes of the pickled batch, or of the pickled error; ``(0, 0)``: none.
         failed: Whether a sample or the collation raised.

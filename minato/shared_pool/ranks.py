@@ -69,10 +69,8 @@ class RankSlot:
     """A rank in the current epoch.
 
     Attributes:
-        rank: Its local rank.
         channel: Channel to its process; None for the server itself, and for a rank that is not connected.
         state: ``away``: it has not begun the epoch; ``in``: it takes part; ``out``: it has left.
-        inbox: Batches that wait for it.
         wants: Number of requested batches that it has not received.
         dealt: Number of batches assigned to it in the epoch, including the inbox and those before a resume.
         asked_at: Sequence number of its last request.
@@ -142,14 +140,11 @@ class Ranks:
 
     Args:
         me: Rank and settings of the server's own process, local rank 0; the clients' settings must be equal.
-        count: Number of ranks.
         on_rank_death: See :class:`minato.SharedPool`.
 
     Attributes:
         changed: Notified of each change.
-        slots: The ranks, by local rank.
         epoch: The epoch that is open; None between two.
-        num_epochs: Number of epochs begun.
         arenas: Arenas of all engines so far; messages name them by their position.
         done_before: Batches that each rank had before a resume.
         broken: Why no rank can continue; None: they can.
@@ -285,7 +280,6 @@ class Ranks:
                 if slot is not None:
                     raise ValueError("a rank that is connected asks for another rank slot")
                 self._welcome(channel, message.more)
-                return
             if slot is None:
                 return
             for place in message.dropped:
@@ -373,15 +367,11 @@ def next_rank(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> Ran
         return min(rank_slots, key=lambda slot: (slot.dealt, slot.rank))
     due = [slot for slot in rank_slots if slot.dealt < this.quota]
     places = {"in": 0, "away": 1, "out": 2}
-    return min(
-        due,
-        key=lambda slot: (
-            places[slot.state],
-            len(slot.inbox),
-            not slot.wants,
-            slot.asked_at,
-        ),
-    )
+
+    def rank(slot: RankSlot) -> tuple[object, ...]:
+        return places[slot.state], len(slot.inbox), not slot.wants, slot.asked_at
+
+    return min(due, key=rank)
 
 
 def epoch_mismatch(
@@ -415,24 +405,24 @@ def rejection_reason(
     Args:
         waits: Whether a new process may replace a rank that has ended.
     """
-    if client.loader != server.loader:
-        names = dict.fromkeys([*server.loader, *client.loader])
-        differ = [name for name in names if client.loader.get(name) != server.loader.get(name)]
-        here = ", ".join(f"{name}={client.loader.get(name, 'unknown')}" for name in differ)
-        there = ", ".join(f"{name}={server.loader.get(name, 'unknown')}" for name in differ)
+    theirs, ours, number = client.loader, server.loader, client.local_rank
+    if theirs != ours:
+        differ = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+        here = ", ".join(f"{name}={theirs.get(name, 'unknown')}" for name in differ)
+        there = ", ".join(f"{name}={ours.get(name, 'unknown')}" for name in differ)
         return (
             f"this loader is not the one that local rank 0 has in its place: here it has {here}, and there {there}. "
             "Make all loaders with shared_pool=True in the same sequence, and alike, in all ranks"
         )
-    free = 0 < client.local_rank < len(rank_slots) and rank_slots[client.local_rank].channel is None
-    if not free or client.rank != server.rank + client.local_rank:
+    slot = rank_slots[number] if 0 < number < len(rank_slots) else None
+    if slot is None or slot.channel is not None or client.rank != server.rank + number:
         return (
             f"LOCAL_RANK={client.local_rank} with RANK={client.rank} is taken, or not possible where local rank 0 has "
             f"RANK={server.rank} and there are {len(rank_slots)} ranks: start the ranks of a node by torchrun"
         )
-    if rank_slots[client.local_rank].gone is not None and not waits:
+    if slot.gone is not None and not waits:
         return (
-            f"{rank_slots[client.local_rank].gone}, and the other ranks continue without it: SharedPool('wait') lets "
+            f"{slot.gone}, and the other ranks continue without it: SharedPool('wait') lets "
             "another process take its place"
         )
     return None

@@ -43,9 +43,7 @@ class PoolServer:
     receive the clients' messages. After ``close`` the threads end when all ranks have left.
 
     Args:
-        rendezvous: Where clients find the server.
         me: Rank and settings of this process; the clients' settings must be equal.
-        count: Number of ranks.
         in_turn: Whether batch k is for rank k mod n, or for the next rank that requests one.
         on_rank_death: When one of them ends, ``raise`` an error in all others, let them ``continue`` without it, or let
             them ``wait`` before the next epoch until another process has taken its place.
@@ -66,10 +64,6 @@ class PoolServer:
 
     def gather_progress(self, epoch: int, own: Completed) -> list[Completed]:
         """Wait for all ranks to resume an epoch, and return the part that each has done.
-
-        Args:
-            epoch: Number of the epoch.
-            own: The part that the server's own rank has done.
 
         Raises:
             RuntimeError: A rank has ended, does not join, or does not resume this epoch.
@@ -109,10 +103,8 @@ class PoolServer:
 
         Args:
             engine: Yields the batches of all ranks.
-            quota: Batches for each rank.
             epoch: The epoch, whose number must be equal in all ranks. If this rank resumes it, ``gather_progress`` has
                 been called.
-            batches: The indices of each batch.
 
         Returns:
             The number of the epoch in this pool, and the result of ``engine.begin``.
@@ -124,21 +116,12 @@ class PoolServer:
         part = epoch.progress.part
         resumed = part is not None and part.before is not None
         begun = engine.begin(epoch, batches)
-        with self._ranks.changed:
-            ranks = self._ranks
-            number = ranks.num_epochs
-            ranks.begin(
-                PoolEpoch(
-                    engine,
-                    number,
-                    epoch.number,
-                    quota,
-                    quota * len(ranks.slots) - (sum(ranks.done_before) if resumed else 0),
-                    ranks.arena_number(engine.arena),
-                    epoch.progress.latest,
-                    resumed,
-                )
-            )
+        ranks = self._ranks
+        with ranks.changed:
+            number, arena = ranks.num_epochs, ranks.arena_number(engine.arena)
+            total = quota * len(ranks.slots) - (sum(ranks.done_before) if resumed else 0)
+            numbers = number, epoch.number, quota, total, arena
+            ranks.begin(PoolEpoch(engine, *numbers, epoch.progress.latest, resumed))
         return number, begun
 
     def finish_epoch(self) -> None:
@@ -154,7 +137,7 @@ class PoolServer:
             self._wait_for(
                 lambda: ranks.epoch is None and not ranks.missing(),
                 lambda: (
-                    [slot.name for slot in ranks.slots if slot.state != "out"] or ranks.missing()
+                    [each.name for each in ranks.slots if each.state != "out"] or ranks.missing()
                 ),
                 "is not through with the last epoch, or has ended and not come again, for the next one",
             )
@@ -270,8 +253,9 @@ class PoolServer:
     def _distribute(self) -> None:
         """Serve all epochs, then close all channels."""
         try:
-            while self._step():
-                pass
+            while (job := self._next_job()) is not None:
+                job()
+                del job  # it holds the epoch
         except BaseException as error:
             with self._ranks.changed:
                 self._ranks.break_off(f"local rank 0 cannot go on: {error!r}")
@@ -281,32 +265,29 @@ class PoolServer:
             atexit.unregister(self._wait_at_exit)
             self._ranks.arenas.clear()  # without waiting for the garbage collector
 
-    def _step(self) -> bool:
-        """Run the next job; return whether there may be more."""
-        with self._ranks.changed:
-            while (job := self._next_job()) is None:
-                self._ranks.changed.wait(_LIVENESS_S)
-            this = self._ranks.epoch
-        return this is not None and job(this)
+    def _next_job(self) -> Callable[[], None] | None:
+        """Wait until there is something to do; None: this process serves no more epochs."""
+        ranks = self._ranks
+        with ranks.changed:
+            while True:
+                this = ranks.epoch
+                if this is None and ranks.closing:
+                    return None
+                if this is not None:
+                    if all(slot.state == "out" for slot in ranks.slots):
+                        return functools.partial(self._finish, this)
+                    if any(slot.can_be_sent(this.quota) for slot in ranks.slots):
+                        return self._send
+                    if not this.error and any(each.needs_batch(this.quota) for each in ranks.slots):
+                        return functools.partial(self._fetch, this)
+                ranks.changed.wait(_LIVENESS_S)
 
-    def _next_job(self) -> Callable[[PoolEpoch], bool] | None:
-        this, slots = self._ranks.epoch, self._ranks.slots
-        if this is None:
-            return self._finish if self._ranks.closing else None
-        if all(slot.state == "out" for slot in slots):
-            return self._finish
-        if any(slot.can_be_sent(this.quota) for slot in slots):
-            return self._send
-        needs_batch = (slot.needs_batch(this.quota) for slot in slots)
-        return self._fetch if this.error is None and any(needs_batch) else None
-
-    def _send(self, this: PoolEpoch) -> bool:
+    def _send(self) -> None:
         with self._ranks.changed:
             for slot in self._ranks.slots:
                 self._ranks.serve(slot)
-        return True
 
-    def _fetch(self, this: PoolEpoch) -> bool:
+    def _fetch(self, this: PoolEpoch) -> None:
         try:
             leased = this.engine.next().give()._replace(portion=this.latest())
             if this.fetched + 1 == this.total:
@@ -314,7 +295,7 @@ class PoolServer:
         except Exception as error:
             with self._ranks.changed:
                 self._fail(this, error)
-            return True
+            return
         with self._ranks.changed:
             self._note_given_back(this)
             slot = next_rank(self._ranks.slots, this, self._in_turn)
@@ -327,7 +308,6 @@ class PoolServer:
                 else:
                     self._ranks.serve(slot)
             self._ranks.changed.notify_all()
-        return True
 
     def _note_given_back(self, this: PoolEpoch) -> None:
         """Note for each rank the slots whose pages the engine has returned to the system."""
@@ -350,14 +330,13 @@ class PoolServer:
             self._ranks.serve(slot)
         self._ranks.changed.notify_all()
 
-    def _finish(self, this: PoolEpoch) -> bool:
+    def _finish(self, this: PoolEpoch) -> None:
         """Close an epoch that all ranks have left."""
         if not this.exhausted:
             this.engine.cancel()
         del this.engine  # an engine of this epoch alone ends its workers now, which frees its arena for the next one
         with self._ranks.changed:
             self._ranks.end()
-        return True
 
 
 def _end_engine_epoch(this: PoolEpoch) -> None:

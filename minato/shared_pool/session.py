@@ -23,7 +23,7 @@ from minato.options import Observe, Options, StartingWorkers
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed, merged_ranks
 from minato.sampling.resume import is_stateful
-from minato.sampling.samplers import IndexBatches, InterleavedRanks, RankSampler, ranked
+from minato.sampling.samplers import InterleavedRanks, RankSampler, ranked
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.messages import Hello
 from minato.shared_pool.rendezvous import Rendezvous
@@ -83,7 +83,6 @@ class PoolSession:
     """A loader's part in the pool of its node.
 
     Args:
-        place: Of this process among the ranks.
         on_rank_death: What the others do when one ends.
     """
 
@@ -215,29 +214,21 @@ class PoolSession:
             RuntimeError: The ranks do not find each other, or this is a forked child.
         """
         if self.alone:
-            engine: BatchSource = make_engine(spec, epoch)
-            return engine
-        pool, join = self._joining(spec, epoch, make_engine)
+            return make_engine(spec, epoch)
+        self._check_owner()
         target = spec.options.target
         if target is not None and self._device is None:
             self._device = RankDevice(target, spec.options.to_device)
-        return RankSource(pool, join, self._device, self)
-
-    def _joining(
-        self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
-    ) -> tuple[PoolServer | PoolClient, Callable[[Epoch, IndexBatches], tuple[int, bool]]]:
-        """The pool of the node, and the function that joins its epochs."""
-        self._check_owner()
-        if not self.hosts:
-            if self._client is None:
-                self._client = PoolClient(Rendezvous(self._number), self._greeting(spec))
-                weakref.finalize(self, self._client.close)
-            return self._client, self._client.enter
-        server = self._pool_server(spec)
-        server.finish_epoch()
-        engine = make_engine(self.pooled(spec), epoch, make_reader=DescriptorReader)
-        quota = len(spec.sampling.index_sampler)
-        return server, functools.partial(server.begin_epoch, engine, quota)
+        if self.hosts:
+            server = self._pool_server(spec)
+            server.finish_epoch()
+            engine = make_engine(self.pooled(spec), epoch, make_reader=DescriptorReader)
+            join = functools.partial(server.begin_epoch, engine, len(spec.sampling.index_sampler))
+            return RankSource(server, join, self._device, self)
+        if self._client is None:
+            self._client = PoolClient(Rendezvous(self._number), self._greeting(spec))
+            weakref.finalize(self, self._client.close)
+        return RankSource(self._client, self._client.enter, self._device, self)
 
     def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
@@ -307,9 +298,8 @@ class PoolSession:
                 raise RuntimeError(
                     f"the ranks of this node cannot meet in {rendezvous.directory}: {error.strerror}; {remedy}"
                 ) from None
-            weakref.finalize(
-                self, self._server.close
-            ).atexit = False  # at exit it waits for the others
+            # At exit it waits for the others.
+            weakref.finalize(self, self._server.close).atexit = False
         return self._server
 
 

@@ -53,7 +53,6 @@ class BatchHandle(NamedTuple):
 
     Attributes:
         segment: This process's mapping of the arena.
-        descriptor: The batch's descriptor.
         portion: The part of the epoch that the batch covers.
         open: Returns the batch (see :func:`open_batch`). Must be called once, so that the slot becomes free again.
     """
@@ -73,9 +72,9 @@ class DescriptorReader(BatchReader):
     def read(self, batch: int, slot: Slot) -> LeasedBatch:
         """Return the descriptor of the batch, or of its error, in ``slot``, with a lease of the slot."""
         record = self.ledger.describe(batch)
-        flags, nbytes, used = record.flags, record.result_nbytes, record.used_nbytes
-        kind, offset = record.result & KIND_MASK, record.result & ~KIND_MASK
-        failed = bool(flags & FAILED) or kind == ERROR_BLOB
+        flags, used = record.flags, record.used_nbytes
+        failed = bool(flags & FAILED) or record.result & KIND_MASK == ERROR_BLOB
+        offset, nbytes = record.result & ~KIND_MASK, record.result_nbytes
         if flags & FAILED:
             offset, nbytes = self.first_error(batch)
         texts: tuple[tuple[int, int], ...] = ()
@@ -84,10 +83,8 @@ class DescriptorReader(BatchReader):
                 (start, size) if kind == TEXT_BLOB else (0, 0)
                 for kind, start, size in self.ledger.blobs(batch)
             )
-        return LeasedBatch(
-            BatchDescriptor(slot, record.layout, (offset, nbytes), failed, texts, used),
-            self.leased(slot, used),
-        )
+        descriptor = BatchDescriptor(slot, record.layout, (offset, nbytes), failed, texts, used)
+        return LeasedBatch(descriptor, self.leased(slot, used))
 
 
 def open_batch(
@@ -99,12 +96,13 @@ def open_batch(
         DamagedError: The memory does not hold what the workers wrote.
         Exception: The exception of a sample of the batch, or of its collation.
     """
+    offset, nbytes = descriptor.result
+    if descriptor.failed and not offset:
+        raise_sample_error(slot_overflow_error(descriptor.slot))
     if descriptor.failed:
-        if not descriptor.result[0]:
-            raise_sample_error(slot_overflow_error(descriptor.slot))
-        raise_sample_error(store.get(*descriptor.result, None, ERROR_BLOB))
-    if descriptor.result[0]:
-        return store.get(*descriptor.result, lease, SAMPLE_BLOB)
+        raise_sample_error(store.get(offset, nbytes, None, ERROR_BLOB))
+    if offset:
+        return store.get(offset, nbytes, lease, SAMPLE_BLOB)
     fields, count, layout = read_layout(segment, descriptor.layout, descriptor.slot)
     texts = [store.get(*place, None, TEXT_BLOB) if place[0] else [] for place in descriptor.texts]
     check_texts(layout, count, texts)
@@ -118,7 +116,6 @@ class RankDevice:
     device has passed the event recorded after its copy.
 
     Args:
-        device: The device.
         ahead: Number of batches to copy ahead of use; an attribute too.
     """
 
@@ -139,11 +136,7 @@ class RankDevice:
                 self._pinned[segment].unlock(slot)
 
     def start(self, handle: BatchHandle) -> Any:
-        """Start to copy a batch; returns the argument of ``finish``.
-
-        Raises:
-            Exception: The exception of a sample of the batch, or of the copy.
-        """
+        """Start to copy a batch; returns the argument of ``finish``. Raises what a sample, or the copy, raised."""
         while self._held and self._held[0][1].query():
             self._held.popleft()
         read = functools.partial(self._opened, handle)
@@ -227,10 +220,9 @@ class RankSource:
 
     def next(self) -> Outgoing:
         """Return the next batch for this rank: the same one until it is given."""
-        last = self._last
-        if last is None or last.is_given:
-            self._last = last = self._next()
-        return last
+        if self._last is None or self._last.is_given:
+            self._last = self._next()
+        return self._last
 
     @property
     def has_next(self) -> bool:

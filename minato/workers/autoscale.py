@@ -89,10 +89,7 @@ class ControllerSettings:
     """Limits, and the paper's constants.
 
     Attributes:
-        least: Fewest workers.
-        most: Most workers.
         cores: Cores of this loader's rank; a fraction under a quota.
-        paper: The paper's constants.
     """
 
     least: int
@@ -110,7 +107,6 @@ class ControllerState:
     """What a controller keeps from one period to the next.
 
     Attributes:
-        workers: The number of workers now.
         why: The reason of the last decision: ``start``, ``grow``, ``shrink``, ``revert``, ``settle`` (what the last
             change brings is awaited), ``cpu-bound``, ``at limit`` or ``steady``.
         ready_average: Moving average of the ready share (``paper``).
@@ -158,13 +154,10 @@ def paper(
     """
     before = measured.ready_share if state.ready_average is None else state.ready_average
     average = before + settings.paper.smoothing * (measured.ready_share - before)
-    delta = formula_2(settings, average, measured.cpu_share)
-    clip = settings.paper.clip
-    delta = min(clip, max(-clip, delta))
-    workers = formula_1(settings, state.workers, delta)
-    why = "steady" if workers == state.workers else "grow"
-    if workers < state.workers:
-        why = "shrink"
+    delta, clip = formula_2(settings, average, measured.cpu_share), settings.paper.clip
+    workers = formula_1(settings, state.workers, min(clip, max(-clip, delta)))
+    change = workers - state.workers
+    why = "grow" if change > 0 else "shrink" if change < 0 else "steady"
     return replace(state, workers=workers, why=why, ready_average=average)
 
 
@@ -266,8 +259,6 @@ class AutoscaleState:
 
     Attributes:
         controller: Name of one of ``CONTROLLERS``.
-        settings: Its limits.
-        state: What it has learned.
         tried: Whether it has been used.
     """
 
@@ -324,8 +315,6 @@ class Scaler:
     """A pool whose number of active workers it sets, in the consumer's thread, several times a second.
 
     Args:
-        autoscale_state: The controller and its state.
-        state: What the workers share with the training loop.
         resized: Called with the number of workers when it changes.
     """
 
@@ -376,8 +365,10 @@ class Scaler:
         if now < self._next_ns:
             return
         self._next_ns = now + _LOOK_NS
+        count = self._state.active.count
         if self._wait_stats.ending or (
-            now < self._changed_ns + _STARTING_NS and not self._all_begun()
+            now < self._changed_ns + _STARTING_NS
+            and not all(map(self._state.has_begun, range(count)))
         ):
             self._before = None
             return
@@ -389,42 +380,32 @@ class Scaler:
             self._before = after
             return
         elapsed_ns = now - before.at_ns
-        enough = after.samples - before.samples >= _PERIOD_SAMPLES * self._state.active.count
+        enough = after.samples - before.samples >= _PERIOD_SAMPLES * count
         if elapsed_ns < _PERIOD_NS or not (enough or elapsed_ns >= _LONGEST_PERIOD_NS):
             return
         self._before = after
-        autoscale_state = self._autoscale_state
-        autoscale_state.tried = True
-        autoscale_state.state = self._decide(
-            autoscale_state.state, self._measure(before, after), self._settings
-        )
-        if autoscale_state.state.workers != self._state.active.count:
-            self._changed_ns = now
-            self._set_workers(autoscale_state.state.workers)
-
-    def _set_workers(self, count: int) -> None:
-        self._pool.grow(count)
-        self._window.resize(count)
-        self._state.active.set_count(count)
-        if self._resized is not None:
-            self._resized(count)
-
-    def _all_begun(self) -> bool:
-        return all(map(self._state.has_begun, range(self._state.active.count)))
+        known = self._autoscale_state
+        known.tried = True
+        known.state = self._decide(known.state, self._measure(before, after), self._settings)
+        if known.state.workers != count:
+            self._changed_ns, count = now, known.state.workers
+            self._pool.grow(count)
+            self._window.resize(count)
+            self._state.active.set_count(count)
+            if self._resized is not None:
+                self._resized(count)
 
     def _read(self, now: int) -> _Reading:
-        busy_ns = 0
-        for worker in range(len(self._times)):
-            lease = self._state.ledger.lease(worker)
-            busy_ns += self._state.ledger.activity(worker).busy_ns
-            if lease.position is not None:
-                busy_ns += max(now - lease.started_ns, 0)
+        ledger, workers, times = self._state.ledger, range(len(self._times)), self._times
+        leases = [ledger.lease(worker) for worker in workers]
+        busy_ns = sum(ledger.activity(worker).busy_ns for worker in workers)
+        busy_ns += sum(max(now - on.started_ns, 0) for on in leases if on.position is not None)
         return _Reading(
             now,
             busy_ns,
             self._wait_stats.waited_until(now),
-            sum(times.count for times in self._times),
-            sum(times.total for times in self._times),
+            sum(each.count for each in times),
+            sum(each.total for each in times),
             self._pool.usage(),
             machine_usage(),
         )

@@ -23,7 +23,7 @@ from minato.errors import SKIP, ErrorBudgetError, warn
 if TYPE_CHECKING:  # minato.SampleFailure needs none of these
     from minato.transforms.compose import Transforms
     from minato.workers.fetch import Fetcher
-    from minato.workers.runner import Runner
+    from minato.workers.runner import Ran, Runner
 
 __all__ = ["FailureCount", "FailureHandler", "FailureLog", "SampleFailure", "SampleRetry"]
 
@@ -230,7 +230,6 @@ class FailureHandler(NamedTuple):
         on_error: ``raise``, ``skip``, or a function of a :class:`SampleFailure` that returns a substitute or
             ``SKIP``, or raises.
         retries: Number of retries before that.
-        log: Records the failures.
     """
 
     on_error: Any
@@ -245,7 +244,6 @@ class FailureHandler(NamedTuple):
         """
         result: object = None
         error: BaseException | None = None
-        outcome = "substituted"
         if self.on_error == "skip":
             result = SKIP
         elif self.on_error == "raise":
@@ -255,35 +253,24 @@ class FailureHandler(NamedTuple):
                 result = self.on_error(failure)
             except Exception as raised:
                 error = raised
-        if error is not None:
-            outcome = "raised"
-        elif result is SKIP:
-            outcome = "skipped"
-        self.log.append(failure, outcome)
+        kept = "skipped" if result is SKIP else "substituted"
+        self.log.append(failure, kept if error is None else "raised")
         return result, error
 
 
+@dataclass(eq=False)
 class SampleRetry:
     """Applies a policy to the failures of one worker.
 
-    Args:
-        worker: Its number.
+    Attributes:
         runner: Its runner; the step of its lease names the transform that ran.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        policy: FailureHandler,
-        transforms: Transforms,
-        runner: Runner,
-        fetcher: Fetcher,
-    ) -> None:
-        self._worker = worker
-        self._policy = policy
-        self._transforms = transforms
-        self._runner = runner
-        self._fetcher = fetcher
+    worker: int
+    policy: FailureHandler
+    transforms: Transforms
+    runner: Runner
+    fetcher: Fetcher
 
     def settle(
         self, position: int, epoch: int, index: object, error: BaseException
@@ -291,11 +278,11 @@ class SampleRetry:
         """The outcome of a sample that raised: a sample or SKIP, and None; or None and the error."""
         if not isinstance(error, Exception):
             return None, error
-        policy, runner = self._policy, self._runner
+        policy, runner = self.policy, self.runner
         occurrence = runner.occurrence(position)
         failure = self._failure(epoch, index, error, 1, occurrence)
         for attempt in range(1, policy.retries + 1):
-            samples, again = runner.run(position, epoch, [index], self._fetcher.single)
+            samples, again = runner.run(position, epoch, [index], self.fetcher.single)
             if again is None:
                 policy.log.append(failure, "recovered")
                 return samples[0], None
@@ -312,13 +299,12 @@ class SampleRetry:
         indices: list[object],
         samples: list[object],
         error: BaseException | None,
-        run: Callable[[int, list[object]], tuple[list[object], BaseException | None]],
-    ) -> tuple[list[Any], BaseException | None]:
+        run: Callable[[int, list[object]], Ran],
+    ) -> Ran:
         """The rest of some samples, one of which raised; SKIP stands for those that are skipped.
 
         Args:
             position: Position of the first.
-            samples: Those before it.
             error: What it raised.
             run: Runs samples one by one, from a position on, until one raises.
         """
@@ -334,10 +320,10 @@ class SampleRetry:
     def _failure(
         self, epoch: int, index: object, error: BaseException, attempts: int, occurrence: int
     ) -> SampleFailure:
-        step, last = self._transforms.failed_step(error), self._runner.lease.step
+        step, last = self.transforms.failed_step(error), self.runner.lease.step
         if step is None and last >= 0:
-            step = self._transforms.names[last]
-        seed, worker = self._runner.seed, self._worker
+            step = self.transforms.names[last]
+        seed, worker = self.runner.seed, self.worker
         return SampleFailure(index, epoch, seed, worker, attempts, error, step, occurrence)
 
 
@@ -347,7 +333,6 @@ class FailureCount:
     Args:
         budget: How many samples may be skipped or substituted in an epoch: a number, or a share of its samples below 1;
             None for any number.
-        path: Path of the log, for messages.
     """
 
     def __init__(self, log: FailureLog, budget: float | None, path: str | None) -> None:
@@ -390,12 +375,12 @@ class FailureCount:
         if budget < 1:
             budget *= max(self.finished, _LEAST) if self._size is None else self._size
         if failed > budget:
-            self._exceeded = True
-            named, last = "", None
+            self._exceeded, named = True, ""
             with suppress(OSError):  # the counts are exact without the records
                 last = self._log.last(self._begin_size)
-            if last is not None:
-                named = f"; the last is the one with index {last['index']!r}: {last['exception']}: {last['message']}"
+                if last is not None:
+                    what = f"{last['exception']}: {last['message']}"
+                    named = f"; the last is the one with index {last['index']!r}: {what}"
             raise ErrorBudgetError(
                 f"{failed} samples of this epoch failed, more than max_failures={self._budget} allows{named}"
                 f"{self._where()}"

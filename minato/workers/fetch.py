@@ -56,20 +56,13 @@ class Fetcher:
         self.takes_lists = batched and takes_lists(dataset)
         self.has_rows = batched and self._run is None and has_rows(dataset)
         """Whether samples are rows of tensors or arrays, which are copied together."""
-        self.keeps_state = keeps_state
-
-    @property
-    def sends_state(self) -> bool:
-        """Whether the state is sent with the current batch."""
-        return self.keeps_state
+        self.keeps_state = self.sends_state = keeps_state
 
     def state(self) -> DatasetState:
         """The dataset's state."""
         return DatasetState(dataset=self._dataset.state_dict())
 
-    def present(self) -> DatasetState | None:
-        """The current state."""
-        return self.state()
+    present = state
 
     def now(self) -> Callable[[Any], Any]:
         """As ``one``, for a few samples now: the method itself takes less time than an index."""
@@ -148,8 +141,6 @@ class ReplacedFetcher(Fetcher):
 
     Args:
         dataset, transforms, batched, keeps_state: As of :class:`Fetcher`.
-        collate_fn: The loader's.
-        drop_last: The loader's.
     """
 
     def __init__(
@@ -170,11 +161,9 @@ class ReplacedFetcher(Fetcher):
         self.one = self._fetch
 
     def now(self) -> Callable[[Any], Any]:
-        """As ``one``."""
         return self.one
 
     def many(self, indices: object) -> Any:
-        """The batch of these indices, collated."""
         return self._fetch(indices)
 
 
@@ -187,7 +176,6 @@ class StreamFetcher:
 
     Args:
         batched: Whether samples are collated in lists; otherwise each is a batch.
-        drop_last: Whether an incomplete list is dropped.
         at_once: Whether the first epoch begins now, so that the caller gets the errors of the dataset's ``__iter__``;
             otherwise each epoch begins with its first batch. The caller then reads the state, which is not sent.
         initial: The state in which the first epoch starts; None: the dataset's own.
@@ -273,6 +261,7 @@ class StreamFetcher:
         """
         if epoch == self._epoch:
             return
+        initial = self._initial
         try:
             if not self._begun:
                 self._samples = None
@@ -281,9 +270,9 @@ class StreamFetcher:
             samples = cast(Any, self._samples)
             self._iterator_keeps = is_stateful(samples)
             self._num_taken = 0
-            if self._initial.iterator is not None:
-                samples.load_state_dict(self._initial.iterator)
-            for _ in range(self._initial.batches):
+            if initial.iterator is not None:
+                samples.load_state_dict(initial.iterator)
+            for _ in range(initial.batches):
                 # With the transforms, which draw from the same generators; errors were raised in the earlier run.
                 with suppress(Exception):
                     self.take(count)
@@ -329,23 +318,18 @@ def fetcher_of(plan: WorkerPlan, number: int, reads: object = None) -> Fetcher |
     dataset, transforms = pipeline.dataset, pipeline.transforms
     if reads is not None:
         dataset, transforms = reads, Transforms()
+    batched, drop_last = pipeline.batched, pipeline.drop_last
     if pipeline.streams:
         return StreamFetcher(
             dataset,
             transforms,
-            batched=pipeline.batched,
-            drop_last=pipeline.drop_last,
+            batched=batched,
+            drop_last=drop_last,
             at_once=plan.in_main_process,
             initial=None if plan.dataset_states is None else plan.dataset_states.each[number],
             state_every=plan.state_every,
         )
+    of_samples = dataset, transforms, batched, plan.sends_states
     if pipeline.refetches:
-        return ReplacedFetcher(
-            dataset,
-            transforms,
-            pipeline.batched,
-            plan.sends_states,
-            collate_fn=pipeline.collate_fn,
-            drop_last=pipeline.drop_last,
-        )
-    return Fetcher(dataset, transforms, pipeline.batched, plan.sends_states)
+        return ReplacedFetcher(*of_samples, collate_fn=pipeline.collate_fn, drop_last=drop_last)
+    return Fetcher(*of_samples)

@@ -31,7 +31,6 @@ class Pipeline(NamedTuple):
     Attributes:
         batched: Samples come in lists (``batch_size`` or a ``batch_sampler``), and ``collate_fn`` gets these.
         drop_last: The incomplete last batch of a stream is dropped.
-        streams: The dataset is iterable.
         refetches: The program has replaced torch's fetcher, which then makes whole batches, collated.
     """
 
@@ -62,16 +61,13 @@ class WorkerPlan(NamedTuple):
     Attributes:
         method: ``process``, ``thread`` or ``ray``.
         in_main_process: There are no workers: the training loop runs the samples.
-        most_workers: Largest number of workers.
         base_seed: torch's draw for the workers, or a seed that follows from ``seed=``.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         round_robin: Batch k is for worker k mod n, as in torch.
         dataset_states: The states of the workers' copies of the dataset, if it is iterable or has a state.
         state_every: Number of batches after which a stream's worker sends its state again; None: never; ``auto``: as
             often as that is cheap.
-        fetching: How samples are read concurrently.
         stats: Times are measured for a report, and the slowest samples are kept.
-        tracks: Of the trace, or None.
     """
 
     pipeline: Pipeline

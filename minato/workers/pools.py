@@ -42,11 +42,7 @@ _GRACE_S = 4.0
 class WorkerPool(ABC):
     """The workers of an engine: they are started, watched and ended together.
 
-    Args:
-        state: What the workers share with the training loop.
-
     Attributes:
-        state: The same.
         processes: The workers that are processes of this machine.
         shut_down: Ends all workers; returns whether all have ended. Refers neither to the loader nor to an object that
             does.
@@ -89,7 +85,7 @@ class WorkerPool(ABC):
         check_owner(self._owner)
 
     def check_early(self) -> None:
-        """Replace dead workers before the loop waits, where a start takes time; by default it takes none."""
+        """Replace dead workers that there is work for before the loop waits, where a start takes time."""
         return
 
 
@@ -100,12 +96,9 @@ class ProcessPool(WorkerPool):
     """Starts worker processes, replaces those that die, and ends them.
 
     Args:
-        state: What the workers share with this process.
         recovery: Called with ``(number, pid, exit code)`` of a dead worker; releases its samples and returns what to
             warn of, or None; or raises. Its watchdog ends workers whose sample takes too long.
-        run: Called in each process with the worker's number.
         context: A multiprocessing context; its start method is used.
-        num_workers: Largest number of processes.
         first: Processes that ``start`` starts; with ``fork`` it starts all.
         max_starting: Processes that start at the same time; more would compete for the same cores.
     """
@@ -147,10 +140,8 @@ class ProcessPool(WorkerPool):
     def start(self, enough: Callable[[], object] | None = None) -> None:
         """Start one process after the other; each works at once.
 
-        Args:
-            enough: Called in between. Once it holds, or the largest number is starting, ``wait`` starts the others.
-                None: all start now. With ``fork`` all start now in any case: a later fork would hand on what the
-                program has opened, locked or begun since.
+        Once ``enough`` holds, or the largest number is starting, ``wait`` starts the others. With ``fork`` all start
+        now: a later fork would hand on what the program has opened, locked or begun since.
         """
         while self._to_start and (
             self._forks or enough is None or (self._has_room() and not enough())
@@ -160,7 +151,6 @@ class ProcessPool(WorkerPool):
             self._watch_all()
 
     def grow(self, count: int) -> None:
-        """Start those of the first ``count`` processes that have not been started."""
         for number in range(count):
             if self.processes[number].pid is None:
                 self._start(number)
@@ -198,13 +188,12 @@ class ProcessPool(WorkerPool):
                 try:
                     with holding_descriptors():
                         process.start()
-                except (EOFError, OSError) as error:
-                    if not left or not isinstance(error, (EOFError, ConnectionError)):
+                    return
+                except (EOFError, ConnectionError):
+                    if not left:
                         raise
                     # The fork server was killed. Once the kernel has ended it, the next start makes another.
                     time.sleep(_LOOK_S)
-                else:
-                    return
 
     def _watch_all(self) -> None:
         # After all starts, not between them, because it starts a thread.
@@ -213,7 +202,6 @@ class ProcessPool(WorkerPool):
         self._unwatched = False
 
     def usage(self) -> CpuUsage:
-        """Processor time of all workers."""
         return process_usage(process.pid for process in self.processes if process.pid is not None)
 
     def wait(self, seen: int, timeout_s: float) -> None:
@@ -255,7 +243,6 @@ class ProcessPool(WorkerPool):
             self._watchdog.end(self.processes)
 
     def check_early(self) -> None:
-        """Replace dead workers before the loop waits, if there is work for them: a start takes time."""
         if self._watch.first_ended() is not None and self.state.has_work():
             self.check()
 
@@ -298,12 +285,7 @@ class ThreadPool(WorkerPool):
     which the garbage collector can free then.
 
     Args:
-        state: What the workers share with the training loop.
-        context: Makes the workers.
         stop: Asks the workers to exit, in place of ``state.stop``; it must not refer to objects of the user's.
-
-    Attributes:
-        context: The same.
     """
 
     def __init__(
@@ -316,22 +298,19 @@ class ThreadPool(WorkerPool):
         self.context = context
         self._workers: dict[threading.Thread, Worker] = {}
         self.threads = [self._make(number) for number in range(context.plan.most_workers)]
-        self.shut_down = functools.partial(
-            _end_threads, stop or state.stop, self.threads, os.getpid()
-        )
+        end = functools.partial(_end_threads, stop or state.stop, self.threads, os.getpid())
+        self.shut_down = end
 
     def _make(self, number: int) -> threading.Thread:
-        name = f"minato-{number}"
-        arguments = weakref.ref(self), number, self.state
+        arguments, name = (weakref.ref(self), number, self.state), f"minato-{number}"
         return threading.Thread(target=_run_thread, args=arguments, name=name, daemon=True)
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
-        """Start all threads, without a call of ``enough``: threads start fast."""
+        # Without a call of ``enough``: threads start fast.
         for thread in self.threads:
             start_thread(thread)
 
     def usage(self) -> CpuUsage:
-        """Processor time of all workers."""
         return thread_usage(
             thread.native_id for thread in self.threads if thread.native_id is not None
         )
@@ -339,10 +318,9 @@ class ThreadPool(WorkerPool):
     def work(self, number: int) -> Callable[[], bool] | None:
         """Work as worker ``number``, in its thread, until there is nothing to do; returns as ``Worker.work``."""
         me = threading.current_thread()
-        worker = self._workers.get(me)
-        if worker is None:
-            worker = self._workers[me] = self.make_worker(number)
-        return worker.work(_process_lives)
+        if me not in self._workers:
+            self._workers[me] = self.make_worker(number)
+        return self._workers[me].work(_process_lives)
 
     def make_worker(self, number: int) -> Worker:
         """Make worker ``number``, in its thread."""
@@ -383,11 +361,7 @@ def _process_lives() -> bool:
     return True  # even if its main thread has ended: another thread may train
 
 
-def _run_thread(
-    reference: weakref.ref[ThreadPool],
-    number: int,
-    state: SharedState,
-) -> None:
+def _run_thread(reference: weakref.ref[ThreadPool], number: int, state: SharedState) -> None:
     """Be worker ``number`` of a pool as long as that lives."""
     try:
         if state.wait_until_active(number, _process_lives):

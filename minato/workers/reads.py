@@ -179,14 +179,10 @@ class ThreadReads(Reads):
         weakref.finalize(self, _end_threads, self._asked, self._threads).atexit = False
 
     def submit(self, read: Read) -> None:
-        """Start a read; reads beyond the limit wait in a queue."""
         check_owner(self._owner)
         self.outstanding += 1
-        self._ask(read)
-
-    def _ask(self, read: Read) -> None:
-        """Let a thread read; there are as many threads as there may be reads."""
         self._asked.put(read)
+        # As many threads as there may be reads.
         if len(self._threads) < min(self.limit, self.outstanding):
             name = f"minato-read-{len(self._threads)}"
             arguments = weakref.ref(self), self._asked
@@ -212,7 +208,7 @@ class ThreadReads(Reads):
         return True
 
     def close(self) -> None:
-        """Start no further reads, and wait for those in flight that are not answered, for a limited time."""
+        # It waits for those that are not answered alone.
         self._closed = True
         _end_threads(self._asked, self._threads)
         deadline_ns = now_ns() + int(_GRACE_S * 1e9)
@@ -247,10 +243,9 @@ class CoroutineReads(Reads):
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(limit)
-        self._closed = False
+        self.is_closed = False
 
     def submit(self, read: Read) -> None:
-        """Start a read; reads beyond the limit wait in a queue."""
         check_owner(self._owner)
         if self._loop is None:
             loop = asyncio.new_event_loop()
@@ -288,11 +283,6 @@ class CoroutineReads(Reads):
             read.error = error
         self.finish(read)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
-
     async def cancel(self) -> None:
         """Cancel all reads, in the thread of the event loop."""
         for task in self._tasks:
@@ -301,11 +291,10 @@ class CoroutineReads(Reads):
             await asyncio.wait(self._tasks)
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._closed = True
+        self.is_closed = True
         loop.stop()
 
     def close(self) -> None:
-        """Cancel all reads, and end the event loop."""
         if self._loop is not None and self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop, self._loop)
             self._thread.join(_GRACE_S)
@@ -388,7 +377,6 @@ class BegunLists(Reads):
         self._pace_ns = 0.0
 
     def submit(self, read: Read) -> None:
-        """Start a read; the caller keeps to the limit."""
         read.started_ns = now_ns()
         if not self.outstanding and read.started_ns - self._measured_ns > _MEASURED_EVERY_NS:
             self._alone, self._measured_ns = read, read.started_ns
@@ -406,16 +394,17 @@ class BegunLists(Reads):
         self.finish(read)
 
     def finished(self) -> Read | None:
-        """Return the next read that has finished, in the order in which they finish; None if there is none."""
         read = super().finished()
-        if read is not None and read.complete is not None:
-            waited_ns = None
-            if read is self._alone:
-                self._alone = None
-                waited_ns = read.duration_ns - (self._busy_ns() - self._busy_before_ns)
-            self.adapt(read.started_ns, read.duration_ns, waited_ns, now_ns(), len(read.index))
-        elif read is not None:
+        if read is None:
+            return None
+        if read.complete is None:
             self.limit = 1
+            return read
+        waited_ns = None
+        if read is self._alone:
+            self._alone = None
+            waited_ns = read.duration_ns - (self._busy_ns() - self._busy_before_ns)
+        self.adapt(read.started_ns, read.duration_ns, waited_ns, now_ns(), len(read.index))
         return read
 
     def adapt(
@@ -509,8 +498,6 @@ class InFlight:
     """The reads of one worker: those that wait for the limits, those that have begun, and second requests.
 
     Args:
-        number: The worker's.
-        reads: Reads the samples, or the batches; an attribute, too.
         read_limit: The reads in flight of all workers.
         options: Whether slow reads are hedged, and the counters of reads.
 

@@ -26,7 +26,7 @@ from minato.transforms.rng import Captured, SampleRandomness
 from minato.workers.plan import WorkerPlan
 from minato.workers.reads import Read
 
-__all__ = ["CostEstimate", "Deferral", "DeferredSample", "Runner", "StageRunner"]
+__all__ = ["CostEstimate", "Deferral", "DeferredSample", "Ran", "Runner", "StageRunner"]
 
 _PROBES = 16
 """Number of first samples that are watched for draws."""
@@ -48,8 +48,8 @@ _RISE, _FALL = 0.2, 0.7
 
 Fetch = Callable[[Any], Any]
 Bind = Callable[[int, Any], None]
-Run = Callable[..., tuple[list[Any], BaseException | None]]
-"""``_run``, or a method with its parameters."""
+Ran = tuple[list[Any], BaseException | None]
+"""The samples that have run, and what the next one raised, or None."""
 Occurrences = Callable[[int, int], list[int] | None]
 
 
@@ -59,14 +59,12 @@ class DeferredSample:
 
     Attributes:
         position: Its position in the ledger, where it stays claimed.
-        index: Its index in the dataset.
         value: The result of the transforms so far.
         step: The transform that is next.
         randomness: State of its generators (``SampleRandomness.capture``); None: they are not bound to samples.
         active_ns: Time spent on it so far.
         cpu_ns: Processor time spent on it so far; None: not measured.
         longest: The longest stage so far (-1: the dataset) and its time in ns; unused if not measured.
-        deferred_ns: When it was deferred.
     """
 
     position: int
@@ -146,11 +144,8 @@ class StageRunner:
     """Runs samples stage by stage, so that it can time the stages and defer a slow sample.
 
     Args:
-        dataset: Has the samples, by index.
         lease: The worker's; its step always names the stage that runs, -1 being the dataset's.
         meters: Receive the times of the stages of measured samples.
-        deferral: Decides which slow samples are deferred; None: none is.
-        tracer: Records these stages.
     """
 
     def __init__(
@@ -173,7 +168,7 @@ class StageRunner:
         self._laps = array("q", bytes(8 * len(transforms.steps)))
         self._longest = -1, 0
         self.longest: list[tuple[int, int]] = []
-        """The longest stage (-1: the dataset) and its time, of each sample measured since the list was cleared."""
+        """The longest stage (-1: the dataset) and its time, of each sample measured since it was cleared."""
         self.slow_ns = 0
         """A sample that has taken longer may be deferred; 0: none is, as without a ``deferral``."""
         self.capture: Callable[[], Captured] | None = None
@@ -239,14 +234,26 @@ class StageRunner:
             deadline_ns = max(lease.started_ns + self.slow_ns - active_ns, 1)
         while step < num_steps:
             if is_slow and deferral is not None and deferral.allows(_position(lease)):
-                return self._defer(deferral, index, value, step, active_ns, cpu_ns)
+                now = now_ns()
+                sample = DeferredSample(
+                    position=_position(lease),
+                    index=index,
+                    value=value,
+                    step=step,
+                    randomness=None if self.capture is None else self.capture(),
+                    active_ns=active_ns + now - lease.started_ns,
+                    cpu_ns=None if cpu_ns is None else thread_time_ns() - cpu_ns,
+                    longest=self._longest,
+                    deferred_ns=now,
+                )
+                deferral.defer(sample)
+                return sample
             # Past its deadline a sample runs one transform at a time.
             first, is_slow = step, True
-            if cpu_ns is None:
-                value, step = run_steps(steps, value, step, deadline_ns, None, lease)
-                continue
-            value, step = run_steps(steps, value, step, deadline_ns, laps, lease)
-            self._note(first, step)
+            timed = None if cpu_ns is None else laps
+            value, step = run_steps(steps, value, step, deadline_ns, timed, lease)
+            if timed is not None:
+                self._note(first, step)
         if cpu_ns is not None:
             self._meters.cpu.record(max(thread_time_ns() - cpu_ns, 0))
             self._meters.transforms.record(num_steps)
@@ -267,30 +274,6 @@ class StageRunner:
                 end_ns = begin_ns + laps[i]
                 self._tracer.slice(self._names[i], begin_ns, end_ns)
                 begin_ns = end_ns
-
-    def _defer(
-        self,
-        deferral: Deferral,
-        index: object,
-        value: object,
-        step: int,
-        active_ns: int,
-        cpu_ns: int | None,
-    ) -> DeferredSample:
-        now = now_ns()
-        sample = DeferredSample(
-            position=_position(self._lease),
-            index=index,
-            value=value,
-            step=step,
-            randomness=None if self.capture is None else self.capture(),
-            active_ns=active_ns + now - self._lease.started_ns,
-            cpu_ns=None if cpu_ns is None else thread_time_ns() - cpu_ns,
-            longest=self._longest,
-            deferred_ns=now,
-        )
-        deferral.defer(sample)
-        return sample
 
 
 def _position(lease: Lease) -> int:
@@ -325,16 +308,11 @@ class Runner:
 
     Args:
         lease: The worker's; it always says which sample runs.
-        meters: Receive what samples cost.
         make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
         stage_runner: Runs samples stage by stage; None: they have no stages.
         cost_estimate: That of an earlier worker on the same samples.
         occurrences: Returns how often the index of each of ``count`` samples from a position on came before in the
             epoch; None: none did.
-
-    Attributes:
-        lease, tracer: The same.
-        deferral: That of the stage runner.
     """
 
     def __init__(
@@ -360,6 +338,7 @@ class Runner:
         """What the runner measures."""
         self._total, self._slowest = meters.total, meters.slowest
         self._stage_runner = stage_runner
+        self._stages: list[tuple[int, int]] = [] if stage_runner is None else stage_runner.longest
         self.failure: BaseException | None = None
         """Every sample raises it: what ``worker_init_fn`` raised."""
         self.catches: Kinds = (Exception,)
@@ -376,7 +355,6 @@ class Runner:
         self.longest_ns = 0
         """The largest of these."""
         self.deferral = None if stage_runner is None else stage_runner.deferral
-        self._deferred_before = 0
         self.ahead_ns = 0
         """Cost of the next sample before it runs: the time of its concurrent read."""
         num_steps = 0 if stage_runner is None else len(meters.steps)
@@ -389,12 +367,11 @@ class Runner:
     def observe(self, cost_ns: float) -> None:
         """Update the estimate with the mean cost of the samples of a run."""
         # Fast down, slow up: the first samples of a run are often the most expensive, and a straggler is no trend.
-        cost_estimate = self.cost_estimate
-        mean_ns = cost_estimate.mean_ns
+        mean_ns = self.cost_estimate.mean_ns
         weight = _RISE if cost_ns > mean_ns else _FALL
         if mean_ns == _FIRST_GUESS_NS:
             weight = 1.0
-        cost_estimate.mean_ns += weight * (cost_ns - mean_ns)
+        self.cost_estimate.mean_ns = mean_ns + weight * (cost_ns - mean_ns)
 
     @property
     def seed(self) -> int:
@@ -434,9 +411,7 @@ class Runner:
         self.cost_estimate.draws = self.cost_estimate.collate_draws = True
         randomness.rewind()
 
-    def run_unbound(
-        self, position: int, epoch: int, indices: list[object], fetch: Fetch
-    ) -> tuple[list[Any], BaseException | None]:
+    def run_unbound(self, position: int, epoch: int, indices: list[object], fetch: Fetch) -> Ran:
         """Run samples as ``run`` does, where ``may_run_unbound``."""
         samples, error = run_samples(
             *(fetch, indices, position, self.lease, self.durations, None, epoch),
@@ -444,7 +419,7 @@ class Runner:
         )
         self.longest_ns = longest_ns = self._total.record_all(self.durations, len(samples))
         if self._stats and longest_ns > self._slowest.floor_ns:
-            self._reset()
+            self._stages.clear()
             self._note_slowest(samples, indices, epoch)
         return samples, error
 
@@ -496,7 +471,7 @@ class Runner:
 
     def run_steps(
         self, position: int, epoch: int, indices: list[object], plain: Fetch, slow_ns: int
-    ) -> tuple[list[Any], BaseException | None]:
+    ) -> Ran:
         """Run samples until one raises, stage by stage where that costs little, or where one may be deferred.
 
         Args:
@@ -518,7 +493,10 @@ class Runner:
             return self.run(position, epoch, indices, stage_runner.measured)
         fetch = stage_runner.straight if slow_ns else plain
         every = _MEASURE_OFTEN if mean_ns * _EXPENSIVE >= worth_ns else _MEASURE_EVERY
-        return self.run(position, epoch, indices, fetch, self._runs % every == 1)
+        if self._runs % every == 1:
+            last = position + len(indices) - 1
+            fetch = _measured_at(last, self.lease, stage_runner.measured, fetch)
+        return self.run(position, epoch, indices, fetch)
 
     def run(
         self,
@@ -526,19 +504,16 @@ class Runner:
         epoch: int,
         indices: list[object],
         fetch: Fetch,
-        probes: bool = False,
         batch_size: int = 0,
         repeats: bool = False,
-    ) -> tuple[list[Any], BaseException | None]:
+    ) -> Ran:
         """Run samples until one raises; returns them and what it raised.
 
         Args:
-            fetch: Runs a sample.
-            probes: Measure the stages of the last one.
             batch_size: The only index stands for all samples of a batch, this many; 0: each index is one sample.
             repeats: For the trace: the samples have run before.
         """
-        self._reset()
+        self._stages.clear()
         if len(indices) > len(self.durations):
             self.durations = array("q", bytes(8 * len(indices)))
         if self.failure is not None:
@@ -548,31 +523,21 @@ class Runner:
                 fetch = _recorded_batch(fetch, self.tracer, batch_size, epoch)
             else:
                 fetch = _recorded(fetch, self.tracer, self.lease, epoch, repeats=repeats)
-        run: Run = self._run_probing if probes and self._stage_runner is not None else self._run
         randomness, draws = self.randomness, self.cost_estimate.draws
         if randomness is None:
-            samples, error = run(position, epoch, indices, fetch, None)
+            samples, error = self._run(position, epoch, indices, fetch, None)
         elif draws is False and self._are_cheap(len(indices)):
             # Binding costs as much as these samples, and earlier ones did not draw. If one draws after all, these few
             # run again, bound, and all later ones are bound.
             randomness.mark()
-            samples, error = run(position, epoch, indices, fetch, None)
+            samples, error = self._run(position, epoch, indices, fetch, None)
             if randomness.drawn():
                 self.cost_estimate.draws = True
                 randomness.rewind()
-                self._reset()
-                with self._guard(randomness):
-                    bind = self._binder(position, len(indices), batch_size)
-                    samples, error = run(position, epoch, indices, fetch, bind)
+                self._stages.clear()
+                samples, error = self._run_bound(position, epoch, indices, fetch, batch_size)
         else:
-            with self._guard(randomness):
-                if draws is None:
-                    samples, error = self._run_watched(
-                        position, epoch, indices, fetch, run, batch_size
-                    )
-                else:
-                    bind = self._binder(position, len(indices), batch_size)
-                    samples, error = run(position, epoch, indices, fetch, bind)
+            samples, error = self._run_bound(position, epoch, indices, fetch, batch_size)
         self._record(samples, indices, epoch)
         return samples, error
 
@@ -580,7 +545,7 @@ class Runner:
         """Record samples that were copied together, from ``begun_ns`` until now."""
         count = len(indices)
         self.durations = array("q", [(now_ns() - begun_ns) // count]) * count
-        self._reset()
+        self._stages.clear()
         self._record(indices, indices, epoch)
         self.tracer.slice(f"{SAMPLE}s", begun_ns, args={"count": count, "epoch": epoch})
 
@@ -614,9 +579,7 @@ class Runner:
         is_watched = draws is None or (draws is False and self._are_cheap(count))
         return self.randomness is not None and is_watched
 
-    def resume(
-        self, deferred: DeferredSample, epoch: int
-    ) -> tuple[list[Any], BaseException | None]:
+    def resume(self, deferred: DeferredSample, epoch: int) -> Ran:
         """Resume a deferred sample; returns it, complete or deferred again, or no sample and what it raised."""
         stage_runner, randomness = self._stage_runner, self.randomness
         assert stage_runner is not None
@@ -626,7 +589,7 @@ class Runner:
             assert deferred.randomness is not None
             randomness.restore(deferred.randomness)
 
-        self._reset()
+        self._stages.clear()
         fetch: Fetch = stage_runner.resume
         if self.tracer.enabled:
             fetch = _recorded(fetch, self.tracer, self.lease, epoch)
@@ -644,7 +607,7 @@ class Runner:
         fetch: Fetch,
         bind: Bind | None,
         done: int = 0,
-    ) -> tuple[list[Any], BaseException | None]:
+    ) -> Ran:
         """Run samples from the one after ``done`` others on, until one raises."""
         durations = memoryview(self.durations)[done:] if done else self.durations
         samples, error = run_samples(
@@ -654,65 +617,42 @@ class Runner:
             end_copy(self._owner, error)
         return samples, error
 
-    def _run_probing(
-        self,
-        position: int,
-        epoch: int,
-        indices: list[object],
-        fetch: Fetch,
-        bind: Bind | None,
-        done: int = 0,
-    ) -> tuple[list[Any], BaseException | None]:
-        """``_run``, and measure the stages of the last sample."""
-        assert self._stage_runner is not None
-        samples, error = self._run(position, epoch, indices[:-1], fetch, bind, done)
-        if error is None:
-            fetch, done = self._stage_runner.measured, done + len(samples)
-            last, error = self._run(position, epoch, indices[-1:], fetch, bind, done)
-            samples += last
-        return samples, error
-
-    def _run_watched(
-        self,
-        position: int,
-        epoch: int,
-        indices: list[object],
-        fetch: Fetch,
-        run: Run,
-        batch_size: int,
-    ) -> tuple[list[Any], BaseException | None]:
-        """Run samples, one by one until it is known whether they draw."""
-        randomness, cost_estimate = self.randomness, self.cost_estimate
+    def _run_bound(
+        self, position: int, epoch: int, indices: list[object], fetch: Fetch, batch_size: int
+    ) -> Ran:
+        """Run samples bound to their randomness; the first ones singly, until it is known whether they draw."""
+        randomness, estimate = self.randomness, self.cost_estimate
         assert randomness is not None
-        count, samples, error = len(indices), list[Any](), None
+        count, samples = len(indices), list[Any]()
         bind = self._binder(position, count, batch_size)
 
         def watch(epoch: int, index: object) -> None:
             bind(epoch, index)
             randomness.mark(unbind=False)
 
-        while cost_estimate.draws is None and error is None and len(samples) < count:
-            k = len(samples)
-            run_one = run if k + 1 == count else self._run
-            one, error = run_one(position, epoch, [indices[k]], fetch, watch, k)
-            cost_estimate.watched += 1
-            if not cost_estimate.has_looked:
-                cost_estimate.has_looked = True
-                # The first sample of a worker may make generators, which were not bound while it ran.
-                if randomness.look():
-                    cost_estimate.draws = True
-                    self._reset()
-                    bind = self._binder(position, count, batch_size)
-                    return run(position, epoch, indices, fetch, bind)
-            if randomness.drawn():
-                cost_estimate.draws = True
-            elif cost_estimate.watched == _PROBES:
-                cost_estimate.draws = not randomness.watches
-            samples += one
-        if error is None and (k := len(samples)) < count:
-            rest, error = run(position, epoch, indices[k:], fetch, bind, k)
-            samples += rest
-        return samples, error
+        with randomness.saved() if self._in_main_process else nullcontext():
+            while estimate.draws is None and (k := len(samples)) < count:
+                one, error = self._run(position, epoch, indices[k : k + 1], fetch, watch, k)
+                samples += one
+                estimate.watched += 1
+                if not estimate.has_looked:
+                    estimate.has_looked = True
+                    # The first sample of a worker may make generators, which were not bound while it ran.
+                    if randomness.look():
+                        estimate.draws = True
+                        self._stages.clear()
+                        bind, samples = self._binder(position, count, batch_size), []
+                        break
+                if randomness.drawn():
+                    estimate.draws = True
+                elif estimate.watched == _PROBES:
+                    estimate.draws = not randomness.watches
+                if error is not None:
+                    return samples, error
+            if (k := len(samples)) == count > 0:
+                return samples, None
+            rest, error = self._run(position, epoch, indices[k:] if k else indices, fetch, bind, k)
+        return samples + rest if samples else rest, error
 
     def _record(self, samples: list[object], indices: list[object], epoch: int) -> None:
         """Record what complete samples have cost."""
@@ -720,8 +660,7 @@ class Runner:
         if self.ahead_ns:
             durations[0] += self.ahead_ns
             self.ahead_ns = 0
-        deferral = self.deferral
-        if deferral is None or deferral.num_deferred == self._deferred_before:
+        if self.deferral is None or DeferredSample not in set(map(type, samples)):
             self.longest_ns = total.record_all(durations, len(samples))
         else:
             self.longest_ns = max(durations[: len(samples)])
@@ -733,9 +672,8 @@ class Runner:
 
     def _note_slowest(self, samples: list[object], indices: list[object], epoch: int) -> None:
         """Keep those that are slower than the slowest so far."""
-        durations, slowest = self.durations, self._slowest
         # If some were measured, they are the last ones.
-        stages = [] if self._stage_runner is None else self._stage_runner.longest
+        durations, slowest, stages = self.durations, self._slowest, self._stages
         for i in reversed(range(len(samples))):
             if type(samples[i]) is DeferredSample:
                 continue
@@ -743,15 +681,10 @@ class Runner:
             if durations[i] > slowest.floor_ns:
                 slowest.offer(indices[i], epoch, durations[i], stage, stage_ns)
 
-    def _reset(self) -> None:
-        """Reset what belongs to the samples of an earlier run."""
-        if self._stage_runner is not None:
-            self._stage_runner.longest.clear()
-        if self.deferral is not None:
-            self._deferred_before = self.deferral.num_deferred
 
-    def _guard(self, randomness: SampleRandomness) -> AbstractContextManager[None]:
-        return randomness.saved() if self._in_main_process else nullcontext()
+def _measured_at(last: int, lease: Lease, measured: Fetch, fetch: Fetch) -> Fetch:
+    """``fetch``, but ``measured`` for the sample at position ``last``."""
+    return lambda index: measured(index) if lease.position == last else fetch(index)
 
 
 def _recorded(
@@ -760,8 +693,6 @@ def _recorded(
     """Return a function like ``fetch`` that also records each sample.
 
     Args:
-        fetch: Runs the sample of an index, or resumes a deferred one.
-        lease: The worker's.
         repeats: The samples have run before, and the earlier results count.
     """
 

@@ -75,10 +75,6 @@ class SampleWatchdog:
 
     Each first writes its stack, one at a time. The consumer does not wait for it: one call of ``end`` requests the
     stack, a later one reads it.
-
-    Args:
-        limit_s: Time limit of a sample.
-        stacks: The file to which the workers write their stacks.
     """
 
     def __init__(self, ledger: ConsumerLedger, limit_s: float, stacks: StackFile) -> None:

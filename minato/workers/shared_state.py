@@ -5,7 +5,9 @@ The leases in the ledger say what each worker runs: a sample, or the collation o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minato._core import (
@@ -102,7 +104,6 @@ class SharedReadLimit:
     Args:
         buffer: Writable memory that every party maps; zeros mean that no read is in flight.
         offset: Where the ``nbytes(workers)`` start; a multiple of 8.
-        workers: Largest number of workers.
         most: Largest number of reads in flight in all of them; None: no limit.
     """
 
@@ -141,13 +142,11 @@ class SharedReadLimit:
 
 
 class SharedLayout(NamedTuple):
-    """A segment and the offsets of its parts; travels to worker processes.
+    """A segment and the sizes of its parts; travels to worker processes.
 
     Attributes:
         segment: Holds ledger, meters, active workers, read limit and handover, one after the other.
-        num_workers: Largest number of workers.
         num_steps: Number of transforms, each with a meter.
-        ledger_nbytes: Size of the ledger.
     """
 
     segment: Segment
@@ -155,30 +154,21 @@ class SharedLayout(NamedTuple):
     num_steps: int
     ledger_nbytes: int
 
-    @property
-    def active_offset(self) -> int:
-        """Offset of the active workers, after the meters."""
-        return self.ledger_nbytes + self.num_workers * Meters.nbytes(self.num_steps)
 
-    @property
-    def reads_offset(self) -> int:
-        """Offset of the read limit."""
-        return self.active_offset + ActiveWorkers.NBYTES
-
-    @property
-    def handover_offset(self) -> int:
-        """Offset of what is known of handing over samples."""
-        return self.reads_offset + SharedReadLimit.nbytes(self.num_workers)
+def _offsets(num_workers: int, num_steps: int, ledger_nbytes: int) -> list[int]:
+    """Where meters, active workers, read limit and handover begin, and the last one ends."""
+    meters_nbytes = num_workers * Meters.nbytes(num_steps)
+    reads_nbytes = SharedReadLimit.nbytes(num_workers)
+    sizes = ledger_nbytes, meters_nbytes, ActiveWorkers.NBYTES, reads_nbytes, Handover.NBYTES
+    return list(itertools.accumulate(sizes))
 
 
 class SharedState:
     """The parts of the segment in one process.
 
     Attributes:
-        layout: The offsets of the parts.
         ready: Counts batches that have become ready.
         work: Counts samples that have become available.
-        active: Which workers are active.
         handover: Whether workers may hand samples over to each other.
     """
 
@@ -188,8 +178,10 @@ class SharedState:
         self._ledger = ledger
         self.ready = EventCount(memory, READY_EVENTS_OFFSET)
         self.work = EventCount(memory, WORK_EVENTS_OFFSET)
-        self.active = ActiveWorkers(memory, layout.active_offset, self.work)
-        self.handover = Handover(memory, layout.handover_offset)
+        offsets = _offsets(layout.num_workers, layout.num_steps, layout.ledger_nbytes)
+        _, active, self._reads_offset, handover, _ = offsets
+        self.active = ActiveWorkers(memory, active, self.work)
+        self.handover = Handover(memory, handover)
         self._meters: dict[int, Meters] = {}
         renew_in_children(layout.segment, _separate)
 
@@ -203,21 +195,13 @@ class SharedState:
             num_workers: Largest number of workers, at least 1.
             records: Largest number of batches in flight.
             positions: Largest number of samples in flight, a power of two.
-            num_steps: Number of transforms.
             shared: Whether other processes use the segment too.
         """
         sizes = (num_workers, records, positions)
         ledger_nbytes = -(-ConsumerLedger.nbytes(*sizes) // _LINE) * _LINE
-        nbytes = ledger_nbytes + num_workers * Meters.nbytes(num_steps) + ActiveWorkers.NBYTES
-        nbytes += SharedReadLimit.nbytes(num_workers) + Handover.NBYTES
-        segment = Segment(nbytes, shared=shared)
+        segment = Segment(_offsets(num_workers, num_steps, ledger_nbytes)[-1], shared=shared)
         layout = SharedLayout(segment, num_workers, num_steps, ledger_nbytes)
         return cls(layout, ConsumerLedger(segment.array, sizes, segment.descriptor))
-
-    @classmethod
-    def attach(cls, layout: SharedLayout) -> SharedState:
-        """The parts of a segment that another process created."""
-        return cls(layout)
 
     @property
     def ledger(self) -> ConsumerLedger:
@@ -275,14 +259,13 @@ class SharedState:
     def read_limit(self, most: int | None) -> SharedReadLimit:
         """The limit of in-flight reads of all workers together; ``most`` None: unlimited."""
         layout = self.layout
-        return SharedReadLimit(layout.segment.array, layout.reads_offset, layout.num_workers, most)
+        return SharedReadLimit(layout.segment.array, self._reads_offset, layout.num_workers, most)
 
 
 class CurrentSample(NamedTuple):
     """A sample that a worker runs.
 
     Attributes:
-        position: In the ledger.
         transform: Name of the transform that runs; None: the dataset itself.
         started_ns: When the worker began or resumed it, on ``now_ns``.
         occurrence: How often its index came before in the epoch.
@@ -309,24 +292,17 @@ class Collation(NamedTuple):
     indices: str
 
 
+@dataclass(frozen=True, eq=False)
 class CurrentWork:
-    """Reads from the leases what the workers run, or ran when they died.
+    """Reads from the leases what the workers run, or ran when they died."""
 
-    Args:
-        indices: The indices of the batches.
-        names: Of the transforms.
-    """
-
-    def __init__(
-        self, ledger: ConsumerLedger, indices: StoredIndices, names: Sequence[str]
-    ) -> None:
-        self._ledger = ledger
-        self._indices = indices
-        self._names = names
+    ledger: ConsumerLedger
+    indices: StoredIndices
+    names: Sequence[str]
 
     def sample(self, number: int) -> CurrentSample | None:
         """The sample that worker ``number`` runs; None: none."""
-        ledger, names = self._ledger, self._names
+        ledger, names = self.ledger, self.names
         position, started_ns, step = ledger.lease(number)
         if position is None:
             return None
@@ -334,7 +310,7 @@ class CurrentWork:
         record = ledger.describe(batch)
         if not 0 <= k < record.count:
             return None  # it has completed its last sample, and the batch was yielded
-        index = next(iter(self._indices.read(batch, k, 1)))
+        index = next(iter(self.indices.read(batch, k, 1)))
         name = names[step] if 0 <= step < len(names) else None
         (occurrence,) = ledger.occurrences(position, 1) or (0,)
         return CurrentSample(
@@ -343,11 +319,11 @@ class CurrentWork:
 
     def collation(self, number: int) -> Collation | None:
         """The batch that worker ``number`` collates; None: none."""
-        position, _, step = self._ledger.lease(number)
+        position, _, step = self.ledger.lease(number)
         if position is not None or step > FIRST_COLLATED:
             return None
         batch = FIRST_COLLATED - step
-        return Collation(self._ledger.describe(batch).first, self._indices.describe(batch))
+        return Collation(self.ledger.describe(batch).first, self.indices.describe(batch))
 
 
 def _separate(segment: Segment) -> None:

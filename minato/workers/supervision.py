@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from minato._compat import forget_child_processes
 from minato._core import ConsumerLedger
@@ -74,6 +74,8 @@ if sys.platform != "win32":  # which has threads only
         signal.SIGABRT: "an assertion in compiled code",
     }
 
+_Pipe: TypeAlias = "connection.Connection[bytes, bytes]"
+
 
 # ---- 1. notice ----
 
@@ -82,7 +84,6 @@ class ExitWatch:
     """A thread that sleeps until a process ends; where there is no such thread, ``first_ended`` looks itself.
 
     Args:
-        context: The multiprocessing context that the processes come from.
         notify: Called, in the thread, whenever a process has ended.
         look_s: Interval at which the thread looks at the clock, for ``was_stopped``; None: it does not.
     """
@@ -101,8 +102,8 @@ class ExitWatch:
         self._added: deque[tuple[int, int, BaseProcess]] = deque()
         self._ended: deque[tuple[int, BaseProcess]] = deque()
         self._thread: threading.Thread | None = None
-        self._woken: connection.Connection[bytes, bytes]
-        self._wake: connection.Connection[bytes, bytes]
+        self._woken: _Pipe
+        self._wake: _Pipe
 
     def add(self, number: int, process: BaseProcess) -> None:
         """Add a process that has just started, with the caller's number for it; ``run`` watches it.
@@ -181,7 +182,6 @@ class ExitWatch:
         """Wait until processes have ended, whatever their exit codes.
 
         Args:
-            processes: Processes that have started.
             timeout_s: How long to wait for the next one to end.
 
         Returns:
@@ -233,22 +233,21 @@ class ExitWatch:
         return process.sentinel
 
     def _close_added(self) -> None:
-        while self._added:
-            descriptor, _, process = self._added.popleft()
+        for descriptor, _, process in self._added:
             _close(descriptor, process)
+        self._added.clear()
 
     def _run(self) -> None:
         watched: dict[int, tuple[int, BaseProcess]] = {}
-        with self._woken:
+        with self._woken as woken:
             try:
-                self._watch(watched)
+                self._watch(watched, woken)
             finally:
-                for descriptor, (_, process) in watched.items():
-                    _close(descriptor, process)
+                for descriptor, (number, process) in watched.items():
+                    self._added.append((descriptor, number, process))
                 self._close_added()
 
-    def _watch(self, watched: dict[int, tuple[int, BaseProcess]]) -> None:
-        woken = self._woken
+    def _watch(self, watched: dict[int, tuple[int, BaseProcess]], woken: _Pipe) -> None:
         while True:
             while self._added:
                 descriptor, number, process = self._added.popleft()
@@ -288,10 +287,6 @@ class WorkerRecovery:
     """Releases the samples of a dead worker, except for one that no worker can run.
 
     Attributes:
-        ledger: Has the samples.
-        context: As the workers have it.
-        current_work: Says what the workers were on.
-        restart_policy: Decides whether a dead worker is replaced.
         wait_stats: Counts the batches that were delivered.
         watchdog: Ends workers whose sample takes too long; None: there is no limit.
     """
@@ -326,20 +321,16 @@ class WorkerRecovery:
         collation = None if sample else self.current_work.collation(number)
         starts = self.ledger.lease(number).step == STARTING
         error: Exception | None = None if self.watchdog is None else self.watchdog.cause(number)
-        attempts = 0
-        warning: str | None = None
+        attempts, warning = 0, None
         if error is not None:
-            if sample is not None:
-                self._timeouts[sample.position] += 1
-                attempts = self._timeouts[sample.position]
-            elif collation is not None or starts:
-                where = None if collation is None else -1 - collation.first
+            if sample or collation or starts:
+                where = -1 - collation.first if collation else sample and sample.position
                 self._timeouts[where] += 1
                 attempts = self._timeouts[where]
             policy = self.context.policy
             if policy is not None and attempts <= policy.retries:
                 error = None
-            elif collation is not None or starts:
+            elif collation or starts:
                 raise error  # no single sample is the cause
         else:
             warning, error = self.restart_policy.report(
@@ -367,24 +358,16 @@ class WorkerRecovery:
         """Treat a sample as its worker does if the sample raises ``error``."""
         context = self.context
         assert context.policy is not None
+        of_sample = sample.index, sample.epoch, sample.seed
         failure = SampleFailure(
-            sample.index,
-            sample.epoch,
-            sample.seed,
-            number,
-            attempts,
-            error,
-            sample.transform,
-            sample.occurrence,
+            *of_sample, number, attempts, error, sample.transform, sample.occurrence
         )
         result, raised = context.policy.settle(failure)
         end = self.ledger.worker(number)
         writer = BatchWriter(end, context.store, context.plan.pipeline.collate())
+        results = [result] if raised is None else []
         # If the batch is full now, a worker collates it: release offers the collation again.
-        if raised is None:
-            writer.deliver_free(sample.position, [sample.index], [result], collates=False)
-        else:
-            writer.deliver_free_error(sample.position, sample.index, raised, collates=False)
+        writer.deliver_free(sample.position, [sample.index], results, raised, collates=False)
 
 
 # ---- 3. replace the worker, or raise ----
@@ -454,13 +437,10 @@ class RestartPolicy:
             where = sample.position, None
         elif collation is not None:
             where = collation.first, _COLLATION
+        lost = exit_code if isinstance(exit_code, WorkerLoss) else None
         # A machine may fail with all its workers, between samples.
-        is_remote_fault = (
-            isinstance(exit_code, WorkerLoss) and exit_code.infrastructure_fault and not sample
-        )
-        self._deaths[where] += not is_remote_fault
-        times = self._deaths[where]
-        between = not (sample or collation)
+        self._deaths[where] += not (lost and lost.infrastructure_fault and not sample)
+        times, between = self._deaths[where], not (sample or collation)
         unable = _is_unable(exit_code, has_begun=not between or progress > 0)
         fatal = _HOPELESS if between and exit_code in _FROM_OUTSIDE else _FATAL
         what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {_moment(sample, collation, unable)}."
@@ -530,9 +510,6 @@ def _describe(exit_code: int | WorkerLoss | None) -> str:
 
 class StartedProcesses:
     """The processes of a pool that were started, or are being started; ends them.
-
-    Args:
-        stop: Asks the workers to exit.
 
     Attributes:
         is_over: Whether ``shut_down`` was called.

@@ -7,8 +7,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
@@ -21,7 +21,7 @@ from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, one_each
 from minato.workers.plan import WorkerPlan
 from minato.workers.reads import BegunLists, InFlight, Read, close_reads
-from minato.workers.runner import DeferredSample, Fetch, Runner
+from minato.workers.runner import DeferredSample, Fetch, Ran, Runner
 from minato.workers.shared_state import SharedState
 
 __all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "ConcurrentWorker", "Worker", "run_again"]
@@ -51,18 +51,12 @@ class Worker:
     """Runs samples until the ledger says stop.
 
     Args:
-        ledger: Its end of the ledger.
         state: Where it sleeps, and learns whether it is active.
-        fetcher: Loads samples by index, or batches from a stream.
-        runner: Runs the samples.
-        writer: Delivers the samples.
         sample_retry: What to do about samples that raise; None: they are errors.
 
     Attributes:
-        ledger, fetcher, runner, writer, sample_retry: The same.
         events: Counts the changes of the ledger that give workers something to do.
         read_indices: Returns the indices of samples k … k+count-1 of a batch.
-        tracer: Records leases and waiting.
         idle_since: End of the last lease.
         endings: The functions that ``close`` calls; none refers to the worker.
     """
@@ -84,6 +78,8 @@ class Worker:
         self._active = state.active
         self.read_indices = writer.indices.read
         self.fetcher = fetcher
+        self._stream = fetcher if isinstance(fetcher, StreamFetcher) else None
+        self._fetcher = cast(Fetcher, fetcher)  # not used for a stream
         self.runner = runner
         self.writer = writer
         self._slow_to_newest = plan.order.slow_to_newest
@@ -205,21 +201,21 @@ class Worker:
         indices = list(given)
         self.runner.enter(record.seed)
         whole = count == record.count
-        fetcher = self.fetcher
-        done = self._run_rows(fetcher, first + k, epoch, indices) if self._takes_rows else 0
-        if isinstance(fetcher, StreamFetcher):
-            self._run_stream(fetcher, batch, first, (epoch, record.epoch_slot), indices[0])
+        fetcher = self._fetcher
+        done = self._run_rows(first + k, epoch, indices) if self._takes_rows else 0
+        if self._stream is not None:
+            self._run_stream(self._stream, batch, first, (epoch, record.epoch_slot), indices[0])
         elif done and done == count:
             pass  # they are in their places
         elif whole and (fetcher.takes_lists or not indices):
             fetch = fetcher.many if fetcher.takes_lists else list
-            self.run_list(fetcher, fetch, batch, record, given)
+            self.run_list(fetch, batch, record, given)
         elif bound:
-            samples, error = self._run_retrying(fetcher, first + k, epoch, indices)
+            samples, error = self._run_retrying(first + k, epoch, indices)
             state = self.dataset_state()
             self.writer.deliver(batch, k, indices, samples, error, whole=whole, state=state)
         else:
-            self._run_unbound(fetcher, first + k + done, epoch, indices[done:])
+            self._run_unbound(first + k + done, epoch, indices[done:])
         busy_ns = self.end_lease(count - (self._num_deferred() - deferred), started)
         self.runner.observe(busy_ns / count)
 
@@ -264,10 +260,9 @@ class Worker:
         self.end_lease(int(not is_deferred), started)
         return True
 
-    def _run(
-        self, fetcher: Fetcher, position: int, epoch: int, indices: list[object]
-    ) -> tuple[list[Any], BaseException | None]:
+    def _run(self, position: int, epoch: int, indices: list[object]) -> Ran:
         """Run samples until one raises; returns them, a DeferredSample in place of a deferred one, and the error."""
+        fetcher = self._fetcher
         if fetcher.takes_lists:
             return self.runner.run(position, epoch, indices, fetcher.each(indices))
         slow_ns = 0 if self._deferral is None else self.ledger.slow_ns
@@ -278,13 +273,11 @@ class Worker:
             self.ledger.note_costs(position, runner.durations, len(samples))
         return samples, error
 
-    def _run_singly(
-        self, fetcher: Fetcher, position: int, epoch: int, indices: list[object]
-    ) -> tuple[list[Any], BaseException | None]:
+    def _run_singly(self, position: int, epoch: int, indices: list[object]) -> Ran:
         """``_run``, but with one call of the dataset for each sample."""
-        if fetcher.takes_lists:
-            return self.runner.run(position, epoch, indices, fetcher.single)
-        return self._run(fetcher, position, epoch, indices)
+        if self._fetcher.takes_lists:
+            return self.runner.run(position, epoch, indices, self._fetcher.single)
+        return self._run(position, epoch, indices)
 
     def dataset_state(self) -> GetState | None:
         """The function that returns the state of the dataset, if that goes with the current batch."""
@@ -304,17 +297,16 @@ class Worker:
         """
         writer, count = self.writer, len(samples)
         slow_ns = self.ledger.slow_ns if self._slow_to_newest else 0
-        has_slow = 0 < slow_ns < max(costs_ns[:count], default=0)
+        ran = costs_ns[: count + (error is not None)]
+        has_slow = 0 < slow_ns < max(ran, default=0)
         if has_slow or (self._deferral is not None and DeferredSample in set(map(type, samples))):
             for i, sample in enumerate(samples):
                 if type(sample) is not DeferredSample:
                     slow = 0 < slow_ns < costs_ns[i]
                     writer.deliver_free(position + i, indices[i : i + 1], [sample], slow=slow)
-        else:
-            writer.deliver_free(position, indices, samples)
-        if error is not None:
-            slow = 0 < slow_ns < costs_ns[count]
-            writer.deliver_free_error(position + count, indices[count], error, slow=slow)
+            position, indices, samples = position + count, indices[count:], []
+            has_slow = error is not None and 0 < slow_ns < costs_ns[count]
+        writer.deliver_free(position, indices, samples, error, slow=has_slow)
 
     def _longest_run(self) -> int:
         if self.fetcher.takes_lists:
@@ -339,47 +331,37 @@ class Worker:
         """The most samples that leave as many for each other worker: at the end of an epoch none has to idle."""
         return self.ledger.unclaimed() // max(self._active.count, 1)
 
-    def _run_retrying(
-        self, fetcher: Fetcher, position: int, epoch: int, indices: list[object]
-    ) -> tuple[list[Any], BaseException | None]:
+    def _run_retrying(self, position: int, epoch: int, indices: list[object]) -> Ran:
         """Run samples until one raises for good; SKIP stands for those that are skipped."""
-        samples, error = self._run(fetcher, position, epoch, indices)
+        samples, error = self._run(position, epoch, indices)
         if self.sample_retry is None:
             return samples, error
-        if error is not None and fetcher.takes_lists:
+        if error is not None and self._fetcher.takes_lists:
             # One call for all of them failed: single calls find the sample that raises.
-            samples, error = self._run_singly(fetcher, position, epoch, indices)
+            samples, error = self._run_singly(position, epoch, indices)
         if error is not None:
 
-            def run(position: int, rest: list[object]) -> tuple[list[Any], BaseException | None]:
-                return self._run_singly(fetcher, position, epoch, rest)
+            def run(position: int, rest: list[object]) -> Ran:
+                return self._run_singly(position, epoch, rest)
 
             return self.sample_retry.complete(position, epoch, indices, samples, error, run)
         return samples, error
 
-    def _run_rows(
-        self, fetcher: Fetcher | StreamFetcher, position: int, epoch: int, indices: list[object]
-    ) -> int:
+    def _run_rows(self, position: int, epoch: int, indices: list[object]) -> int:
         """Copy samples that are rows into places; returns how many, and the others must be loaded one by one."""
-        assert isinstance(fetcher, Fetcher)
         begun_ns = now_ns()
-        rows = fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
+        rows = self._fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
         done = 0 if rows is None else self.writer.deliver_rows(position, rows)
         if done:
             self.runner.record_rows(indices[:done], epoch, begun_ns)
         return done
 
     def run_list(
-        self,
-        fetcher: Fetcher,
-        fetch: Fetch,
-        batch: int,
-        record: BatchRecord,
-        indices: Sequence[object],
+        self, fetch: Fetch, batch: int, record: BatchRecord, indices: Sequence[object]
     ) -> None:
         """Run a whole or an empty batch by one call of the dataset, which may return any object."""
         if not record.bound:
-            self._run_free_list(fetcher, fetch, record, list(indices))
+            self._run_free_list(fetch, record, list(indices))
             return
         first, count, epoch = record.first, record.count, record.epoch
         results, error = self.runner.run(first, epoch, [indices], fetch, batch_size=count)
@@ -387,21 +369,15 @@ class Worker:
         divisible = type(indices) in LISTS and len(indices) > 0
         if error is not None and self.sample_retry is not None and divisible:
             single = list(indices)
-            samples, error = self._run_retrying(fetcher, first, epoch, single)
+            samples, error = self._run_retrying(first, epoch, single)
             state = self.dataset_state()
             self.writer.deliver(batch, 0, single, samples, error, whole=True, state=state)
             return
         result = results[0] if results else None
         self.writer.deliver_list(batch, indices, result, error, self.dataset_state())
 
-    def _run_free_list(
-        self,
-        fetcher: Fetcher,
-        fetch: Fetch,
-        record: BatchRecord,
-        indices: list[object],
-    ) -> None:
-        """``_run_list`` for samples that may go to any batch: the call returns one for each index."""
+    def _run_free_list(self, fetch: Fetch, record: BatchRecord, indices: list[object]) -> None:
+        """``run_list`` for samples that may go to any batch: the call returns one for each index."""
 
         def fetch_each(indices: list[object]) -> list[Any]:
             return one_each(fetch(indices), len(indices))
@@ -412,7 +388,7 @@ class Worker:
             costs_ns = [self.runner.durations[0] // count] * count
             self.deliver_free(first, indices, results[0], costs_ns)
         else:
-            self._run_unbound(fetcher, first, epoch, indices)
+            self._run_unbound(first, epoch, indices)
 
     def _run_stream(
         self, stream: StreamFetcher, batch: int, first: int, epoch: object, wanted: int
@@ -428,36 +404,36 @@ class Worker:
         if error is None and state is not None:
             stream.state_sent()
 
-    def _run_unbound(
-        self, fetcher: Fetcher, position: int, epoch: int, indices: list[object]
-    ) -> None:
+    def _run_unbound(self, position: int, epoch: int, indices: list[object]) -> None:
         """Run samples that may go to any batch; those after one that raised are run, too."""
-        samples, error = self._run(fetcher, position, epoch, indices)
-        if error is not None and fetcher.takes_lists and len(indices) > 1:
+        samples, error = self._run(position, epoch, indices)
+        if error is not None and self._fetcher.takes_lists and len(indices) > 1:
             # One call for all of them failed: single calls find the sample that raises.
-            samples, error = self._run_singly(fetcher, position, epoch, indices)
+            samples, error = self._run_singly(position, epoch, indices)
         while True:
             done, costs_ns = len(samples), self.runner.durations
             self.deliver_free(position, indices, samples, costs_ns)
             if error is not None:
-                cost_ns = costs_ns[done]
-                self._write_failed(position + done, epoch, indices[done], error, cost_ns)
+                self._write_failed(position + done, epoch, indices[done], error, costs_ns[done])
                 done += 1
             indices, position = indices[done:], position + done
             if not indices:
                 return
-            samples, error = self._run_singly(fetcher, position, epoch, indices)
+            samples, error = self._run_singly(position, epoch, indices)
 
     def _write_failed(
         self, position: int, epoch: int, index: object, error: BaseException, cost_ns: int
     ) -> None:
         """Write the outcome of a sample that raised."""
-        samples: list[object] = []
-        remaining: BaseException | None = error
-        if self.sample_retry is not None:
-            sample, remaining = self.sample_retry.settle(position, epoch, index, error)
-            samples = [sample] if remaining is None else []
+        samples, remaining = self._settled(position, epoch, index, error)
         self.deliver_free(position, [index], samples, [cost_ns], remaining)
+
+    def _settled(self, position: int, epoch: int, index: object, error: BaseException) -> Ran:
+        """The outcome of a sample that raised."""
+        if self.sample_retry is None:
+            return [], error
+        sample, remaining = self.sample_retry.settle(position, epoch, index, error)
+        return [sample] if remaining is None else [], remaining
 
 
 def run_again(
@@ -501,23 +477,15 @@ class _ClaimedRun:
     """Samples that were claimed together.
 
     Attributes:
-        claimed: Which samples of which batch.
-        record: The record of the batch.
-        held: The complete samples, or what they raised, if all are written together; else None.
-        missing: Number of samples that are not complete.
+        held: The complete samples by their number, if all are written together; else None.
+        errors: What held samples raised, by their number.
     """
 
     claimed: Claim
     record: BatchRecord
     indices: list[Any]
-    held: list[Any] | None
-    missing: int
-
-
-class _Raised(NamedTuple):
-    """Stands for a held sample that raised."""
-
-    error: BaseException
+    held: dict[int, Any] | None
+    errors: dict[int, BaseException] = field(default_factory=dict)
 
 
 class ConcurrentWorker(Worker):
@@ -528,7 +496,6 @@ class ConcurrentWorker(Worker):
 
     Args:
         flight: The reads, and how many of them may be in flight.
-        plan, ledger, state, fetcher, runner, writer, sample_retry: As of :class:`Worker`.
     """
 
     def __init__(
@@ -557,16 +524,14 @@ class ConcurrentWorker(Worker):
 
     @property
     def idle(self) -> bool:
-        """Whether no read is in flight."""
         return not self._flight.positions
 
     @property
     def is_empty(self) -> bool:
-        """Whether no read is in flight, not even one that another has overtaken."""
+        # Nor one that another has overtaken.
         return not self._flight.positions and not self._reads.outstanding
 
     def step(self) -> bool:
-        """Claim what can be read now, and write one sample; False if neither was possible."""
         self._flight.hedge()
         read = self._reads.finished()
         if read is None:
@@ -578,7 +543,6 @@ class ConcurrentWorker(Worker):
         return True
 
     def rest(self, seen: int, timeout_s: float) -> bool:
-        """Sleep until a read has finished or, if more reads may start, a sample can be claimed."""
         if not self._flight.may_read_more:
             return self._reads.wait(timeout_s)
         straggling_s = self._flight.hedge()
@@ -596,7 +560,7 @@ class ConcurrentWorker(Worker):
             self.events.notify()
 
     def resume_all(self) -> None:
-        """Complete everything that was claimed: it must not wait until the worker is active again."""
+        # It must not wait until the worker is active again.
         while self._flight.positions:
             self._flight.begin()
             read = self._reads.finished()
@@ -617,8 +581,12 @@ class ConcurrentWorker(Worker):
             claimed = True
             if run.count == 0:
                 self.writer.publish(run.batch)
+                continue
+            if self._reads_lists:
+                self._enter_list(run)
             else:
-                self._enter(run, whole)
+                self._enter_samples(run, whole)
+            self._show_oldest()  # before the user's code runs, which may end the process
 
     def _claim_run(self, free: int, whole: bool) -> Claim | None:
         """Claim samples for at most ``free`` reads, or a ``whole`` batch."""
@@ -627,14 +595,6 @@ class ConcurrentWorker(Worker):
         if self._reads_lists or self.writer.keeps_batches:
             return self.ledger.claim(WHOLE_BATCH)
         return self.ledger.claim(ALL_SAMPLES if whole else free)
-
-    def _enter(self, claimed: Claim, whole: bool) -> None:
-        """Queue the reads of a run."""
-        if self._reads_lists:
-            self._enter_list(claimed)
-        else:
-            self._enter_samples(claimed, whole)
-        self._show_oldest()  # before the user's code runs, which may end the process
 
     def _enter_list(self, claimed: Claim) -> None:
         """Queue one read of a whole batch; a batch that cannot be read so runs as in any other worker."""
@@ -651,12 +611,13 @@ class ConcurrentWorker(Worker):
         record = self.ledger.describe(batch)
         indices = list(self.read_indices(batch, k, count))
         if not indices:  # an empty batch has a place, too
-            assert isinstance(self.fetcher, Fetcher)
             self.runner.enter(record.seed)
-            self.run_list(self.fetcher, list, batch, record, indices)
+            self.run_list(list, batch, record, indices)
             return
-        held = [None] * count if whole and record.bound and count == record.count else None
-        run = _ClaimedRun(claimed, record, indices, held, count)
+        held: dict[int, Any] | None = (
+            {} if whole and record.bound and count == record.count else None
+        )
+        run = _ClaimedRun(claimed, record, indices, held)
         seed = record.seed if self._seeds else None
         start = record.first + k
         occurrences = self.ledger.occurrences(start, count) or [0] * count
@@ -690,8 +651,7 @@ class ConcurrentWorker(Worker):
     def _finish_list(self, read: Read, position: int) -> int:
         """Make the samples of a batch from what has arrived, and write them; returns their number."""
         claimed: Claim = read.tag
-        fetcher, complete = self.fetcher, read.complete
-        assert isinstance(fetcher, Fetcher)
+        fetcher, complete = self._fetcher, read.complete
         record = self.ledger.describe(claimed.batch)
         self.runner.enter(record.seed)
 
@@ -700,7 +660,7 @@ class ConcurrentWorker(Worker):
 
         if complete is not None:
             self.runner.ahead_ns = read.duration_ns
-        self.run_list(fetcher, fetch, claimed.batch, record, read.index)
+        self.run_list(fetch, claimed.batch, record, read.index)
         return claimed.count
 
     def _finish_sample(self, read: Read, position: int) -> int:
@@ -717,13 +677,14 @@ class ConcurrentWorker(Worker):
         )
         cost_ns = runner.durations[0]
         self.ledger.note_costs(position, runner.durations, len(samples))
-        if error is not None and self.sample_retry is not None:
-            sample, error = self.sample_retry.settle(position, epoch, read.index, error)
-            samples = [sample] if error is None else []
+        if error is not None:
+            samples, error = self._settled(position, epoch, read.index, error)
         if run.held is not None:
-            run.held[i] = samples[0] if error is None else _Raised(error)
-            run.missing -= 1
-            if not run.missing:
+            if error is None:
+                run.held[i] = samples[0]
+            else:
+                run.errors[i] = error
+            if len(run.held) + len(run.errors) == len(run.indices):
                 self._write_held(run, run.held)
         elif run.record.bound:
             state = self.dataset_state()
@@ -734,8 +695,8 @@ class ConcurrentWorker(Worker):
             self.deliver_free(position, [read.index], samples, [cost_ns], error)
         return 1
 
-    def _write_held(self, run: _ClaimedRun, held: list[Any]) -> None:
-        raised = next((i for i, sample in enumerate(held) if type(sample) is _Raised), len(held))
-        error = held[raised].error if raised < len(held) else None
+    def _write_held(self, run: _ClaimedRun, held: dict[int, Any]) -> None:
+        done = min(run.errors, default=len(held))
+        samples, error = [held[i] for i in range(done)], run.errors.get(done)
         batch, state = run.claimed.batch, self.dataset_state()
-        self.writer.deliver(batch, 0, run.indices, held[:raised], error, whole=True, state=state)
+        self.writer.deliver(batch, 0, run.indices, samples, error, whole=True, state=state)

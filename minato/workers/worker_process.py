@@ -88,8 +88,6 @@ class WorkerContext:
     """All that a worker needs besides its number; travels to worker processes.
 
     Attributes:
-        layout: Of the shared segment.
-        store: Memory of the batches.
         sent: Travels in place of the plan, as which it arrives; None: the plan itself.
         stacks: The file that stuck workers write their stacks to.
         policy: Handles samples that raise; not in the plan, because only a starting child can inherit its log.
@@ -116,15 +114,10 @@ class WorkerContext:
         """Make a worker.
 
         Args:
-            ledger: Its end of the ledger.
-            errors: How exceptions get to the training loop.
-            failure: The error of ``worker_init_fn``, or None.
             remote_reads: Makes reads that return complete samples of another machine, from lease and meters.
         """
         plan, number = self.plan, ledger.number
-        reads = None
-        if remote_reads is not None:
-            reads = remote_reads(ledger.lease, state.meters(number))
+        reads = remote_reads and remote_reads(ledger.lease, state.meters(number))
         fetcher = fetcher_of(plan, number, reads)
         runner = _runner(plan, ledger, state, fetcher, reads is not None, errors, failure)
         retry: SampleRetry | None = None
@@ -160,11 +153,8 @@ def _runner(
     failure: BaseException | None,
 ) -> Runner:
     """The runner of a worker, which runs samples stage by stage where single ones run on this machine."""
-    pipeline, meters, tracer = (
-        plan.pipeline,
-        state.meters(ledger.number),
-        plan.tracer(ledger.number),
-    )
+    pipeline, number = plan.pipeline, ledger.number
+    meters, tracer = state.meters(number), plan.tracer(number)
     stage_runner: StageRunner | None = None
     if not (pipeline.streams or pipeline.refetches or fetcher.takes_lists or is_remote):
         deferral: Deferral | None = None
@@ -179,13 +169,16 @@ def _runner(
             deferral=deferral,
             tracer=tracer,
         )
-    # Concurrent reads share the dataset's generators.
-    roots = plan.generator_roots(plan.fetching.at_once and not is_remote)
+    randomness: Callable[[int], SampleRandomness] | None = None
+    if plan.seeds_samples:
+        # Concurrent reads share the dataset's generators.
+        roots = plan.generator_roots(plan.fetching.at_once and not is_remote)
+        randomness = functools.partial(_randomness, plan, roots)
     runner = Runner(
         plan,
         lease=ledger.lease,
         meters=meters,
-        make_randomness=functools.partial(_randomness, plan, roots) if plan.seeds_samples else None,
+        make_randomness=randomness,
         stage_runner=stage_runner,
         occurrences=ledger.occurrences,
         tracer=tracer,
@@ -241,7 +234,7 @@ def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool])
     enter_worker_process(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset)
     if context.stacks is not None:
         context.stacks.listen()
-    state = SharedState.attach(context.layout)
+    state = SharedState(context.layout)
     if not state.wait_until_active(number, parent_lives):
         return
     ledger = state.worker_ledger(number)

@@ -59,9 +59,9 @@ def packer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     half = "py" if request.param == "pure" else "c"
     twin = importlib.import_module(f"minato._core._packing_{half}").Packer
     monkeypatch.setattr(layout_module, "Packer", twin)
-    layout_module._load.cache_clear()
+    Layout.from_bytes.cache_clear()
     yield
-    layout_module._load.cache_clear()
+    Layout.from_bytes.cache_clear()
 
 
 def quietly(make: Callable[[], Any]) -> Any:

@@ -146,13 +146,13 @@ def test_an_exception_without_room_for_a_note_is_raised_all_the_same() -> None:
         code: int
 
     with pytest.raises(FrozenError) as caught:
-        SampleError(FrozenError(3), 4).reraise()
+        raise SampleError(FrozenError(3), 4).exception()
     assert caught.value.code == 3
 
 
 def test_interrupts_get_no_note() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
-        SampleError(KeyboardInterrupt(), 3).reraise()
+        raise SampleError(KeyboardInterrupt(), 3).exception()
     assert not hasattr(caught.value, "__notes__")
 
 

@@ -24,7 +24,7 @@ from minato._support.hashes import index_hash
 from minato._support.values import integer_of, items_of, number_of, plain
 from minato.checks import check_number, check_whole
 from minato.observe.meters import SlowestSamples
-from minato.scheduling.cost_model import CostModel, integers_of
+from minato.scheduling.slow_samples import CostModel, integers_of
 from minato.sources.splits import folds, load_splits, save_splits, split
 from tests.datasets import Numbers, forked
 

@@ -10,7 +10,7 @@ import pytest
 
 from minato import DataLoader, StragglerPolicy
 from minato.engine.history import from_words
-from minato.scheduling.slow_threshold import SlowThreshold
+from minato.scheduling.slow_samples import SlowThreshold
 from tests.datasets import Sleepy, flat, indices, plus_one
 from tests.disks import small_disk
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minato._core import HISTOGRAM_NBYTES, Histogram
 from minato.engine.history import CostHistory, from_words, to_words
 from minato.observe.meters import merged, share_above
-from minato.scheduling.slow_threshold import SlowThreshold
+from minato.scheduling.slow_samples import SlowThreshold
 from tests.datasets import Numbers, double, plus_one
 from tests.observe.histograms import histogram
 

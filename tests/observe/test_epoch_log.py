@@ -13,7 +13,7 @@ from minato.observe.machine import MachineSnapshot
 from minato.observe.meters import SlowSample
 from minato.observe.observers import LoaderSnapshot, Metrics
 from minato.sampling.progress import Progress
-from minato.scheduling.slow_threshold import ThresholdDecision
+from minato.scheduling.slow_samples import ThresholdDecision
 
 MACHINE = MachineSnapshot({"disk_read_bytes": 9}, 5, 10, (("A", 7),))
 STANDING = LoaderSnapshot(2, 4, 1, 6, 1000, 10_000)

@@ -16,7 +16,7 @@ from minato.observe.epoch_log import EpochLog
 from minato.observe.metrics import CATALOG, values_of
 from minato.observe.observers import LoaderSnapshot, Metrics
 from minato.sampling.progress import Progress
-from minato.scheduling.slow_threshold import ThresholdDecision
+from minato.scheduling.slow_samples import ThresholdDecision
 from tests.datasets import Failing, Numbers, double
 
 NAMES = [each.name for each in CATALOG]

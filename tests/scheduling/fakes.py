@@ -321,7 +321,13 @@ class Journal:
         self._publish(batch, self._ledger.fill_run(batch, k, len(indices)))
 
     def deliver_free(
-        self, position: int, indices: Sequence[Any], samples: list[Any], *, slow: bool = False
+        self,
+        position: int,
+        indices: Sequence[Any],
+        samples: list[Any],
+        error: BaseException | None = None,
+        *,
+        slow: bool = False,
     ) -> None:
         done = 0
         while done < len(samples):
@@ -331,6 +337,10 @@ class Journal:
             self._samples(place, k, samples[done : done + taken])
             self._publish(batch, self._ledger.fill(here, place, taken))
             done += taken
+        if error is not None:
+            place, batch, _ = self._ledger.reserve(position + done, 1, slow)
+            self._error(place, indices[done], error)
+            self._publish(batch, self._ledger.fill(position + done, place))
 
     def publish(self, batch: int) -> None:
         self.journal.append("collate")

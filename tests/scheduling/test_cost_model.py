@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minato.sampling.epoch import NextEpoch
-from minato.scheduling.cost_model import CostModel, EarlyStart
+from minato.scheduling.slow_samples import CostModel, EarlyStart
 from tests.scheduling.fakes import Bench
 
 MS = 1_000_000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minato._core import Histogram
 from minato.observe.meters import share_above
-from minato.scheduling.slow_threshold import SlowThreshold, ThresholdDecision
+from minato.scheduling.slow_samples import SlowThreshold, ThresholdDecision
 
 MS = 1_000_000
 Draw = Callable[[int], np.ndarray]

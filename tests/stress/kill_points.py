@@ -256,7 +256,7 @@ class Stage:
         """Whether a worker that is not replaced is dead."""
 
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
-        state = SharedState.attach(self.context.layout)
+        state = SharedState(self.context.layout)
         ledger: WorkerLedger = wrap(state.worker_ledger(number))
         told = wrapped(f"worker process {number}", in_process=True)
         worker = self.context.worker(ledger, state, ErrorTransport((Exception,), told))
