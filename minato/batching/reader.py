@@ -17,8 +17,8 @@ from minato._core.codes import (
     TEXTS,
 )
 from minato.batching.arena import Arena, Slot
+from minato.batching.blobs import exception_of, slot_overflow_error
 from minato.batching.layout import Layout, read_layout
-from minato.batching.sample_error import exception_of, slot_overflow_error
 from minato.batching.serialization import Store, damaged
 
 __all__ = ["BatchReader", "check_texts"]

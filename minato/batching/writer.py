@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 from minato._core import Packer, WorkerLedger, now_ns
-from minato._core.codes import MUST_COLLATE, SKIP_BLOB, TEXT_BLOB
-from minato.batching.blobs import BlobWriter, GetState
-from minato.batching.collate import BatchCollator, Collate, RunAgain
-from minato.batching.handover import Handover, are_plain
+from minato._core.codes import (
+    ERROR_BLOB,
+    FIRST_COLLATED,
+    MUST_COLLATE,
+    SAMPLE_BLOB,
+    SKIP_BLOB,
+    TEXT_BLOB,
+)
+from minato._fork_safety import end_copy
+from minato.batching.blobs import (
+    AS_RAISED,
+    BlobWriter,
+    ErrorTransport,
+    GetState,
+    SampleError,
+    Unsendable,
+    raise_sample_error,
+)
+from minato.batching.collate import Collate, RunAgain
 from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layout
 from minato.batching.rows import Rows
-from minato.batching.sample_error import AS_RAISED, ErrorTransport
-from minato.batching.serialization import DamagedError, Store
-from minato.errors import SKIP
+from minato.batching.sample_spec import Handover, are_plain
+from minato.batching.serialization import DamagedError, Store, StoredIndices, damaged
+from minato.errors import SKIP, not_the_end
 from minato.observe.tracer import NULL_TRACER, Tracer
 
 __all__ = ["BatchWriter"]
@@ -37,6 +53,10 @@ class _Fields(NamedTuple):
     offset: int
     first: int
     num_samples: int
+
+
+class _NothingLeftError(Exception):
+    """All samples of a batch were skipped."""
 
 
 class BatchWriter:
@@ -80,8 +100,10 @@ class BatchWriter:
         self._skips = skips
         self._tracer = tracer
         self._blobs = BlobWriter(ledger, store, errors)
-        self._collator = BatchCollator(collate, ledger, store, self._blobs, run_again)
-        self.indices = self._collator.indices
+        self._collate_fn = collate
+        self._run_again = run_again
+        self._owner = os.getpid()
+        self.indices = StoredIndices(ledger, store)
         self._open: dict[int, _Fields] = {}
         self._last: Layout | None = None
 
@@ -264,7 +286,7 @@ class BatchWriter:
         start_ns = self._tracer.now()
         offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
         self._ledger.set_ready(
-            batch, *self._collator.collate(batch, functools.partial(self._collator.gather, batch))
+            batch, *self._collated(batch, functools.partial(self._gather, batch))
         )
         # Not before: after an interruption the batch is collated again from the same samples.
         for offset in offsets:
@@ -319,9 +341,7 @@ class BatchWriter:
         """
         start_ns, first = self._tracer.now(), self._ledger.describe(batch).first
         is_empty = bool(skipped) and not samples
-        result = (
-            (SKIP_BLOB, 0) if is_empty else self._collator.collate(batch, lambda: samples, name)
-        )
+        result = (SKIP_BLOB, 0) if is_empty else self._collated(batch, lambda: samples, name)
         if state is not None and not is_empty:
             k = next(k for k in itertools.count() if k not in skipped)
             self._blobs.attach_state(batch, first + k, state)
@@ -407,6 +427,84 @@ class BatchWriter:
         """Update the estimate; a process that had to wait for a core raises it little."""
         known = self.handover_ns
         self.handover_ns = min(cost_ns, known + (cost_ns - known) / 16) if known else cost_ns
+
+    # ---- collation
+
+    def _collated(
+        self, batch: int, gather: Callable[[], object], name: str | None = None
+    ) -> tuple[int, int]:
+        """Collate the samples of a batch, or what one call of the dataset has returned in their place.
+
+        Args:
+            gather: Returns them.
+            name: Name of the batch in messages; None: its indices.
+
+        Returns:
+            Offset with kind, and size in bytes, of the collated batch, or of its error; a skip where all are skipped.
+        """
+        # If this process dies now, the lease says that it collated this batch and ran no sample.
+        lease = self._ledger.lease
+        before = lease.state()
+        lease.enter(FIRST_COLLATED - batch, now_ns())
+        try:
+            samples = gather()
+            with self._bound(batch):
+                result = self._collate_fn(samples)
+            end_copy(self._owner, None)
+            offset, nbytes = self._blobs.put(batch, result, SAMPLE_BLOB, "result")
+            return offset | SAMPLE_BLOB, nbytes
+        except _NothingLeftError:
+            return SKIP_BLOB, 0
+        except self._blobs.errors.kinds as raised:
+            end_copy(self._owner, raised)
+            error: BaseException = raised
+            if isinstance(error, StopIteration):
+                name = name or f"the batch of {self.indices.describe(batch)}"
+                error = not_the_end(f"collate_fn, called for {name},", error)
+            failure = SampleError(self._blobs.errors.wrap(error))
+            offset, nbytes = self._blobs.put_error(batch, failure, ERROR_BLOB)
+            return offset | ERROR_BLOB, nbytes
+        finally:
+            if before.position is None:
+                lease.enter(before.step, before.started_ns)
+            else:
+                lease.begin(before.position, before.started_ns, before.step)
+
+    def _gather(self, batch: int) -> list[Any]:
+        """Return the samples of a full batch that were not skipped, from the fields and the store."""
+        segment, batch_record = self._store.segment, self._ledger.describe(batch)
+        at, count = batch_record.layout, batch_record.count
+        record = read_layout(segment, at) if at else None
+        samples: list[Any] = []
+        for k, (kind, offset, nbytes) in enumerate(self._ledger.blobs(batch)):
+            if kind == SKIP_BLOB and not offset:
+                continue
+            value = self._store.peek(offset, nbytes, kind) if kind or offset else []
+            if kind != SAMPLE_BLOB:
+                if record is None or len(value) != record.layout.num_texts:
+                    raise damaged("what belongs to a sample")
+                value = record.layout.sample(segment.array, record.fields, count, k, value)
+            samples += self._rerun(batch, k, value) if type(value) is Unsendable else [value]
+        if not samples:
+            raise _NothingLeftError
+        return samples
+
+    def _rerun(self, batch: int, k: int, sample: Unsendable) -> list[Any]:
+        """Run the sample at a place of a full batch in this worker, because it does not arrive here as it is."""
+        if self._run_again is not None:
+            return self._run_again(batch, self._ledger.occupants(batch)[k], sample.index)
+        if sample.error is not None:
+            raise_sample_error(sample.error)
+        raise RuntimeError("the worker that could run a sample again has ended")
+
+    def _bound(self, batch: int) -> AbstractContextManager[None]:
+        """Bind randomness to a batch: its content depends neither on its worker nor on what that has run before."""
+        bind = self._collate_fn.bind
+        if bind is None:
+            return nullcontext()
+        record = self._ledger.describe(batch)
+        (occurrence,) = self._ledger.occurrences(record.first, 1) or (0,)
+        return bind(record.seed, record.epoch, self.indices.first(batch), occurrence)
 
     # ---- fields
 

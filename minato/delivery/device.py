@@ -9,6 +9,7 @@ import collections.abc
 import copy
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,6 @@ __all__ = [
     "PinCopier",
     "Pinned",
     "PrefetchReader",
-    "Upcoming",
     "accelerator_of",
     "copy_batch",
     "device_copier",
@@ -59,7 +59,7 @@ class Upcoming(Protocol):
     slot: Slot
 
 
-class Copier(Protocol):
+class Copier(ABC):
     """Copies batches to a device or to pinned memory.
 
     ``read`` makes the batch: tensors that view its slot. A slot is free when its last view is gone, so a copier holds
@@ -67,17 +67,20 @@ class Copier(Protocol):
     with :meth:`PinnedSlots.in_use_until`.
     """
 
-    def wants(self, nbytes: int) -> bool:
-        """Whether to start the copy of a batch of this size before ``next()`` asks for it."""
+    least_nbytes = 0
+    """Copies of smaller batches do not start before ``next()`` asks for them."""
 
+    @abstractmethod
     def start(self, slot: Slot, read: Callable[[], object]) -> Any:
         """Start to copy a batch; returns the argument of ``finish``."""
 
+    @abstractmethod
     def finish(self, started: Any) -> Any:
         """Return the batch, whose copy was started earlier."""
 
     def copy(self, slot: Slot, read: Callable[[], object]) -> Any:
         """Return a batch whose copy was not started earlier."""
+        return self.finish(self.start(slot, read))
 
 
 class PrefetchReader:
@@ -131,7 +134,7 @@ class PrefetchReader:
                 or item.record in self._started
             ):
                 continue
-            if not self._copier.wants(record.used_nbytes):
+            if record.used_nbytes < self._copier.least_nbytes:
                 continue
             try:
                 if record.flags & STATES:
@@ -174,15 +177,6 @@ class Accelerator:
 
     def wait_event(self, event: Any) -> None:
         """Make work that this thread queues from now on wait for an event of :meth:`record_event`."""
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    try:
-        return value.to(device, non_blocking=True)
-    except TypeError:  # its ``to`` takes the device only
-        return value.to(device)
 
 
 class Cuda(Accelerator):
@@ -241,7 +235,13 @@ class Cuda(Accelerator):
                 value = value.pin_memory()  # returns itself if it is pinned
         elif attribute(value, "pin_memory") is not None:
             value = value.pin_memory()
-        return _moved(value, self._copies.stream.device)
+        device = self._copies.stream.device
+        try:
+            return value.to(device, non_blocking=True)
+        except TypeError:
+            if isinstance(value, torch.Tensor):
+                raise
+            return value.to(device)  # its ``to`` takes the device only
 
     def record_event(self) -> DeviceEvent:
         # On the current stream of each device in use; inside ``copying``, on the copy stream.
@@ -328,8 +328,8 @@ class _Copy(NamedTuple):
     event: DeviceEvent
 
 
-class DeviceCopier:
-    """Copies batches to a device (a :class:`Copier`).
+class DeviceCopier(Copier):
+    """Copies batches to a device, those of any size while it computes.
 
     Args:
         keep: Called for each batch with its slot, the batch in host memory, and the event until which the device may
@@ -349,12 +349,7 @@ class DeviceCopier:
         self._tracer = tracer
         self._traced: deque[tuple[int, DeviceEvent]] = deque()  # copies that may still run
 
-    def wants(self, nbytes: int) -> bool:
-        """Return True: a device copies batches of any size while it computes."""
-        return True
-
     def start(self, slot: Slot, read: Callable[[], object]) -> _Copy:
-        """Read a batch and queue its copies."""
         start_ns = self._tracer.now()
         try:
             host = read()
@@ -368,14 +363,10 @@ class DeviceCopier:
         return _Copy(batch, host, event)
 
     def finish(self, started: _Copy) -> Any:
-        """Return the batch; work that the program queues from now on waits for the copies."""
+        # Work that the program queues from now on waits for the copies.
         self._accelerator.wait_event(started.event)
         self._trace_copies()
         return started.batch
-
-    def copy(self, slot: Slot, read: Callable[[], object]) -> Any:
-        """Copy a batch, and return it as :meth:`finish` does."""
-        return self.finish(self.start(slot, read))
 
     def _trace_copies(self) -> None:
         """Record the copies that have ended. Called for each batch: their recorded end is late by one batch at most."""
@@ -481,25 +472,21 @@ class _Unpinned(NamedTuple):
         return self.pin(self.batch)
 
 
-class PinCopier:
-    """Pins large batches early, in one thread (a :class:`Copier` of :class:`Pinned` batches).
+class PinCopier(Copier):
+    """Pins large batches early, in one thread; gives all as :class:`Pinned` batches.
 
     The thread uses the device that is current when the copier is made. It ends with the copier.
     """
 
     def __init__(self, pin: Pin) -> None:
         self._pin = pin
+        self.least_nbytes = _WORTH_A_THREAD_BYTES
         thread = ThreadPoolExecutor(1, "minato-pin", _enter_thread, (_current_device(),))
         self._submit = thread.submit
         # Without waiting: the thread itself may drop the last reference.
         weakref.finalize(self, thread.shutdown, wait=False, cancel_futures=True)
 
-    def wants(self, nbytes: int) -> bool:
-        """Return whether a batch is large enough for the thread."""
-        return nbytes >= _WORTH_A_THREAD_BYTES
-
     def start(self, slot: Slot, read: Callable[[], object]) -> Pinned:
-        """Read a batch and pin it in the thread."""
         batch = read()
         try:
             return self._submit(self._pin, batch)
@@ -507,11 +494,9 @@ class PinCopier:
             return _Unpinned(self._pin, batch)
 
     def finish(self, started: Pinned) -> Pinned:
-        """Return the batch; its ``result`` waits for the thread."""
         return started
 
     def copy(self, slot: Slot, read: Callable[[], object]) -> Pinned:
-        """Return a batch that its ``result`` pins in the calling thread."""
         return _Unpinned(self._pin, read())
 
 

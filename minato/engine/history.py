@@ -15,7 +15,7 @@ from minato._support.files import open_regular, write_atomically
 from minato._support.hashes import fingerprint
 from minato._support.objects import length_of
 from minato._support.text import message_of
-from minato.batching.handover import Handover
+from minato.batching.sample_spec import Handover
 from minato.engine.spec import LoaderSpec
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog

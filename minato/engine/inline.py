@@ -17,8 +17,8 @@ from minato._core import Lease, now_ns
 from minato._core.codes import Activity
 from minato._support.text import text_of
 from minato.batching.arena import Arena, MemoryPinner
+from minato.batching.blobs import Kinds, SampleError
 from minato.batching.builder import BatchBuilder
-from minato.batching.sample_error import Kinds, SampleError
 from minato.batching.serialization import listed
 from minato.delivery.device import device_copier
 from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
@@ -723,7 +723,7 @@ def _reads_in_flight(plan: WorkerPlan) -> InFlight:
 
 def _randomness(plan: WorkerPlan, history: History, seed: int) -> SampleRandomness:
     """The randomness of samples from a seed; warns of generators that cannot be bound to them."""
-    owned = OwnedGenerators(plan.generator_roots())
+    owned = OwnedGenerators(plan.generator_roots(plan.fetching.at_once))
     if not plan.fetching.at_once:
         history.warn_of_generators(owned.others)
     # In another thread, restoring the generators would undo the draws of the main thread.

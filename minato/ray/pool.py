@@ -12,7 +12,7 @@ from typing import Any
 
 from minato._compat import kill_actor
 from minato._core import Lease, now_ns
-from minato.batching.sample_error import ErrorTransport, wrapped
+from minato.batching.blobs import ErrorTransport, wrapped
 from minato.errors import warn
 from minato.observe.meters import Meters
 from minato.ray.actor import ActorSpec, SampleResult, SampleServer, unpack
@@ -24,7 +24,7 @@ from minato.workers.supervision import WorkerLoss, WorkerRecovery
 from minato.workers.worker import Worker
 from minato.workers.worker_process import WorkerContext
 
-__all__ = ["ActorGroup", "ActorLost", "ActorPool", "ActorReads"]
+__all__ = ["ActorPool"]
 
 _NOTICEABLE = 0.1
 """A round trip to the actor is noticeable if it takes more than this share of a sample's time."""

@@ -96,6 +96,7 @@ class OpenBatch:
     is_discarded: bool = False
 
 
+@dataclass(eq=False)
 class RetiringBatches:
     """Batches that were returned or cancelled, while some of their samples still run.
 
@@ -103,25 +104,22 @@ class RetiringBatches:
         keeps_places: Whether each sample keeps its own place.
     """
 
-    def __init__(
-        self, ledger: ConsumerLedger, storage: BatchStorage, *, keeps_places: bool, skips: bool
-    ) -> None:
-        self._ledger = ledger
-        self._storage = storage
-        self._keeps_places = keeps_places
-        self._skips = skips
-        self.returned: list[OpenBatch] = []
-        self.cancelled: list[OpenBatch] = []
+    ledger: ConsumerLedger
+    storage: BatchStorage
+    keeps_places: bool
+    skips: bool
+    returned: list[OpenBatch] = field(default_factory=list)
+    cancelled: list[OpenBatch] = field(default_factory=list)
 
     def records(self, item: OpenBatch) -> list[Callable[[], object]]:
         """Return the functions that record the samples of a batch as delivered or skipped."""
-        ledger, progress, start = self._ledger, self._progress_of(item), _start(item)
+        ledger, progress, start = self.ledger, self._progress_of(item), _start(item)
         records: list[Callable[[], object]] = []
         occupants, num_slow = ledger.occupants(item.record), ledger.num_slow(item.record)
         item.num_samples = len(item.indices)
-        if self._skips:
-            skipped = ledger.skipped(item.record) if self._keeps_places else []
-            if self._keeps_places:
+        if self.skips:
+            skipped = ledger.skipped(item.record) if self.keeps_places else []
+            if self.keeps_places:
                 records.append(functools.partial(progress.skipped, skipped, start))
             placed = sum(position >= 0 for position in occupants)
             item.num_samples = min(item.num_samples, placed - len(skipped))
@@ -136,9 +134,9 @@ class RetiringBatches:
     def note_skipped(self, item: OpenBatch) -> None:
         """Record all samples of a batch as skipped, which is dropped because of skipped samples."""
         progress = self._progress_of(item)
-        if self._keeps_places and self._skips:
-            progress.skipped(self._ledger.skipped(item.record), _start(item))
-        progress.skipped(self._ledger.occupants(item.record), _start(item))
+        if self.keeps_places and self.skips:
+            progress.skipped(self.ledger.skipped(item.record), _start(item))
+        progress.skipped(self.ledger.occupants(item.record), _start(item))
 
     def add_empty(self, item: OpenBatch) -> None:
         """Add a batch without samples, and discard its memory."""
@@ -155,7 +153,7 @@ class RetiringBatches:
         if not item.is_discarded:
             # First: an interruption may leave a slot unused, but never frees one twice.
             item.is_discarded = True
-            self._storage.discard(item.record, item.slot)
+            self.storage.discard(item.record, item.slot)
 
     @staticmethod
     def _progress_of(item: OpenBatch) -> Progress:
@@ -165,17 +163,17 @@ class RetiringBatches:
     def sweep(self) -> None:
         """Free the records of batches none of whose samples still run."""
         for item in self.returned[:]:
-            if item.retired or self._keeps_places or self._ledger.settled(item.record):
-                progress, are_mixed = item.epoch.progress, not (self._keeps_places or item.retired)
-                if self._skips and are_mixed and progress is not None:
-                    progress.skipped(self._ledger.skipped(item.record), _start(item))
+            if item.retired or self.keeps_places or self.ledger.settled(item.record):
+                progress, are_mixed = item.epoch.progress, not (self.keeps_places or item.retired)
+                if self.skips and are_mixed and progress is not None:
+                    progress.skipped(self.ledger.skipped(item.record), _start(item))
                 self._retire(item)
                 self.returned.remove(item)
         # A sample of a cancelled epoch may take a place in any of its batches, so these end together. They also wait
         # for the samples whose own batch was returned.
         if not self.cancelled:
             return
-        ledger, running = self._ledger, {item.epoch.slot for item in self.returned}
+        ledger, running = self.ledger, {item.epoch.slot for item in self.returned}
 
         def has_ended(item: OpenBatch) -> bool:
             settled = item.epoch.slot not in running and ledger.settled(item.record)
@@ -191,12 +189,12 @@ class RetiringBatches:
         """Free the record of a batch, once."""
         if item.retired:
             return
-        self._ledger.retire(item.record, item.first)
+        self.ledger.retire(item.record, item.first)
         item.retired = True
         if item.indices_slot is not None:
             slot, item.indices_slot = item.indices_slot, None
-            self._storage.indices.drop(item.indices_offset)
-            self._storage.slots.release(slot)
+            self.storage.indices.drop(item.indices_offset)
+            self.storage.slots.release(slot)
 
 
 def _start(item: OpenBatch) -> int:

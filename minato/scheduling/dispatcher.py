@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from minato._core import ConsumerLedger, EventCount, now_ns
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
-from minato.batching.handover import Handover
+from minato.batching.sample_spec import Handover
 from minato.errors import warn
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import NextEpoch

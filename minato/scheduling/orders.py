@@ -10,16 +10,7 @@ from typing import ClassVar, TypeVar
 
 from minato.sampling.resume import DatasetStates, Reported
 
-__all__ = [
-    "ArrivalOrder",
-    "Assignment",
-    "BatchOrder",
-    "FastFirstOrder",
-    "Order",
-    "RoundRobin",
-    "StrictOrder",
-    "make_order",
-]
+__all__ = ["Assignment", "BatchOrder", "Order", "RoundRobin", "make_order"]
 
 _Batch = TypeVar("_Batch")
 
@@ -110,18 +101,17 @@ class FastFirstOrder(ArrivalOrder):
     slow_to_newest = True
 
 
+_ORDERS: dict[str, type[Order]] = {
+    "strict": StrictOrder,
+    "batch": BatchOrder,
+    "arrival": ArrivalOrder,
+    "fast_first": FastFirstOrder,
+}
+
+
 def make_order(name: str, max_lag: int) -> Order:
     """Return the order of an option ``order=``."""
-    match name:
-        case "strict":
-            return StrictOrder()
-        case "batch":
-            return BatchOrder()
-        case "arrival":
-            return ArrivalOrder(max_lag)
-        case "fast_first":
-            return FastFirstOrder(max_lag)
-    raise ValueError(f"order must be 'strict', 'batch', 'arrival' or 'fast_first', not {name!r}")
+    return _ORDERS[name](max_lag)
 
 
 # ---- which worker ----
@@ -163,6 +153,7 @@ class Assignment:
         """Record that the stream of this owner has ended, as its batch ``record`` says."""
 
 
+@dataclass(eq=False)
 class RoundRobin(Assignment):
     """torch's assignment: batch k is for worker k mod n, without workers whose streams have ended.
 
@@ -175,21 +166,15 @@ class RoundRobin(Assignment):
 
     runs_cancelled = True
 
-    def __init__(
-        self,
-        num_workers: int,
-        in_order: bool,
-        capacity: int,
-        dataset_states: DatasetStates | None = None,
-        state_of: Callable[[int], tuple[int, Reported] | None] = lambda record: None,
-    ) -> None:
-        self._num_workers = num_workers
-        self._in_order = in_order
-        self._capacity = capacity
-        self._dataset_states = dataset_states
-        self._state_of = state_of
+    num_workers: int
+    in_order: bool
+    capacity: int
+    dataset_states: DatasetStates | None = None
+    state_of: Callable[[int], tuple[int, Reported] | None] = lambda record: None
+
+    def __post_init__(self) -> None:
         self._next = 0
-        self._active = [True] * num_workers
+        self._active = [True] * self.num_workers
 
     @property
     def over(self) -> bool:
@@ -198,30 +183,30 @@ class RoundRobin(Assignment):
     def reset(self) -> None:
         # At worker 0 with all workers, or where the resumed state was taken.
         self._next = 0
-        self._active = [True] * self._num_workers
-        if self._dataset_states is not None:
-            self._dataset_states.begin()
-            self._next = self._dataset_states.next_worker
-            self._active = [not state.ended for state in self._dataset_states.each]
+        self._active = [True] * self.num_workers
+        if self.dataset_states is not None:
+            self.dataset_states.begin()
+            self._next = self.dataset_states.next_worker
+            self._active = [not state.ended for state in self.dataset_states.each]
 
     def choose(self, held: Callable[[int], int]) -> int | None:
-        for i in range(self._num_workers):
-            worker = (self._next + i) % self._num_workers
+        for i in range(self.num_workers):
+            worker = (self._next + i) % self.num_workers
             if self._active[worker] and (
-                self._in_order or held(worker + 1) < self._capacity // sum(self._active)
+                self.in_order or held(worker + 1) < self.capacity // sum(self._active)
             ):
                 return worker + 1
         return None
 
     def opened(self, owner: int) -> None:
-        self._next = owner % self._num_workers
+        self._next = owner % self.num_workers
 
     def returns(self, owner: int) -> Callable[[], None] | None:
-        return None if self._dataset_states is None else self._dataset_states.counts(owner - 1)
+        return None if self.dataset_states is None else self.dataset_states.counts(owner - 1)
 
     def ended(self, owner: int, record: int) -> None:
         self._active[owner - 1] = False
-        if self._dataset_states is not None:
-            self._dataset_states.end_stream(owner - 1)
-            if (state := self._state_of(record)) is not None:
-                self._dataset_states.update(*state)
+        if self.dataset_states is not None:
+            self.dataset_states.end_stream(owner - 1)
+            if (state := self.state_of(record)) is not None:
+                self.dataset_states.update(*state)

@@ -17,12 +17,13 @@ from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
 from minato.sampling.epoch import Epoch
 from minato.scheduling.dispatcher import waited_s
-from minato.shared_pool.channel import Channel, connected
-from minato.shared_pool.messages import (
+from minato.shared_pool.channel import (
     BatchDescriptor,
     BatchMessage,
+    Channel,
     Hello,
     RankMessage,
+    connected,
     from_host,
 )
 from minato.shared_pool.ranks import PREFETCH_BATCHES
@@ -112,15 +113,14 @@ class PoolClient:
         with self._lock:
             if number != self._epoch:
                 raise StopIteration
-            match self._receive("batch", "end", "failed"):
-                case BatchMessage() as batch:
-                    self._send("next", number)
-                    remote = self._remote_arenas[batch.arena]
-                    return remote.received(batch.descriptor, batch.portion)
-                case ("failed", _, why):
-                    self._epoch = -1
-                    raise RuntimeError(f"local rank 0, {_LOADS}: {why}")
+            message = self._receive("batch", "end", "failed")
+            if isinstance(message, BatchMessage):
+                self._send("next", number)
+                remote = self._remote_arenas[message.arena]
+                return remote.received(message.descriptor, message.portion)
             self._epoch = -1
+            if message[0] == "failed":
+                raise RuntimeError(f"local rank 0, {_LOADS}: {message[2]}")
             raise StopIteration
 
     def has_next(self, number: int) -> bool:

@@ -12,8 +12,7 @@ from typing import Any
 from minato.batching.arena import Arena, Slot
 from minato.engine.engine import Engine
 from minato.sampling.progress import Completed
-from minato.shared_pool.channel import Channel
-from minato.shared_pool.messages import BatchMessage, Hello, RankMessage
+from minato.shared_pool.channel import BatchMessage, Channel, Hello, RankMessage
 from minato.shared_pool.source import LeasedBatch
 
 __all__ = [

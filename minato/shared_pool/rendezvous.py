@@ -18,13 +18,8 @@ from typing import Any, NamedTuple
 __all__ = ["KEY_BYTES", "Found", "Rendezvous"]
 
 KEY_BYTES = 32
-_JOB = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "GROUP_RANK",
-)
+_TORCHELASTIC = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_JOB = ("MASTER_ADDR", "MASTER_PORT", *_TORCHELASTIC, "GROUP_RANK")
 """Variables that identify the job, its restart and its node; torchrun sets them."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _KINDS = (".key", ".sock")

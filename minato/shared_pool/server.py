@@ -18,8 +18,7 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.dispatcher import waited_s
-from minato.shared_pool.channel import RankListener
-from minato.shared_pool.messages import Hello
+from minato.shared_pool.channel import Hello, RankListener
 from minato.shared_pool.ranks import PoolEpoch, Ranks, epoch_mismatch, next_rank
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.source import BatchHandle, open_batch
@@ -78,17 +77,17 @@ class PoolServer:
             self._wait_for(
                 lambda: not late(), late, "has not come to go on in the middle of the epoch"
             )
-            done_before, found = [own.batches] + [0] * len(others), [own]
+            found = {0: own}
             for slot in others:
                 if slot.entering is not None:
                     _, theirs, before = slot.entering
                     why = epoch_mismatch(slot.name, theirs, before is not None, epoch, True)
                     if before is None or why is not None:
                         self.refuse(str(why))
-                    found.append(before)
-                    done_before[slot.rank] = before.batches
-            self._ranks.done_before = done_before
-            return found
+                    found[slot.rank] = before
+            slots = range(len(self._ranks.slots))
+            self._ranks.done_before = [found[i].batches if i in found else 0 for i in slots]
+            return list(found.values())
 
     def refuse(self, why: str) -> NoReturn:
         """End the epoch in all ranks with a RuntimeError, which this call raises."""
@@ -180,8 +179,8 @@ class PoolServer:
                     ranks.request(own)
                     descriptor, lease, portion = own.inbox.popleft()
                     segment = this.engine.arena.segment
-                    store = SharedStore(segment)
-                    build = functools.partial(open_batch, descriptor, segment, store, lease)
+                    parts = descriptor, segment, SharedStore(segment), lease
+                    build = functools.partial(open_batch, *parts)
                     return BatchHandle(segment, descriptor, portion, build)
                 if this.error is not None or own.dealt == this.quota:
                     ranks.leave(number)

@@ -24,13 +24,13 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed, merged_ranks
 from minato.sampling.resume import is_stateful
 from minato.sampling.samplers import InterleavedRanks, RankSampler, ranked
+from minato.shared_pool.channel import Hello
 from minato.shared_pool.client import PoolClient
-from minato.shared_pool.messages import Hello
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
 from minato.shared_pool.source import DescriptorReader, RankDevice, RankSource
 
-__all__ = ["PoolSession", "RankInfo"]
+__all__ = ["PoolSession"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _JOB_VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -153,10 +153,8 @@ class PoolSession:
             )
         given = batch_sampler if batch_sampler is not None else sampler
         if given is None:
-            drawn = RankSampler(
-                dataset, place.count, place.rank, bool(shuffle), seed or 0, drop_last
-            )
-            return None, drawn
+            numbers = place.count, place.rank
+            return None, RankSampler(dataset, *numbers, bool(shuffle), seed or 0, drop_last)
         known = ranked(given)
         if known is None:
             raise ValueError(
@@ -178,9 +176,8 @@ class PoolSession:
             options = replace(spec.options, observe=Observe(stats=False), num_workers=first)
             return History.of(replace(spec, options=options))
         history = History.of(self._scaled(spec))
-        if history.autoscale is not None:
-            cores = available_cores(whole_node=True)
-            history.autoscale.settings = replace(history.autoscale.settings, cores=cores)
+        if (scale := history.autoscale) is not None:
+            scale.settings = replace(scale.settings, cores=available_cores(whole_node=True))
         return history
 
     def _scaled(self, spec: LoaderSpec) -> LoaderSpec:
@@ -258,7 +255,7 @@ class PoolSession:
 
     def _greeting(self, spec: LoaderSpec) -> Hello:
         sampling = spec.sampling
-        known = ranked(sampling.index_sampler)
+        known, collate = ranked(sampling.index_sampler), spec.collate_fn
         alike = {
             "minato": __version__,
             "ranks": self._place.local_count,
@@ -273,7 +270,7 @@ class PoolSession:
             "order": sampling.order,
             "seed": sampling.seed,
             "transforms": spec.transforms.names,
-            "collate_fn": _name_of(spec.collate_fn),
+            "collate_fn": attribute(collate, "__qualname__", type(collate).__qualname__),
             "on_rank_death": self._on_rank_death,
         }
         facts = {name: str(value) for name, value in alike.items()}
@@ -301,7 +298,3 @@ class PoolSession:
             # At exit it waits for the others.
             weakref.finalize(self, self._server.close).atexit = False
         return self._server
-
-
-def _name_of(function: object) -> str:
-    return str(attribute(function, "__qualname__", type(function).__qualname__))

@@ -16,15 +16,15 @@ import torch
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
 from minato.batching.arena import DeviceEvent, MemoryPinner, PinnedSlots, Slot
+from minato.batching.blobs import raise_sample_error, slot_overflow_error
 from minato.batching.layout import read_layout
 from minato.batching.reader import BatchReader, check_texts
-from minato.batching.sample_error import raise_sample_error, slot_overflow_error
 from minato.batching.serialization import Store
 from minato.delivery.device import DeviceCopier, accelerator_of
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
-from minato.shared_pool.messages import BatchDescriptor
+from minato.shared_pool.channel import BatchDescriptor
 
 if TYPE_CHECKING:
     from minato.shared_pool.client import PoolClient
@@ -124,8 +124,8 @@ class RankDevice:
         accelerator = accelerator_of(device)
         self._pinner: MemoryPinner | None = accelerator if accelerator.pins_memory else None
         self._pinned: weakref.WeakKeyDictionary[Segment, PinnedSlots] = weakref.WeakKeyDictionary()
-        self._held: deque[tuple[Any, DeviceEvent]] = deque()
-        self._copier = DeviceCopier(accelerator, functools.partial(_hold, self._held))
+        self._held = held = deque[tuple[object, DeviceEvent]]()
+        self._copier = DeviceCopier(accelerator, lambda _, host, end: held.append((host, end)))
         # When the process exits, the driver ends all copies.
         weakref.finalize(self, _finish_copies, self._held, os.getpid()).atexit = False
 
@@ -154,12 +154,6 @@ class RankDevice:
                 pinned = self._pinned[handle.segment] = PinnedSlots(self._pinner, handle.segment)
             pinned.lock(handle.descriptor.slot, handle.descriptor.nbytes)
         return batch
-
-
-def _hold(
-    held: deque[tuple[object, DeviceEvent]], slot: Slot, host: object, event: DeviceEvent
-) -> None:
-    held.append((host, event))
 
 
 def _finish_copies(held: deque[tuple[object, DeviceEvent]], owner: int) -> None:

@@ -97,10 +97,6 @@ class ControllerSettings:
     cores: float
     paper: PaperController = field(default_factory=PaperController)
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise ValueError(f"from {self.least} to {self.most} workers is no range")
-
 
 @dataclass(frozen=True)
 class ControllerState:

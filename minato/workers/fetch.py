@@ -18,14 +18,7 @@ from minato.sampling.resume import DatasetState, is_stateful
 from minato.transforms.compose import CollateFn, Transforms
 from minato.workers.plan import WorkerPlan
 
-__all__ = [
-    "Fetcher",
-    "ReplacedFetcher",
-    "StreamEnd",
-    "StreamFetcher",
-    "fetcher_of",
-    "one_each",
-]
+__all__ = ["Fetcher", "StreamEnd", "StreamFetcher", "fetcher_of", "one_each"]
 
 _METHODS = FunctionType, MethodDescriptorType
 """Types of ``__getitem__`` that are called sooner than an index is taken."""

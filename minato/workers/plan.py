@@ -89,16 +89,14 @@ class WorkerPlan(NamedTuple):
         """The tracer of worker ``number``."""
         return NULL_TRACER if self.tracks is None else self.tracks.worker(number)
 
-    def generator_roots(self, at_once: bool | None = None) -> dict[str, Any]:
+    def generator_roots(self, at_once: bool) -> dict[str, Any]:
         """The objects whose generators are bound to samples, by name.
 
         Args:
-            at_once: Whether the dataset reads several samples at once, which share its generators; by default as
-                planned.
+            at_once: Whether the dataset reads several samples at once, which share its generators.
         """
         pipeline = self.pipeline
         roots = {"dataset": pipeline.dataset, **pipeline.transforms.by_name}
-        at_once = self.fetching.at_once if at_once is None else at_once
         if at_once:
             del roots["dataset"]
         collate_fn = pipeline.collate_fn

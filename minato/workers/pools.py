@@ -19,7 +19,7 @@ from minato._fork_safety import check_owner, forget_in_children, signals_deferre
 from minato._support.pickling import holding_descriptors
 from minato._support.threads import exiting, start_thread
 from minato._system import CpuUsage, process_usage, thread_usage
-from minato.batching.sample_error import ErrorTransport, wrapped
+from minato.batching.blobs import ErrorTransport, wrapped
 from minato.errors import warn
 from minato.observe.tracer import in_profile
 from minato.workers.shared_state import SharedState

@@ -32,12 +32,10 @@ from minato.workers.shared_state import SharedReadLimit
 __all__ = [
     "LEAST_LISTS",
     "BegunLists",
-    "CoroutineReads",
     "Hedging",
     "InFlight",
     "Read",
     "Reads",
-    "ThreadReads",
     "close_reads",
     "reads_of",
 ]

@@ -10,7 +10,7 @@ import os
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import thread_time_ns
 from typing import Any
 
@@ -18,7 +18,7 @@ from minato._core import Lease, WorkerLedger, now_ns, run_samples, run_steps
 from minato._fork_safety import end_copy
 from minato._support.hashes import index_hash
 from minato._support.objects import nbytes_of
-from minato.batching.sample_error import Kinds
+from minato.batching.blobs import Kinds
 from minato.observe.meters import UNKNOWN, Meters
 from minato.observe.tracer import NULL_TRACER, REPEATED, SAMPLE, Tracer
 from minato.transforms.compose import CollateFn, Transforms
@@ -78,6 +78,7 @@ class DeferredSample:
     deferred_ns: int
 
 
+@dataclass(eq=False)
 class Deferral:
     """Decides which slow sample a worker defers, keeps it, and decides when the worker resumes it.
 
@@ -91,19 +92,16 @@ class Deferral:
         num_workers: Returns how many workers share the samples that are left to claim.
     """
 
-    def __init__(
-        self, *, ledger: WorkerLedger, meters: Meters, num_workers: Callable[[], int]
-    ) -> None:
-        self._ledger = ledger
-        self._meters = meters
-        self._num_workers = num_workers
-        self._sample: DeferredSample | None = None
-        self.num_deferred = 0
-        """How many samples the worker has deferred so far."""
+    ledger: WorkerLedger
+    meters: Meters
+    num_workers: Callable[[], int]
+    num_deferred: int = field(default=0, init=False)
+    """How many samples the worker has deferred so far."""
+    _sample: DeferredSample | None = field(default=None, init=False)
 
     def allows(self, position: int) -> bool:
         """Whether the worker defers the slow sample at this position now."""
-        ledger = self._ledger
+        ledger = self.ledger
         return (
             self._sample is None
             and bool(ledger.waiting)
@@ -120,7 +118,7 @@ class Deferral:
 
     def is_due(self) -> bool:
         """Whether the deferred sample goes before samples that no worker has begun."""
-        sample, ledger = self._sample, self._ledger
+        sample, ledger = self._sample, self.ledger
         return sample is not None and (
             not ledger.waiting
             or not self._others_have_work()
@@ -132,12 +130,12 @@ class Deferral:
         """Return the deferred sample, which the worker then resumes; None if there is none."""
         sample, self._sample = self._sample, None
         if sample is not None:
-            self._meters.deferred.record(max(now_ns() - sample.deferred_ns, 0))
+            self.meters.deferred.record(max(now_ns() - sample.deferred_ns, 0))
         return sample
 
     def _others_have_work(self) -> bool:
         """Whether each worker can claim another sample meanwhile."""
-        return self._ledger.unclaimed() > self._num_workers()
+        return self.ledger.unclaimed() > self.num_workers()
 
 
 class StageRunner:
@@ -485,8 +483,10 @@ class Runner:
         stage_runner = self._stage_runner
         if stage_runner is None:
             return self.run(position, epoch, indices, plain)
+        draws = self.cost_estimate.draws
+        is_watched = draws is None or (draws is False and self._are_cheap(len(indices)))
         # Samples that may run again are not deferred. The lease names the transform that runs all the same.
-        stage_runner.slow_ns = 0 if slow_ns and self._reruns(len(indices)) else slow_ns
+        stage_runner.slow_ns = 0 if is_watched and self.randomness is not None else slow_ns
         self._runs += 1
         mean_ns, worth_ns = self.cost_estimate.mean_ns, self._worth_measuring_ns
         if mean_ns >= worth_ns:
@@ -572,12 +572,6 @@ class Runner:
         return cost_ns < _WORTH_BINDING_NS and count >= (
             1 if self._in_main_process else _WORTH_WATCHING
         )
-
-    def _reruns(self, count: int) -> bool:
-        """Whether ``run`` may run ``count`` samples a second time: then none of them can be deferred."""
-        draws = self.cost_estimate.draws
-        is_watched = draws is None or (draws is False and self._are_cheap(count))
-        return self.randomness is not None and is_watched
 
     def resume(self, deferred: DeferredSample, epoch: int) -> Ran:
         """Resume a deferred sample; returns it, complete or deferred again, or no sample and what it raised."""

@@ -9,6 +9,7 @@ import signal
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -70,6 +71,7 @@ class StackFile:
         self._adopt(state["descriptor"].detach())
 
 
+@dataclass(eq=False)
 class SampleWatchdog:
     """Ends worker processes that spend too long on a sample.
 
@@ -77,10 +79,11 @@ class SampleWatchdog:
     stack, a later one reads it.
     """
 
-    def __init__(self, ledger: ConsumerLedger, limit_s: float, stacks: StackFile) -> None:
-        self._ledger = ledger
-        self._limit_s = limit_s
-        self._stacks = stacks
+    ledger: ConsumerLedger
+    limit_s: float
+    stacks: StackFile
+
+    def __post_init__(self) -> None:
         self._ended: dict[int, str] = {}  # the reason by number
         self._since_ns = 0
         # number, process, its lease then
@@ -89,7 +92,7 @@ class SampleWatchdog:
     @property
     def interval_s(self) -> float:
         """Interval between two calls of ``end``."""
-        return self._limit_s / _LOOKS if self._requested is None else _WRITTEN_S
+        return self.limit_s / _LOOKS if self._requested is None else _WRITTEN_S
 
     def restart_timers(self) -> None:
         """Restart the time limit of all running samples, because all processes were stopped for a while."""
@@ -102,31 +105,31 @@ class SampleWatchdog:
             return
         self._requested = None
         for number, process in enumerate(processes):
-            lease = self._ledger.lease(number)
+            lease = self.ledger.lease(number)
             on_nothing = lease.position is None and lease.step > STARTING
             if on_nothing or number in self._ended or process.pid is None:
                 continue
             taken_s = (now_ns() - max(lease.started_ns, self._since_ns)) / 1e9
             # The words of a lease are not written atomically: a second read confirms the first.
-            if taken_s <= self._limit_s or self._ledger.lease(number) != lease:
+            if taken_s <= self.limit_s or self.ledger.lease(number) != lease:
                 continue
             with contextlib.suppress(ProcessLookupError):
-                self._stacks.request(process.pid)
+                self.stacks.request(process.pid)
                 self._requested = number, process, lease
                 return
 
     def _finish(self, number: int, process: BaseProcess, lease: LeaseState) -> bool:
         """End a worker whose stack was requested; False while the stack is awaited."""
-        if self._ledger.lease(number) != lease or not process.is_alive():
+        if self.ledger.lease(number) != lease or not process.is_alive():
             return True  # the sample or the worker has ended by itself
-        stack = self._stacks.answer()
+        stack = self.stacks.answer()
         if stack is None:
             return False
         what = "a sample"
         if lease.position is None:
             what = "worker_init_fn" if lease.step == STARTING else "collate_fn"
         self._ended[number] = (
-            f"{what} took more than sample_timeout={self._limit_s:g}, and its worker (pid {process.pid}) "
+            f"{what} took more than sample_timeout={self.limit_s:g}, and its worker (pid {process.pid}) "
             f"was ended. Its stack:\n{stack or '(none: the process did not answer)'}"
         )
         process.kill()

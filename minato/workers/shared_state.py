@@ -21,7 +21,7 @@ from minato._core import (
 from minato._core.codes import FIRST_COLLATED
 from minato._core.segment import Memory, Segment
 from minato._fork_safety import renew_in_children, starts_worker
-from minato.batching.handover import Handover
+from minato.batching.sample_spec import Handover
 from minato.batching.serialization import StoredIndices
 from minato.observe.meters import Meters
 

@@ -233,9 +233,9 @@ class ExitWatch:
         return process.sentinel
 
     def _close_added(self) -> None:
-        for descriptor, _, process in self._added:
+        while self._added:
+            descriptor, _, process = self._added.popleft()
             _close(descriptor, process)
-        self._added.clear()
 
     def _run(self) -> None:
         watched: dict[int, tuple[int, BaseProcess]] = {}
@@ -243,8 +243,8 @@ class ExitWatch:
             try:
                 self._watch(watched, woken)
             finally:
-                for descriptor, (number, process) in watched.items():
-                    self._added.append((descriptor, number, process))
+                for descriptor, (_, process) in watched.items():
+                    _close(descriptor, process)
                 self._close_added()
 
     def _watch(self, watched: dict[int, tuple[int, BaseProcess]], woken: _Pipe) -> None:

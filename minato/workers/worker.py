@@ -24,7 +24,7 @@ from minato.workers.reads import BegunLists, InFlight, Read, close_reads
 from minato.workers.runner import DeferredSample, Fetch, Ran, Runner
 from minato.workers.shared_state import SharedState
 
-__all__ = ["ALL_SAMPLES", "WHOLE_BATCH", "ConcurrentWorker", "Worker", "run_again"]
+__all__ = ["ConcurrentWorker", "Worker", "run_again"]
 
 _RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
@@ -685,7 +685,12 @@ class ConcurrentWorker(Worker):
             else:
                 run.errors[i] = error
             if len(run.held) + len(run.errors) == len(run.indices):
-                self._write_held(run, run.held)
+                done = min(run.errors, default=len(run.held))
+                samples, error = [run.held[i] for i in range(done)], run.errors.get(done)
+                state = self.dataset_state()
+                self.writer.deliver(
+                    claimed.batch, 0, run.indices, samples, error, whole=True, state=state
+                )
         elif run.record.bound:
             state = self.dataset_state()
             self.writer.deliver(
@@ -694,9 +699,3 @@ class ConcurrentWorker(Worker):
         else:
             self.deliver_free(position, [read.index], samples, [cost_ns], error)
         return 1
-
-    def _write_held(self, run: _ClaimedRun, held: dict[int, Any]) -> None:
-        done = min(run.errors, default=len(held))
-        samples, error = [held[i] for i in range(done)], run.errors.get(done)
-        batch, state = run.claimed.batch, self.dataset_state()
-        self.writer.deliver(batch, 0, run.indices, samples, error, whole=True, state=state)

@@ -40,8 +40,8 @@ from minato._core.segment import Segment
 from minato._fork_safety import end_copy, forget_in_children, renew_in_children
 from minato._support.pickling import ForChild, Snapshot
 from minato._system import process_usage
+from minato.batching.blobs import ErrorTransport, wrapped
 from minato.batching.collate import RunAgain
-from minato.batching.sample_error import ErrorTransport, wrapped
 from minato.batching.serialization import Store
 from minato.batching.writer import BatchWriter
 from minato.errors import not_the_end
@@ -63,7 +63,6 @@ if sys.platform != "win32":  # which has threads only
 __all__ = [
     "WorkerContext",
     "announced",
-    "enter_worker_process",
     "initialise",
     "parent_watch",
     "run_worker_process",
@@ -200,16 +199,12 @@ def _flight(
     """The reads of a worker that reads several samples, or batches, at once; None: it reads one after the other."""
     dataset, fetching = plan.pipeline.dataset, plan.fetching
     if plan.begins_lists:
-        reads = BegunLists(dataset.__beginitems__, _busy_ns)
+        reads = BegunLists(dataset.__beginitems__, lambda: sum(process_usage([os.getpid()])))
     elif reads is None and fetching.at_once:
         reads = reads_of(dataset, fetching.concurrency)
     if reads is None:
         return None
     return InFlight(number, reads, state.read_limit(fetching.max_in_flight), fetching)
-
-
-def _busy_ns() -> int:
-    return sum(process_usage([os.getpid()]))
 
 
 def run_worker_process(number: int, context: WorkerContext) -> None:

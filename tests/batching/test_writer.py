@@ -17,9 +17,9 @@ from minato._core import ConsumerLedger
 from minato._core.codes import OPEN, READY
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
+from minato.batching.blobs import SampleError
 from minato.batching.collate import Collate
 from minato.batching.reader import BatchReader
-from minato.batching.sample_error import SampleError
 from minato.batching.serialization import LocalStore, SharedStore, Store
 from minato.batching.writer import BatchWriter
 from tests.datasets import assert_same

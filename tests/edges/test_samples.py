@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 from minato import DataLoader, ErrorPolicy
-from minato.batching.handover import are_plain
+from minato.batching.sample_spec import are_plain
 from tests.datasets import Numbers, flat, forked
 from tests.edges.travellers import Attributed, Subclass, Text, shown
 

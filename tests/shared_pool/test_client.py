@@ -13,9 +13,8 @@ import pytest
 
 from minato import DataLoader, SharedPool
 from minato.batching.arena import Slot
-from minato.shared_pool.channel import RankListener, connected
+from minato.shared_pool.channel import Hello, RankListener, connected, from_host
 from minato.shared_pool.client import PoolClient
-from minato.shared_pool.messages import Hello, from_host
 from minato.shared_pool.rendezvous import Rendezvous
 from tests.datasets import Filled, Numbers, indices, wait_until
 from tests.shared_pool.jobs import MARKS, Job, run

@@ -18,7 +18,7 @@ from minato import DataLoader, DeviceCopies
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
 from minato.shared_pool import source
-from minato.shared_pool.messages import BatchDescriptor
+from minato.shared_pool.channel import BatchDescriptor
 from minato.shared_pool.source import BatchHandle, RankDevice
 from tests.datasets import ORDERS, Filled, Pair, flat, wait_until
 from tests.delivery.recorder import DeviceEvent, Recorder, indices_of

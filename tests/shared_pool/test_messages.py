@@ -24,16 +24,18 @@ from hypothesis import strategies as st
 from minato._core.segment import Segment
 from minato.batching.arena import Arena, Slot
 from minato.sampling.progress import Completed, Outgoing
-from minato.shared_pool.channel import Channel, RankListener, connected
-from minato.shared_pool.client import PoolClient
-from minato.shared_pool.messages import (
+from minato.shared_pool.channel import (
     BatchDescriptor,
     BatchMessage,
+    Channel,
     Hello,
+    RankListener,
+    connected,
     encoded,
     from_host,
     from_rank,
 )
+from minato.shared_pool.client import PoolClient
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import PoolServer
 from minato.shared_pool.source import LeasedBatch

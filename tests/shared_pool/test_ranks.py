@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minato.batching.arena import Slot
-from minato.shared_pool.messages import Hello
+from minato.shared_pool.channel import Hello
 from minato.shared_pool.ranks import PoolEpoch, RankSlot, next_rank, rejection_reason
 
 

@@ -26,8 +26,14 @@ import pytest
 
 from minato._support import files
 from minato.shared_pool import channel
-from minato.shared_pool.channel import Channel, RankListener, WrongKeyError, connected, peer_of
-from minato.shared_pool.messages import from_host
+from minato.shared_pool.channel import (
+    Channel,
+    RankListener,
+    WrongKeyError,
+    connected,
+    from_host,
+    peer_of,
+)
 from minato.shared_pool.rendezvous import KEY_BYTES, Found, Rendezvous
 from tests.datasets import wait_until
 

@@ -39,7 +39,7 @@ import minato.engine.engine
 from minato._core import ConsumerLedger, WorkerLedger
 from minato._fork_safety import Borrower, starting_worker
 from minato._system import thread_usage
-from minato.batching.sample_error import ErrorTransport, wrapped
+from minato.batching.blobs import ErrorTransport, wrapped
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker
 from tests.stress.bare import fork

@@ -219,8 +219,3 @@ def test_no_measurement_leads_out_of_the_limits(periods, name, least, room, core
     for measured in periods:
         state = CONTROLLERS[name](state, measured, limits)
         assert least <= state.workers <= least + room
-
-
-def test_an_empty_range_is_refused():
-    with pytest.raises(ValueError, match="no range"):
-        ControllerSettings(least=3, most=2, cores=1.0)
