@@ -74,7 +74,9 @@ class Store(ABC):
     def put(
         self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
-        """Store an object; returns ``(offset, nbytes)`` for ``get``. The offset is a multiple of 64.
+        """Store an object; returns ``(offset, nbytes)`` for ``get``. Raises the exception of its pickling.
+
+        The offset is a multiple of 64.
 
         Args:
             purpose: Kind of object in error messages (see ``SidePickler``).
@@ -104,7 +106,6 @@ class SharedStore(Store):
     def put(
         self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
-        """Pickle an object into the arena. Raises the exception of its pickling."""
         pieces, raws = dumps(value, purpose)
         sizes = [piece.nbytes for piece in pieces]
         payloads = [i for i in range(1, len(pieces)) if _is_payload(pieces[i - 1], sizes[i])]
@@ -196,7 +197,7 @@ def _spanning(lease: np.ndarray, memory: np.ndarray) -> memoryview:
 
 
 class LocalStore(Store):
-    """Passes objects by reference, for workers in this process."""
+    """Passes objects by reference, for workers in this process: ``peek`` gives the object itself, too."""
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(segment)
@@ -207,21 +208,14 @@ class LocalStore(Store):
     def put(
         self, allocate: Allocate, value: object, purpose: Purpose = "sample", kind: int = 0
     ) -> tuple[int, int]:
-        """Store a reference to an object."""
         offset = next(self._offsets)
         self._values[offset] = value
         return offset, 0
 
     def get(self, offset: int, nbytes: int, lease: object = None, kind: int = 0) -> Any:
-        """Return the object itself."""
-        return self._values[offset]
-
-    def peek(self, offset: int, nbytes: int, kind: int = 0) -> Any:
-        """Return the object itself without removing it."""
         return self._values[offset]
 
     def drop(self, offset: int) -> None:
-        """Remove an object; no ``get`` will fetch it."""
         self._values.pop(offset, None)
 
 

@@ -98,7 +98,7 @@ def test_lost_repeated_and_exchanged_samples_are_an_error(
     loader = DataLoader(Numbers(12), 4, order=order, num_workers=1, workers="thread")
     iterator = iter(loader)
     dispatcher = iterator._source._dispatcher
-    ledger = dispatcher._retiring._ledger
+    ledger = dispatcher._retiring.ledger
 
     class Faulty:
         def __getattr__(self, name: str) -> Any:

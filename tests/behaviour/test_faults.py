@@ -221,7 +221,7 @@ def test_a_worker_that_was_asked_for_its_stack_may_go_on(
         ledger.state = LeaseState(0, time.monotonic_ns(), 2)
     else:
         watchdog.restart_timers()
-    wait_until(lambda: watchdog._stacks.answer() is not None)
+    wait_until(lambda: watchdog.stacks.answer() is not None)
     watchdog.end([process])
     watchdog.end([process])
     assert watchdog.cause(0) is None
