@@ -112,7 +112,7 @@ def test_lost_repeated_and_exchanged_samples_are_an_error(
                 return [*found, found[0]]
             return [found[0], *found[:-1]]
 
-    monkeypatch.setattr(dispatcher._retiring, "_ledger", Faulty())
+    monkeypatch.setattr(dispatcher._retiring, "ledger", Faulty())
     with pytest.raises(
         CoverageError, match="the delivered samples are not those that the sampler requested"
     ):
