@@ -33,7 +33,6 @@ class _Member:
 
     Attributes:
         epoch: Number of the epoch in the group.
-        thread: The thread that uses it.
         inbox: Batches that were fetched for it, one at most.
     """
 
@@ -47,9 +46,6 @@ class Group:
     """Distributes the batches of a loader: each goes to the consumer that has waited longest.
 
     A consumer that waits gets one batch before any other gets two. The waiting threads fetch for all, one at a time.
-
-    Args:
-        open_epoch: Returns the iterator of the next epoch.
     """
 
     def __init__(self, open_epoch: Callable[[], Iterator[object]]) -> None:
@@ -175,7 +171,6 @@ class Consumer:
     thread at a time.
 
     Args:
-        group: Shared by all consumers.
         device: Where its batches are copied to, None for host memory.
     """
 
@@ -243,11 +238,7 @@ def make_consumers(
     n: int | None,
     devices: Sequence[str | torch.device] | None,
 ) -> tuple[Consumer, ...]:
-    """Consumers of one loader; see ``DataLoader.consumers``.
-
-    Args:
-        open_epoch: Returns the iterator of the loader's next epoch.
-    """
+    """Consumers of one loader; see ``DataLoader.consumers``."""
     if (n is None) == (devices is None):
         raise ValueError(f"n={n} and devices={devices}: give one of the two")
     if devices is None:

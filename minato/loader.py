@@ -806,7 +806,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """An iterator; neither it nor its engine refers to this loader.
 
         Args:
-            epochs: Its epochs.
             loader: Has torch's attributes; by default this one.
         """
         from minato.delivery.iterator import BatchIterator
@@ -827,15 +826,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             generator = copy.deepcopy(generator)
         twin = _Twin(self, _index_sampler=sampler, generator=generator)
         options = self._options
-        silent = replace(
-            options,
-            errors=replace(options.errors, log=None),
-            stragglers=replace(options.stragglers, history=None),
-        )
-        sampling = replace(
-            spec.sampling, index_sampler=sampler, generator=generator, record_order=None
-        )
-        spec = replace(spec, sampling=sampling, options=silent)
+        errors = replace(options.errors, log=None)
+        stragglers = replace(options.stragglers, history=None)
+        silent = replace(options, errors=errors, stragglers=stragglers)
+        own = {"index_sampler": sampler, "generator": generator, "record_order": None}
+        spec = replace(spec, sampling=replace(spec.sampling, **own), options=silent)
 
         epochs = _Epochs(spec, engines, self._position.without_state())
         kept = self._inspector(spec).randomness(0).saved
@@ -857,13 +852,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
 
 class _Epochs:
-    """The epochs of one iterator; holds no loader.
-
-    Args:
-        spec: The loader as it is when the iterator begins.
-        engines: The loader's.
-        position: The loader's.
-    """
+    """The epochs of one iterator; holds no loader."""
 
     def __init__(self, spec: LoaderSpec, engines: EngineFactory, position: Position) -> None:
         self._spec = spec

@@ -68,15 +68,8 @@ _TAKES_CLASSES = ("transforms",)
 """A class may transform a sample: str, or a path."""
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _NOT_FOR_ACTORS = (
-    "concurrency_groups",
-    "get_if_exists",
-    "lifetime",
-    "max_concurrency",
-    "max_pending_calls",
-    "max_restarts",
-    "max_task_retries",
-    "name",
-    "namespace",
+    *("concurrency_groups", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls"),
+    *("max_restarts", "max_task_retries", "name", "namespace"),
 )
 """Options of a Ray actor that the loader decides: an actor runs one sample at a time, for this loader alone."""
 
@@ -750,9 +743,6 @@ class TorchArguments(NamedTuple):
     """The arguments of torch that decide which options are possible.
 
     Attributes:
-        in_order: As given.
-        has_batch_sampler: Whether one is given.
-        is_stream: Whether the dataset is iterable.
         in_threads: Whether the processes of ``multiprocessing_context`` are threads.
         dataset_name: The default of ``Observe.name``.
     """
@@ -769,11 +759,7 @@ class Options(_Group):
     """The arguments that torch's loader lacks, and the two of torch's that take more values here."""
 
     num_workers: int = option(0, '0 or more, `"auto"`, an `AutoScale`', _num_workers)
-    pin_memory: bool | str = option(
-        False,
-        '`True`, `False`, `"in_place"`',
-        _torchs_or(IN_PLACE),
-    )
+    pin_memory: bool | str = option(False, '`True`, `False`, `"in_place"`', _torchs_or(IN_PLACE))
     persistent_workers: bool | str = option(
         False, '`True`, `False`, `"next_epoch"`', _torchs_or(NEXT_EPOCH)
     )

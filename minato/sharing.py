@@ -212,7 +212,6 @@ class _Layout(NamedTuple):
 
     Attributes:
         kind: The name of a type of ``_NUMBERS``, or one of ``_DECODERS``.
-        length: Number of items.
         start: Where an array begins, at a multiple of 8: the numbers; or ``length + 1`` int64, of which the ``i``-th
             says where the bytes of item ``i`` begin, and the next one where they end.
     """

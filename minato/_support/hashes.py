@@ -52,10 +52,7 @@ _NESTED: dict[int, Callable[[Any], Any]] = {
 }
 """What containers of plain values hold, by the id of their type."""
 _GENERATORS = (
-    random.Random,
-    np.random.RandomState,
-    np.random.Generator,
-    np.random.BitGenerator,
+    *(random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator),
     torch.Generator,
 )
 _OF_CLASSES = frozenset(
@@ -141,16 +138,13 @@ class _Optional(NamedTuple):
     value: object
 
 
-class _Frame:
+class _Frame(NamedTuple):
     """A value some of whose parts have their digests already."""
 
-    __slots__ = ("digests", "optional", "parts", "value")
-
-    def __init__(self, value: object, parts: Generator[object, None, None], optional: bool) -> None:
-        self.value = value
-        self.parts = parts
-        self.optional = optional
-        self.digests: list[bytes] = []
+    value: object
+    parts: Generator[object, None, None]
+    optional: bool
+    digests: list[bytes]
 
 
 class _Walk:
@@ -199,7 +193,7 @@ class _Walk:
 
     def _enter(self, value: object, optional: bool) -> None:
         self._open[id(value)] = len(self._frames)
-        self._frames.append(_Frame(value, self._parts(value), optional))
+        self._frames.append(_Frame(value, self._parts(value), optional, []))
 
     def _leave(self, frame: _Frame) -> bytes:
         self._frames.pop()

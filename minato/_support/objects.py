@@ -96,13 +96,13 @@ class Kind:
     """What a search needs to know of a class.
 
     Attributes:
-        kind: The class. Its id stands for it as long as this object lives.
         container: Its base among dict, list, tuple and deque, or None.
     """
 
     __slots__ = ("_dict_of", "_slots", "container", "kind")
 
     def __init__(self, kind: type) -> None:
+        # Its id stands for it as long as this object lives.
         self.kind = kind
         self.container: Any = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         self._dict_of: Callable[[Any], Any] | None = None
@@ -208,8 +208,6 @@ class Node(NamedTuple):
     """An object that a search has reached.
 
     Attributes:
-        thing: The object.
-        parent: The node of its holder, or None.
         step: How the holder holds it: text, or its key in a tuple.
         get: With ``name`` returns what the holder holds there now; None if that is not known.
         group: Key of the objects that are like it.
@@ -253,7 +251,6 @@ class _Group:
         left: Further ones that are looked into.
         items_left: Items of containers that are.
         owns: Something was found in one of them: then all are looked into.
-        skipped: The others.
         rest: A node of the others, and the further items of its holder that are like it.
     """
 
@@ -301,13 +298,10 @@ class Search:
         opens: Whether to look into the attributes of objects of this kind below the roots; None: into all, and into
             functions and the like.
         of_class: Further nodes of a class that is seen for the first time.
-        of_function: Further nodes of a function.
-        opaque: Classes with nothing inside.
         samples: Look at a sample of objects that are alike; otherwise at all objects.
 
     Attributes:
         opened: The nodes that were looked into, in this order.
-        looks: Values that were looked at.
     """
 
     def __init__(
@@ -338,11 +332,7 @@ class Search:
         self.looks = 0
 
     def run(self, roots: Mapping[str, object], seen: Iterable[object] = ()) -> list[Node]:
-        """Search. If it samples, and an object is odd in a way that nobody has thought of, it finds nothing.
-
-        Args:
-            seen: Objects to leave out.
-        """
+        """Search. If it samples, and an object is odd in a way that nobody has thought of, it finds nothing."""
         self._seen = {id(each): each for each in seen}
         try:
             for name, root in roots.items():
@@ -533,10 +523,6 @@ def failing_part(
     thing: object, error: Exception, failure: Callable[[object], Exception | None]
 ) -> tuple[str, Any, Exception]:
     """The innermost part of an object for which something fails that fails for the object.
-
-    Args:
-        error: The exception for the object.
-        failure: Returns the exception for a part, or None.
 
     Returns:
         Its path in the object, the part, and its exception.

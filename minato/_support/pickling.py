@@ -677,9 +677,6 @@ def advise(error: Exception) -> None:
 def check_picklable(name: str, value: object) -> None:
     """Find out which part of an object cannot be sent to a process that is being started.
 
-    Args:
-        name: Name of the object in the message, e.g. ``"dataset"``.
-
     Raises:
         NotPicklableError: Names the innermost attribute or item that cannot be pickled.
     """

@@ -26,11 +26,7 @@ _STEP_S = 0.05
 
 
 class SleepingSamples(torch.utils.data.Dataset[int]):
-    """Samples that sleep for their cost and return their index.
-
-    Args:
-        costs_s: Cost of each sample, in seconds.
-    """
+    """Samples that sleep for their cost and return their index."""
 
     def __init__(self, costs_s: Sequence[float]) -> None:
         self._costs_s = costs_s

@@ -47,7 +47,6 @@ class Finding:
 
     Attributes:
         state: ``"ok"``; ``"note"``: a small cost; ``"limit"``: makes minato slower, or fail.
-        value: The present value.
         remedy: The remedy; empty if none is needed.
     """
 

@@ -27,12 +27,7 @@ _WRAPPERS = ("DataLoaderShard", "DataLoaderDispatcher")
 
 @dataclass
 class _Build:
-    """A rebuilding of a loader of minato's that is going on.
-
-    Attributes:
-        make: Constructs a loader like the given one.
-        done: Whether it was called.
-    """
+    """A rebuilding of a loader of minato's that is going on."""
 
     make: Callable[..., Any]
     done: bool = False
@@ -56,7 +51,6 @@ def _rebuilding_alike(
     """Wrap a function that rebuilds a loader.
 
     Args:
-        loader_at: The position of the loader among its arguments.
         lost: Called if it made another loader than minato's.
     """
 
@@ -141,12 +135,8 @@ def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[...,
             and module.PartialState().num_processes > 1
         )
         ours = _current.get() is not None and not reads_ahead
-        init(
-            self,
-            dataset,
-            use_stateful_dataloader=use_stateful_dataloader and not ours,
-            **keywords,
-        )
+        another = use_stateful_dataloader and not ours
+        init(self, dataset, use_stateful_dataloader=another, **keywords)
         self.use_stateful_dataloader = use_stateful_dataloader
 
     return adapted

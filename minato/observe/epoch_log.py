@@ -8,16 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minato._core import Histogram, now_ns
+from minato.observe.lateness import ThresholdDecision
 from minato.observe.machine import MachineSnapshot
 from minato.observe.meters import SlowSample, slowest_of
-from minato.observe.observers import (
-    EpochState,
-    LoaderSnapshot,
-    Metrics,
-    MetricsSource,
-    Observer,
-    SlowThresholdState,
-)
+from minato.observe.observers import EpochState, LoaderSnapshot, Metrics, MetricsSource, Observer
 
 __all__ = ["EpochLog", "EpochRecord", "LoaderUse", "Totals"]
 
@@ -98,7 +92,7 @@ class EpochRecord:
     metrics: Metrics = field(default_factory=Metrics)
     use: LoaderUse = field(default_factory=LoaderUse)
     machine: MachineSnapshot = field(default_factory=MachineSnapshot)
-    decision: SlowThresholdState | None = None
+    decision: ThresholdDecision | None = None
     held_by_budget: bool = False
     finished: bool = False
 

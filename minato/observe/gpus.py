@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 __all__ = ["INTERVAL_S", "NBYTES", "Gpu", "GpuTable", "gpu_table", "run", "visible"]
 
@@ -47,15 +47,6 @@ _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Device files of a driver, on Linux and in WSL."""
 _GRACE_S = 5.0
 """Time limit for the end of the process."""
-
-
-class Gpu(Protocol):
-    """A GPU that can be sampled."""
-
-    name: str
-
-    def look(self) -> tuple[float, int, int]:
-        """Utilization in percent, bytes in use, total bytes."""
 
 
 class GpuTable:
@@ -94,13 +85,10 @@ class GpuTable:
 
     def counts(self) -> Counter[str]:
         """By ``gpu0_samples``, ``gpu0_idle``, ``gpu0_busy_percent``, ``gpu0_used_mib``, ``gpu1_samples`` and so on."""
-        return Counter(
-            {
-                f"gpu{number}_{name}": round(getattr(row, name))
-                for number, row in enumerate(self.rows)
-                for name in _COUNTS
-            }
-        )
+        counts: Counter[str] = Counter()
+        for number, row in enumerate(self.rows):
+            counts.update({f"gpu{number}_{name}": round(getattr(row, name)) for name in _COUNTS})
+        return counts
 
 
 # ---- the training process -------------------------------------------------------------------
@@ -123,12 +111,9 @@ def _started() -> GpuTable | None:
     try:
         os.ftruncate(descriptor, NBYTES)
         null = subprocess.DEVNULL
+        command = [sys.executable, "-P", __file__, str(descriptor), str(os.getpid())]
         process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(descriptor), str(os.getpid())],
-            pass_fds=[descriptor],
-            stdin=null,
-            stdout=null,
-            stderr=null,
+            command, pass_fds=[descriptor], stdin=null, stdout=null, stderr=null
         )
         table = GpuTable(mmap.mmap(descriptor, NBYTES))
     except OSError:  # no process can be started: no monitoring
@@ -149,8 +134,8 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 # ---- the separate process -------------------------------------------------------------------
 
 
-class _Nvml:
-    """A GPU through NVML."""
+class Gpu:
+    """A GPU, through NVML."""
 
     def __init__(self, nvml: ModuleType, handle: object) -> None:
         self._nvml, self._handle = nvml, handle
@@ -158,6 +143,7 @@ class _Nvml:
         self.name = name.decode() if isinstance(name, bytes) else str(name)
 
     def look(self) -> tuple[float, int, int]:
+        """Utilization in percent, bytes in use, total bytes."""
         use = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
         memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
         return float(use.gpu), int(memory.used), int(memory.total)
@@ -170,13 +156,11 @@ def visible(nvml: ModuleType, named: str | None) -> list[Gpu]:
     found: list[Gpu] = []
     try:
         for name in filter(None, map(str.strip, named.split(","))):
-            by_number = name.lstrip("-").isdigit()
-            handle = (
-                nvml.nvmlDeviceGetHandleByIndex(int(name))
-                if by_number
-                else nvml.nvmlDeviceGetHandleByUUID(name)
-            )
-            gpu = _Nvml(nvml, handle)
+            if name.lstrip("-").isdigit():
+                handle = nvml.nvmlDeviceGetHandleByIndex(int(name))
+            else:
+                handle = nvml.nvmlDeviceGetHandleByUUID(name)
+            gpu = Gpu(nvml, handle)
             gpu.look()
             found.append(gpu)
     except nvml.NVMLError:  # like CUDA: the devices before an invalid one

@@ -20,10 +20,6 @@ _WARM_UP = 2
 class Headroom:
     """Batches for a training loop: first from a loader, then a few of them replayed.
 
-    Args:
-        batches: Called when iteration starts.
-        steps: Number of timed steps of each kind.
-
     Raises:
         ValueError: ``steps`` is less than 1.
     """

@@ -1,14 +1,31 @@
-"""How far the returned batches are from the sampler's order."""
+"""Which samples are slow, and how far the returned batches are from the sampler's order."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from typing import NamedTuple
 
 from minato._core import Histogram
 
-__all__ = ["InOrderLateness", "Lateness"]
+__all__ = ["InOrderLateness", "Lateness", "ThresholdDecision"]
+
+
+class ThresholdDecision(NamedTuple):
+    """A slow threshold at one time.
+
+    Attributes:
+        threshold_ns: Service time above which a sample is slow; 0: none is.
+        percentile: The percentile in force, 0 with a fixed threshold.
+        slow_share: Share of the latest samples that cost more than the threshold they ran under.
+        phase: ``warm-up``, ``uniform`` (costs differ too little), ``following`` or ``fixed``.
+    """
+
+    threshold_ns: int
+    percentile: float
+    slow_share: float
+    phase: str
 
 
 class Lateness:

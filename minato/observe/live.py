@@ -48,16 +48,8 @@ class _Look(NamedTuple):
 class Live(Observer):
     """The result of ``loader.live()``: shows the progress of each epoch while it runs.
 
-    Attributes:
-        title: The loader and the epoch.
-        batches: Returned so far.
-        length: Batches of the whole epoch; None if unknown.
-        began_ns: When the epoch began.
-
     Args:
         observers: Of the loader; this view adds itself.
-        name: Of the loader.
-        stages: Names of the dataset's stage and of the transforms.
     """
 
     def __init__(

@@ -37,9 +37,6 @@ class MachineSnapshot(NamedTuple):
         counts: Counters with an arbitrary start: ``cores_used_ns``, ``cores_there_ns``, ``disk_read_bytes``, and of
             each GPU ``gpu0_samples``, ``gpu0_idle`` (samples in which it was idle), ``gpu0_busy_percent`` (sum of its
             utilization), ``gpu0_used_mib`` (sum of the memory in use).
-        available_bytes: Memory that is available.
-        limit_bytes: Total memory within the limits of the control groups.
-        gpus: Name and bytes of each.
     """
 
     counts: Mapping[str, int] = {}
@@ -49,11 +46,7 @@ class MachineSnapshot(NamedTuple):
 
 
 class MachineMonitor:
-    """Takes snapshots of the machine, at most ten per second: one epoch often starts when another ends.
-
-    Attributes:
-        gpus: The counters of the GPUs; None for none.
-    """
+    """Takes snapshots of the machine, at most ten per second: one epoch often starts when another ends."""
 
     def __init__(self) -> None:
         self.gpus: GpuTable | None = None
@@ -88,8 +81,6 @@ def storage_counts(
 
     Args:
         dataset: A source, or a dataset with sources in its attributes, at any depth.
-        cache: The counters of the loader's cache, or None.
-        reads: The counters of concurrent reads, or None.
     """
     search = Search(
         lambda kind: issubclass(kind.kind, Counters),

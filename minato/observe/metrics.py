@@ -36,8 +36,6 @@ class Metric(NamedTuple):
         name: Its key in ``loader.metrics()``; with ``minato_`` before it, its name in Prometheus.
         kind: A ``counter`` only grows, over all epochs; a ``gauge`` is of the newest epoch.
         unit: ``s``, ``bytes``, ``share`` (0 to 1), ``per s``, or the things counted.
-        meaning: In one sentence.
-        value: Reads it.
         exported: Whether monitoring systems get it; they derive rates from counters themselves.
     """
 
@@ -125,19 +123,14 @@ _MOST_CLIENTS = 16
 _PAUSE_S = 0.1
 _JOIN_S = 5.0
 _EXPORTED = [metric for metric in CATALOG if metric.exported]
-_OF_STAGE, _OF_GPU = ("loader", "stage"), ("gpu", "name")
+_STAGE, _GPU = ("loader", "stage"), ("gpu", "name")
 _FAMILIES = [
     *((each.name, each.kind, ("loader",), each.meaning) for each in _EXPORTED),
-    (
-        "stage_seconds_total",
-        "counter",
-        _OF_STAGE,
-        "Time in a stage, for the samples that were timed.",
-    ),
-    ("stage_samples_total", "counter", _OF_STAGE, "Samples that were timed in a stage."),
-    ("gpu_observed_seconds_total", "counter", _OF_GPU, "Time that a GPU was monitored."),
-    ("gpu_idle_seconds_total", "counter", _OF_GPU, "Time that a GPU was idle."),
-    ("gpu_busy_seconds_total", "counter", _OF_GPU, "Time that a GPU was busy, times utilization."),
+    ("stage_seconds_total", "counter", _STAGE, "Time in a stage, for the samples that were timed."),
+    ("stage_samples_total", "counter", _STAGE, "Samples that were timed in a stage."),
+    ("gpu_observed_seconds_total", "counter", _GPU, "Time that a GPU was monitored."),
+    ("gpu_idle_seconds_total", "counter", _GPU, "Time that a GPU was idle."),
+    ("gpu_busy_seconds_total", "counter", _GPU, "Time that a GPU was busy, times utilization."),
 ]
 """Name, kind, labels and meaning of each metric."""
 _Values = dict[str, dict[tuple[str, ...], float]]
@@ -149,13 +142,8 @@ _served: weakref.WeakSet[ServedMetrics] = weakref.WeakSet()
 class ServedMetrics:
     """The metrics of one loader, served while this object exists; several loaders may share an address.
 
-    Attributes:
-        name: The value of the label ``loader``, unique in this process.
-        url: Where the metrics are served.
-
     Args:
         name: Of the loader; a number is appended if another loader has it.
-        stages: Names of the dataset's stage and of the transforms.
         address: Host and port; port 0 for any free one.
 
     Raises:

@@ -11,18 +11,10 @@ from typing import Any, NamedTuple, Protocol
 from minato._core import Histogram
 from minato._support.text import message_of, type_name
 from minato.errors import warn
-from minato.observe.lateness import Lateness
+from minato.observe.lateness import Lateness, ThresholdDecision
 from minato.observe.meters import EMPTY, SlowSample
 
-__all__ = [
-    "EpochState",
-    "LoaderSnapshot",
-    "Metrics",
-    "MetricsSource",
-    "Observer",
-    "Observers",
-    "SlowThresholdState",
-]
+__all__ = ["EpochState", "LoaderSnapshot", "Metrics", "MetricsSource", "Observer", "Observers"]
 
 
 @dataclass
@@ -68,12 +60,7 @@ class LoaderSnapshot(NamedTuple):
     """Workers and batches of a loader.
 
     Attributes:
-        workers: Active workers.
-        in_flight: Batches that are open or ready.
-        ready: Batches that are ready.
-        limit: The largest number of batches in flight.
         memory_bytes: Approximate memory of the batches in flight.
-        budget_bytes: The memory budget.
     """
 
     workers: int
@@ -98,26 +85,6 @@ class EpochState(Protocol):
         """The number of batches; None if unknown."""
 
 
-class SlowThresholdState(Protocol):
-    """The threshold above which samples are slow."""
-
-    @property
-    def threshold_ns(self) -> int:
-        """Samples that take longer are slow; 0: none is."""
-
-    @property
-    def percentile(self) -> float:
-        """The share of samples below it, as is in force."""
-
-    @property
-    def slow_share(self) -> float:
-        """The share of slow samples among the latest."""
-
-    @property
-    def phase(self) -> str:
-        """``warm-up``, ``uniform``, ``following`` or ``fixed``."""
-
-
 class MetricsSource(Protocol):
     """The metrics of an engine; readable after its end."""
 
@@ -136,7 +103,7 @@ class MetricsSource(Protocol):
     def slowest(self) -> list[SlowSample]:
         """The slowest samples of each worker."""
 
-    def decision(self) -> SlowThresholdState:
+    def decision(self) -> ThresholdDecision:
         """The present threshold of slow samples."""
 
     @property
@@ -160,8 +127,6 @@ class Observer:
         """``next()`` returns a batch.
 
         Args:
-            samples: Number of its samples.
-            nbytes: Bytes of its samples.
             loader: Returns the state of the loader; to be called rarely.
         """
 
@@ -182,7 +147,6 @@ class Observers(Observer):
 
     Args:
         of_loader: Observers of all engines of a loader; the list may change between two epochs.
-        own: Observers of this engine.
     """
 
     def __init__(self, of_loader: list[Observer], own: Iterable[Observer] = ()) -> None:

@@ -61,11 +61,7 @@ class Report:
 
 
 def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Report:
-    """The report of all epochs of a loader so far.
-
-    Args:
-        steps: Names of the transforms.
-    """
+    """The report of all epochs of a loader so far."""
     records = log.records()
     whole = dataclasses.replace(records[-1], epoch=-1) if records else EpochRecord(-1)
     whole.metrics = Metrics()
@@ -217,11 +213,7 @@ def _reads(counts: Mapping[str, int]) -> figures.Reads:
 
 
 def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[figures.Gpu, ...]:
-    """The use of each GPU.
-
-    Args:
-        counts: Those of the machine, over the time that counts.
-    """
+    """The use of each GPU."""
     found = []
     for number, (name, total_bytes) in enumerate(machine.gpus):
         samples, idle, busy_percent, used_mib = (

@@ -21,14 +21,7 @@ from minato.errors import warn
 from minato.observe.observers import LoaderSnapshot, Observer
 from minato.observe.tracer import REPEATED, SAMPLE, Args, Tracer
 
-__all__ = [
-    "LIMIT_BYTES",
-    "LoopTrack",
-    "Trace",
-    "Track",
-    "Tracks",
-    "trace_of_environment",
-]
+__all__ = ["LIMIT_BYTES", "LoopTrack", "Trace", "Track", "Tracks", "trace_of_environment"]
 
 LIMIT_BYTES = 256 << 20
 """Size limit of a trace: about half a million samples with three transforms, which the viewer opens easily."""
@@ -44,7 +37,6 @@ class Trace:
 
     Args:
         path: The file; checked now, and truncated at the first iteration.
-        name: Of the loader.
 
     Raises:
         ValueError: The file is no trace; it stays unchanged.
@@ -102,9 +94,6 @@ def trace_of_environment(name: str) -> Trace | None:
 
     The second loader writes ``NAME-2.json``, local rank 1 ``NAME.rank1.json``. A file that cannot be written, or has
     other content, is a warning.
-
-    Args:
-        name: Of the loader.
     """
     given = environment("MINATO_TRACE")
     if given is None or (number := next(_numbers)) > _MOST_TRACES:
@@ -125,7 +114,6 @@ class Tracks(NamedTuple):
     Attributes:
         pid: Of the training process, under which all tracks are shown.
         number: 0, unless several iterators of the loader live at once.
-        name: Of the loader.
     """
 
     path: str
@@ -186,14 +174,11 @@ class Track(Tracer):
     ) -> None:
         if end_ns is None:
             end_ns = now_ns()
-        self._events.append(
-            (
-                begin_ns,
-                -end_ns,
-                f'{{"ph":"X",{self._where},"ts":{begin_ns / 1e3:.3f},"dur":{(end_ns - begin_ns) / 1e3:.3f},'
-                f'"name":{_quoted(name)},"args":{{{_members(args)}}}}},\n',
-            )
+        line = (
+            f'{{"ph":"X",{self._where},"ts":{begin_ns / 1e3:.3f},"dur":{(end_ns - begin_ns) / 1e3:.3f},'
+            f'"name":{_quoted(name)},"args":{{{_members(args)}}}}},\n'
         )
+        self._events.append((begin_ns, -end_ns, line))
 
     def sample(self, position: int, name: str, begin_ns: int, args: Args) -> None:
         if name != REPEATED:

@@ -39,11 +39,7 @@ class Tracer:
     def slice(
         self, name: str, begin_ns: int, end_ns: int | None = None, args: Args | None = None
     ) -> None:
-        """Record work that has ended. Two slices of a thread overlap only if one contains the other.
-
-        Args:
-            end_ns: None: it ends now.
-        """
+        """Record work that has ended. Two slices of a thread overlap only if one contains the other."""
 
     def sample(self, position: int, name: str, begin_ns: int, args: Args) -> None:
         """Record a sample that ends now, as a slice.

@@ -44,12 +44,9 @@ class _Costs:
 
     Attributes:
         whole: From one batch to the next.
-        step: The training step.
-        pinned: Copying to pinned memory.
         transfer: ``next()`` in the training process, without sleeping.
         work: Of all workers together.
         source: The share of the workers' time that the dataset takes, 0 to 1.
-        start: Starting the workers.
     """
 
     whole: float
@@ -69,7 +66,6 @@ class _Costs:
         """Estimated speed-up.
 
         Args:
-            workers: Number of workers after the change.
             work: Seconds of all workers together for a batch after the change; by default unchanged.
             start_factor: Number of workers after the change, relative to the present one: their start takes longer.
         """
@@ -282,11 +278,7 @@ def _ms(seconds: float) -> str:
 
 
 def uses_pil(objects: Iterable[object]) -> bool:
-    """Whether the code of a dataset or transform, or of what a dataset holds, refers to PIL, as far as modules show.
-
-    Args:
-        objects: Datasets, transforms and functions.
-    """
+    """Whether the code of a dataset or transform, or of what a dataset holds, refers to PIL, as far as modules show."""
     roots = {f"{number}": each for number, each in enumerate(objects)}
     modules = [attribute(each, "__module__") for each in roots.values()]
 

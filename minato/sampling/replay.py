@@ -29,12 +29,7 @@ _BEGINS = b'{"minato_order":'
 
 
 class Origin(NamedTuple):
-    """What a recorded order belongs to.
-
-    Attributes:
-        batched: Whether the loader makes batches.
-        length: Length of the dataset; None if it has none.
-    """
+    """What a recorded order belongs to."""
 
     batched: bool
     length: int | None
@@ -46,7 +41,6 @@ class OrderRecord:
     Args:
         path: File to append to; an incomplete last line is cut off. A new file has mode 0600.
         first_batch: Number of batches of the epoch that were delivered before.
-        origin: What the record belongs to.
 
     Raises:
         ValueError: The file holds something else, and is not changed.

@@ -78,12 +78,10 @@ class SamplingSpec:
     until the garbage collector runs.
 
     Attributes:
-        dataset: Map-style or iterable.
         streams: The dataset is iterable, so that its workers decide which samples come.
         index_sampler: Yields lists of indices, or single indices where the loader does not batch.
         batched: ``index_sampler`` yields lists.
         batch_size: As given to the loader; None without batches, or with a ``batch_sampler``.
-        drop_last: An incomplete last batch is dropped.
         generator: The loader's, None for torch's default generator.
         order: ``strict``, ``batch``, ``arrival`` or ``fast_first``.
         mixes_batches: Samples may take places in other batches than their own.
@@ -91,7 +89,6 @@ class SamplingSpec:
         has_workers: Samples are loaded outside the main process or in other threads.
         predictable: The next epoch may be prefetched if its indices are known: the workers stay, and the randomness
             of a sample does not depend on earlier samples.
-        record_order: Path of the file to which the order is appended, or None.
         replay: The order of the epochs in a file, in place of the sampler's, or None.
         rank: Text that names this rank, if several share a pool, or None.
     """
@@ -232,8 +229,6 @@ class RankSampler(DistributedSampler[int]):
 
     Args:
         data_source: Anything with a length.
-        count: Number of ranks.
-        rank: Number of this rank.
         shuffle: Whether (seed, epoch) permutes the indices.
         seed: The same in all ranks.
         drop_last: Whether indices that do not divide by the ranks are dropped; otherwise some are repeated.
@@ -266,15 +261,7 @@ def sampler_at_rank(sampler: Any, rank: int) -> Any:
 
 
 class InterleavedRanks:
-    """The batches of several ranks: the first batch of each, then the second of each, and so on.
-
-    Args:
-        sampler: The index sampler of one rank.
-        ranks: The ranks.
-
-    Attributes:
-        batch_size: The sampler's, None if it has none.
-    """
+    """The batches of several ranks: the first batch of each, then the second of each, and so on."""
 
     def __init__(self, sampler: Any, ranks: range) -> None:
         self.sampler = sampler
@@ -369,9 +356,6 @@ def largest_batch(index_sampler: object, batched: bool) -> int:
 
 def independent(sampler: object, dataset: object) -> Any:
     """Return a copy of a sampler, and of its generators; an epoch of the copy leaves the sampler as it is.
-
-    Args:
-        dataset: Is not copied, where the sampler refers to it.
 
     Raises:
         ValueError: A sampler of another class than torch's and ours cannot be copied.
@@ -475,12 +459,7 @@ def _copied(index: Any) -> Any:
 
 @final
 class Recurring:
-    """A batch some of whose indices came before in its epoch.
-
-    Args:
-        indices: The batch as the sampler gave it.
-        occurrences: How often each of its indices came before.
-    """
+    """A batch some of whose indices came before in its epoch."""
 
     __slots__ = ("indices", "occurrences")
 
@@ -509,11 +488,7 @@ def unmarked(batch: object) -> tuple[Any, list[int] | None]:
 
 
 def occurrence_counter(index_sampler: object, length: int | None) -> Callable[[Any], Any] | None:
-    """Return a function that marks each index of an epoch's batches that came before; None: none comes again.
-
-    Args:
-        length: Length of the dataset; None if it has none.
-    """
+    """Return a function that marks each index of an epoch's batches that came before; None: none comes again."""
     if not _may_repeat(index_sampler):
         return None
     # Each rank counts its own indices, as without a shared pool.
@@ -538,7 +513,6 @@ class Source(NamedTuple):
         items: What the sampler yields for each batch. An interruption loses none of it, unless it ends the items.
         make: Makes a batch of it; None: it is one.
         may_die: Whether an interruption ends the items, as it ends a generator.
-        ahead: Number of items that may be drawn together.
     """
 
     items: Iterator[Any]
@@ -568,7 +542,6 @@ class IndexBatches:
     batches are drawn again, up to that point.
 
     Args:
-        begin: Returns the batches.
         again: Returns the batches from one on, given the number of those before it; None: an interruption ends them.
         note: Called with the indices of each batch and its number. It may be called again, without effect.
     """

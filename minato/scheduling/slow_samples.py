@@ -10,7 +10,6 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ import torch
 from minato._core import ConsumerLedger, Histogram
 from minato._core.codes import NO_INTEGER
 from minato._support.values import integer_of
+from minato.observe.lateness import ThresholdDecision
 from minato.observe.meters import merged, share_above
 
 __all__ = ["CostModel", "EarlyStart", "SlowThreshold", "ThresholdDecision", "integers_of"]
@@ -50,22 +50,6 @@ _MAX_INDICES = 1 << 25
 _INT64 = 1 << 63
 _MIN_MEAN_NS = 400_000
 """Recording a sample takes the training process some microseconds: at most a hundredth of the workers' time."""
-
-
-class ThresholdDecision(NamedTuple):
-    """A slow threshold at one time.
-
-    Attributes:
-        threshold_ns: Service time above which a sample is slow; 0: none is.
-        percentile: The percentile in force, 0 with a fixed threshold.
-        slow_share: Share of the latest samples that cost more than the threshold they ran under.
-        phase: ``warm-up``, ``uniform`` (costs differ too little), ``following`` or ``fixed``.
-    """
-
-    threshold_ns: int
-    percentile: float
-    slow_share: float
-    phase: str
 
 
 class SlowThreshold:

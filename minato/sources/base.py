@@ -19,14 +19,7 @@ from minato._support.text import message_of, printable
 from minato.errors import MinatoError
 from minato.sources.connections import Connections, Settings
 
-__all__ = [
-    "BatchedSource",
-    "KeyedSource",
-    "MissingKey",
-    "Retry",
-    "SourceError",
-    "TruncatedObject",
-]
+__all__ = ["BatchedSource", "KeyedSource", "MissingKey", "Retry", "SourceError", "TruncatedObject"]
 
 Row: TypeAlias = dict[str, Any]
 """The columns of a row by their names."""

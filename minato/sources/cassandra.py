@@ -73,11 +73,7 @@ class Cassandra(TableSource, BatchedSource):
     """
 
     transient = (
-        ConnectionException,
-        NoHostAvailable,
-        OperationTimedOut,
-        Timeout,
-        Unavailable,
+        *(ConnectionException, NoHostAvailable, OperationTimedOut, Timeout, Unavailable),
         OSError,
     )
     shared = True

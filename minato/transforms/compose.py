@@ -192,8 +192,6 @@ class TransformingCollate:
     otherwise return samples without transforms. Inside the loader itself, :attr:`inside` takes its place.
 
     Args:
-        transforms: The loader's.
-        collate_fn: The loader's.
         batched: It gets a list of samples; otherwise one sample.
 
     Attributes:

@@ -76,7 +76,9 @@ def test_an_epoch_holds_what_was_added_during_it() -> None:
         assert notes.use.last == STANDING
         assert notes.machine == MACHINE
     assert journal.slow == [SlowSample(3, 100, 0, -1, 0)]
-    whole = sum((notes.metrics for notes in journal.records()), journal.forgotten)
+    whole = Metrics()
+    for metrics in (journal.forgotten, *(notes.metrics for notes in journal.records())):
+        whole += metrics
     assert whole.counts["epochs"] == 2
     assert whole.histograms["total"].count == 6
 
@@ -107,7 +109,9 @@ def test_old_epochs_become_part_of_the_run_alone() -> None:
         epoch(journal, source, number, 1)
         journal.finish()
     assert [each.epoch for each in journal.records()] == list(range(6, 70))
-    whole = sum((notes.metrics for notes in journal.records()), journal.forgotten)
+    whole = Metrics()
+    for metrics in (journal.forgotten, *(notes.metrics for notes in journal.records())):
+        whole += metrics
     assert whole.counts["batches"] == 70
 
 
