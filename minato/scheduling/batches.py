@@ -176,8 +176,9 @@ class RetiringBatches:
         ledger, running = self.ledger, {item.epoch.slot for item in self.returned}
 
         def has_ended(item: OpenBatch) -> bool:
-            settled = item.epoch.slot not in running and ledger.settled(item.record)
-            return item.retired or (settled and ledger.close(item.record))
+            if item.retired or item.epoch.slot in running:
+                return item.retired
+            return ledger.settled(item.record) and ledger.close(item.record)
 
         if all(map(has_ended, self.cancelled)):
             for item in self.cancelled:

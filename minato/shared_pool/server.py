@@ -277,7 +277,8 @@ class PoolServer:
                         return functools.partial(self._finish, this)
                     if any(slot.can_be_sent(this.quota) for slot in ranks.slots):
                         return self._send
-                    if not this.error and any(each.needs_batch(this.quota) for each in ranks.slots):
+                    awaited = any(slot.needs_batch(this.quota) for slot in ranks.slots)
+                    if awaited and this.error is None:
                         return functools.partial(self._fetch, this)
                 ranks.changed.wait(_LIVENESS_S)
 

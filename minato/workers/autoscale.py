@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from minato._core import now_ns
-from minato._system import CpuUsage, available_cores, machine_usage
+from minato._system import available_cores, machine_usage
 from minato.options import PaperController
 from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
@@ -298,13 +299,17 @@ class AutoscaleState:
 
 
 class _Reading(NamedTuple):
+    """All counters at a time, or by how much they have grown."""
+
     at_ns: int
     busy_ns: int
     waited_ns: int
     samples: int
     cost_ns: int
-    usage: CpuUsage
-    machine: tuple[float, float]
+    ran_ns: int
+    queued_ns: int
+    used_s: float
+    available_s: float
 
 
 class Scaler:
@@ -375,14 +380,14 @@ class Scaler:
         if before is None:
             self._before = after
             return
-        elapsed_ns = now - before.at_ns
-        enough = after.samples - before.samples >= _PERIOD_SAMPLES * count
-        if elapsed_ns < _PERIOD_NS or not (enough or elapsed_ns >= _LONGEST_PERIOD_NS):
+        grown = _Reading(*map(operator.sub, after, before))
+        enough = grown.samples >= _PERIOD_SAMPLES * count or grown.at_ns >= _LONGEST_PERIOD_NS
+        if grown.at_ns < _PERIOD_NS or not enough:
             return
         self._before = after
         known = self._autoscale_state
         known.tried = True
-        known.state = self._decide(known.state, self._measure(before, after), self._settings)
+        known.state = self._decide(known.state, self._measure(grown), self._settings)
         if known.state.workers != count:
             self._changed_ns, count = now, known.state.workers
             self._pool.grow(count)
@@ -402,30 +407,22 @@ class Scaler:
             self._wait_stats.waited_until(now),
             sum(each.count for each in times),
             sum(each.total for each in times),
-            self._pool.usage(),
-            machine_usage(),
+            *self._pool.usage(),
+            *machine_usage(),
         )
 
-    def _measure(self, before: _Reading, after: _Reading) -> Measurement:
-        elapsed_ns = after.at_ns - before.at_ns
-        busy_ns = max(after.busy_ns - before.busy_ns, 1)
-        ran_ns = max(after.usage.ran_ns - before.usage.ran_ns, 0)
-        queued_ns = max(after.usage.queued_ns - before.usage.queued_ns, 0)
-        cost_ns = max(after.cost_ns - before.cost_ns, 1)
-        used_s, available_s = (
-            new - old for new, old in zip(after.machine, before.machine, strict=True)
-        )
-        cpu_share = max(
-            ran_ns / (elapsed_ns * self._settings.cores), used_s / max(available_s, 1e-9)
-        )
-        busy_per_ns = busy_ns / elapsed_ns
+    def _measure(self, grown: _Reading) -> Measurement:
+        busy_ns, ran_ns = max(grown.busy_ns, 1), max(grown.ran_ns, 0)
+        cores_ns = grown.at_ns * self._settings.cores
+        cpu_share = max(ran_ns / cores_ns, grown.used_s / max(grown.available_s, 1e-9))
+        busy_per_ns = busy_ns / grown.at_ns
         return Measurement(
             ready_share=_share(self._wait_stats.ready / self._window.limit),
             cpu_share=_share(cpu_share),
-            waited_share=_share((after.waited_ns - before.waited_ns) / elapsed_ns),
+            waited_share=_share(grown.waited_ns / grown.at_ns),
             busy_share=_share(busy_per_ns / self._state.active.count),
-            blocked_share=_share(1.0 - (ran_ns + queued_ns) / busy_ns),
-            samples_per_s=1e9 * busy_per_ns * (after.samples - before.samples) / cost_ns,
+            blocked_share=_share(1.0 - (ran_ns + max(grown.queued_ns, 0)) / busy_ns),
+            samples_per_s=1e9 * busy_per_ns * grown.samples / max(grown.cost_ns, 1),
         )
 
 
