@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -35,64 +35,59 @@ class CostBatchSampler(Sampler[list[int]]):
     epoch; elsewhere call ``set_epoch``.
 
     Args:
-        costs: Cost of each index, at least 0; or a function of the index, which is called once for each.
+        costs: Cost of each index, at least 0: any sequence of numbers, or an iterable, which is run through once.
         max_cost: Largest cost of a batch.
-        size: Number of samples, where ``costs`` is a function.
         padded: A batch costs its number of samples times the largest of their costs, as if all were padded to the
             longest (``max_tokens``); otherwise the sum of their costs.
         max_size: Largest number of samples in a batch.
-        shuffle: Whether the order is random; otherwise it is the same in each epoch.
-        seed: Seed of the order.
+        seed: Seed of the order; None: it is not random, but the same in each epoch.
         pool: Number of samples that are sorted together. Larger pools have less padding, and batches that differ less
             between epochs. By default about 50 batches.
         oversized: For samples that cost more than ``max_cost``: ``"raise"``, ``"alone"`` (each is a batch) or
             ``"skip"``.
-        num_replicas: Number of ranks; by default torch.distributed's, or 1. Use 1 where a trainer shards the batches.
-        rank: Number of this rank.
+        shard: ``(rank, number of ranks)``; by default torch.distributed's, or ``(0, 1)``, which is also right where a
+            trainer shards the batches.
 
     Raises:
         ValueError, TypeError: An argument is invalid, or a sample is oversized.
 
     Attributes:
         epoch: The epoch whose batches ``iter()`` yields; set it with ``set_epoch``.
+        rank, num_replicas: Number of this rank, and number of ranks.
     """
 
     def __init__(
         self,
-        costs: Sequence[float] | np.ndarray | torch.Tensor | Callable[[int], float],
+        costs: Iterable[float] | np.ndarray | torch.Tensor,
         max_cost: float,
         *,
-        size: int | None = None,
         padded: bool = True,
         max_size: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = 0,
         pool: int | None = None,
         oversized: str = "raise",
-        num_replicas: int | None = None,
-        rank: int | None = None,
+        shard: tuple[int, int] | None = None,
     ) -> None:
-        size, max_size = check_whole("size", size, 0), check_whole("max_size", max_size, 1)
-        pool, seed = check_whole("pool", pool, 1), check_whole("seed", seed, None) or 0
-        num_replicas = check_whole("num_replicas", num_replicas, 1)
-        rank = check_whole("rank", rank, 0)
+        pool, max_size = check_whole("pool", pool, 1), check_whole("max_size", max_size, 1)
         check_choice("oversized", oversized, ("raise", "alone", "skip"))
         max_cost = check_number("max_cost", max_cost) or 0
         if not max_cost > 0:
             raise ValueError(f"max_cost={max_cost} is too small: give more than 0")
-        spread = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if num_replicas is None:
-            num_replicas = torch.distributed.get_world_size() if spread else 1
-        if rank is None:
-            rank = torch.distributed.get_rank() if spread else 0
-        if rank >= num_replicas:
-            raise ValueError(f"rank={rank} is not one of num_replicas={num_replicas}, from 0 on")
+        if shard is None:
+            spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+            ranks = torch.distributed.get_world_size() if spread else 1
+            shard = (torch.distributed.get_rank() if spread else 0), ranks
+        given: Any = shard
+        is_pair = isinstance(given, (tuple, list))
+        places = [check_whole("shard", each, 0) or 0 for each in given] if is_pair else []
+        if len(places) != 2 or places[0] >= places[1]:
+            raise ValueError(f"shard={shard} is not possible: give (rank, number of ranks)")
+        self.rank, self.num_replicas = places
         self.max_cost = max_cost
         self.epoch = 0
-        self.num_replicas, self.rank = num_replicas, rank
-        self._costs = _checked(costs, size)
+        self._costs = _checked(costs)
         self._padded, self._max_size = padded, max_size or len(self._costs) or 1
-        self._shuffle, self._seed = shuffle, seed
+        self._seed = check_whole("seed", seed, None)
         self._indices = np.arange(len(self._costs))
         if (large := self._costs > max_cost).any() and oversized != "alone":
             if oversized == "raise":
@@ -122,15 +117,16 @@ class CostBatchSampler(Sampler[list[int]]):
     def _all_batches(self) -> list[list[int]]:
         """Return the batches of all ranks: those of the first step, of the second, and so on."""
         if self._cut is None or self._cut[0] != self.epoch:
-            random = np.random.default_rng(mix_seed(self._seed, self.epoch, 0))
-            order = random.permutation(self._indices) if self._shuffle else self._indices
+            random = np.random.default_rng(mix_seed(self._seed or 0, self.epoch, 0))
+            shuffles = self._seed is not None
+            order = random.permutation(self._indices) if shuffles else self._indices
             batches: list[list[int]] = []
             for start in range(0, len(order), self._pool):
                 batches += self._packed(order[start : start + self._pool])
             ranks = self.num_replicas
             _fill_steps(batches, ranks)
             steps = np.arange(len(batches) // ranks)
-            if self._shuffle:
+            if shuffles:
                 random.shuffle(steps)
             ordered = [batches[step * ranks : (step + 1) * ranks] for step in steps]
             self._cut = self.epoch, list(chain.from_iterable(ordered))
@@ -153,13 +149,11 @@ class CostBatchSampler(Sampler[list[int]]):
         return batches
 
 
-def _checked(costs: object, size: int | None) -> Costs:
-    if callable(costs):
-        if size is None:
-            raise ValueError("costs is a function: give size, the number of samples, too")
-        costs = [costs(index) for index in range(size)]
-    elif size is not None:
-        raise ValueError(f"size={size} has no meaning where costs are given one by one")
+def _checked(costs: object) -> Costs:
+    if callable(costs) and not isinstance(costs, Iterable):
+        raise TypeError(
+            "costs is a function: give what it returns, map(costs, range(len(dataset)))"
+        )
     if isinstance(costs, torch.Tensor):
         costs = costs.detach().to("cpu", torch.float64)
     if isinstance(costs, np.ma.MaskedArray):

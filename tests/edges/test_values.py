@@ -459,8 +459,7 @@ def test_batches_by_cost_depend_on_the_values_alone(hold: Callable[[list[Any]], 
         np.float32(10),  # type: ignore[arg-type]
         seed=np.int64(3),  # type: ignore[arg-type]
         max_size=torch.tensor(8),  # type: ignore[arg-type]
-        num_replicas=np.int32(1),  # type: ignore[arg-type]
-        rank=np.uint8(0),  # type: ignore[arg-type]
+        shard=(np.uint8(0), np.int32(1)),  # type: ignore[arg-type]
     )
     made.set_epoch(np.int64(0))  # type: ignore[arg-type]
     assert list(made) == expected
@@ -478,7 +477,7 @@ def test_costs_of_any_dtype(dtype: torch.dtype) -> None:
     costs = torch.tensor([3, 1, 2, 5], dtype=dtype)
     expected = list(CostBatchSampler([3, 1, 2, 5], 10))
     assert list(CostBatchSampler(costs, 10)) == expected
-    assert list(CostBatchSampler(lambda i: costs[i], 10, size=4)) == expected
+    assert list(CostBatchSampler((costs[i] for i in range(4)), 10)) == expected
 
 
 # ---- lengths ---------------------------------------------------------------------------------

@@ -56,7 +56,6 @@ def rank(name: str) -> tuple[bool, bool, str]:
 MOST_PARAMETERS = 8
 LONG = {
     "loader.py": {"__init__"},  # torch's arguments and ours, each by its own name
-    "sampling/cost_batches.py": {"__init__"},  # options of a sampler
     "_core/_ledger_py.py": {"open"},  # fields of a record, without an object per batch
 }
 """Functions that may have more parameters."""

@@ -23,7 +23,7 @@ def per_rank(ranks: int, *arguments: Any, epoch: int = 0, **options: Any) -> lis
     """The batches of each rank."""
     found = []
     for rank in range(ranks):
-        sampler = CostBatchSampler(*arguments, num_replicas=ranks, rank=rank, **options)
+        sampler = CostBatchSampler(*arguments, shard=(rank, ranks), **options)
         sampler.set_epoch(epoch)
         found.append([*sampler])
         assert len(sampler) == len(found[-1])
@@ -39,17 +39,17 @@ def flat(ranks: list[list[list[int]]]) -> list[int]:
     costs=st.lists(st.integers(0, 50), max_size=80),
     ranks=st.integers(1, 5),
     padded=st.booleans(),
-    shuffle=st.booleans(),
+    seed=st.none() | st.just(0),
     max_size=st.none() | st.integers(1, 9),
     pool=st.none() | st.integers(1, 90),
     epoch=st.integers(0, 3),
 )
 def test_the_budget_holds_and_each_index_comes_once(
-    costs: list[int], ranks: int, padded: bool, shuffle: bool, max_size: int | None,
+    costs: list[int], ranks: int, padded: bool, seed: int | None, max_size: int | None,
     pool: int | None, epoch: int,
 ) -> None:  # fmt: skip
     found = per_rank(
-        ranks, costs, 60, padded=padded, shuffle=shuffle, max_size=max_size, pool=pool, epoch=epoch
+        ranks, costs, 60, padded=padded, seed=seed, max_size=max_size, pool=pool, epoch=epoch
     )
     assert len({len(batches) for batches in found}) == 1  # as many steps for each rank
     for batch in itertools.chain(*found):
@@ -90,7 +90,7 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
     assert first == same
     assert first != later
     assert first != [*CostBatchSampler(COSTS, 2000, seed=4)]
-    fixed = CostBatchSampler(COSTS, 2000, shuffle=False)
+    fixed = CostBatchSampler(COSTS, 2000, seed=None)
     before = [*fixed]
     fixed.set_epoch(1)
     assert [*fixed] == before
@@ -100,9 +100,9 @@ def test_samples_that_are_too_expensive() -> None:
     costs = [3, 50, 4, 70]
     with pytest.raises(ValueError, match=r"index 1 alone costs 50, more than max_cost=10"):
         CostBatchSampler(costs, 10)
-    alone = [*CostBatchSampler(costs, 10, oversized="alone", shuffle=False)]
+    alone = [*CostBatchSampler(costs, 10, oversized="alone", seed=None)]
     assert alone == [[0, 2], [1], [3]]
-    assert [*CostBatchSampler(costs, 10, oversized="skip", shuffle=False)] == [[0, 2]]
+    assert [*CostBatchSampler(costs, 10, oversized="skip", seed=None)] == [[0, 2]]
 
 
 def test_costs_may_be_foretold_by_a_function() -> None:
@@ -112,7 +112,7 @@ def test_costs_may_be_foretold_by_a_function() -> None:
         asked.append(index)
         return float(COSTS[index])
 
-    sampler = CostBatchSampler(cost, 2000, size=500)
+    sampler = CostBatchSampler(map(cost, range(500)), 2000)
     assert [*sampler] == [*CostBatchSampler(torch.from_numpy(COSTS), 2000)]
     assert len([*sampler]) == len(sampler)
     assert asked == [*range(500)]
@@ -125,16 +125,21 @@ def test_costs_may_be_foretold_by_a_function() -> None:
         (([1, float("nan")], 10), {}, "the cost of index 1 is nan"),
         (([[1, 2]], 10), {}, r"costs of shape \(1, 2\)"),
         (([1], 0), {}, "max_cost=0 is too small"),
-        (([1], 10), {"size": 3}, "size=3 has no meaning"),
-        ((abs, 10), {}, "give size"),
         (([1], 10), {"max_size": 0}, "max_size=0 is too small"),
         (([1], 10), {"oversized": "cut"}, "oversized='cut' is not possible"),
-        (([1], 10), {"num_replicas": 2, "rank": 2}, "rank=2 is not one of num_replicas=2"),
+        (([1], 10), {"shard": (2, 2)}, r"shard=\(2, 2\) is not possible"),
+        (([1], 10), {"shard": (-1, 2)}, "shard=-1 is too small"),
+        (([1], 10), {"shard": 2}, "shard=2 is not possible"),
     ],
 )
 def test_what_is_refused(arguments: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CostBatchSampler(*arguments, **options)
+
+
+def test_a_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"give what it returns, map\(costs"):
+        CostBatchSampler(lambda index: index, 10)  # type: ignore[arg-type]
 
 
 # ---- with a loader --------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_random_numbers_and_samplers_of_ranks_own() -> None:
 
     def program(rank: int, together: Any) -> Any:
         def make(data: Any) -> Any:
-            sampler = CostBatchSampler(costs, 20, num_replicas=2, rank=rank)
+            sampler = CostBatchSampler(costs, 20, shard=(rank, 2))
             return DataLoader(data, batch_sampler=sampler, num_workers=1, shared_pool=True, seed=1)
 
         def drawn(batches: Any) -> Any:

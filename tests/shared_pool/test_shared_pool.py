@@ -108,8 +108,8 @@ def test_batches_by_cost() -> None:
     costs = [1 + i % 7 for i in range(40)]
 
     def program(rank: int, together: Any) -> Any:
-        sampler = CostBatchSampler(costs, 20, num_replicas=2, rank=rank)
-        alone = CostBatchSampler(costs, 20, num_replicas=2, rank=rank)
+        sampler = CostBatchSampler(costs, 20, shard=(rank, 2))
+        alone = CostBatchSampler(costs, 20, shard=(rank, 2))
         loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=1, shared_pool=True)
         return indices(loader), list(alone)
 
