@@ -155,7 +155,6 @@ class _Child(Borrower):
         _inherited.append(self)  # with the other end
 
     def has_ended(self) -> bool:
-        """Whether all have ended."""
         return bool(self._poll.poll(0))
 
 

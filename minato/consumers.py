@@ -91,7 +91,6 @@ class Group:
             return member
 
     def _fetching(self) -> bool:
-        """Whether a living thread is fetching a batch."""
         return self._fetcher is not None and self._fetcher.is_alive()
 
     def _others(self) -> list[_Member]:

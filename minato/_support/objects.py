@@ -459,7 +459,6 @@ class Search:
         get: Callable[[str], object] | None = None,
         name: str = "",
     ) -> Node:
-        """The node of a value that a holder holds."""
         kind, holder_kind = self._kind(value), self._kinds[id(type(holder.thing))]
         kind_id = id(type(value))
         place: Any = holder.place

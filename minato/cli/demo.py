@@ -57,7 +57,6 @@ def _costs_s(samples: int) -> list[float]:
 
 
 def _timed(name: str, loader: TorchDataLoader[int], samples: int) -> _Run:
-    """Run an epoch, with a sleep as the training step."""
     seen: list[int] = []
     waiting_ns = first_ns = 0
     start_ns = asked_ns = now_ns()

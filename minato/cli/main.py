@@ -184,7 +184,6 @@ def _show(report: Report) -> None:
 
 
 def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:
-    """The equivalent loader of torch, None if the loader has transforms."""
     if loader.transforms is not None:
         return None
     return TorchDataLoader(**torch_arguments(loader, own=False))

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Report", "gpus_of", "report_of"]
 
 
+_ERRORS = dataclasses.fields(figures.Errors)
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """The result of ``loader.report()``: all figures, text for ``print``, colour for ``rich.print``.
@@ -87,19 +90,24 @@ def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Repo
 
 
 def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> figures.Period:
-    metrics, counts = record.metrics, record.metrics.counts
+    metrics, counts, use = record.metrics, record.metrics.counts, record.use
     return figures.Period(
         name=name,
         epochs=counts["epochs"],
         finished=record.finished,
         waiting=_waiting(metrics),
         throughput=_throughput(metrics),
-        workers=_workers(metrics, record.use),
-        prefetch_window=_prefetch_window(record),
-        stragglers=_stragglers(record),
-        errors=figures.Errors(
-            **{each.name: counts[each.name] for each in dataclasses.fields(figures.Errors)}
+        workers=_workers(metrics, use),
+        prefetch_window=figures.WindowFigures(
+            occupancy=use.occupancy,
+            in_flight=use.in_flight,
+            limit=0 if use.last is None else use.last.limit,
+            memory_bytes=use.memory_bytes,
+            budget_bytes=0 if use.last is None else use.last.budget_bytes,
+            held_by_budget=record.held_by_budget,
         ),
+        stragglers=_stragglers(record),
+        errors=figures.Errors(**{each.name: counts[each.name] for each in _ERRORS}),
         reads=_reads(counts),
         machine=figures.Machine(
             gpus=len(record.machine.gpus),
@@ -171,18 +179,6 @@ def _workers(metrics: Metrics, use: LoaderUse) -> figures.Workers:
     )
 
 
-def _prefetch_window(record: EpochRecord) -> figures.WindowFigures:
-    use = record.use
-    return figures.WindowFigures(
-        occupancy=use.occupancy,
-        in_flight=use.in_flight,
-        limit=0 if use.last is None else use.last.limit,
-        memory_bytes=use.memory_bytes,
-        budget_bytes=0 if use.last is None else use.last.budget_bytes,
-        held_by_budget=record.held_by_budget,
-    )
-
-
 def _stragglers(record: EpochRecord) -> figures.Stragglers:
     decision = record.decision
     deferred, lag = _histogram(record.metrics, "deferred"), _histogram(record.metrics, "lag")
@@ -234,7 +230,6 @@ def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[figure
 
 
 def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[figures.Stage, ...]:
-    """The dataset, each transform, and collate and copy."""
     total = _histogram(metrics, "total")
     busy_ns = max(metrics.counts["busy_ns"], total.total)
     if not busy_ns:

@@ -178,7 +178,10 @@ class RecordedOrder:
         epoch: _Epoch | None = None
         offset = 0
         for number, raw in enumerate(file, 1):
-            line = self._parse(raw, number)
+            line = _line(raw)
+            heads = isinstance(line, dict) and ("end" in line or "minato_order" in line)
+            if not heads and not _is_batch(line):
+                raise self._wrong(number, "it is no line of a recorded order")
             if isinstance(line, dict) and "minato_order" in line:
                 epoch = self._begin_epoch(line, number)
             elif epoch is None:
@@ -192,14 +195,6 @@ class RecordedOrder:
             else:
                 raise self._wrong(number, f"{len(epoch.offsets)} batches stand before it")
             offset += len(raw)
-
-    def _parse(self, raw: bytes, number: int) -> Any:
-        line = _line(raw)
-        if _is_batch(line) or (
-            isinstance(line, dict) and ("end" in line or "minato_order" in line)
-        ):
-            return line
-        raise self._wrong(number, "it is no line of a recorded order")
 
     def _begin_epoch(self, line: dict[str, Any], number: int) -> _Epoch:
         if type(line["minato_order"]) is not int or line["minato_order"] != _VERSION:
@@ -219,9 +214,8 @@ class RecordedOrder:
             raise self._wrong(number, "it must give batched and the length of the dataset")
         origin = Origin(batched, length)
         before = self._epochs.get(epoch, _Epoch(seed, origin, number))
-        if first > len(before.offsets) or (
-            first and (seed, origin) != (before.seed, before.origin)
-        ):
+        is_other = (seed, origin) != (before.seed, before.origin)
+        if first > len(before.offsets) or (first and is_other):
             raise self._wrong(number, "what it goes on from does not stand before it")
         self._epochs[epoch] = _Epoch(seed, origin, number, before.offsets[:first])
         return self._epochs[epoch]

@@ -130,7 +130,6 @@ class Objects(KeyedSource):
         return self.decoded(key, value)
 
     async def _read_later(self, key: Any) -> bytes:
-        """:meth:`read_value` as a coroutine."""
         part = _part_of(key)
         with self._reading() as store:
             if part is None:

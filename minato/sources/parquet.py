@@ -64,7 +64,6 @@ class _RowGroups:
         return self._all
 
     def counts(self) -> list[int]:
-        """Number of selected rows of each."""
         if self._where is None:
             return [group.row_groups[0].num_rows for group in self.all]
         return [group.to_table(columns=[], filter=self._where).num_rows for group in self.all]

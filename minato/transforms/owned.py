@@ -212,7 +212,6 @@ def _searched(kind: type) -> Iterator[Node]:
 
 
 def _global_variables(code: types.CodeType, held: dict[str, object]) -> Iterator[Node]:
-    """Yield generators in the global variables that a code object names."""
     for name in _names(code):
         value = held.get(name)
         if issubclass(type(value), _GENERATORS):
