@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,7 +10,7 @@ from minato._core import now_ns
 from minato._core.codes import Activity
 from minato._system import CpuUsage
 from minato.observe.meters import CostStats, Meters, SlowSample
-from minato.observe.observers import Metrics
+from minato.observe.observers import Counts, Metrics
 from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_samples import SlowThreshold, ThresholdDecision
@@ -68,14 +67,19 @@ class EngineMetrics:
     def metrics(self) -> Metrics:
         """All counters and histograms now."""
         self.costs.update(self.meters)
-        counts: Counter[str] = Counter()
+        counts = Counts()
         if self.failures is not None:
             self.failures.look()
             counts.update(self.failures.totals)
-        dict.update(counts, self.quick_counts())
+        counts.update(self.quick_counts())
         counts["slept_ns"] = 0 if self.wait_stats is None else self.wait_stats.waited_ns
         counts["ran_ns"], counts["queued_ns"] = self.usage.ran_ns, self.usage.queued_ns
         return Metrics(counts, self.costs.run)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether nothing changes between two epochs."""
+        return self.window is None
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """``(samples, ns)`` of each stage; any thread may call it, because it only reads shared memory."""

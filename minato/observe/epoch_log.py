@@ -8,10 +8,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minato._core import Histogram, now_ns
-from minato.observe.lateness import ThresholdDecision
+from minato.observe.lateness import Lateness, ThresholdDecision
 from minato.observe.machine import MachineSnapshot
-from minato.observe.meters import SlowSample, slowest_of
-from minato.observe.observers import EpochState, LoaderSnapshot, Metrics, MetricsSource, Observer
+from minato.observe.meters import EMPTY, SlowSample, slowest_of
+from minato.observe.observers import (
+    Counts,
+    EpochState,
+    LoaderSnapshot,
+    Metrics,
+    MetricsSource,
+    Observer,
+)
 
 __all__ = ["EpochLog", "EpochRecord", "LoaderUse", "Totals"]
 
@@ -21,6 +28,7 @@ _LOOK_NS, _LOOKS = 20_000_000, 128
 """The state of a loader is looked at after this time, and after this part of the time since the start."""
 _QUICK = ("busy_ns", "idle_ns", "deaths", "retries", "skipped")
 """Counts of a source that cost little to read."""
+_NO_MACHINE = MachineSnapshot()
 
 
 class LoaderUse:
@@ -75,7 +83,11 @@ class EpochRecord:
         first_ns: Time in ``next()`` for the first batch.
         waits: Time inside each ``next()``, in ns.
         steps: Time between two of them, in ns.
-        metrics: Of the workers, and of all of the above.
+        pinned_ns: Time to copy batches to pinned memory.
+        samples, nbytes: Of the returned batches.
+        coverage: Numbers of requested, delivered and outstanding samples.
+        lateness: Distance of the batches from the sampler's order.
+        before, after: Metrics of engine, machine and storage at the start of the epoch, and as of the last update.
         use: The state of the loader over time.
         machine: The machine, as of the last update.
         decision: The last threshold of slow samples.
@@ -89,12 +101,40 @@ class EpochRecord:
     first_ns: int = 0
     waits: Histogram = field(default_factory=Histogram)
     steps: Histogram = field(default_factory=Histogram)
-    metrics: Metrics = field(default_factory=Metrics)
+    pinned_ns: int = 0
+    samples: int = 0
+    nbytes: int = 0
+    coverage: tuple[int, int, int] = (0, 0, 0)
+    lateness: Lateness | None = None
+    before: Metrics = field(default_factory=Metrics)
+    after: Metrics = field(default_factory=Metrics)
     use: LoaderUse = field(default_factory=LoaderUse)
-    machine: MachineSnapshot = field(default_factory=MachineSnapshot)
+    machine: MachineSnapshot = _NO_MACHINE
     decision: ThresholdDecision | None = None
     held_by_budget: bool = False
     finished: bool = False
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of this epoch, and all of the above; made anew by each call."""
+        metrics = self.after.since(self.before)
+        asked, delivered, outstanding = self.coverage
+        metrics.counts.update(
+            asked=asked,
+            delivered=delivered,
+            outstanding=outstanding,
+            epochs=1,
+            batches=self.waits.count,
+            samples=self.samples,
+            bytes=self.nbytes,
+            wall_ns=self.wall_ns,
+            start_ns=self.start_ns,
+            first_ns=self.first_ns,
+            pinned_ns=self.pinned_ns,
+        )
+        lag = EMPTY if self.lateness is None else self.lateness.latest
+        metrics.histograms.update(wait=self.waits, step=self.steps, lag=lag)
+        return metrics
 
 
 _NO_LOADER = LoaderSnapshot(0, 0, 0, 0, 0, 0)
@@ -149,9 +189,7 @@ class EpochLog(Observer):
         self._progress: EpochState | None = None
         self._source: MetricsSource | None = None  # of the epoch that runs
         self._measured: MetricsSource | None = None  # of the engine that runs
-        self._before = Metrics()
         self._began_ns = self._entered_ns = self._left_ns = 0
-        self._samples = self._bytes = self._pinned_ns = 0
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
         """An epoch begins; an unfinished one is abandoned."""
@@ -159,12 +197,14 @@ class EpochLog(Observer):
         if source is not self._measured:
             self._forget_source()
             self._measured = source
-        self._before, _ = self._metrics(source)
+            known = None
+        else:
+            known = self.past[-1].after if source.stands_still else None
+        before, machine = self._metrics(source, known)
         self._source, self._progress = source, progress
-        self._samples = self._bytes = self._pinned_ns = 0
         self._loader, self._loader_wanted = None, False
         self._began_ns = self._entered_ns = self._left_ns = now_ns()
-        self._current = EpochRecord(epoch)
+        self._current = EpochRecord(epoch, before=before, after=before, machine=machine)
         self._live = (
             self._live[0],
             self._current,
@@ -192,8 +232,8 @@ class EpochLog(Observer):
         waits, use = record.waits, record.use
         waits.record(now - self._entered_ns)
         record.wall_ns = wall_ns = now - self._began_ns
-        self._samples += samples
-        self._bytes += nbytes
+        record.samples += samples
+        record.nbytes += nbytes
         if wall_ns >= use.due_ns:
             if waits.count == 1:
                 record.first_ns = now - self._entered_ns
@@ -203,7 +243,8 @@ class EpochLog(Observer):
 
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""
-        self._pinned_ns += duration_ns
+        if self._current is not None:
+            self._current.pinned_ns += duration_ns
 
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``."""
@@ -235,8 +276,9 @@ class EpochLog(Observer):
         if self._current is None:
             return
         record = self._updated()
-        ended, _ = self._live
-        self._live = self._with(ended, record, record.metrics.counts, running=False), None
+        ended, before, after = self._live[0], record.before.counts, record.after.counts
+        counts = {name: after[name] - before[name] for name in _QUICK}
+        self._live = self._with(ended, record, counts, running=False), None
         self._current = None
         if len(self.past) == self.past.maxlen:
             self.forgotten += self.past[0].metrics
@@ -255,10 +297,9 @@ class EpochLog(Observer):
         """
         while True:
             live = self._live
-            source, before = self._source, self._before
-            found, record = live
+            source, (found, record) = self._source, live
             if record is not None and source is not None:
-                start = before.counts
+                start = record.before.counts
                 counts = {n: count - start[n] for n, count in source.quick_counts().items()}
                 found = self._with(found, record, counts, running=True)
             self._loader_wanted = True
@@ -279,8 +320,8 @@ class EpochLog(Observer):
         for name in _QUICK:
             total[name] += counts.get(name, 0)
         total["batches"] += record.waits.count
-        total["samples"] += self._samples
-        total["bytes"] += self._bytes
+        total["samples"] += record.samples
+        total["bytes"] += record.nbytes
         total["wall_ns"] += wall_ns
         total["waited_ns"] += waited_ns
         loader = self._loader or record.use.last or _NO_LOADER
@@ -291,7 +332,7 @@ class EpochLog(Observer):
             wall_ns=wall_ns,
             waited_ns=waited_ns,
             batches=record.waits.count,
-            samples=self._samples,
+            samples=record.samples,
             loader=loader,
         )
 
@@ -304,31 +345,19 @@ class EpochLog(Observer):
         assert record is not None
         assert source is not None
         assert progress is not None
-        metrics, record.machine = self._metrics(source)
-        record.metrics = metrics.since(self._before)
+        record.after, record.machine = self._metrics(source)
         record.decision, record.held_by_budget = source.decision(), source.held_by_budget
-        coverage = progress.coverage()
-        of_epoch = {
-            "asked": coverage.requested.samples,
-            "delivered": coverage.delivered.samples,
-            "outstanding": coverage.outstanding.samples,
-            "epochs": 1,
-            "batches": record.waits.count,
-            "samples": self._samples,
-            "bytes": self._bytes,
-            "wall_ns": record.wall_ns,
-            "start_ns": record.start_ns,
-            "first_ns": record.first_ns,
-            "pinned_ns": self._pinned_ns,
-        }
-        dict.update(record.metrics.counts, of_epoch)  # Counter.update takes ten times as long
-        lateness = progress.lateness
-        record.metrics.histograms.update(wait=record.waits, step=record.steps, lag=lateness.latest)
+        record.coverage, record.lateness = progress.num_samples(), progress.lateness
         return record
 
-    def _metrics(self, source: MetricsSource) -> tuple[Metrics, MachineSnapshot]:
-        """All metrics, those of the machine and of the storage included."""
-        metrics, machine = source.metrics(), self.machine()
-        dict.update(metrics.counts, machine.counts)
-        dict.update(metrics.counts, self.storage())
+    def _metrics(
+        self, source: MetricsSource, known: Metrics | None = None
+    ) -> tuple[Metrics, MachineSnapshot]:
+        """All metrics, those of the machine and of the storage included; ``known``: the source still has these."""
+        machine = self.machine()
+        metrics = (
+            source.metrics() if known is None else Metrics(Counts(known.counts), known.histograms)
+        )
+        metrics.counts.update(machine.counts)
+        metrics.counts.update(self.storage())
         return metrics, machine

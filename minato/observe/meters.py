@@ -219,9 +219,10 @@ class CostStats:
 
     def update(self, workers: Iterable[Meters]) -> None:
         """Read the meters of all workers; a histogram that was read before stays as it was."""
-        run = self.run.copy()
+        changed = {}
         columns = zip(*(worker.all for worker in workers), strict=True)
-        for name, column in zip(run, columns, strict=True):
-            if sum(map(_COUNT, column)) != run[name].count:
-                run[name] = merged(column)
-        self.run = run
+        for (name, known), column in zip(self.run.items(), columns, strict=True):
+            if sum(map(_COUNT, column)) != known.count:
+                changed[name] = merged(column)
+        if changed:
+            self.run = {**self.run, **changed}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from minato._core import Histogram
 from minato._support.text import message_of, type_name
@@ -14,7 +13,22 @@ from minato.errors import warn
 from minato.observe.lateness import Lateness, ThresholdDecision
 from minato.observe.meters import EMPTY, SlowSample
 
-__all__ = ["EpochState", "LoaderSnapshot", "Metrics", "MetricsSource", "Observer", "Observers"]
+__all__ = [
+    "Counts",
+    "EpochState",
+    "LoaderSnapshot",
+    "Metrics",
+    "MetricsSource",
+    "Observer",
+    "Observers",
+]
+
+
+class Counts(dict[str, int]):
+    """Numbers by name; one that is missing is 0. It is made and updated in a tenth of the time of a ``Counter``."""
+
+    def __missing__(self, name: str) -> int:
+        return 0
 
 
 @dataclass
@@ -26,15 +40,13 @@ class Metrics:
         histograms: By name; read-only.
     """
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counts = field(default_factory=Counts)
     histograms: dict[str, Histogram] = field(default_factory=dict)
 
     def since(self, older: Metrics) -> Metrics:
         """The increase since an older snapshot of the same metrics."""
-        counts: Counter[str] = Counter()
         before_counts = older.counts
-        # Not Counter.update, which takes ten times as long.
-        dict.update(counts, {n: each - before_counts[n] for n, each in self.counts.items()})
+        counts = Counts({n: each - before_counts[n] for n, each in self.counts.items()})
         histograms = {}
         for name, values in self.histograms.items():
             before = older.histograms.get(name, EMPTY)
@@ -46,8 +58,9 @@ class Metrics:
 
     def __iadd__(self, other: Metrics) -> Metrics:
         """Add other metrics to a sum, which owns its histograms."""
-        self.counts.update(other.counts)
-        own = self.histograms
+        counts, own = self.counts, self.histograms
+        for name, count in other.counts.items():
+            counts[name] += count
         for name, values in other.histograms.items():
             if name not in own:
                 own[name] = Histogram()
@@ -78,8 +91,8 @@ class EpochState(Protocol):
     def lateness(self) -> Lateness:
         """The lags of its samples."""
 
-    def coverage(self) -> Any:
-        """The requested, delivered and outstanding samples, each with its number ``samples``."""
+    def num_samples(self) -> tuple[int, int, int]:
+        """The numbers of requested, returned and outstanding samples."""
 
     def length(self) -> int | None:
         """The number of batches; None if unknown."""
@@ -87,6 +100,10 @@ class EpochState(Protocol):
 
 class MetricsSource(Protocol):
     """The metrics of an engine; readable after its end."""
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether nothing changes between two epochs: there are no workers."""
 
     def metrics(self) -> Metrics:
         """All counters and histograms now."""

@@ -67,15 +67,18 @@ def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Repo
     """The report of all epochs of a loader so far."""
     records = log.records()
     whole = dataclasses.replace(records[-1], epoch=-1) if records else EpochRecord(-1)
-    whole.metrics = Metrics()
-    for metrics in (log.forgotten, *(each.metrics for each in records)):
-        whole.metrics += metrics
-    run = _period(whole, "run", steps)
+    metrics, total = [each.metrics for each in records], Metrics()
+    for each in (log.forgotten, *metrics):
+        total += each
+    run = _period(whole, total, "run", steps)
     return Report(
         setup=setup,
         verdict=judge(setup, run),
         run=run,
-        epochs=tuple(_period(each, f"epoch {each.epoch}", steps) for each in records),
+        epochs=tuple(
+            _period(each, of_epoch, f"epoch {each.epoch}", steps)
+            for each, of_epoch in zip(records, metrics, strict=True)
+        ),
         slowest=tuple(
             figures.SlowSample(
                 index=each.key,
@@ -89,8 +92,10 @@ def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Repo
     )
 
 
-def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> figures.Period:
-    metrics, counts, use = record.metrics, record.metrics.counts, record.use
+def _period(
+    record: EpochRecord, metrics: Metrics, name: str, steps: Sequence[str]
+) -> figures.Period:
+    counts, use = metrics.counts, record.use
     return figures.Period(
         name=name,
         epochs=counts["epochs"],
@@ -106,7 +111,7 @@ def _period(record: EpochRecord, name: str, steps: Sequence[str]) -> figures.Per
             budget_bytes=0 if use.last is None else use.last.budget_bytes,
             held_by_budget=record.held_by_budget,
         ),
-        stragglers=_stragglers(record),
+        stragglers=_stragglers(record, metrics),
         errors=figures.Errors(**{each.name: counts[each.name] for each in _ERRORS}),
         reads=_reads(counts),
         machine=figures.Machine(
@@ -179,9 +184,9 @@ def _workers(metrics: Metrics, use: LoaderUse) -> figures.Workers:
     )
 
 
-def _stragglers(record: EpochRecord) -> figures.Stragglers:
+def _stragglers(record: EpochRecord, metrics: Metrics) -> figures.Stragglers:
     decision = record.decision
-    deferred, lag = _histogram(record.metrics, "deferred"), _histogram(record.metrics, "lag")
+    deferred, lag = _histogram(metrics, "deferred"), _histogram(metrics, "lag")
     return figures.Stragglers(
         phase="" if decision is None else decision.phase,
         threshold_s=0.0 if decision is None else decision.threshold_ns / 1e9,

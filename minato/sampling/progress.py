@@ -339,6 +339,13 @@ class Progress:
         """Return the tally of the indices that were requested in this run."""
         return Tally(*self._arrivals.asked).minus(self._before.expected)
 
+    def num_samples(self) -> tuple[int, int, int]:
+        """Return the numbers of requested, delivered and outstanding samples so far."""
+        self.settle()
+        arrivals = self._arrivals
+        requested, delivered = arrivals.asked[0] - arrivals.dropped[0], arrivals.delivered[0]
+        return requested, delivered, requested - delivered - arrivals.skipped[0]
+
     def coverage(self) -> Coverage:
         """Return the tallies of the epoch so far."""
         self.settle()
