@@ -20,10 +20,11 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from multiprocessing import context, forkserver, resource_sharer, spawn, util
 from multiprocessing import process as process_module
 from multiprocessing.reduction import ForkingPickler
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
@@ -295,14 +296,10 @@ def torch_modes() -> int:
     return 1 if count is None else int(count())
 
 
-def is_owned(lock: Any) -> bool:
-    """Whether the calling thread holds a ``threading.RLock``."""
-    return bool(lock._is_owned())
-
-
-def is_profiling() -> bool:
-    """Whether torch's profiler records; True where torch does not say, which costs microseconds a batch."""
-    return bool(getattr(profiler, "_is_profiler_enabled", True))
+is_owned: Callable[[Any], bool] = methodcaller("_is_owned")
+"""Whether the calling thread holds a ``threading.RLock``."""
+is_profiling: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled", True)
+"""Whether torch's profiler records; True where torch does not say, which costs microseconds a batch."""
 
 
 def has_cuda_context(index: int) -> bool:

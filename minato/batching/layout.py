@@ -147,7 +147,7 @@ class Layout:
 
     def fields_nbytes(self, n: int) -> int:
         """Return the size in bytes of the region that holds the fields of ``n`` samples."""
-        return self._plan(n).nbytes
+        return (self._plans.get(n) or self._plan(n)).nbytes
 
     def packer(self, n: int) -> Packer:
         """Return the packer of batches of ``n`` samples."""
@@ -197,7 +197,8 @@ class Layout:
         Returns:
             As :meth:`batch`; None if a sample has another layout.
         """
-        plan = self._plan(len(samples))
+        count = len(samples)
+        plan = self._plans.get(count) or self._plan(count)
         if memory is None:
             tensors = list(map(torch.empty_like, plan.alike)) or _empty(plan.tensors)
         else:

@@ -211,19 +211,20 @@ class BatchIterator(TorchIterator):
         """What is given, and the batch as torch's own method, or what has replaced that, returns it."""
         # torch's own method compares the number of batches with a stream's length, once len(loader) was asked for.
         # It also records a range for profilers, which takes longer than a small batch.
-        by_torch = (self._checks_length and length_was_asked(self)) or torch_looks_on()
+        if not (torch_looks_on() or (self._checks_length and length_was_asked(self))):
+            try:
+                given = self._next_given()
+            except Exception as error:
+                return Outgoing(error=error), None
+            self._num_yielded += given.error is None
+            return given, given.batch
         try:
-            if by_torch:
-                batch = super().__next__()
-            else:
-                batch = self._next_data()
-                self._num_yielded += 1
+            batch = super().__next__()
         except BaseException as error:
-            given = self._given
-            if given is not None and by_torch and isinstance(error, Exception):
-                given.error = error  # such as a warning; the batch is lost, as with torch
-            if given is not None and given.error is error:
-                return given, None
+            if self._given is not None and isinstance(error, Exception):
+                self._given.error = error  # such as a warning; the batch is lost, as with torch
+            if self._given is not None and self._given.error is error:
+                return self._given, None
             if not isinstance(error, Exception):
                 raise
             return Outgoing(error=error), None
@@ -231,6 +232,14 @@ class BatchIterator(TorchIterator):
         return self._given, batch
 
     def _next_data(self) -> Any:
+        # torch's __next__ calls this method.
+        self._given = given = self._next_given()
+        if given.error is not None:
+            raise given.error
+        return given.batch
+
+    def _next_given(self) -> Outgoing:
+        """The next batch, or the error of a sample, in pinned memory if the loader pins."""
         if self._is_untouched:
             self._begin_again()
         source = self._source
@@ -250,10 +259,7 @@ class BatchIterator(TorchIterator):
             raise
         if self._pin_memory and given.error is None and not given.is_pinned:
             self._pinned(source, given)
-        self._given = given
-        if given.error is not None:
-            raise given.error
-        return given.batch
+        return given
 
     def _pinned(self, source: BatchSource, given: Outgoing) -> None:
         """Put a batch in pinned memory."""

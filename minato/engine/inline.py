@@ -72,35 +72,19 @@ class _Batch(Outgoing):
         is_prepared: Whether it is ready to be given.
     """
 
-    __slots__ = (
-        "began_ns",
-        "drawn",
-        "first",
-        "given",
-        "is_empty",
-        "is_made",
-        "is_prepared",
-        "num_slow",
-        "occurrences",
-        "size",
-        "skipped",
-    )
+    is_made = is_empty = is_prepared = False
+    began_ns = num_slow = 0
+    skipped: Sequence[int] = ()
+    occurrences: Sequence[int] | None = None
 
     def __init__(self, drawn: Drawn, first: int) -> None:
+        self.batch = self.error = None
+        self.is_given = self.is_pinned = False
         given = drawn[2]
-        self.drawn = drawn
-        self.occurrences: Sequence[int] | None = None
         if type(given) is Recurring:
             given, self.occurrences = given.indices, given.occurrences
-        self.given = given
-        self.first = first
+        self.drawn, self.given, self.first = drawn, given, first
         self.size = len(given) or 1
-        self.skipped: list[int] = []
-        self.num_slow = 0
-        self.began_ns = 0
-        self.batch = self.error = None
-        self.is_given = self.is_pinned = self.is_made = self.is_empty = self.is_prepared = False
-        self.records = ()
 
 
 class _Current:
@@ -162,6 +146,7 @@ class InlineEngine:
     _stream: StreamFetcher | None
     _single: Fetcher | None  # loads samples one by one
     _takes_rows: bool
+    _is_entered: bool
     _idle_since: int
 
     def __init__(
@@ -237,6 +222,7 @@ class InlineEngine:
             self._failures.begin(epoch.size())
         self._batch = self._tried = None
         self._position = 0
+        self._is_entered = False  # the runner's randomness has this epoch's seed
         self._num_begun += 1
         self._number = epoch.number
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
@@ -413,7 +399,9 @@ class InlineEngine:
     def _run(self, batch: _Batch) -> None:
         """Run the samples of a batch and build it."""
         runner, fetcher, single = self._runner, self._fetcher, self._single
-        runner.enter(self._epoch.seed)
+        if not self._is_entered:
+            runner.enter(self._epoch.seed)
+            self._is_entered = True
         if (
             single is not None
             and (batch.size < _LEAST_ROWS or not self._takes_rows)
@@ -472,7 +460,14 @@ class InlineEngine:
         samples, error = runner.run_unbound(batch.first, self._number, indices, fetcher.now())
         made = None
         if error is None:
-            made, error = self._built(batch, samples, self._builder.collate)
+            builder = self._builder
+            try:
+                if not builder.collates:
+                    made = builder.pack(samples)
+                if made is None:
+                    made = builder.collate(samples)
+            except self._current.kinds as raised:
+                error = self._collate_error(batch, raised)
         else:
             error = _error_of(error, indices[len(samples)])
         if randomness is not None and randomness.drawn():
@@ -598,12 +593,16 @@ class InlineEngine:
                 tracer.slice(how, begun_ns)
             return made, None
         except self._current.kinds as error:
-            if isinstance(error, StopIteration):
-                name = f"the batch of {listed(batch.given)}"
-                if self.plan.worker.pipeline.streams:
-                    name = "a batch of the iterable dataset"
-                error = not_the_end(f"collate_fn, called for {name},", error)
-            return None, SampleError(error).exception()
+            return None, self._collate_error(batch, error)
+
+    def _collate_error(self, batch: _Batch, error: BaseException) -> BaseException:
+        """The exception that ``next()`` raises for that of ``collate_fn``."""
+        if isinstance(error, StopIteration):
+            name = f"the batch of {listed(batch.given)}"
+            if self.plan.worker.pipeline.streams:
+                name = "a batch of the iterable dataset"
+            error = not_the_end(f"collate_fn, called for {name},", error)
+        return SampleError(error).exception()
 
     def _collated(self, batch: _Batch, samples: object) -> Any:
         """What ``collate_fn`` makes of the samples; what it draws depends on nothing that was run before."""
@@ -658,7 +657,7 @@ class InlineEngine:
         """All records of a batch with skipped samples, or of a stream whose state is counted."""
         records = [*batch.records]
         if batch.skipped:
-            records.insert(0, functools.partial(progress.skipped, batch.skipped, 0))
+            records.insert(0, functools.partial(progress.skipped, list(batch.skipped), 0))
         if self._counted is not None:
             records.append(self._counted.counts(0))
         return records

@@ -41,13 +41,10 @@ class Lateness:
     counts = True
 
     def __init__(self) -> None:
-        self._count_lags()
-        self.slow_shares = array("f")
-        self._ends = array("q")  # position after the last sample of each batch of the sampler
-
-    def _count_lags(self) -> None:
         self.lags: Counter[int] = Counter()
         self.latest = Histogram()
+        self.slow_shares = array("f")
+        self._ends = array("q")  # position after the last sample of each batch of the sampler
 
     def asked(self, count: int, number: int | None = None) -> None:
         """The sampler yielded a batch of ``count`` samples; each counts once. None: the next number."""
@@ -88,19 +85,27 @@ class InOrderLateness(Lateness):
     counts = False
 
     def __init__(self) -> None:
-        super().__init__()
-        self._samples = 0
-
-    def _count_lags(self) -> None:
-        pass
+        self._samples = self._batches = 0
+        self._slow: dict[int, float] = {}
 
     def delivered(
         self, positions: list[int] | range, start: int, num_slow: int, number: int | None = None
     ) -> None:
-        if number is None or number >= len(self.slow_shares):
-            count = len(positions) - positions.count(-1)
-            self._samples += count
-            self.slow_shares.append(num_slow / max(count, 1))
+        if number is not None and number < self._batches:
+            return
+        count = len(positions) if type(positions) is range else len(positions) - positions.count(-1)
+        if num_slow:
+            self._slow[self._batches] = num_slow / max(count, 1)
+        self._samples += count
+        self._batches += 1
+
+    @property
+    def slow_shares(self) -> array[float]:  # type: ignore[override]
+        """The share of slow samples in each returned batch, from 0 to 1."""
+        shares = array("f", bytes(4 * self._batches))
+        for batch, share in self._slow.items():
+            shares[batch] = share
+        return shares
 
     @property
     def lags(self) -> Counter[int]:  # type: ignore[override]
@@ -110,6 +115,6 @@ class InOrderLateness(Lateness):
     @property
     def latest(self) -> Histogram:  # type: ignore[override]
         """The largest lag in each returned batch: 0."""
-        histogram, count = Histogram(), len(self.slow_shares)
-        histogram.record_all(array("q", bytes(8 * count)), count)
+        histogram = Histogram()
+        histogram.record_all(array("q", bytes(8 * self._batches)), self._batches)
         return histogram

@@ -17,6 +17,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import call
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -194,7 +195,7 @@ class SampleRandomness:
         if unbind:
             _this_thread.binding = None
         self._snapshot.take()
-        rests = [rest() for rest in self._rests]
+        rests = [*map(call, self._rests)]
         self._before = _this_thread.binding, _this_thread.generators_made, rests
 
     def drawn(self) -> bool:
@@ -206,7 +207,7 @@ class SampleRandomness:
         return (
             not self._snapshot.holds()
             or made != _this_thread.generators_made
-            or rests != [rest() for rest in self._rests]
+            or rests != [*map(call, self._rests)]
         )
 
     def rewind(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from minato._core import Histogram
 from minato.observe.epoch_log import EpochLog, LoaderUse
 from minato.observe.machine import MachineSnapshot
 from minato.observe.meters import SlowSample
-from minato.observe.observers import LoaderSnapshot, Metrics
+from minato.observe.observers import Counts, LoaderSnapshot, Metrics
 from minato.sampling.progress import Progress
 from minato.scheduling.slow_samples import ThresholdDecision
 
@@ -22,7 +21,8 @@ STANDING = LoaderSnapshot(2, 4, 1, 6, 1000, 10_000)
 class MetricsSource:
     """Counters that grow by what they are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stands_still: bool = False) -> None:
+        self.stands_still = stands_still
         self.busy_ns = 0
         self.times = Histogram()
         self.held_by_budget = False
@@ -32,7 +32,7 @@ class MetricsSource:
         self.times.record(duration_ns)
 
     def metrics(self) -> Metrics:
-        return Metrics(Counter(busy_ns=self.busy_ns), {"total": self.times.snapshot()})
+        return Metrics(Counts(busy_ns=self.busy_ns), {"total": self.times.snapshot()})
 
     def slowest(self) -> list[SlowSample]:
         return [SlowSample(3, self.times.max, 0, -1, 0)]
@@ -56,8 +56,9 @@ def epoch(journal: EpochLog, source: MetricsSource, number: int, batches: int) -
         journal.leave(4, 50, lambda: STANDING)
 
 
-def test_an_epoch_holds_what_was_added_during_it() -> None:
-    journal, source = EpochLog(), MetricsSource()
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_an_epoch_holds_what_was_added_during_it(stands_still: bool) -> None:
+    journal, source = EpochLog(), MetricsSource(stands_still=stands_still)
     journal.machine = lambda: MACHINE
     source.work(7)
     for number in (0, 1):
