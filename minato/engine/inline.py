@@ -445,7 +445,10 @@ class InlineEngine:
                 samples = kept
                 if not kept:
                     return
-        self._give(batch, *self._built(batch, samples, functools.partial(self._collated, batch)))
+        collate = self._builder.collate
+        if self._builder.draws and self.plan.worker.seeds_samples:
+            collate = functools.partial(self._collated, batch)
+        self._give(batch, *self._built(batch, samples, collate))
 
     def _run_unbound(self, fetcher: Fetcher, batch: _Batch) -> bool:
         """Run and build a batch of cheap samples that do not draw, as earlier ones did not; False: they have drawn."""
@@ -561,7 +564,10 @@ class InlineEngine:
         """Take a batch from the iterator over an iterable dataset."""
         (wanted,) = batch.given
         fetch, runner = functools.partial(stream.batch, self._num_begun), self._runner
-        batches, error = runner.run(batch.first, 0, [wanted], fetch, batch_size=wanted)
+        if runner.is_plain:
+            batches, error = runner.run_unbound(batch.first, 0, [wanted], fetch)
+        else:
+            batches, error = runner.run(batch.first, 0, [wanted], fetch, batch_size=wanted)
         return batches[0] if batches else None, error
 
     def _rows(self, fetcher: Fetcher, batch: _Batch) -> Any:
@@ -606,13 +612,11 @@ class InlineEngine:
 
     def _collated(self, batch: _Batch, samples: object) -> Any:
         """What ``collate_fn`` makes of the samples; what it draws depends on nothing that was run before."""
-        builder, epoch, runner = self._builder, self._epoch, self._runner
-        if not (builder.draws and self.plan.worker.seeds_samples):
-            return builder.collate(samples)
+        epoch, runner = self._epoch, self._runner
         index = next(iter(batch.given), None)
         occurrence = 0 if batch.occurrences is None else batch.occurrences[0]
         bound = runner.bound_to_batch(epoch.seed, epoch.number, index, occurrence)
-        return runner.collated(builder.collate, samples, bound)
+        return runner.collated(self._builder.collate, samples, bound)
 
     def _give(self, batch: _Batch, made: object, error: BaseException | None = None) -> None:
         """Have a batch hold what was made, on its device, or its error."""

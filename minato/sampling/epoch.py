@@ -37,13 +37,13 @@ from minato.sampling.samplers import (
     Source,
     batch_maker,
     drawn_ahead,
-    endless,
     epoch_of,
     in_epoch,
     nested,
     next_sampler,
     occurrence_counter,
     set_sampler_epoch,
+    stream_batches,
 )
 
 __all__ = ["Epoch", "NextEpoch", "Position", "Seeds"]
@@ -216,8 +216,9 @@ class Epoch:
         """
         spec = self._spec
         if spec.streams:
-            if endless(spec.index_sampler):  # as nearly always
-                return Source(itertools.repeat([spec.index_sampler.batch_size]), may_die=False)
+            endless = stream_batches(spec.index_sampler, spec.batched)
+            if endless is not None:  # as nearly always
+                return endless
             indices = iter(spec.index_sampler) if indices is None else indices
             return Source([len(one) if spec.batched else 1] for one in indices)
         if spec.replay is not None:

@@ -48,7 +48,6 @@ __all__ = [
     "at_epoch",
     "batch_maker",
     "drawn_ahead",
-    "endless",
     "epoch_of",
     "in_epoch",
     "independent",
@@ -59,6 +58,7 @@ __all__ = [
     "ranked",
     "sampler_at_rank",
     "set_sampler_epoch",
+    "stream_batches",
     "unmarked",
 ]
 
@@ -329,9 +329,16 @@ def drawn_ahead(index_sampler: object, batched: bool) -> int:
     return max(min(_MOST_AHEAD, _INDICES_AHEAD // size), 1) if known else 1
 
 
-def endless(index_sampler: object) -> bool:
-    """Whether this is torch's sampler of a stream's batches, which tells no more than their size."""
-    return type(index_sampler) is BatchSampler and type(index_sampler.sampler) is EndlessSampler
+def stream_batches(index_sampler: object, batched: bool) -> Source | None:
+    """Return the batches of a stream, each the number of its samples, if torch's own sampler tells no more."""
+    sampler, size = index_sampler, 1
+    if batched:
+        if type(index_sampler) is not BatchSampler:
+            return None
+        sampler, size = index_sampler.sampler, index_sampler.batch_size
+    if type(sampler) is not EndlessSampler:
+        return None
+    return Source(itertools.repeat([size]), may_die=False, ahead=_MOST_AHEAD)
 
 
 def largest_batch(index_sampler: object, batched: bool) -> int:

@@ -148,8 +148,11 @@ class _NamesOnly(NamedTuple):
 
     def holds(self) -> bool:
         """Whether its attributes are the same, and no name stands for a generator."""
-        values = _code_or_types(self.kind)
-        if len(values) != len(self.values) or not all(map(is_, values, self.values)):
+        values = list(vars_of(self.kind).values())
+        if len(values) != len(self.values) or not all(
+            value is known or type(value) is known
+            for value, known in zip(values, self.values, strict=True)
+        ):
             return False
         now = (held.get(name) for held, names in self.named for name in names)
         return not any(issubclass(type(value), _GENERATORS) for value in now)

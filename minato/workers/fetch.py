@@ -277,7 +277,8 @@ class StreamFetcher:
 
     def batch(self, epoch: object, count: int) -> list[Any]:
         """The next ``count`` samples of an epoch, which begins with its first batch; raises as ``take``."""
-        self.enter(epoch, count)
+        if epoch != self._epoch:
+            self.enter(epoch, count)
         return self.take(count)
 
     def take(self, count: int) -> list[Any]:

@@ -387,6 +387,16 @@ class Runner:
             if self._stage_runner is not None:
                 self._stage_runner.capture = randomness.capture
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether samples are neither traced nor bound, nor have stages: ``run_unbound`` may run them."""
+        return (
+            self._stage_runner is None
+            and not self.tracer.enabled
+            and self.randomness is None
+            and self.failure is None
+        )
+
     def may_run_unbound(self, count: int, collates: bool) -> bool:
         """Whether ``count`` samples need no randomness of theirs, nor with ``collates`` what the program makes of them.
 
@@ -410,7 +420,7 @@ class Runner:
         randomness.rewind()
 
     def run_unbound(self, position: int, epoch: int, indices: list[object], fetch: Fetch) -> Ran:
-        """Run samples as ``run`` does, where ``may_run_unbound``."""
+        """Run samples as ``run`` does, where ``may_run_unbound`` or ``is_plain``."""
         samples, error = run_samples(
             *(fetch, indices, position, self.lease, self.durations, None, epoch),
             self.catches,
