@@ -116,7 +116,7 @@ class EpochRecord:
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics of this epoch, and all of the above; made anew by each call."""
+        """The metrics of this epoch, and all of the above; each call makes another."""
         metrics = self.after.since(self.before)
         asked, delivered, outstanding = self.coverage
         metrics.counts.update(
