@@ -36,11 +36,14 @@ TIMED_S, MOST_EPOCHS = 0.2, 1000
 TINY_US, TINY_LIMIT = 15.0, 0.9
 """A batch that costs torch less may cost minato this much more, before the row counts as lost."""
 CAUSES = {
-    "*-w0-short": "an epoch's records, its states to resume and the search for generators take about 250 µs",
+    "wait-*-w0-*": "each sample is timed by stage; after a wait this code is no longer in the processor's caches",
+    "*-w0-short": "an epoch's records, its states to resume and the search for generators take about 200 µs",
     "*-single-w0-*": "there is no copy to save, and the bookkeeping of a batch is for one sample",
     "texts-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
     "list-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
     "ints-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
+    "padded-*-w0-*": "`collate_fn` does the copy, and each batch and epoch is recorded",
+    "stream-collated-*-w0-*": "`collate_fn` does the copy, and each batch and epoch is recorded",
     "texts-*-any": "where several workers share a batch, each text is stored by itself",
 }
 """Why torch is faster, by patterns of the names of jobs; the first that fits counts."""

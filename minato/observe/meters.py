@@ -31,6 +31,8 @@ KEPT: Final = 20
 """Number of the slowest samples that are kept."""
 UNKNOWN: Final = -2
 """The stage of a sample whose stages were not timed; -1 is the dataset, from 0 on the transforms."""
+_LEAST_NS = 20_000
+"""Cheaper samples share readings of the clock, so that nobody knows which of them was slow."""
 _HALVINGS = 12
 """A share is found to 1 / 2**12."""
 _TEXT = 64
@@ -108,7 +110,7 @@ class SlowestSamples:
         self._costs: list[int] = []  # the writer's own copy, which is faster to read
         self._names: list[tuple[int, bytes]] = []
         self._row_of: dict[tuple[int, bytes], int] = {}
-        self.floor_ns = 0
+        self.floor_ns = _LEAST_NS
         """The cost that a sample must exceed to be kept; valid in the writer only."""
 
     def offer(self, index: object, epoch: int, cost_ns: int, stage: int, stage_ns: int) -> None:
@@ -126,7 +128,7 @@ class SlowestSamples:
         self._shared[row * _ROW_WORDS] = cost_ns
         self._row_of.pop(self._names[row], None)
         self._row_of[name], self._names[row], costs[row] = row, name, cost_ns
-        self.floor_ns = min(costs)
+        self.floor_ns = max(min(costs), _LEAST_NS)
 
     def _take_over(self) -> None:
         """Continue with the rows of an earlier worker, which may have died."""
@@ -136,7 +138,7 @@ class SlowestSamples:
         row_of = {name: row for row, name in enumerate(names) if costs[row]}
         # At once: an interruption leaves no half.
         self._costs, self._names, self._row_of = costs, names, row_of
-        self.floor_ns = min(costs)
+        self.floor_ns = max(min(costs), _LEAST_NS)
 
     def read(self) -> list[SlowSample]:
         """The samples, unordered."""

@@ -91,16 +91,17 @@ def test_a_sum_has_the_values_of_all():
 
 
 def test_the_slowest_are_kept_whatever_the_order() -> None:
-    costs = list(range(1, 101))
+    costs = [1000 * cost for cost in range(1, 101)]
     random.Random(3).shuffle(costs)
     memory = bytearray(Meters.nbytes(0))
     written = Meters(0, memory).slowest
+    assert written.floor_ns == 20_000  # cheaper ones share readings of the clock
     for cost in costs:
-        written.offer(1000 + cost, 0, cost, -1, cost // 2)
-    assert written.floor_ns == 81
+        written.offer(cost, 0, cost, -1, cost // 2)
+    assert written.floor_ns == 81_000
     found = slowest_of(Meters(0, memory).slowest.read())  # as another process sees it
     assert [(each.key, each.cost_ns, each.stage_ns) for each in found] == [
-        (1000 + cost, cost, cost // 2) for cost in range(100, 80, -1)
+        (cost, cost, cost // 2) for cost in range(100_000, 80_000, -1000)
     ]
 
 
@@ -132,10 +133,10 @@ def test_a_new_worker_goes_on_with_what_a_dead_one_has_left() -> None:
     memory = bytearray(Meters.nbytes(0))
     before = Meters(0, memory).slowest
     for cost in range(1, KEPT + 1):
-        before.offer(cost, 0, cost, -1, 0)
+        before.offer(cost, 0, 30_000 + cost, -1, 0)
     after = Meters(0, memory).slowest
-    after.offer(KEPT, 1, 3, -1, 0)
-    assert after.floor_ns == 1
-    after.offer("new", 1, 100, -1, 0)
-    assert after.floor_ns == 2
+    after.offer(KEPT, 1, 30_003, -1, 0)
+    assert after.floor_ns == 30_001
+    after.offer("new", 1, 30_100, -1, 0)
+    assert after.floor_ns == 30_002
     assert [each.key for each in slowest_of(after.read())] == ["'new'", *range(KEPT, 1, -1)]
