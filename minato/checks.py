@@ -17,6 +17,7 @@ __all__ = [
     "check_device",
     "check_number",
     "check_platform",
+    "check_shard",
     "check_whole",
     "refuse_class",
 ]
@@ -34,6 +35,19 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name}={text_of(value)} is not possible: choose one of {allowed}")
+
+
+def check_shard(shard: object) -> tuple[int, int]:
+    """Return a rank and the number of ranks.
+
+    Raises:
+        ValueError, TypeError: It is no such pair.
+    """
+    if isinstance(shard, (tuple, list)) and len(shard) == 2:
+        rank, ranks = (check_whole("shard", each, 0) for each in shard)
+        if rank is not None and ranks is not None and rank < ranks:
+            return rank, ranks
+    raise ValueError(f"shard={text_of(shard)} is not possible: give (rank, number of ranks)")
 
 
 def check_whole(name: str, value: object, least: int | None) -> int | None:

@@ -80,6 +80,7 @@ class _Batch(Outgoing):
     def __init__(self, drawn: Drawn, first: int) -> None:
         self.batch = self.error = None
         self.is_given = self.is_pinned = False
+        self.records = ()
         given = drawn[2]
         if type(given) is Recurring:
             given, self.occurrences = given.indices, given.occurrences

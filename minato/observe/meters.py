@@ -32,7 +32,7 @@ KEPT: Final = 20
 UNKNOWN: Final = -2
 """The stage of a sample whose stages were not timed; -1 is the dataset, from 0 on the transforms."""
 _LEAST_NS = 20_000
-"""Cheaper samples share readings of the clock, so that nobody knows which of them was slow."""
+"""Several cheaper samples may share one reading of the clock: nobody knows which of them was slow."""
 _HALVINGS = 12
 """A share is found to 1 / 2**12."""
 _TEXT = 64

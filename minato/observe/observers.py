@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Counts(dict[str, int]):
-    """Numbers by name; one that is missing is 0. It is made and updated in a tenth of the time of a ``Counter``."""
+    """Numbers by name; one that is missing is 0. Six to nine times as fast as a ``Counter``."""
 
     def __missing__(self, name: str) -> int:
         return 0

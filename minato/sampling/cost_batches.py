@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from minato._core import mix_seed
 from minato._support.values import items_of, number_of
-from minato.checks import check_choice, check_number, check_whole
+from minato.checks import check_choice, check_number, check_shard, check_whole
 
 __all__ = ["CostBatchSampler"]
 
@@ -77,12 +77,7 @@ class CostBatchSampler(Sampler[list[int]]):
             spread = torch.distributed.is_available() and torch.distributed.is_initialized()
             ranks = torch.distributed.get_world_size() if spread else 1
             shard = (torch.distributed.get_rank() if spread else 0), ranks
-        given: Any = shard
-        is_pair = isinstance(given, (tuple, list))
-        places = [check_whole("shard", each, 0) or 0 for each in given] if is_pair else []
-        if len(places) != 2 or places[0] >= places[1]:
-            raise ValueError(f"shard={shard} is not possible: give (rank, number of ranks)")
-        self.rank, self.num_replicas = places
+        self.rank, self.num_replicas = check_shard(shard)
         self.max_cost = max_cost
         self.epoch = 0
         self._costs = _checked(costs)

@@ -15,6 +15,7 @@ from pyarrow import types
 from torch.utils.data import IterableDataset, get_worker_info
 
 from minato._support.counters import shared_integers
+from minato.checks import check_shard
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place
 
@@ -187,12 +188,10 @@ class ParquetStream(IterableDataset[Any]):
     ) -> None:
         if window_rows < 1:
             raise ValueError(f"window_rows={window_rows} is too small: give at least 1")
-        if not 0 <= shard[0] < shard[1]:
-            raise ValueError(f"shard={shard} is not possible: give (rank, number of ranks)")
         self._groups = _RowGroups(files, columns, where, filesystem)
         self._seed = seed
         self._window_rows = window_rows
-        self._shard = shard
+        self._shard = check_shard(shard)
         self._decode = decode
         # In shared memory, where persistent workers see it change.
         self._epoch = shared_integers(1)

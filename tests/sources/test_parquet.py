@@ -189,6 +189,8 @@ def test_what_cannot_be_opened_or_decoded_is_named(
         (lambda: Parquet("x", kept_groups=0), "kept_groups=0 is too small"),
         (lambda: ParquetStream("x", window_rows=0), "window_rows=0 is too small"),
         (lambda: ParquetStream("x", shard=(2, 2)), r"shard=\(2, 2\) is not possible"),
+        (lambda: ParquetStream("x", shard=(None, 2)), r"shard=\(None, 2\) is not possible"),
+        (lambda: ParquetStream("x", shard=2), "shard=2 is not possible"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
