@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from time import thread_time_ns
 from typing import TYPE_CHECKING, Any, cast
 
 from minato._core import now_ns
@@ -436,6 +437,9 @@ class Engine:
         now = now_ns()
         if now < self._costs_due_ns:
             return
+        began_ns = (
+            thread_time_ns()
+        )  # not the clock, which goes on while other programs have the processor
         elapsed_s = (now - self._started_ns) / 1e9
         if self.slow_threshold.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
@@ -446,7 +450,9 @@ class Engine:
             self._history.costs = self.slow_threshold.recent
             if self._early_start is not None:
                 self._early_start.mean_ns = self.slow_threshold.recent.mean
-        self._costs_due_ns = now + max(_READ_COSTS_EVERY_NS, _READ_COSTS_SHARE * (now_ns() - now))
+        self._costs_due_ns = now + max(
+            _READ_COSTS_EVERY_NS, _READ_COSTS_SHARE * (thread_time_ns() - began_ns)
+        )
 
     def _start(self) -> None:
         self._started = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import thread_time_ns
 from typing import Protocol
 
 from minato._core import now_ns
@@ -61,8 +62,11 @@ class EngineMetrics:
         """Read the workers' processor time, if that is due."""
         now = now_ns()
         if now >= self._look_due_ns:
+            began_ns = (
+                thread_time_ns()
+            )  # not the clock, which goes on while other programs have the processor
             self.usage = usage()
-            self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (now_ns() - now))
+            self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (thread_time_ns() - began_ns))
 
     def metrics(self) -> Metrics:
         """All counters and histograms now."""
