@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 CORE = Path("minato/_core")
+COMMIT = Path("minato/_commit.txt")
 
 # The only place where compiler directives stand.
 DIRECTIVES = {
@@ -55,10 +60,12 @@ def extensions(build_dir: str = "build/cython", force: bool = False) -> list[Ext
                 *([("MINATO_CHECKED", "1")] if checked else []),
             ],
             extra_compile_args=[
-                *(["-O1", "-g", *SANITIZE] if checked else ["-O3"]),
+                *(["-O1", "-g", *SANITIZE] if checked else ["-O3", "-g0"]),
                 *["-std=c11", "-Wall", "-Wno-unused-function"],
             ],
-            extra_link_args=SANITIZE if checked else [],
+            extra_link_args=SANITIZE
+            if checked
+            else ["-Wl,-s"],  # without symbols: a fifth of the size
             depends=headers,
         )
         for path in sorted(CORE.glob("_*_c.pyx"))
@@ -84,9 +91,61 @@ class BuildCore(build_ext):
             ) from error
 
 
+def write_commit(folder: str) -> None:
+    """Leave the commit in a wheel or an sdist, where ``minato --version`` reads it."""
+    commit = runpy.run_path("minato/_distribution.py")["commit"]()
+    if commit != "unknown":
+        (Path(folder) / COMMIT).write_text(f"{commit}\n", encoding="ascii")
+
+
+class BuildModules(build_py):
+    """Copy the modules, and name the commit."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            write_commit(self.build_lib)
+
+
+class MakeSource(sdist):
+    """Copy the sources, and name the commit, for a wheel that is built from them."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(base_dir)
+
+
+def home() -> dict[str, str]:
+    """The project's addresses: the workflows know the repository that they release."""
+    urls = {"Homepage": "https://pypi.org/project/minatoloader/"}
+    server, repository = (
+        os.environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY")
+    )
+    if server and repository:
+        source, owner_and_name = f"{server}/{repository}", repository.split("/")
+        urls["Documentation"] = "https://{}.github.io/{}/".format(*owner_and_name)
+        urls["Source"] = source
+        urls["Issues"] = f"{source}/issues"
+        urls["Changelog"] = f"{source}/blob/main/CHANGELOG.md"
+    return urls
+
+
+def readme(source: str | None) -> str:
+    """The page for PyPI, which knows no files of the repository: links that start there are made whole."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    if source is None:
+        return text
+    text = re.sub(r"(!\[[^\]]*\]\()(?![a-z]+:|#)", rf"\1{source}/raw/main/", text)
+    return re.sub(r"(\]\()(?![a-z]+:|#)", rf"\1{source}/blob/main/", text)
+
+
 if __name__ == "__main__":
+    urls = home()
     setup(
+        project_urls=urls,
+        long_description=readme(urls.get("Source")),
+        long_description_content_type="text/markdown",
         ext_modules=extensions(),
-        cmdclass={"build_ext": BuildCore},
+        cmdclass={"build_ext": BuildCore, "build_py": BuildModules, "sdist": MakeSource},
         options={"build_ext": {"parallel": os.cpu_count()}},
     )

@@ -24,7 +24,7 @@ from minato import _compat, _core, _system
 from minato._core import tensor_memory
 from minato._core.limits import explaining_limits, futex_error, soft_limit
 from minato._core.segment import Segment
-from minato._distribution import __version__
+from minato._distribution import __version__, commit
 from minato.observe.text import format_value
 from minato.transforms import rng_memory
 
@@ -333,9 +333,10 @@ def _run(options: argparse.Namespace) -> int:
     limits = sum(each.state == "limit" for found in sections.values() for each in found)
     if options.json:
         listed = {title: [asdict(each) for each in found] for title, found in sections.items()}
-        print(json.dumps({"minato": __version__, "limits": limits, **listed}, indent=2))
+        version = {"minato": __version__, "commit": commit()}
+        print(json.dumps({**version, "limits": limits, **listed}, indent=2))
     else:
-        print(f"minato {__version__}")
+        print(f"minato {__version__}, commit {commit()}")
         for title, found in sections.items():
             print(f"\n{title}\n{_table(found)}")
         found_here = "1 limit found" if limits == 1 else f"{limits} limits found"

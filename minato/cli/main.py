@@ -25,7 +25,7 @@ import torch
 
 from minato import _core, _system
 from minato._core import now_ns
-from minato._distribution import __version__
+from minato._distribution import __version__, commit
 from minato._support.loader_class import TorchDataLoader
 from minato._support.text import message_of, printable
 from minato.cli import demo, doctor, run
@@ -100,12 +100,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"minato: {message}; see minato --help\n")
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
+        core = "compiled" if _core.USE_EXTENSIONS else "pure Python"
+        python = sys.version.split()[0]
+        built = f"commit {commit()}, core: {core}; torch {torch.__version__}, Python {python}"
+        print(f"minato {__version__} ({built})")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="minato", description="A data loader for PyTorch.")
-    core = "compiled" if _core.USE_EXTENSIONS else "pure Python"
-    python = sys.version.split()[0]
-    version = f"minato {__version__} (core: {core}; torch {torch.__version__}, Python {python})"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions, and stop")
     parser.set_defaults(is_script=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo.add_to(commands.add_parser)

@@ -185,7 +185,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert told.startswith(f"minato {minato.__version__} (core: ")
+    assert told.startswith(f"minato {minato.__version__} (commit ")
+    assert "core: " in told
     assert "torch " in told
 
 

@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 IMPORT = """
 import json, minato
-print(json.dumps([minato.__file__, minato.implementation()[0], minato.__version__]))
+from minato._distribution import commit
+print(json.dumps([minato.__file__, minato.implementation()[0], minato.__version__, commit()]))
 """
 
 
@@ -57,6 +58,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, checkout, ignore=ignored)
     (checkout / "minato/_core/_left_over_c.c").write_text("int left_over;\n")
+    (checkout / "minato/_commit.txt").write_text(
+        "0123456789ab\n"
+    )  # as in an sdist; there is no git
     script = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     run(sys.executable, "-c", script, work, cwd=checkout)
     [archive] = work.glob("minatoloader-*.tar.gz")
@@ -79,18 +83,25 @@ def test_sdist_has_every_source_and_nothing_generated(sdist: Path) -> None:
     wanted = [path for path in (ROOT / "minato").rglob("*") if path.suffix in suffixes]
     assert {str(path.relative_to(ROOT)) for path in wanted} <= names
     assert {"minato/py.typed", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= names
-    assert [name for name in names if name.endswith((".c", ".so", ".pyc", ".html"))] == []
-    assert [name for name in names if name.startswith("tests/")] == []  # a part of them cannot run
+    tests = [path for path in (ROOT / "tests").rglob("*.py")]
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
+    assert {str(path.relative_to(ROOT)) for path in (*tests, *pages)} <= names
+    generated = (".c", ".so", ".pyc", ".html")
+    assert [name for name in names if name.endswith(generated)] == [
+        "tests/sanitizers/ledger_threads.c"
+    ]
 
 
 def test_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "minato").rglob("*.py")}
     stubs = {str(path.relative_to(ROOT)) for path in (ROOT / "minato").rglob("*.pyi")}
     assert modules | stubs | {"minato/py.typed"} <= names
     compiled = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
     assert compiled == {path.stem for path in (ROOT / "minato/_core").glob("_*_c.pyx")}
     assert [name for name in names if name.endswith((".pyx", ".pxd", ".h", ".c"))] == []
+    assert sum(each.file_size for each in archive.infolist() if each.filename.endswith(".so")) < 2e6
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {
         "minato",
         "minatoloader",
@@ -100,11 +111,11 @@ def test_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
 def test_wheel_runs_compiled_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    file, kind, version = json.loads(
+    file, kind, version, commit = json.loads(
         run(sys.executable, "-W", "error", "-c", IMPORT, cwd=tmp_path, PYTHONPATH=str(site))
     )
     assert Path(file).is_relative_to(site)
-    assert kind == "compiled"
+    assert (kind, commit) == ("compiled", "0123456789ab")
     assert wheel.name.startswith(f"minatoloader-{version}-cp")
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minato import __version__
+from minato import __version__, _distribution
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -35,7 +37,7 @@ def test_every_list_of_pythons_is_the_same() -> None:
         if name.startswith(prefix)
     ]
     assert data["project"]["requires-python"] == f">=3.{supported[0]}"
-    supported.append(f"{supported[-1]}t")  # without a GIL
+    supported += ["13t", "14t"]  # without a GIL
     assert data["tool"]["cibuildwheel"]["build"].split() == [f"cp3{each}-*" for each in supported]
     [matrix] = re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/tests.yml").read_text())
     assert matrix.replace('"', "").split(", ") == [f"3.{each}" for each in supported]
@@ -60,6 +62,57 @@ def test_workflows_run_what_is_there(path: Path) -> None:
     used = re.findall(r"(?:run: |uses: \./)(\.(?:ci|github)/[\w./]+)", text)
     assert [name for name in used if not (ROOT / name).is_file()] == []
     assert "\npermissions:\n  contents: read\n" in text
+    actions = re.findall(r"uses: (?!\./)(.*)", text)
+    pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+"  # a tag can be moved
+    assert [action for action in actions if not re.fullmatch(pinned, action)] == []
+
+
+def test_a_release_needs_the_tests_and_the_test_index() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    needs = dict(re.findall(r"^  ([\w-]+):\n    needs: (.*)$", text, re.MULTILINE))
+    assert needs["test-index"] == "[tests, wheels]"
+    assert (needs["try"], needs["publish"], needs["docs"]) == ("test-index", "try", "publish")
+
+
+def test_pre_commit_has_the_versions_of_make_lint() -> None:
+    pins = set((ROOT / "constraints.txt").read_text().splitlines())
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    used = re.findall(r"additional_dependencies: \[(.*)\]", hooks)
+    assert used
+    assert set(used) <= pins
+
+
+def test_the_commit_of_a_checkout_and_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "minato"
+    package.mkdir()
+    monkeypatch.setattr(_distribution, "_package", str(package))
+    assert _distribution.commit() == "unknown"
+
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "a"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    assert _distribution.commit() == head.stdout[:12]
+
+    (package / "_commit.txt").write_text("0123456789ab\n")
+    assert _distribution.commit() == "0123456789ab"
+
+
+def test_the_page_for_the_package_index_has_whole_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://example.org")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    setup = runpy.run_path("setup.py")
+    urls = setup["home"]()
+    assert urls["Source"] == "https://example.org/owner/name"
+    page = setup["readme"](urls["Source"])
+    assert re.findall(r"\]\((?!https://|#).*?\)", page) == []
+    assert "](https://example.org/owner/name/blob/main/CHANGELOG.md)" in page
+    images = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert images
+    assert all(image.startswith("https://example.org/owner/name/raw/main/") for image in images)
 
 
 def test_both_commands_are_the_same() -> None:
