@@ -7,6 +7,7 @@ import traceback
 import warnings
 from enum import Enum
 from pickle import PicklingError
+from types import FrameType, TracebackType
 from typing import Final, NoReturn
 
 __all__ = [
@@ -21,8 +22,13 @@ __all__ = [
     "WorkerDiedError",
     "add_note",
     "not_the_end",
+    "outside",
     "warn",
 ]
+
+_LOADERS = ("minato.", "torch.utils.data.dataloader", "torch.utils.data._utils")
+_DATASETS = ("minato.sources", "minato.sharing")
+"""Modules whose frames stay, as those of any dataset."""
 
 
 class MinatoError(Exception):
@@ -78,6 +84,20 @@ def not_the_end(source: str, error: StopIteration) -> RuntimeError:
     stopped = RuntimeError(f"{source} raised StopIteration")
     stopped.__cause__ = error
     return stopped
+
+
+def outside(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame on that is no loader's; None if all are."""
+    while trace is not None and _is_loaders(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_loaders(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__")
+    if type(name) is not str or name.startswith(_DATASETS):
+        return False
+    return name.startswith(_LOADERS)
 
 
 class Postponed:

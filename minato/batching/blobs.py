@@ -9,6 +9,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from minato._compat import ExceptionWrapper
@@ -19,7 +20,7 @@ from minato._support.pickling import Purpose
 from minato._support.text import message_of, text_of, type_name
 from minato.batching.arena import Slot
 from minato.batching.serialization import Store, damaged
-from minato.errors import add_note, not_the_end
+from minato.errors import add_note, not_the_end, outside
 
 __all__ = [
     "AS_RAISED",
@@ -30,6 +31,7 @@ __all__ = [
     "SampleError",
     "Unsendable",
     "exception_of",
+    "noted",
     "raise_sample_error",
     "slot_overflow_error",
     "wrapped",
@@ -39,16 +41,24 @@ Kinds: TypeAlias = tuple[type[BaseException], ...]
 """Exceptions, by their classes."""
 
 
+def noted(error: BaseException, explanation: str = "") -> BaseException:
+    """Add an explanation to an exception, if there is one, and return it."""
+    if explanation:
+        add_note(error, explanation)
+    return error
+
+
 class ErrorTransport(NamedTuple):
     """How the exceptions of a worker get to the training loop.
 
     Attributes:
         kinds: The exceptions of samples and ``collate_fn`` that do not end the worker.
-        wrap: Returns the exception that ``next()`` raises for one that is being handled, or torch's wrapper of it.
+        wrap: Returns the exception that ``next()`` raises for one that is being handled, or torch's wrapper of it. A
+            second argument is an explanation, in lines that are indented as those of a traceback.
     """
 
     kinds: Kinds = (Exception,)
-    wrap: Callable[[BaseException], ExceptionWrapper | BaseException] = lambda error: error
+    wrap: Callable[..., ExceptionWrapper | BaseException] = noted
 
 
 AS_RAISED = ErrorTransport()
@@ -95,6 +105,7 @@ class SampleError:
     def exception(self) -> BaseException:
         """Return the exception, with torch's type and text, and a note that names the sample."""
         error = self.error if isinstance(self.error, BaseException) else _unwrapped(self.error)
+        BaseException.with_traceback(error, outside(error.__traceback__))
         if self.index is not None and not (self._is_noted or isinstance(error, KeyboardInterrupt)):
             self._is_noted = True
             add_note(error, f"raised by the sample with index {text_of(self.index)}")
@@ -143,7 +154,7 @@ def slot_overflow_error(slot: Slot) -> SampleError:
     return SampleError(MemoryError(slot_overflow(slot.end - slot.start)))
 
 
-def wrapped(worker: str, in_process: bool = False) -> Callable[[BaseException], ExceptionWrapper]:
+def wrapped(worker: str, in_process: bool = False) -> Callable[..., ExceptionWrapper]:
     """Return a function that puts an exception into torch's wrapper, so that text and traceback read as torch's.
 
     Args:
@@ -151,7 +162,7 @@ def wrapped(worker: str, in_process: bool = False) -> Callable[[BaseException], 
         in_process: The worker is a process of its own. Then a Ctrl-C ends it instead of travelling.
     """
 
-    def wrap(error: BaseException) -> ExceptionWrapper:
+    def wrap(error: BaseException, explanation: str = "") -> ExceptionWrapper:
         if in_process and isinstance(error, KeyboardInterrupt):
             raise error
         if in_process and not isinstance(error, Exception):
@@ -159,13 +170,23 @@ def wrapped(worker: str, in_process: bool = False) -> Callable[[BaseException], 
             ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
             ended.__cause__, error = error, ended
         where = f"in DataLoader {worker}"
+        if explanation:  # before the traceback; torch adds the last full stop
+            where += f".\n{explanation.removesuffix('.')}"
+        # torch's text begins with a traceback in any case.
+        trace = outside(error.__traceback__) or _innermost(error.__traceback__)
         try:
-            return _Travelling((type(error), error, error.__traceback__), where=where)  # type: ignore[no-untyped-call]  # torch's class
+            return _Travelling((type(error), error, trace), where=where)  # type: ignore[no-untyped-call]  # torch's class
         except Exception:  # by an attribute of its class, which the traceback's text needs
             described = RuntimeError(f"{type_name(error, module=True)}: {message_of(error)}")
             return _Travelling((RuntimeError, described, None), where=where)  # type: ignore[no-untyped-call]
 
     return wrap
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
 
 
 # ---- in the store ----

@@ -37,10 +37,11 @@ class BatchBuilder:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
         draws: Whether ``collate_fn`` is the program's own, which may draw random numbers.
         nbytes: Bytes of the last batch that was built in fields; 0 for any other.
+        explain: As :meth:`Collate.explain`.
     """
 
     def __init__(self, arena: Arena, collate: Collate) -> None:
-        self.collates, self.draws = collate.is_own, collate.draws
+        self.collates, self.draws, self.explain = collate.is_own, collate.draws, collate.explain
         self.nbytes = 0
         self._arena = arena
         self._collate_fn = collate

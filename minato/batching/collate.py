@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
 from minato._compat import collate_in_own_memory
+from minato._support.text import short, text_of, type_name
 
 __all__ = ["Bind", "Collate", "PadCollate", "RunAgain", "pad_stack"]
 
@@ -50,6 +51,154 @@ class Collate:
     def __call__(self, samples: Any) -> Any:
         """The batch of these samples, or of one call's result in their place."""
         return self._collate_fn(samples if self._batched else samples[0])
+
+    def explain(
+        self, error: BaseException, samples: Any, indices: Sequence[object], name: str
+    ) -> str:
+        """Return lines for the message of an error that a call raised: which samples, where they differ, the remedy.
+
+        Args:
+            indices: Of the samples; empty if they have none.
+            name: Of the batch.
+        """
+        if self._collate_fn is not collate_in_own_memory:
+            return f"  collate_fn was called for {name}."
+        try:
+            error.__suppress_context__ = True  # one more error of torch's for each container
+            cause = _cause(list(samples), "")
+            if cause is not None:
+                return cause.lines(name, indices if len(indices) == len(samples) else ())
+        except Exception:  # of a sample that is asked for its parts
+            pass
+        return f"  {name[0].upper()}{name[1:]} cannot be collated."
+
+
+# ---- why samples cannot be collated ----
+
+_MOST_SHOWN = 200
+_SAME_KIND = "Return the same kind of value for every sample, or pass a collate_fn of your own."
+_SAME_SHAPE = "Give all samples one shape (resize, crop or pad them in a transform), or pass a collate_fn of your own."
+_PADDED = (
+    "Give all samples one length, or pad each batch to its longest: collate_fn=minato.PadCollate()."
+)
+_PADDED_LISTS = "Return lists of one length, or tensors and collate_fn=minato.PadCollate(), which pads each batch."
+_SAME_KEYS = "Return the same keys for every sample, or pass a collate_fn of your own."
+_A_VALUE = "Return a value from dataset and transforms. To leave a sample out, raise there and pass errors='skip'."
+_KNOWN = (
+    "Return tensors, arrays, numbers or texts, and lists, tuples or dictionaries of these; or pass a collate_fn of "
+    "your own."
+)
+_DETACHED = "Return tensor.detach(): a worker cannot send what its gradient depends on."
+
+
+class _Cause(NamedTuple):
+    """Why samples cannot be collated.
+
+    Attributes:
+        place: In a sample, as ``['image'][0]``; empty: the sample itself.
+        k: Number of the sample in its batch.
+        found: The value there.
+        first: The value in the first sample, from which it differs; empty: it cannot be collated at all.
+    """
+
+    place: str
+    k: int
+    found: str
+    remedy: str
+    first: str = ""
+
+    def lines(self, name: str, indices: Sequence[object]) -> str:
+        """The cause as lines for a message."""
+        where = f", field {self.place}" if self.place else ""
+        which = [
+            f"sample {k}" + (f" (index {text_of(indices[k])})" if indices else "")
+            for k in (0, self.k)
+        ]
+        values = [f"  {which[0]}{where}: {self.first}"] if self.first else []
+        values.append(f"  {which[1]}{where}: {self.found}")
+        head = f"  {name[0].upper()}{name[1:]} cannot be collated:"
+        return "\n".join([head, *values, f"  {self.remedy}"])
+
+
+def _cause(values: list[Any], place: str) -> _Cause | None:
+    """Return the first cause among the values at one place of all samples; None: none is found."""
+    first, kinds = values[0], [_kind(each) for each in values]
+    for k, value in enumerate(values):
+        if value is None:
+            return _Cause(place, k, "None", _A_VALUE)
+    for k, (kind, value) in enumerate(zip(kinds, values, strict=True)):
+        if kind is None:
+            return _Cause(place, k, _shown(value), _KNOWN)
+        if kind != kinds[0]:
+            return _Cause(place, k, _shown(value), _SAME_KIND, _shown(first))
+    if kinds[0] == "mapping":
+        return _cause_in_mappings(values, place)
+    if kinds[0] == "sequence":
+        for k, value in enumerate(values):
+            if len(value) != len(first):
+                return _Cause(place, k, _shown(value), _PADDED_LISTS, _shown(first))
+        parts = ((f"{place}[{i}]", list(each)) for i, each in enumerate(zip(*values, strict=True)))
+        return _first(parts)
+    if kinds[0] in ("tensor", "array"):
+        return _cause_in_arrays(values, place)
+    return None
+
+
+def _cause_in_mappings(values: list[Any], place: str) -> _Cause | None:
+    keys = list(values[0])
+    for k, value in enumerate(values):
+        if not all(key in value for key in keys):
+            return _Cause(place, k, _shown(value), _SAME_KEYS, _shown(values[0]))
+    return _first((f"{place}[{text_of(key)}]", [each[key] for each in values]) for key in keys)
+
+
+def _cause_in_arrays(values: list[Any], place: str) -> _Cause | None:
+    shape = tuple(values[0].shape)
+    for k, value in enumerate(values):
+        other = tuple(value.shape)
+        if other != shape:
+            by_length = other[1:] == shape[1:] and shape and other
+            remedy = _PADDED if by_length else _SAME_SHAPE
+            return _Cause(place, k, _shown(value), remedy, _shown(values[0]))
+    for k, value in enumerate(values):
+        if getattr(value, "requires_grad", False):
+            return _Cause(place, k, "a tensor that requires a gradient", _DETACHED)
+    return None
+
+
+def _first(parts: Iterable[tuple[str, list[Any]]]) -> _Cause | None:
+    return next((found for place, each in parts if (found := _cause(each, place))), None)
+
+
+def _kind(value: object) -> str | None:
+    """Return which of ``default_collate``'s rules is for a value; None: none is."""
+    if isinstance(value, np.ndarray):
+        return "array" if value.dtype.kind in "biufc" else None
+    return next((kind for kind, types in _KINDS.items() if isinstance(value, types)), None)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "tensor": (torch.Tensor,),
+    "text": (str, bytes),
+    "number": (int, float, np.number, np.bool_),
+    "mapping": (Mapping,),
+    "sequence": (Sequence,),
+}
+
+
+def _shown(value: Any) -> str:
+    kind = _kind(value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        of = "" if kind else f" of dtype {value.dtype} and"
+        return f"{type_name(value)}{of} of shape {tuple(value.shape)}"
+    if kind == "mapping":
+        return short(f"{type_name(value)} with the keys {text_of(list(value))}", _MOST_SHOWN)
+    if kind == "sequence":
+        return f"{type_name(value)} of length {len(value)}"
+    return short(
+        f"{type_name(value, module=kind is None)} {text_of(value) if kind else ''}".rstrip(),
+        _MOST_SHOWN,
+    )
 
 
 # ---- samples of different lengths ----

@@ -251,6 +251,11 @@ class StoredIndices:
 
     def describe(self, batch: int) -> str:
         """The indices of the samples at the places of a batch, for a message."""
+        indices = self.of(batch)
+        return listed(indices) if indices else "indices that are no longer known"
+
+    def of(self, batch: int) -> list[object]:
+        """The indices of the samples at the places of a batch, as far as they are known."""
         record = self._ledger.describe(batch)
         own_places = range(record.first, record.first + record.count)
         indices: list[object] = []
@@ -261,4 +266,4 @@ class StoredIndices:
             # Otherwise its own batch was yielded, and the record is in use again.
             if 0 <= k < self._ledger.describe(own).count:
                 indices.extend(self.read(own, k, 1))
-        return listed(indices) if indices else "indices that are no longer known"
+        return indices

@@ -32,7 +32,7 @@ from minato.batching.collate import Collate, RunAgain
 from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layout
 from minato.batching.rows import Rows
 from minato.batching.sample_spec import Handover, are_plain
-from minato.batching.serialization import DamagedError, Store, StoredIndices, damaged
+from minato.batching.serialization import DamagedError, Store, StoredIndices, damaged, listed
 from minato.errors import SKIP, not_the_end
 from minato.observe.tracer import NULL_TRACER, Tracer
 
@@ -446,10 +446,12 @@ class BatchWriter:
         lease = self._ledger.lease
         before = lease.state()
         lease.enter(FIRST_COLLATED - batch, now_ns())
+        samples = explanation = None
         try:
             samples = gather()
             with self._bound(batch):
                 result = self._collate_fn(samples)
+            samples = None
             end_copy(self._owner, None)
             offset, nbytes = self._blobs.put(batch, result, SAMPLE_BLOB, "result")
             return offset | SAMPLE_BLOB, nbytes
@@ -458,10 +460,13 @@ class BatchWriter:
         except self._blobs.errors.kinds as raised:
             end_copy(self._owner, raised)
             error: BaseException = raised
+            indices = [] if name else self.indices.of(batch)
+            name = name or f"the batch of {listed(indices)}"
             if isinstance(error, StopIteration):
-                name = name or f"the batch of {self.indices.describe(batch)}"
                 error = not_the_end(f"collate_fn, called for {name},", error)
-            failure = SampleError(self._blobs.errors.wrap(error))
+            elif samples is not None:
+                explanation = self._collate_fn.explain(error, samples, indices, name)
+            failure = SampleError(self._blobs.errors.wrap(error, explanation or ""))
             offset, nbytes = self._blobs.put_error(batch, failure, ERROR_BLOB)
             return offset | ERROR_BLOB, nbytes
         finally:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from minato._compat import (
     TorchIterator,
@@ -21,7 +21,7 @@ from minato._core import now_ns
 from minato._fork_safety import check_owner
 from minato.batching.arena import MemoryPinner
 from minato.delivery.device import Pin, memory_pinner
-from minato.errors import not_the_end
+from minato.errors import not_the_end, outside
 from minato.observe.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
@@ -29,6 +29,8 @@ from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
 
 __all__ = ["BatchIterator", "BatchSource", "Epochs"]
+
+E = TypeVar("E", bound=BaseException)
 
 
 class BatchSource(Protocol):
@@ -193,6 +195,9 @@ class BatchIterator(TorchIterator):
                     given.batch, given.error, given.is_given = kept, error, False
             if is_owned(self._turn):
                 self._turn.release()
+            if id(raised) == failure and (trace := raised.__traceback__) is not None:
+                BaseException.with_traceback(raised, trace.tb_next)  # without this frame
+                del trace
             raise
 
     def _enter_child(self) -> None:
@@ -215,7 +220,7 @@ class BatchIterator(TorchIterator):
             try:
                 given = self._next_given()
             except Exception as error:
-                return Outgoing(error=error), None
+                return Outgoing(error=_shortened(error)), None
             self._num_yielded += given.error is None
             return given, given.batch
         try:
@@ -224,10 +229,11 @@ class BatchIterator(TorchIterator):
             if self._given is not None and isinstance(error, Exception):
                 self._given.error = error  # such as a warning; the batch is lost, as with torch
             if self._given is not None and self._given.error is error:
+                _shortened(error)
                 return self._given, None
             if not isinstance(error, Exception):
                 raise
-            return Outgoing(error=error), None
+            return Outgoing(error=_shortened(error)), None
         assert self._given is not None
         return self._given, batch
 
@@ -308,3 +314,14 @@ class BatchIterator(TorchIterator):
         if self._ending is not None:  # until its end, which may be interrupted
             self._ending.shut_down()
             self._ending = None
+
+
+def _shortened(error: E) -> E:
+    """An exception whose traceback leads from the program's loop to the program's code, without frames in between.
+
+    Of an exception that began in the loader itself the frames stay, unless it says what to do.
+    """
+    trace = outside(error.__traceback__)
+    if trace is not None or isinstance(error, RuntimeError):
+        BaseException.with_traceback(error, trace)
+    return error

@@ -17,7 +17,7 @@ from minato._core import Lease, now_ns
 from minato._core.codes import Activity
 from minato._support.text import text_of
 from minato.batching.arena import Arena, MemoryPinner
-from minato.batching.blobs import Kinds, SampleError
+from minato.batching.blobs import Kinds, SampleError, noted
 from minato.batching.builder import BatchBuilder
 from minato.batching.serialization import listed
 from minato.delivery.device import device_copier
@@ -471,7 +471,7 @@ class InlineEngine:
                 if made is None:
                     made = builder.collate(samples)
             except self._current.kinds as raised:
-                error = self._collate_error(batch, raised)
+                error = self._collate_error(batch, samples, raised)
         else:
             error = _error_of(error, indices[len(samples)])
         if randomness is not None and randomness.drawn():
@@ -600,15 +600,17 @@ class InlineEngine:
                 tracer.slice(how, begun_ns)
             return made, None
         except self._current.kinds as error:
-            return None, self._collate_error(batch, error)
+            return None, self._collate_error(batch, samples, error)
 
-    def _collate_error(self, batch: _Batch, error: BaseException) -> BaseException:
+    def _collate_error(self, batch: _Batch, samples: object, error: BaseException) -> BaseException:
         """The exception that ``next()`` raises for that of ``collate_fn``."""
+        indices, name = list(batch.given), f"the batch of {listed(batch.given)}"
+        if self.plan.worker.pipeline.streams:
+            indices, name = [], "a batch of the iterable dataset"
         if isinstance(error, StopIteration):
-            name = f"the batch of {listed(batch.given)}"
-            if self.plan.worker.pipeline.streams:
-                name = "a batch of the iterable dataset"
             error = not_the_end(f"collate_fn, called for {name},", error)
+        else:
+            noted(error, self._builder.explain(error, samples, indices, name))
         return SampleError(error).exception()
 
     def _collated(self, batch: _Batch, samples: object) -> Any:
