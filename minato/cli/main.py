@@ -30,8 +30,6 @@ from minato._support.loader_class import TorchDataLoader
 from minato._support.text import message_of, printable
 from minato.cli import demo, doctor, run
 from minato.loader import DataLoader, torch_arguments
-from minato.observe import text
-from minato.observe.report import Report
 from minato.observe.text import format_value
 
 __all__ = ["main"]
@@ -134,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="duration of a training step; default: 0",
     )
+    profile.add_argument("--full", action="store_true", help="print all figures, too")
     profile.add_argument("--json", action="store_true", help="print the report as JSON")
     profile.set_defaults(run=_profile, failed="the loader raised {}; run it by itself to see where")
     doctor.add_to(commands.add_parser)
@@ -163,30 +162,23 @@ def _profile(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({**report.to_dict(), "comparison_s": seconds}))
         return
-    _show(report)
-    print("\nTime for the same batches with")
+    if options.full:
+        print(f"{report.details()}\n")
+    print("Time for the same batches, steps included, with")
     for name, taken in seconds.items():
         print(f"  {name:8}{format_value(taken, 's')}")
     if load > _QUIET * _system.available_cores(whole_node=True):
         print(
             f"Other programs used the cores (load average {load:.1f}): compare again when they do not."
         )
+    print(f"\n{report}")
 
 
 def _warm_up() -> None:
     """Import and probe what both loaders do with their first iterator in a process: it is no loader's time."""
     one: Any = [0]
-    for kind in (DataLoader, TorchDataLoader):
-        list(kind(one))
-
-
-def _show(report: Report) -> None:
-    try:
-        import rich.console
-    except ImportError:
-        print(text.plain(report))
-        return
-    rich.console.Console(file=sys.stdout).print(report)
+    list(DataLoader(one, observe=False))
+    list(TorchDataLoader(one))
 
 
 def _as_torch(loader: Any) -> TorchDataLoader[Any] | None:

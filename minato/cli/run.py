@@ -24,11 +24,14 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command to the parser of all."""
     parser = add_parser(
         "run",
-        usage="minato run SCRIPT [ARGUMENT ...]\n       minato run -m MODULE [ARGUMENT ...]",
+        usage="minato run [--full] SCRIPT [ARGUMENT ...]\n       minato run [--full] -m MODULE [ARGUMENT ...]",
         help="run a training script with minato in place of torch's loader, and report at its end",
     )
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="report all figures of each loader at the end"
     )
     parser.add_argument(
         "script", metavar="SCRIPT", help="a file, a directory or a zip file, or with -m a module"
@@ -51,7 +54,9 @@ def _run(options: argparse.Namespace) -> None:
     script = options.script
     if not options.is_module and not os.path.exists(script):
         _refuse(f"there is no file {script!r}: check the path", 2)
-    print_at_exit()  # runs after the functions that the script registers with atexit
+    print_at_exit(
+        full=options.full
+    )  # runs after the functions that the script registers with atexit
     patch()
     sys.argv = [script, *options.arguments]
     module, code = _module(script) if options.is_module else _file(script)

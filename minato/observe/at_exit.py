@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 
 from minato._support.files import open_lines, write_atomically
+from minato._support.text import printable
 from minato._system import local_rank
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog
 from minato.observe.figures import Setup
+from minato.observe.page import BEGINS, page
 from minato.observe.report import Report, report_of
-from minato.observe.text import plain
+from minato.observe.text import format_value
 
 __all__ = ["MOST_LOADERS", "keep", "print_at_exit", "write_at_exit"]
 
@@ -33,6 +35,7 @@ class _AtExit:
 
     owner: int = 0
     prints: bool = False
+    full: bool = False
     path: Path | None = None
     refused: bool = False
     kept: dict[int, Callable[[], Report]] = field(default_factory=dict)
@@ -46,13 +49,15 @@ class _AtExit:
         if not self.active:
             return
         reports = [report() for report in self.kept.values()]
+        # What is read first is on the last screen: the loader that cost most.
+        reports.sort(key=lambda each: each.run.waiting.total_s)
         if self.path is not None:
             try:
-                write_atomically(self.path, _text(reports, self.dropped, self.path.suffix))
+                write_atomically(self.path, _content(reports, self.dropped, self.path.suffix))
             except OSError as error:
                 print(f"minato: MINATO_REPORT={self.path}: {error}", file=sys.stderr)
         if self.prints and local_rank() == 0:
-            print(f"\n{_text(reports, self.dropped)}", file=sys.stderr, end="")
+            print(f"\n{_text(reports, self.dropped, full=self.full)}", file=sys.stderr, end="")
 
 
 _at_exit = _AtExit()
@@ -66,9 +71,16 @@ def _of_this_process() -> _AtExit:
     return _at_exit
 
 
-def print_at_exit() -> None:
-    """Print a report of each loader to stderr when this process ends; under a launcher, only in local rank 0."""
-    _of_this_process().prints = True
+def print_at_exit(*, full: bool = False) -> None:
+    """Print a line of each loader to stderr when this process ends, and last the report of the one that cost most time.
+
+    Under a launcher, only local rank 0 does so.
+
+    Args:
+        full: The report and all figures of each loader instead.
+    """
+    mine = _of_this_process()
+    mine.prints, mine.full = True, full
 
 
 def write_at_exit(path: str) -> None:
@@ -77,8 +89,8 @@ def write_at_exit(path: str) -> None:
     A file that cannot be written, or has other content, is a warning.
 
     Args:
-        path: A name that ends with ``.json`` has JSON, any other one text. Local ranks above 0 write
-            ``NAME.rank1.json`` and so on.
+        path: A name that ends with ``.json`` has JSON, with ``.html`` a page, any other one text. Local ranks above 0
+            write ``NAME.rank1.json`` and so on.
     """
     mine = _of_this_process()
     if mine.path is not None or mine.refused:
@@ -86,7 +98,7 @@ def write_at_exit(path: str) -> None:
     file, rank = Path(path).absolute(), local_rank()
     if rank:
         file = file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
-    begins = _JSON if file.suffix == ".json" else _TEXT
+    begins = {".json": _JSON, ".html": BEGINS}.get(file.suffix, _TEXT)
     try:
         os.close(open_lines(file, begins.encode(), "a file of reports of minato"))
     except (OSError, ValueError) as error:
@@ -106,13 +118,25 @@ def keep(setup: Setup, steps: Sequence[str], log: EpochLog) -> None:
         _at_exit.dropped += 1
 
 
-def _text(reports: Sequence[Report], dropped: int, suffix: str = "") -> str:
+def _content(reports: Sequence[Report], dropped: int, suffix: str) -> str:
     if suffix == ".json":
         return f"{_JSON}{json.dumps([each.to_dict() for each in reports])}}}\n"
-    parts = [
-        f"{_TEXT}loader {each.setup.name!r}, {each.run.epochs} epochs\n{plain(each)}\n"
-        for each in reports
-    ]
-    if dropped:
-        parts.append(f"{_TEXT}{dropped} earlier loaders are not shown\n")
-    return "\n\n".join(parts) or f"{_TEXT}no loader of minato ran in this process\n"
+    if suffix == ".html":
+        return page(reports[::-1], dropped)
+    return _text(reports, dropped, full=True)
+
+
+def _text(reports: Sequence[Report], dropped: int, *, full: bool) -> str:
+    parts = [f"{_TEXT}{dropped} earlier loaders are not shown"] if dropped else []
+    for number, each in enumerate(reports, 1):
+        epochs = f"{each.run.epochs} epoch{'' if each.run.epochs == 1 else 's'}"
+        head = printable(f"{_TEXT}loader {each.setup.name!r}, {epochs}")
+        if full:
+            parts.append(f"{head}\n{each.details()}\n\n{each}")
+        elif number == len(reports):
+            parts.append(f"{head}\n{each}")
+        else:
+            waiting = format_value(each.run.waiting.share, "share")
+            parts.append(f"{head}, waiting {waiting}: {each.verdict.summary}")
+    parts = parts or [f"{_TEXT}no loader of minato ran in this process"]
+    return ("\n\n" if full else "\n").join(parts) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,10 +39,12 @@ class LoaderUse:
         last: The latest state; None before the first.
         memory_bytes: The largest memory of the batches in flight.
         workers: The smallest and the largest number of active workers.
+        waited: Time since the start of the epoch, and time waited until then, in ns, in turn.
     """
 
     def __init__(self) -> None:
         self.last: LoaderSnapshot | None = None
+        self.waited = array("q")
         self.memory_bytes = 0
         self.workers = (0, 0)
         self.due_ns = 0
@@ -49,8 +52,9 @@ class LoaderUse:
         self._at_ns = self._sum_ns = 0
         self._occupancy_ns = self._in_flight_ns = 0.0
 
-    def add(self, at_ns: int, state: LoaderSnapshot) -> None:
+    def add(self, at_ns: int, state: LoaderSnapshot, waited_ns: int = 0) -> None:
         """Add a state, which counts for the time since the one before it."""
+        self.waited.extend((at_ns, waited_ns))
         duration_ns = max(at_ns - self._at_ns, 1)
         self._occupancy_ns += duration_ns * state.ready / max(state.limit, 1)
         self._in_flight_ns += duration_ns * state.in_flight
@@ -237,7 +241,7 @@ class EpochLog(Observer):
         if wall_ns >= use.due_ns:
             if waits.count == 1:
                 record.first_ns = now - self._entered_ns
-            use.add(wall_ns, loader())
+            use.add(wall_ns, loader(), record.start_ns + waits.total)
         if self._loader_wanted:
             self._loader_wanted, self._loader = False, loader()
 

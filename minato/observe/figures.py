@@ -11,6 +11,7 @@ __all__ = [
     "Errors",
     "Gpu",
     "Machine",
+    "Origin",
     "Period",
     "Reads",
     "Setup",
@@ -265,6 +266,16 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The program that a report is about."""
+
+    script: str = _figure("name", "of the script; -c or empty: it has no file")
+    time: str = _figure("time", "of the report, by the clock of the machine, in ISO 8601")
+    machine: str = _figure("name", "of the machine, its system and processor type")
+    versions: str = _figure("name", "of minato, torch and Python")
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The bottleneck of a run.
 
@@ -273,7 +284,7 @@ class Verdict:
             ``transfer``, ``workers`` (too few), ``memory`` (too few batches in flight), ``order``, ``start``, or
             ``unknown``.
         summary: The bottleneck in a sentence.
-        evidence: The figures that show it, in sentences.
+        evidence: What shows it beyond the six figures of the text, in sentences.
         advice: The change to make, "" for none.
         changes: The loader's arguments to change, as far as arguments suffice.
         speedup: Estimated speed-up by the change; 1: no faster.
@@ -299,6 +310,8 @@ class Period:
         finished: Whether it ended regularly.
         gpus: Those that this process may use.
         stages: The dataset, each transform, and collate and copy.
+        waited: About a hundred pairs of time since the start of the epoch and time waited until then, in s; none for
+            the run.
     """
 
     name: str
@@ -314,11 +327,12 @@ class Period:
     machine: Machine
     gpus: tuple[Gpu, ...]
     stages: tuple[Stage, ...]
+    waited: tuple[tuple[float, float], ...] = ()
 
 
 PARTS = (
     *(Waiting, Throughput, Workers, WindowFigures, Machine, Gpu, Stragglers, Errors, Reads),
-    *(Stage, SlowSample, Setup),
+    *(Stage, SlowSample, Setup, Origin),
 )
 
 

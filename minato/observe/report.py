@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from minato._core import Histogram
+from minato._distribution import __version__
 from minato.observe import figures, text
 from minato.observe.epoch_log import EpochLog, EpochRecord, LoaderUse
 from minato.observe.machine import MachineSnapshot
 from minato.observe.observers import Metrics
+from minato.observe.page import page
 from minato.observe.verdict import judge
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.text import Text
 
 __all__ = ["Report", "gpus_of", "report_of"]
 
@@ -26,9 +33,12 @@ _ERRORS = dataclasses.fields(figures.Errors)
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The result of ``loader.report()``: all figures, text for ``print``, colour for ``rich.print``.
+    """The result of ``loader.report()``.
+
+    ``print`` shows at most twelve lines: the verdict, six figures, the change to make and its estimated effect.
 
     Attributes:
+        origin: The program.
         setup: The loader.
         verdict: The bottleneck, and the change to make.
         run: All epochs together; the prefetch window is that of the last.
@@ -36,6 +46,7 @@ class Report:
         slowest: The twenty slowest samples of the run.
     """
 
+    origin: figures.Origin
     setup: figures.Setup
     verdict: figures.Verdict
     run: figures.Period
@@ -50,6 +61,14 @@ class Report:
         """The same as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
+    def details(self) -> str:
+        """All figures as text, in tables, with how to read each; without those that are zero."""
+        return text.details(self)
+
+    def to_html(self) -> str:
+        """A page of HTML with charts, for a file to send to somebody; it loads nothing from elsewhere."""
+        return page([self])
+
     def __repr__(self) -> str:
         return (
             f"<Report: {self.run.epochs} epochs, {self.run.throughput.batches} batches, waiting "
@@ -57,10 +76,13 @@ class Report:
         )
 
     def __str__(self) -> str:
-        return text.plain(self)
+        return "\n".join(text.lines_of(self))
 
-    def __rich__(self) -> RenderableType:
-        return text.rich_of(self)
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        head, *rest = text.lines_of(self)
+        return Text("\n").join([Text(head, "bold"), *map(Text, rest)])
 
 
 def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Report:
@@ -72,6 +94,7 @@ def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Repo
         total += each
     run = _period(whole, total, "run", steps)
     return Report(
+        origin=_origin(),
         setup=setup,
         verdict=judge(setup, run),
         run=run,
@@ -89,6 +112,15 @@ def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Repo
             )
             for each in log.slow
         ),
+    )
+
+
+def _origin() -> figures.Origin:
+    return figures.Origin(
+        script="".join(sys.argv[:1]).encode("utf-8", "backslashreplace").decode(),
+        time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        machine=f"{platform.node()}, {platform.system()} {platform.machine()}",
+        versions=f"minato {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     )
 
 
@@ -122,7 +154,18 @@ def _period(
         ),
         gpus=gpus_of(record.machine, counts),
         stages=_stages(metrics, steps),
+        waited=() if name == "run" else _waited(use),
     )
+
+
+_POINTS = 100
+"""Of an epoch's curve of waiting, at least."""
+
+
+def _waited(use: LoaderUse) -> tuple[tuple[float, float], ...]:
+    seconds = [ns / 1e9 for ns in use.waited]
+    pairs = list(zip(seconds[::2], seconds[1::2], strict=True))
+    return tuple(pairs[:: len(pairs) // _POINTS or 1])
 
 
 def _waiting(metrics: Metrics) -> figures.Waiting:

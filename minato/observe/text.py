@@ -1,4 +1,4 @@
-"""A report as text: values with their units, tables for every renderer, and the whole report, plain or with rich."""
+"""A report as text: values with their units, six figures between verdict and advice, and tables of all details."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from minato._support.text import printable
-from minato.observe.figures import Verdict
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-    from rich.console import RenderableType
 
     from minato.observe.report import Report
 
-__all__ = ["Section", "format_value", "plain", "rich_of", "sections", "verdict_lines"]
+__all__ = ["Section", "details", "format_value", "headline", "lines_of", "sections"]
 
 T = TypeVar("T")
 
@@ -24,50 +22,62 @@ _KEPT_EPOCHS = 8
 """Only the latest epochs are shown."""
 
 
-def plain(report: Report) -> str:
-    """The report as text without colour."""
-    parts = ["\n".join(map(printable, verdict_lines(report.verdict)))]
-    parts += [_table(section) for section in sections(report)]
-    return "\n\n".join(parts)
-
-
-def rich_of(report: Report) -> RenderableType:
-    """The report for rich."""
-    import rich.box
-    import rich.console
-    import rich.markup
-    import rich.panel
-    import rich.table
-
-    escape = rich.markup.escape
-    head, *rest = (escape(printable(line)) for line in verdict_lines(report.verdict))
-    parts: list[RenderableType] = [rich.panel.Panel("\n".join(rest), title=f"[bold]{head}[/]")]
-    for section in sections(report):
-        table = rich.table.Table(
-            title=section.title, title_justify="left", box=rich.box.SIMPLE, title_style="bold"
-        )
-        last = len(section.columns) - 1
-        for i, column in enumerate(section.columns):
-            explains = section.columns[2:] == ("how to read it",) and i == last
-            table.add_column(
-                column,
-                style="dim" if explains else None,
-                justify="right" if i > 0 and not explains else "left",
-            )
-        for row in section.rows:
-            table.add_row(*map(escape, row))
-        parts.append(table)
-    return rich.console.Group(*parts)
-
-
-def verdict_lines(verdict: Verdict) -> list[str]:
-    """Summary, evidence, advice and estimate, a sentence each."""
+def lines_of(report: Report) -> list[str]:
+    """At most twelve lines: the verdict, six figures, the change to make and its effect."""
+    verdict = report.verdict
     lines = [verdict.summary, *verdict.evidence]
+    lines += [f"  {name:15}{words}" for name, words in headline(report)]
     if verdict.advice:
         lines.append(f"Try: {verdict.advice}")
     if verdict.speedup > 1.005:
         lines.append(f"Estimated speed-up: {verdict.speedup:.3g}×")
-    return lines
+    return [printable(line) for line in lines]
+
+
+def headline(report: Report) -> list[tuple[str, str]]:
+    """Names and texts of the six figures of the run that say most; none before the first batch."""
+    run = report.run
+    waiting, rates, workers, window = run.waiting, run.throughput, run.workers, run.prefetch_window
+    batches = rates.batches
+    if not batches:
+        return []
+
+    def per_batch(seconds: float) -> str:
+        return f"{format_value(seconds / batches, 's')} per batch"
+
+    step_s = max(rates.wall_s - waiting.total_s - waiting.pin_memory_s, 0.0)
+    busy = f"{workers.count}, busy {format_value(workers.busy_share, 'share')} of their time, "
+    rows = [
+        (
+            "waiting",
+            f"{format_value(waiting.share, 'share')} of the loop's time, {per_batch(waiting.total_s)}",
+        ),
+        ("training step", per_batch(step_s)),
+        (
+            "throughput",
+            f"{rates.samples_per_s:.3g} samples/s, {rates.batches_per_s:.3g} batches/s",
+        ),
+        (
+            "workers",
+            (busy if report.setup.num_workers else "none, loading takes ")
+            + per_batch(workers.busy_s),
+        ),
+    ]
+    if run.stages:
+        stage = max(run.stages, key=lambda stage: stage.share)
+        share = format_value(stage.share, "share")
+        mean = format_value(stage.mean_s, "s")
+        rows.append(("slowest", f"{stage.name}, {share} of loading, {mean} per sample"))
+    if report.setup.num_workers:
+        rows.append(
+            ("prefetch", f"{window.in_flight:.3g} of at most {window.limit} batches in flight")
+        )
+    return rows
+
+
+def details(report: Report) -> str:
+    """All figures but those that are zero, in tables."""
+    return "\n\n".join(map(_table, sections(report)))
 
 
 def _table(section: Section) -> str:
@@ -89,7 +99,7 @@ class Section(NamedTuple):
 
 
 def sections(report: Report) -> list[Section]:
-    """The tables of a report that have rows; names and indices without control characters."""
+    """The tables of a report, without figures that are zero, and without control characters."""
     run = report.run
     parts: dict[str, DataclassInstance] = {
         "Waiting": run.waiting,
@@ -99,9 +109,8 @@ def sections(report: Report) -> list[Section]:
         "Machine": run.machine,
         "Stragglers": run.stragglers,
         "Errors": run.errors,
+        "Reads and cache": run.reads,
     }
-    if any(vars(run.reads).values()):
-        parts["Reads and cache"] = run.reads
     tables = [
         *(_figures(title, part) for title, part in parts.items()),
         _table_of(
@@ -118,7 +127,7 @@ def sections(report: Report) -> list[Section]:
         ),
         _table_of(
             "Stages",
-            run.stages,
+            [each for each in run.stages if each.share],
             {
                 "stage": lambda stage: stage.name,
                 "share": lambda stage: format_value(stage.share, "share"),
@@ -143,8 +152,8 @@ def _tables_of_samples(report: Report) -> list[Section]:
                 "index": lambda each: str(each.index),
                 "time": lambda each: format_value(each.cost_s, "s"),
                 "epoch": lambda each: str(each.epoch),
-                "slowest stage": lambda each: each.stage or "–",
-                "of it": lambda each: format_value(each.stage_s, "s") if each.stage else "–",
+                "slowest stage": lambda each: each.stage or "not timed",
+                "of it": lambda each: format_value(each.stage_s, "s") if each.stage else "",
             },
         ),
         _table_of(
@@ -175,7 +184,8 @@ def _figures(title: str, part: DataclassInstance) -> Section:
         "value": lambda each: format_value(getattr(part, each.name), each.metadata["unit"]),
         "how to read it": lambda each: each.metadata["reading"],
     }
-    return _table_of(title, dataclasses.fields(part), columns)
+    shown = [each for each in dataclasses.fields(part) if getattr(part, each.name)]
+    return _table_of(title, shown, columns)
 
 
 def _span(low: int, high: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from minato._support.objects import Search, attribute
-from minato.observe.figures import Period, Setup, Verdict
+from minato.observe.figures import Period, Setup, Stage, Verdict
 
 __all__ = ["judge", "uses_pil"]
 
@@ -98,19 +98,15 @@ def judge(setup: Setup, run: Period) -> Verdict:
     in_main_process = setup.num_workers == 0
     costs = _costs_of(setup, run)
     lost_s = waiting.total_s + waiting.pin_memory_s
-    lost = (
-        f"The loop waits {waiting.share:.0%} of its time: {_ms(waiting.total_s / batches)} of "
-        f"{_ms(costs.whole)} per batch; its own work takes {_ms(costs.step)}."
-    )
     wall_s = run.throughput.wall_s
     first_s = 0.0 if in_main_process else (waiting.start_s + waiting.first_batch_s) * run.epochs
     steady_s = max(lost_s - first_s, 0.0)
     starts_often = run.epochs > 1 and not setup.persistent_workers
     started = f"It waits {_ms(first_s / max(run.epochs, 1))} for the first batch of an epoch."
-    evidence: tuple[str, ...] = (lost,)
     if lost_s < _ENOUGH * wall_s or (steady_s < _ENOUGH * (wall_s - first_s) and not starts_often):
+        evidence: tuple[str, ...] = ()
         if lost_s >= _ENOUGH * wall_s:
-            evidence = lost, f"{started} After it, batches are ready in time."
+            evidence = (f"{started} After it, batches are ready in time.",)
         summary = "Your loader is not the bottleneck: the training step is."
         return Verdict("step", summary, evidence, speedup=wall_s / max(wall_s - steady_s, 1e-9))
     if starts_often and first_s >= lost_s / 2:
@@ -118,19 +114,19 @@ def judge(setup: Setup, run: Period) -> Verdict:
         return Verdict(
             "start",
             "The bottleneck is the start of the workers in each epoch.",
-            (lost, started),
+            (started,),
             "Keep the workers: persistent_workers=True.",
             {"persistent_workers": True},
             wall_s / max(wall_s - later_s, 1e-9),
         )
     if max(costs.pinned, costs.transfer) >= lost_s / batches / 2:
-        return _transfer(run, costs, lost)
+        return _transfer(run, costs)
     if in_main_process or run.workers.busy_share >= _BUSY:
-        return _workers_busy(setup, run, costs, lost)
-    return _workers_idle(setup, run, costs, lost)
+        return _workers_busy(setup, run, costs)
+    return _workers_idle(setup, run, costs)
 
 
-def _transfer(run: Period, costs: _Costs, lost: str) -> Verdict:
+def _transfer(run: Period, costs: _Costs) -> Verdict:
     changes: dict[str, Any] | None = None
     if costs.pinned >= costs.transfer:
         evidence = f"Copying a batch to pinned memory takes {_ms(costs.pinned)}."
@@ -152,10 +148,10 @@ def _transfer(run: Period, costs: _Costs, lost: str) -> Verdict:
     left = costs.whole - max(costs.pinned, costs.transfer)
     speedup = max(costs.whole / max(left, 1e-9), 1.0)
     summary = "The bottleneck is the transfer of batches to the training process."
-    return Verdict("transfer", summary, (lost, evidence), advice, changes, speedup)
+    return Verdict("transfer", summary, (evidence,), advice, changes, speedup)
 
 
-def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
+def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     workers = run.workers
     now = max(workers.count, 1)
     on_core = workers.on_core_share or 1.0
@@ -167,58 +163,52 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdic
     useful = min(max(int(setup.cores / on_core), 1), cap)
     wanted = math.ceil(_MARGIN * costs.work / max(costs.serial, 1e-9))
     wanted = min(wanted, _MOST * now if in_cluster else useful)
-    largest = max(run.stages, key=lambda stage: stage.share, default=None)
-    stage, most = "", "no stage was timed"
-    if largest is not None:
-        stage, most = largest.name, f"{largest.share:.0%} of it in {largest.name}"
-    busy = (
-        f"{workers.count} workers are busy {workers.busy_share:.0%} of their time, "
-        f"{_ms(costs.work)} per batch"
-    )
-    if setup.num_workers == 0:
-        busy = f"The training process itself works {_ms(costs.work)} per batch"
-    evidence = [lost, f"{busy}; {most}."]
     concurrency = math.ceil(wanted / now)
     may_fetch_more = setup.may_fetch_more and concurrency > setup.fetch_concurrency
     waits = on_core < 0.5 and costs.source >= 0.5 and setup.num_workers > 0
     if waits and may_fetch_more:
         work = costs.work * (1 - costs.source + costs.source / concurrency)
-        evidence.append(f"They are on a core {on_core:.0%} of it: they wait for their reads.")
         return Verdict(
             "source",
             "The bottleneck is the source: its latency, not its bandwidth.",
-            tuple(evidence),
+            (
+                f"Busy workers use a core for {on_core:.0%} of their time: they wait for their reads.",
+            ),
             f"Read several samples concurrently in each worker: fetch_concurrency={concurrency}.",
             {"fetch_concurrency": concurrency},
             costs.speedup(now, work),
             "dataset",
         )
     if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
-        evidence.append(
-            "They run in a cluster, which can run more of them if it has free cores."
-            if in_cluster
-            else f"They need a core for {on_core:.0%} of that, and there are {setup.cores:g}: more of them can run."
-        )
+        evidence = f"Busy workers use a core for {on_core:.0%} of their time; there are {setup.cores:g}: more can run."
+        if in_cluster:
+            evidence = "Workers run in a cluster, which can run more of them if it has free cores."
+        largest = _largest(run)
         return Verdict(
             "workers",
             "There are too few workers.",
-            tuple(evidence),
+            (evidence,),
             f"num_workers={wanted}.",
             {"num_workers": wanted},
             costs.speedup(wanted, start_factor=wanted / now),
-            stage,
+            "" if largest is None else largest.name,
         )
-    return _dearest_stage(setup, run, costs, evidence)
+    return _dearest_stage(setup, run, costs)
 
 
-def _dearest_stage(setup: Setup, run: Period, costs: _Costs, evidence: list[str]) -> Verdict:
+def _largest(run: Period) -> Stage | None:
+    return max(run.stages, key=lambda stage: stage.share, default=None)
+
+
+def _dearest_stage(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     """More workers would not help: the stage that takes most of their time would."""
-    largest = max(run.stages, key=lambda stage: stage.share, default=None)
+    largest = _largest(run)
     if largest is None:
-        return Verdict("unknown", "The workers are the bottleneck.", tuple(evidence))
+        return Verdict("unknown", "The workers are the bottleneck.")
     stage = largest.name
+    evidence: tuple[str, ...] = ()
     if setup.worker_method != "ray":
-        evidence.append(f"More workers would not help: {setup.cores:g} cores are in use.")
+        evidence = (f"More workers would not help: {setup.cores:g} cores are in use.",)
     summary = {
         "source": "The bottleneck is the work of dataset[i].",
         "transform": f"The bottleneck is the transform {stage}.",
@@ -240,34 +230,29 @@ def _dearest_stage(setup: Setup, run: Period, costs: _Costs, evidence: list[str]
             "and return uint8; the page Photographs of the documentation has the code. The estimate assumes half of "
             "the cost."
         )
-    return Verdict(largest.kind, summary, tuple(evidence), advice, None, speedup, stage)
+    return Verdict(largest.kind, summary, evidence, advice, None, speedup, stage)
 
 
-def _workers_idle(setup: Setup, run: Period, costs: _Costs, lost: str) -> Verdict:
+def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     workers, window = run.workers, run.prefetch_window
-    evidence = (
-        lost,
-        f"Yet {workers.count} workers are busy only {workers.busy_share:.0%} of their time, with "
-        f"{window.in_flight:.1f} of {window.limit} batches in flight.",
-    )
     speedup = costs.speedup(max(workers.count, 1))
     if window.held_by_budget:
         batch_bytes = window.memory_bytes / max(window.in_flight, 1.0)
         wanted = math.ceil(4 * max(workers.count, 1) * batch_bytes)
         summary = "The bottleneck is the memory for batches that are prefetched."
         advice = f"memory_budget={wanted}."
-        return Verdict("memory", summary, evidence, advice, {"memory_budget": wanted}, speedup)
+        return Verdict("memory", summary, (), advice, {"memory_budget": wanted}, speedup)
     if setup.prefetch_factor is not None:
         summary = "Too few batches are prefetched."
         advice = f"Omit prefetch_factor={setup.prefetch_factor}: the prefetch window then grows as needed."
-        return Verdict("memory", summary, evidence, advice, {"prefetch_factor": None}, speedup)
+        return Verdict("memory", summary, (), advice, {"prefetch_factor": None}, speedup)
     if setup.in_order:
         summary = "Slow samples delay the batches behind them."
         advice = (
             "Take batches when they are complete: order='batch', or 'arrival' if batches may mix."
         )
-        return Verdict("order", summary, evidence, advice, {"order": "batch"}, speedup)
-    return Verdict("unknown", "The workers are idle for an unknown reason.", evidence)
+        return Verdict("order", summary, (), advice, {"order": "batch"}, speedup)
+    return Verdict("unknown", "The workers are idle for an unknown reason.")
 
 
 def _ms(seconds: float) -> str:

@@ -97,14 +97,15 @@ def test_in_words(loaders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--batches", "9", "--step-ms", "1"]
     assert main(["profile", f"{loaders.stem}:theirs", *arguments]) == 0
     out = capsys.readouterr().out
-    for words in (
-        "Waiting",
-        "Stages",
-        "Slowest samples",
-        "Time for the same batches with",
-        "torch",
-    ):
-        assert words in out
+    assert out.startswith("Time for the same batches, steps included, with\n  minato")
+    lines = out.rpartition("\n\n")[2].splitlines()
+    assert "bottleneck" in lines[0] or "workers" in lines[0]
+    assert any(line.startswith("  waiting ") for line in lines)
+    assert out.count("\n") < 24
+    assert main(["profile", f"{loaders.stem}:theirs", *arguments, "--full"]) == 0
+    told = capsys.readouterr().out
+    for words in ("Waiting\n", "Stages\n", "Slowest samples\n"):
+        assert words in told
 
 
 @pytest.mark.parametrize(("load", "warns"), [(0.4, False), (1e6, True)])

@@ -73,8 +73,39 @@ def folder(tmp_path: Path) -> Path:
 def test_a_script_runs_unchanged_and_is_reported(folder: Path, method: str) -> None:
     done = run(folder, "-m", "minato", "run", "job/train.py", method, "--lr", "3", "-h")
     assert (done.returncode, done.stdout) == (0, SEEN.format(method))
-    assert "minato: loader 'Mine', 1 epochs\n" in done.stderr
-    assert "\nWaiting\n" in done.stderr
+    last = done.stderr.rpartition("\nminato: ")[2]
+    assert last.startswith("loader 'Mine', 1 epoch\n2 batches are too few for a verdict.\n")
+    assert last.count("\n") < 24
+
+
+TWO = """
+import time
+from minato import DataLoader, Observe
+
+def slow(sample):
+    time.sleep(0.002)
+    return sample
+
+for name, size in (("val", 8), ("train", 80)):
+    loader = DataLoader(range(size), 4, transforms=[slow] * 2, observe=Observe(name=name))
+    list(loader)
+    list(loader)
+"""
+
+
+def test_the_loader_that_was_waited_for_most_is_last(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TWO)
+    done = run(tmp_path, "-m", "minato", "run", "train.py", MINATO_REPORT="report.html")
+    lines = done.stderr.splitlines()
+    heads = [line for line in lines if line.startswith("minato: loader ")]
+    assert [head.split("'")[1] for head in heads] == ["val", "train"]
+    assert "2 epochs, waiting " in heads[0]
+    assert lines[-12:].index(heads[-1]) >= 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.index("<h2>train</h2>") < page.index("<h2>val</h2>")
+    full = run(tmp_path, "-m", "minato", "run", "--full", "train.py").stderr
+    assert full.count("Stages\n") == 2
+    assert "\n  waiting " in full.rpartition("\n\n")[2]
 
 
 def test_a_module_runs(folder: Path) -> None:
@@ -132,7 +163,7 @@ def test_a_report_in_text_names_loaders_that_are_not_shown(tmp_path: Path) -> No
     done = run(tmp_path, "train.py", MINATO_REPORT="report.txt")
     text = (tmp_path / "report.txt").read_text()
     assert (done.returncode, text.count("minato: loader ")) == (0, 32)
-    assert text.endswith("minato: 2 earlier loaders are not shown\n")
+    assert text.startswith("minato: 2 earlier loaders are not shown\n")
 
 
 @pytest.mark.slow

@@ -177,7 +177,8 @@ def first_error(loader: Any) -> Exception:
 def check_views(loader: DataLoader[Any]) -> None:
     """Everything that shows something of a loader."""
     report = loader.report()
-    for text in (str(report), repr(report), report.to_json(), repr(loader)):
+    texts = (str(report), report.details(), repr(report), report.to_html(), repr(loader))
+    for text in texts:
         text.encode()
     assert json.loads(report.to_json())
     assert str(loader.slow_samples()).encode()
@@ -776,7 +777,7 @@ for workers in ({}, {"num_workers": 1, "multiprocessing_context": "fork"}, {"num
     for batch in loader:
         found += batch.tolist()
     loader.live()
-    str(loader.report())
+    loader.report().to_html()
 print(found == [i for i in range(12) if i != 5] * 3)
 """
 

@@ -24,7 +24,6 @@ import tqdm
 import minato
 from minato.cli.main import main
 from minato.observe import live
-from minato.observe.text import plain
 from tests.datasets import Numbers, Stream
 from tests.observe.terminals import Terminal, terminal
 from tests.subprocesses import environment
@@ -440,7 +439,7 @@ def test_a_report_does_not_steer_the_terminal() -> None:
     list(loader)
     report = loader.report()
     assert EVIL in [stage.name for stage in report.run.stages][1]
-    told = plain(report)
+    told = f"{report}\n{report.details()}\n{report.to_html()}"
     assert "cat" in told
     assert not CONTROLS & set(told)
     console = rich.console.Console(file=io.StringIO(), force_terminal=False, width=300)

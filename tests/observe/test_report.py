@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import platform
+import sys
 import time
 from collections import Counter
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -105,15 +108,37 @@ def test_workers_and_window(report: Report) -> None:
 
 
 def test_text(report: Report) -> None:
-    text = str(report)
-    assert text.startswith(report.verdict.summary)
-    for line in ("collate and copy", "Slowest samples", "samples per s"):
-        assert line in text
+    lines = str(report).splitlines()
+    assert lines[0] == report.verdict.summary
+    figures = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert figures == ["waiting", "training", "throughput", "workers", "slowest", "prefetch"]
+    assert len(lines) <= 12
+    assert max(len(line) for line in lines if line.startswith("  ")) < 80
     screen = io.StringIO()
-    rich.console.Console(file=screen, width=120).print(report)
-    shown = " ".join(screen.getvalue().split())
-    assert report.verdict.summary in shown
-    assert "how to read it" in shown
+    rich.console.Console(file=screen, width=200).print(report)
+    assert screen.getvalue().splitlines() == lines
+
+
+def test_details_leave_out_what_is_zero(report: Report) -> None:
+    told = report.details()
+    for words in ("collate and copy", "Slowest samples", "samples per s", "how to read it"):
+        assert words in told
+    for words in ("Errors", "Reads and cache", "GPUs", "deferrals"):
+        assert words not in told
+    titles = [part.splitlines() for part in told.split("\n\n")]
+    assert all(len(lines) > 2 for lines in titles)
+    unused = DataLoader(Numbers(40), 4).report()
+    assert str(unused).count("\n") == 1
+    assert "0 s" not in unused.details()
+
+
+def test_a_report_says_where_it_is_from(report: Report) -> None:
+    origin = report.origin
+    assert origin.script == sys.argv[0]
+    assert platform.node() in origin.machine
+    assert f"torch {torch.__version__}" in origin.versions
+    age = datetime.now(UTC) - datetime.strptime(origin.time, "%Y-%m-%dT%H:%M:%S%z")
+    assert timedelta() <= age < timedelta(hours=1)
 
 
 def test_plain_data(report: Report) -> None:
@@ -279,12 +304,11 @@ def test_what_sources_reads_and_the_cache_did() -> None:
     assert report.run.reads.cache_hit_rate == 0.5
     assert fetching.counters is not None
     fetching.counters.add(hedged=2, hedges_won=1)
-    assert "Reads and cache" in str(report)
+    assert "Reads and cache" in report.details()
     iterator = iter(loader)
     next(iterator)
     fetching.counters.add(hedged=3, hedges_won=1)
     assert loader.report().epochs[-1].reads.hedged == 3
-    assert "Reads and cache" not in str(run(DataLoader(Numbers(4))))
 
 
 def test_nothing_is_measured_on_request() -> None:

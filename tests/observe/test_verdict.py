@@ -160,7 +160,7 @@ def test_transfer() -> None:
     assert "not pickled" in found.advice
     found = verdict(waited_s=9.0, starved_s=1.0, cores=0.97)  # tensors, and no core to receive them
     assert (found.bottleneck, found.changes) == ("transfer", None)
-    assert "97%" in found.evidence[1]
+    assert "97%" in found.evidence[0]
     assert "fewer workers" in found.advice
     found = verdict(waited_s=1.0, pin_memory_s=8.0)
     assert (found.bottleneck, found.changes) == ("transfer", {"pin_memory": False})
