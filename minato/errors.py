@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 import warnings
 from enum import Enum
 from pickle import PicklingError
 from types import FrameType, TracebackType
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeVar
 
 __all__ = [
     "SKIP",
+    "UNGUARDED",
     "CoverageError",
     "ErrorBudgetError",
     "MinatoError",
@@ -23,10 +25,18 @@ __all__ = [
     "add_note",
     "not_the_end",
     "outside",
+    "shortened",
+    "unguarded_error",
     "warn",
 ]
 
+UNGUARDED = 250
+"""Exit code of a worker whose main module starts workers itself."""
+
+E = TypeVar("E", bound=BaseException)
+
 _LOADERS = ("minato.", "torch.utils.data.dataloader", "torch.utils.data._utils")
+_REFUSING = ("minato.checks", "minato.options", "torch.utils.data.dataloader")
 _DATASETS = ("minato.sources", "minato.sharing")
 """Modules whose frames stay, as those of any dataset."""
 
@@ -93,11 +103,41 @@ def outside(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def shortened(error: E) -> E:
+    """Return an exception after the frames between the program and its dataset were taken from its traceback.
+
+    Of an exception that began in the loader itself they stay, unless its text says what to do.
+    """
+    trace = outside(error.__traceback__)
+    if trace is not None or isinstance(error, (RuntimeError, MinatoError)) or _is_refusal(error):
+        # Also of exceptions that allow no attributes.
+        BaseException.with_traceback(error, trace)
+    return error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a check of arguments has raised an exception."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__") in _REFUSING
+
+
 def _is_loaders(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__")
     if type(name) is not str or name.startswith(_DATASETS):
         return False
     return name.startswith(_LOADERS)
+
+
+def unguarded_error(pid: int | None) -> RuntimeError:
+    """Return the error of a training process whose workers ended with ``UNGUARDED``."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    which = "" if pid is None else f" (pid(s) {pid})"
+    return RuntimeError(
+        f"DataLoader worker{which} exited unexpectedly: workers that are not forked import the main module,\n"
+        f"and {path} starts workers when it is imported. Put what the script does under the guard:\n"
+        '    if __name__ == "__main__":\n'
+        "        main()  # with the loop over the loader"
+    )
 
 
 class Postponed:

@@ -42,7 +42,7 @@ from minato._support.text import text_of, type_name
 from minato._system import environment
 from minato.checks import check_platform, check_whole, refuse_class
 from minato.engine.spec import LoaderSpec, WorkerSpec
-from minato.errors import warn
+from minato.errors import shortened, warn
 from minato.options import (
     DEFAULTS,
     IN_PLACE,
@@ -331,7 +331,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         # A generator that is left early closes what it delegates to by "yield from", and with it the workers.
         if getattr(getattr(self, "_iterator", None), "has_ended", False):
             self._iterator = None
-        iterator = super().__iter__()
+        try:
+            iterator = super().__iter__()
+        except Exception as error:
+            shortened(error)
+            raise
         if is_made(self):
             alive = [each for each in self._open_iterators if each() is not None]
             self._open_iterators = [*alive, weakref.ref(iterator)]

@@ -16,8 +16,9 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from multiprocessing import reduction
-from types import FunctionType
+from multiprocessing import current_process, reduction
+from multiprocessing.process import BaseProcess
+from types import FrameType, FunctionType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -47,7 +48,7 @@ from minato._core.read_only import ReadOnlyMemory, shared_base
 from minato._core.segment import Segment
 from minato._support.objects import failing_part
 from minato._support.text import message_of
-from minato.errors import NotPicklableError
+from minato.errors import UNGUARDED, NotPicklableError
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -62,7 +63,10 @@ __all__ = [
     "dumps",
     "for_children",
     "holding_descriptors",
+    "is_unguarded",
+    "named_as_worker",
     "refuse_unguarded",
+    "take_own_name",
 ]
 
 _log = logging.getLogger("minato")
@@ -710,19 +714,58 @@ def _failure(value: object) -> Exception | None:
     return None
 
 
+# ---- the guard of the main module ----
+
+_STARTS = "minato worker: "
+"""Begins the name of a worker while it starts and imports the main module."""
+
+
+@contextmanager
+def named_as_worker(process: BaseProcess) -> Iterator[None]:
+    """Have a process know, while it starts without a fork, that a pool waits for it."""
+    name = process.name
+    process.name = _STARTS + name
+    try:
+        yield
+    finally:
+        process.name = name
+
+
+def take_own_name() -> None:
+    """Have a worker that has started take the name that multiprocessing gave it."""
+    process = current_process()
+    process.name = process.name.removeprefix(_STARTS)
+
+
 def refuse_unguarded() -> NoReturn:
     """End this process, which imports the main module to become a worker, and is to start workers by that.
 
+    A worker of a pool ends silently: the training process raises an error that says so.
+
     Raises:
-        SystemExit: Always. multiprocessing's own error is right, but has fifty lines for each worker.
+        SystemExit: The program itself has started this process. multiprocessing's own error has fifty lines.
     """
-    path = getattr(sys.modules.get("__mp_main__") or sys.modules["__main__"], "__file__", None)
+    name, command = current_process().name, " ".join(sys.orig_argv)
+    is_server = name == "MainProcess" and "minato.workers." in command
+    if name.startswith(_STARTS) or is_server:
+        os._exit(UNGUARDED)
+    main = sys.modules.get("__mp_main__") or sys.modules["__main__"]
     words = (
-        f"the main module ({path}) starts workers where it is imported, and workers that are not forked import it: put "
-        "what the script does under if __name__ == '__main__'"
+        f"the main module ({getattr(main, '__file__', None)}) starts workers where it is imported, and processes that "
+        "are not forked import it: put what the script does under if __name__ == '__main__'"
     )
-    # In one piece: several workers may say so at the same moment.
+    # In one piece: several processes may say so at the same moment.
     print(f"minato: {words}\n", end="", file=sys.stderr, flush=True)
     ending = SystemExit(1)
     ending.args = (words,)  # for the log of a fork server; the exit status stays 1
     raise ending
+
+
+def is_unguarded() -> bool:
+    """Whether this thread runs a line of the main module that is not under the guard."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            return not _is_guarded(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return False

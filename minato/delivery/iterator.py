@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from minato._compat import (
     TorchIterator,
@@ -21,7 +21,7 @@ from minato._core import now_ns
 from minato._fork_safety import check_owner
 from minato.batching.arena import MemoryPinner
 from minato.delivery.device import Pin, memory_pinner
-from minato.errors import not_the_end, outside
+from minato.errors import not_the_end, shortened
 from minato.observe.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
@@ -29,8 +29,6 @@ from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
 
 __all__ = ["BatchIterator", "BatchSource", "Epochs"]
-
-E = TypeVar("E", bound=BaseException)
 
 
 class BatchSource(Protocol):
@@ -220,7 +218,7 @@ class BatchIterator(TorchIterator):
             try:
                 given = self._next_given()
             except Exception as error:
-                return Outgoing(error=_shortened(error)), None
+                return Outgoing(error=shortened(error)), None
             self._num_yielded += given.error is None
             return given, given.batch
         try:
@@ -229,11 +227,11 @@ class BatchIterator(TorchIterator):
             if self._given is not None and isinstance(error, Exception):
                 self._given.error = error  # such as a warning; the batch is lost, as with torch
             if self._given is not None and self._given.error is error:
-                _shortened(error)
+                shortened(error)
                 return self._given, None
             if not isinstance(error, Exception):
                 raise
-            return Outgoing(error=_shortened(error)), None
+            return Outgoing(error=shortened(error)), None
         assert self._given is not None
         return self._given, batch
 
@@ -314,14 +312,3 @@ class BatchIterator(TorchIterator):
         if self._ending is not None:  # until its end, which may be interrupted
             self._ending.shut_down()
             self._ending = None
-
-
-def _shortened(error: E) -> E:
-    """An exception whose traceback leads from the program's loop to the program's code, without frames in between.
-
-    Of an exception that began in the loader itself the frames stay, unless it says what to do.
-    """
-    trace = outside(error.__traceback__)
-    if trace is not None or isinstance(error, RuntimeError):
-        BaseException.with_traceback(error, trace)
-    return error

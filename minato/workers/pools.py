@@ -16,11 +16,15 @@ from multiprocessing.process import BaseProcess
 from minato._compat import close_ends_of_parent, forget_child_processes
 from minato._core.limits import explaining_limits
 from minato._fork_safety import check_owner, forget_in_children, signals_deferred, starting_worker
-from minato._support.pickling import holding_descriptors
+from minato._support.pickling import (
+    holding_descriptors,
+    is_unguarded,
+    named_as_worker,
+)
 from minato._support.threads import exiting, start_thread
 from minato._system import CpuUsage, process_usage, thread_usage
 from minato.batching.blobs import ErrorTransport, wrapped
-from minato.errors import warn
+from minato.errors import unguarded_error, warn
 from minato.observe.tracer import in_profile
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, WorkerRecovery
@@ -186,10 +190,14 @@ class ProcessPool(WorkerPool):
                 return
             for left in reversed(range(_STARTS)):
                 try:
-                    with holding_descriptors():
+                    with holding_descriptors(), named_as_worker(process):
                         process.start()
                     return
                 except (EOFError, ConnectionError):
+                    if (
+                        is_unguarded()
+                    ):  # from Python 3.13 on the server itself imports the main module
+                        raise unguarded_error(process.pid) from None
                     if not left:
                         raise
                     # The fork server was killed. Once the kernel has ended it, the next start makes another.

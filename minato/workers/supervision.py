@@ -33,7 +33,7 @@ from minato._support.text import text_of
 from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
 from minato.batching.writer import BatchWriter
-from minato.errors import WorkerDiedError
+from minato.errors import UNGUARDED, WorkerDiedError, unguarded_error
 from minato.scheduling.dispatcher import STOPPED_S, ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.error_policy import SampleFailure
@@ -432,6 +432,8 @@ class RestartPolicy:
             RuntimeError: torch's, with an explanation as its cause.
         """
         self.total += 1
+        if exit_code == UNGUARDED and not (sample or collation or progress):
+            raise unguarded_error(pid)
         where: tuple[int | None, object] = (None, (number, progress))
         if sample is not None:
             where = sample.position, None

@@ -38,7 +38,7 @@ from minato._core import Lease, WorkerLedger, now_ns
 from minato._core.codes import STARTING
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy, forget_in_children, renew_in_children
-from minato._support.pickling import ForChild, Snapshot
+from minato._support.pickling import ForChild, Snapshot, take_own_name
 from minato._system import process_usage
 from minato.batching.blobs import ErrorTransport, wrapped
 from minato.batching.collate import RunAgain
@@ -211,6 +211,7 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
     """Run as worker ``number`` until nothing is left to do, or the training process ends."""
     # A collection would write to every object, and so copy the pages that a forked worker shares with its parent.
     gc.freeze()
+    take_own_name()
     # A copy of this worker that a sample forks must not write to batches, until it ends.
     renew_in_children(context.store.segment, Segment.separate)
     try:
