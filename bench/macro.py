@@ -228,10 +228,7 @@ def draw(results: Sequence[RowResult], conditions: Mapping[str, str], path: Path
 
     def spread_of(quantity: str) -> Callable[[str, str], Spread | None]:
         def value(row: str, loader: str) -> Spread | None:
-            trials = measured[row].trials if row in measured else {}
-            if loader == "minato" and MINATO_SEED.name in trials:  # the note names these rows
-                loader = MINATO_SEED.name
-            if loader not in trials:
+            if row not in measured or loader not in measured[row].trials:
                 return None
             figures: Figures = measured[row].figures(loader)
             found: Spread | None = getattr(figures, quantity)
@@ -241,7 +238,7 @@ def draw(results: Sequence[RowResult], conditions: Mapping[str, str], path: Path
 
     panels = (
         chart.Bars(
-            "Uneven samples: efficiency, % of the ideal",
+            "Uneven samples: share of the ideal speed, %",
             SLEEPING,
             spread_of("efficiency"),
             lambda value: f"{100 * value:.0f}",
@@ -255,7 +252,7 @@ def draw(results: Sequence[RowResult], conditions: Mapping[str, str], path: Path
     )
     note = (
         f"{conditions['cpu']}, {conditions['usable cores']} cores, torch {conditions['torch']}; the same workers for "
-        "every loader; bars are medians, lines the minimum and maximum; minato with seed= in groups 2 and 3"
+        "every loader; bars are medians, lines the minimum and maximum"
     )
     chart.bars(panels, BARS, note, path)
 
@@ -278,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     page.add(HEAD.format(repeats=repeats))
     page.add("## Efficiency\n", report.overview(results, contenders))
-    page.add("## Targets\n", report.goals(results, contenders))
+    page.say(report.goals(results, contenders))  # for who works on it
     page.add("## Where torch is faster\n", report.losses(results, contenders), NOTE)
     page.add("## All figures\n", *(report.details(result, contenders) for result in results))
     page.finish(lambda path: draw(results, page.conditions, path))

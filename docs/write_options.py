@@ -26,9 +26,7 @@ LINKS = {
     "SharedPool.on_rank_death": {
         "when the process of one ends": "../how-to/ranks.md#when-a-rank-ends"
     },
-    "Options.num_workers": {
-        "follows the load": "../how-to/slow-samples.md#let-the-number-of-workers-follow"
-    },
+    "Options.num_workers": {"follows the load": "../how-to/workers.md#let-minato-choose"},
     "Options.pin_memory": {"where the workers write it": "../how-to/gpu.md#pin_memory"},
     "Options.persistent_workers": {
         "begin the next epoch": "../how-to/slow-samples.md#begin-the-next-epoch-early"

@@ -350,6 +350,10 @@ def to_arrays(value: Any) -> Any:
     return np.load(io.BytesIO(bytes(data)))
 
 
+def to_bytes(value: bytes) -> int:
+    return len(value)
+
+
 def _saved(array: Any) -> bytes:
     to = io.BytesIO()
     np.save(to, array)
@@ -357,14 +361,23 @@ def _saved(array: Any) -> bytes:
 
 
 def _remote_data() -> dict[str, Any]:
-    _sqlite()
-    _s3()
-    _cassandra()
     return {
         "dataset": Images(),
         "urls": [f"https://example.com/{number}" for number in range(100)],
         "read": read,
         "read_later": read_later,
+    }
+
+
+def _object_stores() -> dict[str, Any]:
+    _s3()
+    return {"to_arrays": to_arrays, "to_bytes": to_bytes}
+
+
+def _sources() -> dict[str, Any]:
+    _sqlite()
+    _cassandra()
+    return {
         "to_arrays": to_arrays,
         "diagnoses": [number % 2 for number in range(len(Tables()))],
         "patients": [number // 3 for number in range(len(Tables()))],
@@ -470,6 +483,7 @@ def _several_machines() -> dict[str, Any]:
 
 _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "bench/README.md": _bench,
+    "docs/how-to/active.md": _after_an_epoch,
     "docs/how-to/bad-samples.md": _bad_samples,
     "docs/how-to/batches-by-cost.md": _batches_by_cost,
     "docs/how-to/code-you-cannot-edit.md": _code_you_cannot_edit,
@@ -477,10 +491,12 @@ _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/gpu.md": _gpu,
     "docs/how-to/memory.md": _memory,
     "docs/how-to/metrics.md": _metrics,
+    "docs/how-to/object-stores.md": _object_stores,
     "docs/how-to/order.md": lambda: _after_an_epoch(order="arrival"),
     "docs/how-to/photos.md": _photos,
     "docs/how-to/ranks.md": _ranks,
     "docs/how-to/remote-data.md": _remote_data,
+    "docs/how-to/sources.md": _sources,
     "docs/how-to/several-machines.md": _several_machines,
     "docs/how-to/slow-samples.md": _after_an_epoch,
     "docs/how-to/start-up.md": lambda: {"make_model": make_model},
