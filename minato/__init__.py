@@ -25,7 +25,7 @@ try:
         SampleTimeoutError,
         WorkerDiedError,
     )
-    from minato.loader import DataLoader
+    from minato.loader import DataLoader, is_active, metrics_collector
     from minato.options import (
         Arrival,
         AutoScale,
@@ -42,6 +42,7 @@ try:
         StragglerPolicy,
     )
     from minato.sampling.cost_batches import CostBatchSampler
+    from minato.sampling.progress import Coverage
     from minato.transforms.rng import numpy_rng, python_rng, torch_rng
     from minato.workers.error_policy import SampleFailure
 
@@ -53,6 +54,12 @@ finally:
 
 if TYPE_CHECKING:
     from minato.batching.collate import PadCollate, pad_stack
+    from minato.consumers import Consumer
+    from minato.engine.inspector import SlowSamples
+    from minato.observe.figures import Verdict
+    from minato.observe.headroom import Headroom
+    from minato.observe.live import Live
+    from minato.observe.report import Report
     from minato.patching import patch, unpatch
     from minato.sharing import SharedDict, SharedList, share
 
@@ -60,7 +67,9 @@ __all__ = [
     "SKIP",
     "Arrival",
     "AutoScale",
+    "Consumer",
     "CostBatchSampler",
+    "Coverage",
     "CoverageError",
     "DataLoader",
     "DeviceCopies",
@@ -68,6 +77,8 @@ __all__ = [
     "ErrorPolicy",
     "FastFirst",
     "FetchOptions",
+    "Headroom",
+    "Live",
     "MinatoError",
     "MinatoWarning",
     "NotPicklableError",
@@ -77,15 +88,20 @@ __all__ = [
     "RayWorkers",
     "Record",
     "Replay",
+    "Report",
     "SampleFailure",
     "SampleTimeoutError",
     "SharedDict",
     "SharedList",
     "SharedPool",
+    "SlowSamples",
     "StragglerPolicy",
+    "Verdict",
     "WorkerDiedError",
     "__version__",
     "implementation",
+    "is_active",
+    "metrics_collector",
     "numpy_rng",
     "pad_stack",
     "patch",
@@ -96,9 +112,15 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "Consumer": "minato.consumers",
+    "Headroom": "minato.observe.headroom",
+    "Live": "minato.observe.live",
     "PadCollate": "minato.batching.collate",
+    "Report": "minato.observe.report",
     "SharedDict": "minato.sharing",
     "SharedList": "minato.sharing",
+    "SlowSamples": "minato.engine.inspector",
+    "Verdict": "minato.observe.figures",
     "pad_stack": "minato.batching.collate",
     "patch": "minato.patching",
     "share": "minato.sharing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import traceback
 import warnings
@@ -23,6 +24,7 @@ __all__ = [
     "SampleTimeoutError",
     "WorkerDiedError",
     "add_note",
+    "log",
     "not_the_end",
     "outside",
     "shortened",
@@ -157,6 +159,15 @@ class Postponed:
             raise error
         finally:
             del error, self  # its traceback holds this frame
+
+
+_logger = logging.getLogger("minato")
+
+
+def log(text: str, *arguments: object, level: int = logging.INFO) -> None:
+    """Log something to the logger ``minato``; a handler that raises does not stop the program."""
+    with contextlib.suppress(Exception):
+        _logger.log(level, text, *arguments, stacklevel=2)
 
 
 def warn(text: str, stacklevel: int = 1) -> None:

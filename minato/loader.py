@@ -9,7 +9,6 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
@@ -42,7 +41,7 @@ from minato._support.text import text_of, type_name
 from minato._system import environment
 from minato.checks import check_platform, check_whole, refuse_class
 from minato.engine.spec import LoaderSpec, WorkerSpec
-from minato.errors import shortened, warn
+from minato.errors import log, shortened, warn
 from minato.options import (
     DEFAULTS,
     IN_PLACE,
@@ -89,11 +88,10 @@ if TYPE_CHECKING:  # imported by the methods that return them
     from minato.engine.inspector import Inspector, SlowSamples
     from minato.observe.headroom import Headroom
     from minato.observe.live import Live
+    from minato.observe.metrics import Collector
     from minato.observe.report import Report
 
-__all__ = ["DataLoader", "torch_arguments"]
-
-_log = logging.getLogger("minato")
+__all__ = ["DataLoader", "is_active", "metrics_collector", "torch_arguments"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -304,7 +302,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             handled_errors=options.errors.handles_samples
             or options.errors.sample_timeout is not None,
         )
-        _note("%r is made", self)
+        log("%r is made", self, level=logging.DEBUG)
 
     @classmethod
     def from_torch(cls, loader: TorchDataLoader[T_co], /, **arguments: object) -> DataLoader[T_co]:
@@ -349,7 +347,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         again: ``iter()`` starts new workers. Reports stay available, and batches in use stay valid. The port of
         ``Observe(metrics=...)`` is free until then.
         """
-        _note("%r is closed", self)
+        log("%r is closed", self, level=logging.DEBUG)
         for each in self._open_iterators:
             iterator = each()
             end = getattr(iterator, "close", None) or getattr(iterator, "_shutdown_workers", None)
@@ -887,10 +885,33 @@ class _Twin:
         return getattr(self._loader, name)
 
 
-def _note(text: str, *arguments: object) -> None:
-    """Log for debugging; a handler of the program's that raises does not stop it."""
-    with suppress(Exception):
-        _log.debug(text, *arguments)
+def is_active(loader: object) -> bool:
+    """Whether minato loads what a loader yields, also where a trainer has wrapped it.
+
+    False for any other loader, and where torch's engine loads for one of minato's: with data pipes, and where the
+    program has replaced parts of torch's engine.
+    """
+    found = getattr(loader, "base_dataloader", loader)  # Accelerate's wrappers
+    return (
+        isinstance(found, DataLoader)
+        and is_made(found)
+        and not isinstance(found.dataset, (IterDataPipe, MapDataPipe))
+        and not found._replaced_parts()
+    )
+
+
+def metrics_collector(*loaders: DataLoader[Any]) -> Collector:
+    """Metrics of loaders for a registry of ``prometheus_client``: ``REGISTRY.register(metrics_collector(loader))``.
+
+    A registry takes one such collector: give it all loaders. It keeps none of them alive.
+
+    Raises:
+        ValueError: A loader was made with ``observe=False``, or other ranks' shared pool has its workers.
+    """
+    from minato.observe.metrics import Collector
+
+    found = [each._inspector().labelled_metrics() for each in loaders]
+    return Collector(lambda: found)
 
 
 _HARMLESS = ("compat", "memory_budget", "snapshot_every_n_steps")

@@ -8,7 +8,6 @@ are not forked get a copy each from the start. :func:`share` lays such lists onc
 from __future__ import annotations
 
 import itertools
-import logging
 import mmap
 import numbers
 import pickle
@@ -47,6 +46,7 @@ from minato._support.objects import (
     name_of,
     path_of,
 )
+from minato.errors import log
 
 if TYPE_CHECKING:
     from typing import Self
@@ -58,7 +58,6 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 S = TypeVar("S", bound="_Shared")
 
-_log = logging.getLogger("minato")
 
 LEAST_ITEMS = 1000
 """Shorter lists and dictionaries in a dataset stay; what they hold is looked at."""
@@ -110,7 +109,7 @@ def share(dataset: T) -> T:
         else:
             form = _attached(SharedDict if type(value) is dict else SharedList, memory, layout)
         forms[id(value)] = form
-        _log.info("shared %s: %d items", path_of(node), len(value))
+        log("shared %s: %d items", path_of(node), len(value))
     _replace(holders, forms)
     return cast(T, forms.get(id(dataset), dataset))
 

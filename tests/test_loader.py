@@ -6,8 +6,10 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, get_worker_info
 
-from minato import DataLoader, Observe
+import minato
+from minato import DataLoader, MinatoWarning, Observe
 from tests.datasets import (
     ORDERS,
     TOO_MANY_WORKERS,
@@ -251,6 +254,44 @@ def test_a_loader_of_torchs_is_taken_over(arguments: dict[str, Any]) -> None:
     assert [str(batch) for batch in loader] == [str(batch) for batch in torchs[1]]
     seeded = [[str(batch) for batch in DataLoader.from_torch(torchs[0], seed=3)] for _ in range(2)]
     assert seeded[0] == seeded[1]
+
+
+def test_whether_minato_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, torchs = DataLoader(Numbers(4), num_workers=1), TorchLoader(Numbers(4))
+    assert minato.is_active(loader)
+    with minato.patch():
+        assert minato.is_active(torch.utils.data.DataLoader(Numbers(4)))
+        assert not minato.is_active(torchs)
+    piped = torch.utils.data.datapipes.iter.IterableWrapper([1, 2])  # type: ignore[attr-defined]
+    for other in (torchs, DataLoader(piped), [1, 2], None):
+        assert not minato.is_active(other)
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_loop", print)
+    assert not minato.is_active(loader)
+
+
+class Deadly(Numbers):
+    """Its last sample ends the first worker that runs it."""
+
+    def __init__(self, size: int, file: Path) -> None:
+        super().__init__(size)
+        self.file = file
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.size - 1 and not self.file.exists():
+            self.file.touch()
+            os._exit(3)
+        return super().__getitem__(index)
+
+
+def test_what_workers_do_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    loader = DataLoader(
+        Deadly(16, tmp_path / "died"), 2, num_workers=1, multiprocessing_context="forkserver"
+    )
+    with caplog.at_level(logging.INFO, "minato"), pytest.warns(MinatoWarning, match="code 3"):
+        assert len(list(loader)) == 8
+    started, *_, died = [record.getMessage() for record in caplog.records]
+    assert started == "1 workers start from the fork server of multiprocessing"
+    assert re.fullmatch(r"worker 0 \(process \d+\) has died: exit code 3", died)
 
 
 def test_events_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,7 @@ from minato._core.read_only import ReadOnlyMemory, shared_base
 from minato._core.segment import Segment
 from minato._support.objects import failing_part
 from minato._support.text import message_of
-from minato.errors import UNGUARDED, NotPicklableError
+from minato.errors import UNGUARDED, NotPicklableError, log
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -69,7 +69,6 @@ __all__ = [
     "take_own_name",
 ]
 
-_log = logging.getLogger("minato")
 
 Purpose: TypeAlias = Literal["sample", "result"]
 """The purpose of a pickle; see :class:`SidePickler`."""
@@ -426,11 +425,12 @@ def for_children(value: object) -> Snapshot | ForChild:
 
 @functools.cache
 def _say_copied(reason: str) -> None:
-    _log.warning(
+    log(
         "the dataset's tensors are copied to each worker, not shared as with torch: %s. If workers must see what is "
         "written to them, call torch.multiprocessing.set_sharing_strategy('file_system'), keep fewer tensors, or use "
         "multiprocessing_context='fork' and share_memory_()",
         reason,
+        level=logging.WARNING,
     )
 
 
@@ -622,7 +622,7 @@ def _by_value(value: type | FunctionType, around: _ChildPickler) -> Any:
             "package, which workers that are not forked cannot import: install cloudpickle, move it to the top level "
             "of a module, or use multiprocessing_context='fork'"
         ) from None
-    _log.info(
+    log(
         "%s.%s goes to the workers by cloudpickle, because they cannot import it",
         value.__module__,
         value.__qualname__,

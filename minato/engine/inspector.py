@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # each method imports its own view: most loaders need none of
     from minato.observe.figures import Setup
     from minato.observe.live import Live
     from minato.observe.machine import MachineMonitor
+    from minato.observe.metrics import LabelledMetrics
     from minato.observe.report import Report
 
 __all__ = ["Inspector", "RunningSample", "SlowSamples"]
@@ -118,6 +119,12 @@ class Inspector:
 
         return values_of(self._measured("metrics()").totals())
 
+    def labelled_metrics(self) -> LabelledMetrics:
+        """The metrics of this loader for Prometheus."""
+        from minato.observe.metrics import LabelledMetrics
+
+        return LabelledMetrics(self._measured("metrics"), self._spec.options.name, self._stages)
+
     def _measured(self, method: str = "a report") -> EpochLog:
         self._refuse_attached(method)
         if self._history.epoch_log is None:
@@ -197,9 +204,7 @@ class Inspector:
         port += rank if port else 0
         refused: Exception
         try:
-            self._history.served_metrics = ServedMetrics(
-                self._measured(), self._spec.options.name, self._stages, (host, port)
-            )
+            self._history.served_metrics = ServedMetrics(self.labelled_metrics(), (host, port))
             return
         except OSError as error:
             refused = OSError(

@@ -7,6 +7,7 @@ import functools
 from minato._compat import preload_in_server
 from minato._system import available_cores
 from minato.engine.plan import Plan
+from minato.errors import log
 from minato.transforms import rng_memory
 from minato.workers.pools import ProcessPool, ThreadPool, WorkerPool
 from minato.workers.shared_state import SharedState
@@ -39,6 +40,7 @@ def _processes(
     method = starts.get_start_method()
     if method == "forkserver":
         preload_in_server(run_worker_process.__module__)
+        log("%d workers start from the fork server of multiprocessing", work.most_workers)
     return ProcessPool(
         state,
         recovery,

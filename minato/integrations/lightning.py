@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from minato.errors import warn
-from minato.integrations.logged import loaders_in, metrics_of
+from minato.integrations.logged import USUAL_NAMES, checked, loaders_in, metrics_of
 
 # A trainer accepts callbacks of its own package; the program has imported one of the two before.
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
@@ -25,11 +26,15 @@ class MetricsCallback(Callback):  # type: ignore[misc]  # untyped here: pyprojec
 
     Args:
         prefix: Stands before each name. Of several loaders, the number and name of each follow it.
+        names: The metrics to log; None: all.
+
+    Raises:
+        ValueError: A name is that of no metric.
     """
 
-    def __init__(self, prefix: str = "minato/") -> None:
+    def __init__(self, prefix: str = "minato/", names: Sequence[str] | None = USUAL_NAMES) -> None:
         super().__init__()
-        self._prefix = prefix
+        self._prefix, self._names = prefix, checked(names)
         self._logged_at = -1
 
     def on_train_start(self, trainer: Any, pl_module: object) -> None:
@@ -57,6 +62,6 @@ class MetricsCallback(Callback):  # type: ignore[misc]  # untyped here: pyprojec
         if not trainer.is_global_zero or not trainer.loggers or step == self._logged_at:
             return  # once a step, also if several batches make one
         self._logged_at = step
-        values = metrics_of(trainer.train_dataloader, self._prefix)
+        values = metrics_of(trainer.train_dataloader, self._prefix, self._names)
         for logger in trainer.loggers if values else ():
             logger.log_metrics(values, step=step)

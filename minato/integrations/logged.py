@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-__all__ = ["MeasuredLoader", "loaders_in", "metrics_of"]
+from minato.observe.metrics import CATALOG
+
+__all__ = ["USUAL_NAMES", "MeasuredLoader", "checked", "loaders_in", "metrics_of"]
+
+USUAL_NAMES = ("wait_ratio", "samples_per_second")
+"""The metrics that are logged by default: whether the loader is too slow, and how fast training is."""
 
 
 @runtime_checkable
@@ -31,8 +36,21 @@ def loaders_in(found: object) -> Iterator[MeasuredLoader]:
         yield inner
 
 
-def metrics_of(found: object, prefix: str) -> dict[str, float]:
-    """The metrics of the loaders in ``found``, with a prefix; of several loaders also with the name of each.
+def checked(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of metrics; None: all.
+
+    Raises:
+        ValueError: One is no metric.
+    """
+    known = [metric.name for metric in CATALOG]
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"names: {name!r} is no metric: choose of {', '.join(known)}")
+    return tuple(known if names is None else names)
+
+
+def metrics_of(found: object, prefix: str, names: Sequence[str]) -> dict[str, float]:
+    """Some metrics of the loaders in ``found``, with a prefix; of several loaders also with the name of each.
 
     Raises:
         ValueError: A loader was made with ``observe=False``.
@@ -41,5 +59,6 @@ def metrics_of(found: object, prefix: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for number, loader in enumerate(loaders):
         start = prefix if len(loaders) == 1 else f"{prefix}{number} {loader.name}/"
-        values.update({f"{start}{name}": value for name, value in loader.metrics().items()})
+        metrics = loader.metrics()
+        values.update({f"{start}{name}": metrics[name] for name in names})
     return values

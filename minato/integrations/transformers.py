@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import TrainerCallback
 
-from minato.integrations.logged import metrics_of
+from minato.integrations.logged import USUAL_NAMES, checked, metrics_of
 
 __all__ = ["MetricsCallback", "log_metrics"]
 
@@ -18,10 +19,14 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # untyped here: p
 
     Args:
         prefix: Stands before each name.
+        names: The metrics to log; None: all.
+
+    Raises:
+        ValueError: A name is that of no metric.
     """
 
-    def __init__(self, prefix: str = "minato/") -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: str = "minato/", names: Sequence[str] | None = USUAL_NAMES) -> None:
+        self._prefix, self._names = prefix, checked(names)
 
     def on_log(
         self,
@@ -36,18 +41,24 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # untyped here: p
             return
         if any(name.startswith(("eval_", "test_", "predict_")) for name in logs):
             return
-        values = metrics_of(more.get("train_dataloader"), self._prefix)
+        values = metrics_of(more.get("train_dataloader"), self._prefix, self._names)
         logs.update(values)
         if values and state.log_history:
             state.log_history[-1].update(values)
 
 
-def log_metrics(trainer: Any, prefix: str = "minato/") -> None:
+def log_metrics(
+    trainer: Any, prefix: str = "minato/", names: Sequence[str] | None = USUAL_NAMES
+) -> None:
     """Have a ``transformers.Trainer`` log the metrics of its training loader with its other logs.
 
     They appear in ``trainer.state.log_history`` and in all of ``report_to``, every ``logging_steps``.
 
     Args:
         prefix: Stands before each name.
+        names: The metrics to log; None: all.
+
+    Raises:
+        ValueError: A name is that of no metric.
     """
-    trainer.callback_handler.callbacks.insert(0, MetricsCallback(prefix))
+    trainer.callback_handler.callbacks.insert(0, MetricsCallback(prefix, names))

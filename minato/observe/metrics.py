@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -26,7 +26,7 @@ from minato.observe.gpus import INTERVAL_S
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
 
-__all__ = ["CATALOG", "Metric", "ServedMetrics", "values_of"]
+__all__ = ["CATALOG", "Collector", "LabelledMetrics", "Metric", "ServedMetrics", "values_of"]
 
 
 class Metric(NamedTuple):
@@ -136,37 +136,24 @@ _FAMILIES = [
 _Values = dict[str, dict[tuple[str, ...], float]]
 """By name and labels: loaders at one address show the same GPUs."""
 _numbers = itertools.count(2)
-_served: weakref.WeakSet[ServedMetrics] = weakref.WeakSet()
+_labelled: weakref.WeakSet[LabelledMetrics] = weakref.WeakSet()
 
 
-class ServedMetrics:
-    """The metrics of one loader, served while this object exists; several loaders may share an address.
+class LabelledMetrics:
+    """The metrics of one loader; keeps neither the loader nor its dataset.
 
     Args:
-        name: Of the loader; a number is appended if another loader has it.
-        address: Host and port; port 0 for any free one.
-
-    Raises:
-        ImportError: prometheus_client is not installed.
-        OSError: The address is not available.
+        name: The label of the loader; a number is appended if another loader has it.
     """
 
-    def __init__(
-        self, log: EpochLog, name: str, stages: Sequence[str], address: tuple[str, int]
-    ) -> None:
+    def __init__(self, log: EpochLog, name: str, stages: Sequence[str]) -> None:
         given = name = name.encode("utf-8", "backslashreplace").decode()
-        taken = {each.name for each in _served}
+        self._log, self._stages = log, stages
+        taken = {each.name for each in _labelled if each._log is not log}
         while name in taken:
             name = f"{given} {next(_numbers)}"
         self.name: str = name
-        self._log, self._stages = log, stages
-        if address not in _endpoints:
-            _endpoints[address] = _Endpoint(address)
-        endpoint = _endpoints[address]
-        endpoint.loaders.append(weakref.ref(self))
-        self.url = endpoint.url
-        self._finalizer = weakref.finalize(self, _leave, address)
-        _served.add(self)
+        _labelled.add(self)
 
     def add_to(self, found: _Values) -> None:
         """Add the present values; between two epochs only totals over epochs."""
@@ -188,6 +175,53 @@ class ServedMetrics:
             ):
                 count = machine.counts.get(f"gpu{number}_{field}", 0)
                 found[name][str(number), gpu] = count * seconds
+
+
+class Collector:
+    """Collects metrics for a registry of ``prometheus_client``.
+
+    Args:
+        loaders: Returns the metrics of the loaders.
+    """
+
+    def __init__(self, loaders: Callable[[], Iterable[LabelledMetrics]]) -> None:
+        self._loaders = loaders
+
+    def collect(self) -> Iterator[Any]:
+        """The present values, by metric."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        found: _Values = defaultdict(dict)
+        for loader in self._loaders():
+            loader.add_to(found)
+        for name, kind, labels, meaning in _FAMILIES:
+            if name in found:
+                make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+                family = make(f"minato_{name}", meaning, labels=labels)
+                for each, value in found[name].items():
+                    family.add_metric(each, value)
+                yield family
+
+
+class ServedMetrics:
+    """The metrics of one loader, served while this object exists; several loaders may share an address.
+
+    Args:
+        address: Host and port; port 0 for any free one.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+        OSError: The address is not available.
+    """
+
+    def __init__(self, metrics: LabelledMetrics, address: tuple[str, int]) -> None:
+        self._metrics = metrics
+        if address not in _endpoints:
+            _endpoints[address] = _Endpoint(address)
+        endpoint = _endpoints[address]
+        endpoint.loaders.append(weakref.ref(metrics))
+        self.url = endpoint.url
+        self._finalizer = weakref.finalize(metrics, _leave, address)
 
 
 class _Handler(WSGIRequestHandler):
@@ -251,9 +285,9 @@ class _Endpoint:
     def __init__(self, address: tuple[str, int]) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
-        self.loaders: list[weakref.ref[ServedMetrics]] = []
+        self.loaders: list[weakref.ref[LabelledMetrics]] = []
         registry, host = CollectorRegistry(), address[0]
-        registry.register(self)
+        registry.register(Collector(self.alive))
         self.server = _Server(address, make_wsgi_app(registry))
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self.server.server_port}/metrics"
@@ -266,20 +300,9 @@ class _Endpoint:
             self.server.server_close()
             raise
 
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        found: _Values = defaultdict(dict)
-        for reference in list(self.loaders):
-            if (loader := reference()) is not None:
-                loader.add_to(found)
-        for name, kind, labels, meaning in _FAMILIES:
-            if name in found:
-                make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-                family = make(f"minato_{name}", meaning, labels=labels)
-                for each, value in found[name].items():
-                    family.add_metric(each, value)
-                yield family
+    def alive(self) -> list[LabelledMetrics]:
+        """The metrics of the loaders that exist."""
+        return [each for one in self.loaders if (each := one()) is not None]
 
     def close(self) -> None:
         if threading.current_thread() is self._thread:  # the garbage collector runs in any thread
@@ -299,7 +322,7 @@ def _leave(address: tuple[str, int]) -> None:
     endpoint = _endpoints.get(address)
     if endpoint is None:  # in a forked child
         return
-    endpoint.loaders = [loader for loader in endpoint.loaders if loader() is not None]
+    endpoint.loaders = [each for each in endpoint.loaders if each() is not None]
     if not endpoint.loaders:
         del _endpoints[address]
         endpoint.close()

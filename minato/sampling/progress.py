@@ -185,6 +185,12 @@ class Coverage(NamedTuple):
         """Whether every requested index was delivered or skipped once."""
         return self.outstanding == NOTHING
 
+    def __repr__(self) -> str:
+        parts = (
+            f"{each.samples} {name}" for name, each in zip(self._fields[1:], self[1:], strict=True)
+        )
+        return f"<Coverage of epoch {self.epoch}: {', '.join(parts)}>"
+
 
 class Progress:
     """Follows the indices of one epoch from the sampler to the delivered batches.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minato.errors import warn
+from minato.errors import log, warn
 
 __all__ = ["PrefetchWindow"]
 
@@ -102,6 +102,7 @@ class PrefetchWindow:
         if not self._has_started(self.limit):
             return False
         self.limit = self._bounded(self.limit + self._step)
+        log("the prefetch window grows to %d batches", self.limit)
         return True
 
     def widen(self) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from minato._core import now_ns
 from minato._system import available_cores, machine_usage
+from minato.errors import log
 from minato.options import PaperController
 from minato.scheduling.dispatcher import ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
@@ -389,6 +390,7 @@ class Scaler:
         known.tried = True
         known.state = self._decide(known.state, self._measure(grown), self._settings)
         if known.state.workers != count:
+            log("%d workers instead of %d: %s", known.state.workers, count, known.state.why)
             self._changed_ns, count = now, known.state.workers
             self._pool.grow(count)
             self._window.resize(count)

@@ -33,7 +33,7 @@ from minato._support.text import text_of
 from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
 from minato.batching.writer import BatchWriter
-from minato.errors import UNGUARDED, WorkerDiedError, unguarded_error
+from minato.errors import UNGUARDED, WorkerDiedError, log, unguarded_error
 from minato.scheduling.dispatcher import STOPPED_S, ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.error_policy import SampleFailure
@@ -316,6 +316,7 @@ class WorkerRecovery:
         tracer = self.context.plan.tracer(number)
         how = "lost" if isinstance(exit_code, WorkerLoss) else f"exit code {exit_code}"
         tracer.instant(f"process {pid} has died ({how})")
+        log("worker %d (process %s) has died: %s", number, pid, how)
         tracer.flush()
         sample = self.current_work.sample(number)
         collation = None if sample else self.current_work.collation(number)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import minato
-from minato.integrations.logged import loaders_in, metrics_of
+from minato.integrations.logged import checked, loaders_in, metrics_of
 from tests.datasets import Numbers
 from tests.integrations.models import QUIET, QUIET_LIGHTNING, Indexed
 from tests.subprocesses import output
@@ -26,10 +26,11 @@ def test_loaders_are_found_in_collections() -> None:
     one, other = loader_of("one"), loader_of("other")
     plain = torch.utils.data.DataLoader(Numbers(2))
     assert list(loaders_in({"a": one, "b": [plain, (other,)]})) == [one, other]
-    assert list(metrics_of(one, "m/")) == [f"m/{name}" for name in one.metrics()]
-    assert "m/0 one/epoch" in metrics_of([one, other], "m/")
-    assert "m/1 other/epoch" in metrics_of([one, other], "m/")
-    assert metrics_of(plain, "m/") == metrics_of(None, "m/") == {}
+    assert list(metrics_of(one, "m/", checked(None))) == [f"m/{name}" for name in one.metrics()]
+    assert list(metrics_of([one, other], "m/", ["epoch"])) == ["m/0 one/epoch", "m/1 other/epoch"]
+    assert metrics_of(plain, "m/", ["epoch"]) == metrics_of(None, "m/", ["epoch"]) == {}
+    with pytest.raises(ValueError, match="'wait' is no metric: choose of batches_total, "):
+        checked(["wait"])
 
 
 def lightning_trainer(**options: Any) -> Any:
@@ -66,9 +67,11 @@ def test_lightning() -> None:
     from minato.integrations.lightning import MetricsCallback
     from tests.integrations.test_lightning import Module
 
-    trainer, logger = lightning_trainer(callbacks=[MetricsCallback()])
+    names = ["batches_total", "epoch", "wait_ratio"]
+    trainer, logger = lightning_trainer(callbacks=[MetricsCallback(names=names)])
     trainer.fit(Module(), loader_of(num_workers=1))
     ours = [(step, row) for step, row in logger.rows if "minato/batches_total" in row]
+    assert all(list(row) == [f"minato/{name}" for name in names] for _, row in ours)
     assert [step for step, _ in ours] == [4, 8, 10, 12, 16, 20]
     assert [row["minato/epoch"] for _, row in ours] == [0, 0, 0, 1, 1, 1]
     assert [row["minato/batches_total"] for _, row in ours] == [4, 8, 10, 12, 16, 20]
@@ -129,14 +132,17 @@ def test_the_hugging_face_trainer(tmp_path: Path) -> None:
         callbacks=[Reporter()],
     )
     log_metrics(trainer)
+    log_metrics(trainer, "ours/", ["batches_total"])
     trainer.train()
     assert reported == [
         {name: value for name, value in each.items() if name != "step"}
         for each in trainer.state.log_history
     ]
-    ours = [each for each in reported if "minato/epoch" in each]
+    ours = [each for each in reported if "minato/wait_ratio" in each]
+    usual = {"minato/wait_ratio", "minato/samples_per_second", "ours/batches_total"}
+    assert all({name for name in each if "/" in name} == usual for each in ours)
     assert {name for each in ours for name in each if name.startswith("eval_")} == set()
     assert any("eval_runtime" in each for each in reported)
-    steps = [each["minato/batches_total"] for each in ours if "loss" in each]
+    steps = [each["ours/batches_total"] for each in ours if "loss" in each]
     # Accelerate fetches one batch ahead of the step.
     assert all(step <= seen <= step + 1 for step, seen in zip((2, 4, 6, 8, 10), steps, strict=True))

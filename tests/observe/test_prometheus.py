@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 from typing import Any
 
 import pytest
@@ -156,6 +157,29 @@ def test_loaders_with_the_same_name_are_numbered() -> None:
     (numbered,) = labels - {"train", "val"}
     assert len(labels) == 3
     assert re.fullmatch(r"val \d+", numbered)
+
+
+def test_a_registry_of_the_program_collects_loaders() -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    train, val = (loader_of(observe=minato.Observe(name=name)) for name in ("train", "val"))
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(minato.metrics_collector(train, val))
+    list(val)
+    batches = iter(train)
+    next(batches)
+    told = generate_latest(registry).decode().splitlines()
+    assert 'minato_batches_total{loader="train"} 1.0' in told
+    assert 'minato_batches_total{loader="val"} 6.0' in told
+    assert 'minato_epoch{loader="train"} 0.0' in told
+    assert any(line.startswith('minato_stage_samples_total{loader="train"') for line in told)
+    gone = weakref.ref(train)
+    del train, batches
+    gc.collect()
+    assert gone() is None
+    assert 'minato_batches_total{loader="train"} 1.0' in generate_latest(registry).decode()
+    with pytest.raises(ValueError, match="observe=False"):
+        minato.metrics_collector(loader_of(observe=False))
 
 
 def test_each_process_of_a_launcher_has_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,10 @@ MOST_ANY = 135
 MOST_UNNAMED = 3
 MOST_LINES = 60
 MOST_IMPORTS = 15
-WIRING = {"loader.py", "shared_pool/session.py", "workers/worker_process.py", "_core/__init__.py"}
+WIRING = {
+    *("__init__.py", "loader.py", "shared_pool/session.py", "workers/worker_process.py"),
+    "_core/__init__.py",
+}
 """Modules outside ``engine/`` that may import more modules of the package."""
 QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
 """Modules that may use private names of other packages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import pytest
@@ -18,9 +19,11 @@ def test_a_window_starts_as_torchs() -> None:
     ]
 
 
-def test_a_window_grows_by_the_number_of_workers() -> None:
+def test_a_window_grows_by_the_number_of_workers(caplog: pytest.LogCaptureFixture) -> None:
     window = PrefetchWindow(3, fixed=None, budget_bytes=10**9)
-    assert window.grow()
+    with caplog.at_level(logging.INFO, "minato"):
+        assert window.grow()
+    assert caplog.messages == ["the prefetch window grows to 9 batches"]
     assert [window.has_room(n) for n in (8, 9)] == [True, False]
 
 

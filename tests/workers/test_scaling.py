@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -83,7 +85,8 @@ def test_nothing_is_lost_while_workers_come_and_go(method, order, forced):
 
 
 @both_methods
-def test_workers_that_wait_become_more_while_the_loop_waits(method):
+def test_workers_that_wait_become_more_while_the_loop_waits(method, caplog):
+    caplog.set_level(logging.INFO, "minato")
     loader = DataLoader(Endless(0.01), 4, num_workers=AutoScale(start=1, max=6), workers=method)
     deadline = time.monotonic() + PATIENCE_S
     delivered = []
@@ -93,6 +96,7 @@ def test_workers_that_wait_become_more_while_the_loop_waits(method):
             break
         assert time.monotonic() < deadline, loader._history.autoscale
     assert delivered == list(range(len(delivered)))
+    assert any(re.fullmatch(r"\d workers instead of 1: grow", each) for each in caplog.messages)
 
 
 @both_methods
