@@ -35,7 +35,7 @@ LINKS = {
     "Options.seed": {"follow from it": "../how-to/randomness.md"},
     "Options.device": {"are returned": "../how-to/gpu.md"},
     "Options.fetch_concurrency": {"reads at once": "../how-to/remote-data.md"},
-    "Options.cache": {"after the first of the transforms": "../how-to/caches.md"},
+    "Options.cache": {"Stores each sample": "../how-to/caches.md"},
     "Options.compat": {
         "bit for bit torch's": "../how-to/verify-a-migration.md",
         "seeded for each sample": "../how-to/randomness.md",

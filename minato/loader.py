@@ -105,7 +105,7 @@ class _Indexed(Protocol[T_co]):
 
 
 class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
-    """A drop-in replacement of ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
+    """A drop-in replacement for ``torch.utils.data.DataLoader`` that schedules samples instead of batches.
 
     All arguments of torch's class have torch's meaning and defaults
     (https://docs.pytorch.org/docs/stable/data.html); the following are minato's own, or take more values here. They
@@ -114,8 +114,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     Args:
         num_workers: Also ``"auto"`` or an ``AutoScale``: the number of active workers follows the load, up while the
             loop waits and more workers help, down while they idle. Default: ``0``.
-        pin_memory: Also ``"in_place"``: pinned where the workers write it, without torch's copy. Its memory is used
-            again once the stream that is current when a batch is dropped has finished the work queued until then.
+        pin_memory: Also ``"in_place"``: pinned where the workers write it, without torch's copy. After
+            you drop a batch, its memory is reused when the current stream has finished its queued work.
             Default: ``False``.
         persistent_workers: Also ``"next_epoch"``: the workers stay, and those that run out of work begin the next epoch
             before the loop asks for it. Its samples then see what the loop had prepared by then, not what it prepares
@@ -136,11 +136,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         fetch_concurrency: How many samples each worker reads at once: ``dataset[i]`` in as many threads or, if the
             dataset has ``async def __aget__(self, i)``, as coroutines of one thread. The transforms run one after the
             other in the worker's main thread. Default: ``1``.
-        cache: Keeps samples after the first of the transforms; later epochs neither read nor transform them again.
-            Default: none.
+        cache: Stores each sample after the first of its transforms (by default after all); later epochs do not repeat
+            these. Default: none.
         compat: ``"torch"``: batch k is for worker k mod n, with torch's seeds and one random stream per worker, so that
             all content is bit for bit torch's. None: samples go to any free worker, and the global generators are
-            seeded for each sample, so that content does not depend on the number of workers. Default: none.
+            seeded for each sample, so content does not depend on the number of workers. Default: none.
         memory_budget: Bound of the prefetched batches in bytes. Default: a quarter of the memory available at the first
             iteration, divided by the ranks of the node and the loaders in use.
         workers: What a worker is: a process, a thread, or an actor in a Ray cluster. Default: ``"process"``.
@@ -151,9 +151,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             worker. Each rank gets its part of the dataset, and as many batches as every other. Default: ``False``.
         observe: What is measured of a run, and where it goes: the report, a trace, metrics. Default: ``True``.
         recording: Writes down the order of the batches, or repeats it. Default: none.
-        snapshot_every_n_steps: A worker of an iterable dataset sends its state with one of this many batches;
-            ``'auto'``: as often as that takes less than 2 % of its time; 0 or ``None``: with none. The loader's state
-            is exact all the same: batches since then are read again on resume. Default: ``"auto"``.
+        snapshot_every_n_steps: A worker of an iterable dataset sends its state with every n-th batch; ``'auto'``: as
+            often as that takes less than 2 % of its time; 0 or ``None``: never. ``state_dict()`` stays exact: later
+            batches are read again on resume. Default: ``"auto"``.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.
