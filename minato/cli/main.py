@@ -149,6 +149,7 @@ def _profile(options: argparse.Namespace) -> None:
         raise _Refused(f"--step-ms {options.step_ms} is invalid: give 0 or more")
     step_s = options.step_ms / 1e3
     warnings.filterwarnings("ignore", "This DataLoader will create")
+    sys.argv = [options.factory]  # for a script that parses its arguments, and for the report
     given = _made(options.factory)
     mine = given if isinstance(given, DataLoader) else DataLoader.from_torch(given)
     theirs = _as_torch(mine) if mine is given else given

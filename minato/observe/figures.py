@@ -310,8 +310,8 @@ class Period:
         finished: Whether it ended regularly.
         gpus: Those that this process may use.
         stages: The dataset, each transform, and collate and copy.
-        waited: About a hundred pairs of time since the start of the epoch and time waited until then, in s; none for
-            the run.
+        waited: At most two hundred pairs of time since the start of the epoch and time waited until then, in s; none
+            for the run.
     """
 
     name: str

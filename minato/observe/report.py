@@ -159,7 +159,7 @@ def _period(
 
 
 _POINTS = 100
-"""Of an epoch's curve of waiting, at least."""
+"""Of an epoch's curve of waiting, if it has as many; less than twice as many are kept."""
 
 
 def _waited(use: LoaderUse) -> tuple[tuple[float, float], ...]:

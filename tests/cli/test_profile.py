@@ -79,6 +79,7 @@ def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / f"{name}.py"
     file.write_text(LOADERS)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["minato"])
     monkeypatch.chdir(tmp_path)
     return file
 
@@ -89,6 +90,7 @@ def test_any_loader(name: str, loaders: Path, capsys: pytest.CaptureFixture[str]
     told = json.loads(capsys.readouterr().out)
     batches = {"single": 48, "drawn": 24}.get(name, 12)
     assert told["run"]["throughput"]["batches"] == batches
+    assert told["origin"]["script"] == f"{loaders}:{name}"
     assert set(told["comparison_s"]) == {"minato", "torch"}
     assert min(told["comparison_s"].values()) > 0
 
@@ -208,8 +210,9 @@ def test_nobody_reads(loaders: Path) -> None:
 
 
 def test_a_file_with_the_name_of_a_module_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["minato"])
     (tmp_path / "json.py").write_text("def f():\n    return 3\n")
     before = sys.path.copy()
     assert main(["profile", f"{tmp_path / 'json.py'}:f"]) == 2

@@ -448,8 +448,9 @@ def test_a_report_does_not_steer_the_terminal() -> None:
 
 
 def test_the_command_line_does_not_steer_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["minato"])
     (tmp_path / "evil_loaders.py").write_text(f"def f():\n    raise RuntimeError({EVIL!r})\n")
     assert main(["profile", f"{tmp_path / 'evil_loaders.py'}:f"]) == 2
     assert not CONTROLS & set(capsys.readouterr().err)
