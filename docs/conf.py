@@ -17,3 +17,5 @@ autodoc_typehints = "description"
 
 html_theme = "furo"
 html_title = f"minato {release}"
+html_static_path = ["_static"]
+html_css_files = ["minato.css"]

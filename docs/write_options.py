@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/reference/options.md`` from the docstrings of ``DataLoader`` and the groups of options.
+"""Writes the lists of ``docs/reference/options.md`` from the docstrings of ``DataLoader`` and the groups of options.
 
 The fields in ``minato/options.py`` say which values are possible.
 """
@@ -57,7 +57,7 @@ LINKS = {
     "RayWorkers.actor_options": {"each actor": "../how-to/several-machines.md#what-an-actor-takes"},
 }
 """Words of the meaning of a field that are links, with their targets, relative to ``docs/reference``."""
-_TABLE = re.compile(r"(<!-- fields of (\w+) -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+_LIST = re.compile(r"(<!-- fields of (\w+) -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
 class Documented(NamedTuple):
@@ -91,25 +91,25 @@ def meaning(said: Documented, links: dict[str, str]) -> str:
     return text
 
 
-def table(name: str) -> str:
-    """The table of a group of options, or of arguments of torch that take more values: ``torch``."""
+def definitions(name: str) -> str:
+    """The definition list of a group of options, or of arguments of torch that take more values: ``torch``."""
     group = {each.__name__: each for each in (*GROUPS, Options)}.get(name, Options)
     shown = [each for each in fields(group) if "values" in each.metadata]
     if group is Options:
         shown = [each for each in shown if (each.name in WIDENED) == (name == "torch")]
-    title = "argument" if group is Options else "field"
-    lines = [f"| {title} | values | default | meaning |", "|---|---|---|---|"]
     said = documented(group)
+    parts = []
     for each in shown:
         text = meaning(said[each.name], LINKS.get(f"{group.__name__}.{each.name}", {}))
-        values = each.metadata["values"]
-        lines.append(f"| `{each.name}` | {values} | {said[each.name].default} | {text} |")
-    return "\n".join(lines)
+        values, default = each.metadata["values"], said[each.name].default
+        default = default if default == "must be given" else f"default: {default}"
+        parts.append(f"`{each.name}`: {values}; {default}\n: {text}\n")
+    return "\n".join(parts)
 
 
 def rewritten(text: str) -> str:
-    """The page with its tables as the fields are now."""
-    return _TABLE.sub(lambda found: found[1] + table(found[2]), text)
+    """The page with its lists as the fields are now."""
+    return _LIST.sub(lambda found: found[1] + definitions(found[2]), text)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def test_every_option_is_documented() -> None:
     ours = inspect.signature(minato.DataLoader).parameters
     theirs = inspect.signature(TorchLoader).parameters
     text = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
-    table, _, _ = text.partition("<!-- end -->")
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
+    listed, _, _ = text.partition("<!-- end -->")
+    assert re.findall(r"^`(\w+)`: .*\n: ", listed, re.MULTILINE) == [
         name for name in ours if name not in theirs
     ]
 
