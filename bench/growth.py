@@ -351,7 +351,11 @@ def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
             curve.name,
             f"µs per {curve.unit}",
             [
-                (name, chart.COLOURS[name], [(size, 1e6 * one.median) for size, one in points])
+                (
+                    CONTENDERS[name].label,
+                    chart.COLOURS[name],
+                    [(size, 1e6 * one.median) for size, one in points],
+                )
                 for name, points in found[curve.name].items()
             ],
         )

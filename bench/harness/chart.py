@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -119,7 +120,17 @@ def lines(panels: Sequence[Lines], path: Path) -> None:
         for label, colour, points in panel.curves:
             x, y = zip(*points, strict=True)
             axis.plot(x, y, marker="o", markersize=3, color=colour, label=label)
-        axis.set(xscale="log", yscale="log")
+        values = [y for _, _, points in panel.curves for _, y in points]
+        decades = [
+            10.0 ** math.floor(math.log10(min(values))),
+            10.0 ** math.ceil(math.log10(max(values))),
+        ]
+        axis.set(xscale="log", yscale="log", ylim=decades)
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_major_formatter(
+                lambda value, _: f"{value:,g}" if value < 1e6 else f"{value / 1e6:g} M"
+            )
+            each.set_minor_formatter("")
         axis.set_xlabel(panel.x, fontsize=8)
         axis.set_ylabel(panel.y, fontsize=8)
         axis.legend(fontsize=7, frameon=False)
