@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 
 from minato._support.text import text_of, type_name
 from minato._support.values import integer_of, number_of, plain
+from minato.errors import add_note
 
 __all__ = [
     "as_path",
@@ -19,8 +23,14 @@ __all__ = [
     "check_platform",
     "check_shard",
     "check_whole",
+    "did_you_mean",
+    "explain_dataset",
+    "path_in",
     "refuse_class",
 ]
+
+_NO_DATASET = re.compile(r"has no len\(\)|is not subscriptable|object is not iterable")
+"""How Python says that an object is not what a dataset is."""
 
 
 def refuse_class(name: str, value: type) -> NoReturn:
@@ -30,11 +40,59 @@ def refuse_class(name: str, value: type) -> NoReturn:
     )
 
 
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """A value is one of ``choices``."""
+def check_choice(name: str, value: object, choices: tuple[object, ...], others: str = "") -> None:
+    """A value is one of ``choices``.
+
+    Args:
+        others: What else is possible, for the message.
+    """
     if value not in choices:
-        allowed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name}={text_of(value)} is not possible: choose one of {allowed}")
+        allowed = ", ".join([*map(repr, choices), *filter(None, [others])])
+        nearest = did_you_mean(value, choices)
+        raise ValueError(
+            f"{name}={text_of(value)} is not possible: choose one of {allowed}{nearest}"
+        )
+
+
+def did_you_mean(value: object, choices: Iterable[object]) -> str:
+    """The choice that a text resembles, as the end of a message; empty if none does."""
+    texts = [each for each in choices if isinstance(each, str)]
+    found = difflib.get_close_matches(value, texts, 1) if isinstance(value, str) else ()
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def explain_dataset(dataset: object, error: BaseException) -> None:
+    """Add a note to an error that an object raised which is no dataset: what it is, and what to give."""
+    if not isinstance(error, (TypeError, NotImplementedError)) or not _NO_DATASET.search(
+        str(error)
+    ):
+        return
+    name = type_name(dataset)
+    if issubclass(type(dataset), type):
+        name = getattr(dataset, "__name__", name)
+        note = f"dataset={name} is a class: give an object of it, {name}(...)"
+    elif dataset is None:
+        note = "dataset=None: give a dataset"
+    elif hasattr(dataset, "__next__"):
+        note = (
+            f"the dataset is an iterator of type {name}, whose samples have no index: give list(...) of it, or an "
+            "IterableDataset whose __iter__ begins it"
+        )
+    else:
+        lacks = [each for each in ("__getitem__", "__len__") if not hasattr(dataset, each)]
+        if not lacks:
+            return
+        note = (
+            f"the dataset is of type {name}, which has no {' and no '.join(lacks)}: define it, or make the class a "
+            "torch.utils.data.IterableDataset with __iter__"
+        )
+    if note not in getattr(error, "__notes__", ()):
+        add_note(error, note)
+
+
+def path_in(dataset: object) -> str | None:
+    """A text with a path in the place of a dataset, for a message; None: there is none."""
+    return text_of(dataset) if isinstance(dataset, str) and os.sep in dataset else None
 
 
 def check_shard(shard: object) -> tuple[int, int]:

@@ -25,6 +25,7 @@ __all__ = [
     "WorkerDiedError",
     "add_note",
     "log",
+    "missing",
     "not_the_end",
     "outside",
     "shortened",
@@ -37,8 +38,15 @@ UNGUARDED = 250
 
 E = TypeVar("E", bound=BaseException)
 
-_LOADERS = ("minato.", "torch.utils.data.dataloader", "torch.utils.data._utils")
-_REFUSING = ("minato.checks", "minato.options", "torch.utils.data.dataloader")
+_LOADERS = (
+    "minato.",
+    *(f"torch.utils.data.{name}" for name in ("dataloader", "sampler", "_utils")),
+)
+_REFUSING = (
+    *("minato.checks", "minato.options", "minato.loader", "minato.transforms.compose"),
+    *("minato.engine.caching", "torch.utils.data.dataloader", "torch.utils.data.sampler"),
+)
+"""Modules whose exceptions say what to do."""
 _DATASETS = ("minato.sources", "minato.sharing")
 """Modules whose frames stay, as those of any dataset."""
 
@@ -96,6 +104,12 @@ def not_the_end(source: str, error: StopIteration) -> RuntimeError:
     stopped = RuntimeError(f"{source} raised StopIteration")
     stopped.__cause__ = error
     return stopped
+
+
+def missing(what: str, package: str, extra: str) -> ModuleNotFoundError:
+    """Return the error of something that needs a package of an extra, which is not installed."""
+    text = f"{what} needs the package {package}: pip install 'minatoloader[{extra}]'"
+    return ModuleNotFoundError(text, name=package)
 
 
 def outside(trace: TracebackType | None) -> TracebackType | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import operator
 import threading
@@ -39,9 +40,9 @@ from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made
 from minato._support.objects import is_own_class
 from minato._support.text import text_of, type_name
 from minato._system import environment
-from minato.checks import check_platform, check_whole, refuse_class
+from minato.checks import check_platform, check_whole, explain_dataset, path_in, refuse_class
 from minato.engine.spec import LoaderSpec, WorkerSpec
-from minato.errors import log, shortened, warn
+from minato.errors import add_note, log, shortened, warn
 from minato.options import (
     DEFAULTS,
     IN_PLACE,
@@ -63,6 +64,7 @@ from minato.options import (
     StragglerPolicy,
     TorchArguments,
     Unbound,
+    advice,
 )
 from minato.sampling.epoch import Epoch, Position
 from minato.sampling.progress import Coverage
@@ -93,6 +95,7 @@ if TYPE_CHECKING:  # imported by the methods that return them
 
 __all__ = ["DataLoader", "is_active", "metrics_collector", "torch_arguments"]
 
+F = TypeVar("F", bound=Callable[..., None])
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -102,6 +105,25 @@ class _Indexed(Protocol[T_co]):
     def __getitem__(self, index: Any, /) -> T_co: ...
 
     def __len__(self) -> int: ...
+
+
+def _explaining(init: F) -> F:
+    """Decorate a constructor: its errors say what to write in place of a wrong argument."""
+
+    @functools.wraps(init)
+    def construct(*arguments: object, **named: object) -> None:
+        try:
+            init(*arguments, **named)
+        except Exception as error:
+            names = [*inspect.signature(init).parameters]
+            given = {**dict(zip(names, arguments, strict=False)), **named}
+            explain_dataset(given.get("dataset", error), error)
+            if note := advice(error, names, given):
+                add_note(error, note)
+            shortened(error)
+            raise
+
+    return cast(F, construct)
 
 
 class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
@@ -162,6 +184,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     long as anything refers to them.
     """
 
+    @_explaining
     def __init__(
         self,
         dataset: Dataset[T_co] | _Indexed[T_co],
@@ -216,10 +239,16 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             warn(
                 "Lightning relates predictions to samples by the sequence of the batches, so that here they are "
                 "returned in strict order",
-                stacklevel=2,
+                stacklevel=3,
             )
             in_order = True
             given.update(order=None)
+        if (text := path_in(dataset)) is not None:
+            warn(
+                f"dataset={text} is a text, whose samples are its letters: give a dataset that reads what "
+                "is there",
+                stacklevel=3,
+            )
         if is_own_class(collate_fn):
             refuse_class("collate_fn", cast(type, collate_fn))
         torchs = TorchArguments(
@@ -332,7 +361,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         try:
             iterator = super().__iter__()
         except Exception as error:
-            shortened(error)
+            explain_dataset(self.dataset, shortened(error))
             raise
         if is_made(self):
             alive = [each for each in self._open_iterators if each() is not None]

@@ -12,7 +12,8 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -20,6 +21,7 @@ import torch
 
 from minato._support.counters import Counters
 from minato._support.text import short, text_of, type_name
+from minato._support.values import integer_of
 from minato._system import available_cores
 from minato.checks import (
     as_path,
@@ -27,8 +29,10 @@ from minato.checks import (
     check_device,
     check_number,
     check_whole,
+    did_you_mean,
     refuse_class,
 )
+from minato.errors import missing
 
 __all__ = [
     "Arrival",
@@ -48,6 +52,7 @@ __all__ = [
     "StragglerPolicy",
     "TorchArguments",
     "Unbound",
+    "advice",
     "parse_address",
 ]
 
@@ -66,6 +71,8 @@ _WAITING_PER_CORE, _MOST_WAITING = 8, 32
 _INT64 = 1 << 63
 _TAKES_CLASSES = ("transforms",)
 """A class may transform a sample: str, or a path."""
+_LEAST_BUDGET = 100
+"""Bytes; a smaller number is meant as one of gigabytes."""
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _NOT_FOR_ACTORS = (
     *("concurrency_groups", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls"),
@@ -106,12 +113,12 @@ class _Group:
 
 
 def _one_of(
-    *choices: object, unless: Callable[[object], object] = lambda value: False
+    *choices: object, unless: Callable[[object], object] = lambda value: False, others: str = ""
 ) -> Callable[[str, Any], Any]:
 
     def check(name: str, value: object) -> Any:
         if not unless(value):
-            check_choice(name, value, choices)
+            check_choice(name, value, choices, others)
         return value
 
     return check
@@ -159,7 +166,9 @@ def _path(name: str, value: Any) -> str | None:
         raise _wrong_type(name, value, "give a path") from None
 
 
-_on_error = _one_of("raise", "skip", "retry", unless=callable)
+_on_error = _one_of(
+    "raise", "skip", "retry", unless=callable, others="a function, an ErrorPolicy(...)"
+)
 
 
 def _max_failures(name: str, value: object) -> Any:
@@ -198,7 +207,12 @@ def _bytes(name: str, value: object) -> int | None:
         number, prefix, binary = found.groups()
         power = " kmgt".index(prefix.lower() or " ")
         value = int(float(number) * (1024 if binary else 1000) ** power)
-    return check_whole(name, value, 1)
+    budget = check_whole(name, value, 1)
+    if budget is not None and budget < _LEAST_BUDGET:
+        raise ValueError(
+            f"{name}={budget} is a number of bytes, too few for any batch: did you mean '{budget}GB'?"
+        )
+    return budget
 
 
 def _name(name: str, value: object) -> str | None:
@@ -253,7 +267,12 @@ def parse_address(value: int | str, name: str = "metrics") -> tuple[str, int]:
 
 
 def _metrics(name: str, value: Any) -> Any:
-    return value if value is None or isinstance(value, tuple) else parse_address(value, name)
+    if value is None or isinstance(value, tuple):
+        return value
+    address = parse_address(value, name)
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise missing(f"{name}={text_of(value)}", "prometheus_client", "metrics")
+    return address
 
 
 def _errors(name: str, value: object) -> ErrorPolicy:
@@ -282,21 +301,21 @@ def _fetch(name: str, value: object) -> FetchOptions:
 
 def _workers(name: str, value: object) -> Any:
     if not isinstance(value, RayWorkers):
-        if value not in ("process", "thread"):
-            raise ValueError(
-                f"{name}={text_of(value)} is not possible: choose one of 'process', 'thread', RayWorkers(...)"
-            )
+        others = "RayWorkers(...)"
+        if integer_of(value) is not None:
+            others += f"; did you mean num_workers={text_of(value)}?"
+        check_choice(name, value, ("process", "thread"), others)
         return value
     if importlib.util.find_spec("ray") is None:
-        raise ModuleNotFoundError(
-            f"{name}={value} needs the package ray: pip install 'minatoloader[ray]'"
-        )
+        raise missing(f"{name}={value}", "ray", "ray")
     return value
 
 
 def _num_workers(name: str, value: object) -> Any:
     if value == "auto":
         value = AutoScale()
+    if isinstance(value, float) and value:  # torch begins with it, and cannot count with it
+        raise TypeError(_advice_on_number(name, value))
     # torch refuses what is no number.
     return StartingWorkers.of(value) if isinstance(value, AutoScale) else value
 
@@ -767,7 +786,11 @@ class Options(_Group):
     order: str = option(
         None,
         '`"strict"`, `"batch"`, `"arrival"`, `"fast_first"`, an `Arrival`, a `FastFirst`',
-        _one_of(None, "strict", "batch", *_MIXING, unless=_is(Arrival, FastFirst)),
+        _one_of(
+            *(None, "strict", "batch", *_MIXING),
+            unless=_is(Arrival, FastFirst),
+            others="Arrival(...), FastFirst(...)",
+        ),
     )
     seed: int | None = option(None, "integer", _seed)
     device: DeviceCopies | None = option(None, "string, `torch.device`, a `DeviceCopies`", _device)
@@ -1052,3 +1075,47 @@ GROUPS = (
     *(Arrival, AutoScale, DeviceCopies, ErrorPolicy, FastFirst, FetchOptions, Observe, RayWorkers),
     *(Record, Replay, SharedPool, StragglerPolicy),
 )
+
+# ---- advice about errors of torch's and Python's own ---------------------------------------
+
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'(?!.*[Dd]id you mean)")
+_NUMBERS = {"num_workers": True, "batch_size": True, "prefetch_factor": True, "timeout": False}
+"""torch's arguments that are numbers, and whether they are integers; it compares them whatever they are."""
+
+
+def advice(error: Exception, names: Iterable[str], given: Mapping[str, object]) -> str:
+    """What to write instead of an argument that torch or Python has refused; empty where their message says it.
+
+    Args:
+        names: The arguments of the constructor.
+        given: Those that the program gave.
+    """
+    unknown = _UNKNOWN.search(str(error))
+    if unknown is not None:
+        return _advice_on_name(unknown[1], names)
+    for name, is_whole in _NUMBERS.items():
+        value = given.get(name, 1)
+        is_none = value is None and name in ("num_workers", "timeout")
+        if f"{name}={text_of(value)} is of" in str(error):
+            return ""
+        if isinstance(value, str) or (is_whole and isinstance(value, float)) or is_none:
+            return _advice_on_number(name, value)
+    return ""
+
+
+def _advice_on_name(name: str, names: Iterable[str]) -> str:
+    for group in GROUPS:
+        if any(each.name == name and each.init for each in fields(group)):
+            values = ((each.name, str(each.metadata.get("values"))) for each in fields(Options))
+            holder = next(of for of, text in values if f"`{group.__name__}`" in text)
+            return f"{name}= belongs to a group: {holder}=minato.{group.__name__}({name}=...)"
+    nearest = did_you_mean(name, names).removeprefix("; did you mean ")
+    return f"Did you mean {nearest}" if nearest else ""
+
+
+def _advice_on_number(name: str, value: object) -> str:
+    others = (", 'auto' or an AutoScale", ("auto",)) if name == "num_workers" else ("", ())
+    kind, nearest = type_name(value), did_you_mean(value, others[1])
+    with suppress(TypeError, ValueError):
+        nearest = f"; did you mean {name}={int(float(cast(str, value)))}?"
+    return f"{name}={text_of(value)} is of type {kind}: give a number{others[0]}{nearest}"

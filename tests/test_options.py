@@ -133,8 +133,8 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("given", "nbytes"),
     [
-        (5, 5),
-        ("5", 5),
+        (500, 500),
+        ("500", 500),
         ("8GB", 8 * 10**9),
         ("1.5 GiB", 3 << 29),
         ("512mib", 512 << 20),

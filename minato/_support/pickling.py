@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from multiprocessing import current_process, reduction
 from multiprocessing.process import BaseProcess
@@ -48,7 +48,7 @@ from minato._core.read_only import ReadOnlyMemory, shared_base
 from minato._core.segment import Segment
 from minato._support.objects import failing_part
 from minato._support.text import message_of
-from minato.errors import UNGUARDED, NotPicklableError, log
+from minato.errors import UNGUARDED, NotPicklableError, log, outside
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -94,6 +94,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KNOWN_TYPES = {np.dtype(np.dtype(code).str).num for code in np.typecodes["All"]}
 """Numbers of NumPy's types that their pickle keeps: of several of one size, one."""
 _GUARD = re.compile(r"""if\s*\(?\s*__name__\s*==\s*["']__main__["']""")
+_STEP = re.compile(r"\.\w+|\[[^]]*\]")
 _SPARSE_BYTES = 1 << 20
 """A view that spans more than this, and sees less than half of it, is copied without what it does not see."""
 _ALIGNMENT = 64
@@ -688,10 +689,22 @@ def check_picklable(name: str, value: object) -> None:
     if error is None:
         return
     path, part, reason = failing_part(value, error, _failure)
+    outer = _STEP.match(path)
+    holder = f", or {name}{outer[0]}, which holds it" if outer and outer[0] != path else ""
     raise NotPicklableError(
         f"{name}{path} cannot be pickled, as it must be for workers that are not forked ({message_of(reason)}). "
-        f"It is a {type(part).__qualname__}: {_remedy(part)}."
-    ) from reason
+        f"It is a {type(part).__qualname__}: {_remedy(part)}{holder}."
+    ) from _own_cause(reason)
+
+
+def _own_cause(error: Exception) -> Exception | None:
+    """Return an exception of pickling with the frames of the program's own methods; None if there are none."""
+    trace = outside(error.__traceback__)
+    if trace is None:
+        return None
+    with suppress(Exception):  # it allows no attributes
+        error.__suppress_context__ = True
+    return BaseException.with_traceback(error, trace)
 
 
 def _remedy(value: object) -> str:

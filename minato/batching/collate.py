@@ -144,7 +144,7 @@ def _cause(values: list[Any], place: str) -> _Cause | None:
     return None
 
 
-def _cause_in_mappings(values: list[Any], place: str) -> _Cause | None:
+def _cause_in_mappings(values: list[Mapping[object, object]], place: str) -> _Cause | None:
     keys = list(values[0])
     for k, value in enumerate(values):
         if not all(key in value for key in keys):
@@ -152,7 +152,7 @@ def _cause_in_mappings(values: list[Any], place: str) -> _Cause | None:
     return _first((f"{place}[{text_of(key)}]", [each[key] for each in values]) for key in keys)
 
 
-def _cause_in_arrays(values: list[Any], place: str) -> _Cause | None:
+def _cause_in_arrays(values: list[torch.Tensor | np.ndarray], place: str) -> _Cause | None:
     shape = tuple(values[0].shape)
     for k, value in enumerate(values):
         other = tuple(value.shape)

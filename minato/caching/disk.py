@@ -19,6 +19,7 @@ from uuid import UUID
 from minato._fork_safety import held_off_forks, interrupted_calls
 from minato._support.files import check_private, gets_lock, open_regular, write_all
 from minato.caching.base import Cache
+from minato.errors import missing
 
 __all__ = ["DiskCache"]
 
@@ -360,9 +361,7 @@ def _lmdb() -> Any:
     try:
         import lmdb
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "DiskCache needs the package 'lmdb': pip install 'minatoloader[cache]'", name="lmdb"
-        ) from None
+        raise missing("DiskCache", "lmdb", "cache") from None
     return lmdb
 
 

@@ -20,6 +20,7 @@ from minato._compat import (
 from minato._core import now_ns
 from minato._fork_safety import check_owner
 from minato.batching.arena import MemoryPinner
+from minato.checks import explain_dataset
 from minato.delivery.device import Pin, memory_pinner
 from minato.errors import not_the_end, shortened
 from minato.observe.tracer import in_profile
@@ -181,6 +182,7 @@ class BatchIterator(TorchIterator):
             self._turn.release()
             if error is None:
                 return batch
+            explain_dataset(self._dataset, error)
             failure = id(error)
             try:
                 raise error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,7 +37,7 @@ from minato.scheduling.orders import Assignment, RoundRobin
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_samples import EarlyStart
 from minato.workers.reads import LEAST_LISTS
-from minato.workers.sample_timeout import SampleWatchdog, StackFile
+from minato.workers.sample_timeout import RunningSamples, SampleWatchdog, StackFile
 from minato.workers.shared_state import CurrentSample, CurrentWork, SharedState
 from minato.workers.supervision import RestartPolicy, WorkerRecovery
 from minato.workers.worker_process import WorkerContext
@@ -97,6 +97,10 @@ class Engine:
         self._current_work = CurrentWork(self.ledger, indices, worker.pipeline.transforms.names)
         recovery = self._recovery(context)
         self._pool = make_pool(plan, context, state, recovery)
+        workers: Sequence[Any] = self._pool.processes or self._pool.threads
+        self._running_samples = RunningSamples(
+            self._current_work, worker.pipeline.streams, context.stacks, workers
+        )
         self._pickles_plan = worker.in_processes and plan.context.get_start_method() != "fork"
         # A context of another package has a pickler of its own.
         if self._pickles_plan and type(plan.context).__module__ == "multiprocessing.context":
@@ -143,8 +147,9 @@ class Engine:
             self._window if plan.worker.in_processes else None,
         )
         watchdog: SampleWatchdog | None = None
-        if limit_s is not None and plan.worker.method != "thread":
+        if plan.worker.method == "process" and (limit_s or plan.spec.workers.timeout_s):
             context.stacks = StackFile()
+        if limit_s is not None and context.stacks is not None:
             watchdog = SampleWatchdog(self.ledger, limit_s, context.stacks)
         return WorkerRecovery(
             self.ledger, context, self._current_work, restart_policy, self._wait_stats, watchdog
@@ -201,6 +206,7 @@ class Engine:
                 early_start=self._early_start,
                 handover=self._state.handover,
                 timeout_s=plan.spec.workers.timeout_s,
+                explain=self._running_samples,
                 one_epoch=not plan.spec.workers.persistent,
                 skips=plan.policy is not None,
                 drop_short=worker.pipeline.drop_last,

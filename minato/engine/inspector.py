@@ -14,7 +14,7 @@ from minato._system import available_cores, environment, local_rank
 from minato.engine.factory import RankSession
 from minato.engine.history import History
 from minato.engine.spec import LoaderSpec
-from minato.errors import warn
+from minato.errors import missing, warn
 from minato.observe.lateness import Lateness
 from minato.options import parse_address
 from minato.sampling.epoch import Position, Seeds
@@ -213,10 +213,7 @@ class Inspector:
                 "metrics=0 for any that is free",
             )
         except ImportError:
-            refused = ImportError(
-                "the metrics of a loader are served by prometheus_client, which is not installed: pip install "
-                '"minatoloader[metrics]"'
-            )
+            refused = missing("serving metrics", "prometheus_client", "metrics")
         if self._spec.options.observe.address is not None:
             raise refused from None
         warn(message_of(refused), stacklevel=4)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from minato._core import ConsumerLedger, EventCount, now_ns
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato.batching.sample_spec import Handover
-from minato.errors import warn
+from minato.errors import add_note, warn
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import NextEpoch
 from minato.sampling.progress import Progress
@@ -109,6 +109,7 @@ class Schedule(NamedTuple):
         early_start: Starts slow samples before those that precede them.
         handover: Whether samples may be collated by another worker than the one that made them; None: they may.
         timeout_s: torch's ``timeout``; 0: none.
+        explain: Returns what the workers are on, for the error of the timeout.
         one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
         drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
     """
@@ -119,6 +120,7 @@ class Schedule(NamedTuple):
     early_start: EarlyStart | None = None
     handover: Handover | None = None
     timeout_s: float = 0.0
+    explain: Callable[[], str] = str
     one_epoch: bool = False
     skips: bool = False
     drop_short: bool = False
@@ -159,7 +161,7 @@ class Dispatcher:
         self._mixed_before = self._handover is not None and not self._handover.refused
         self._wait_stats = wait_stats or ConsumerWait()
         self._tracer = tracer
-        self._timeout_s = schedule.timeout_s
+        self._timeout_s, self._explain = schedule.timeout_s, schedule.explain
         # Workers must stay until it is known which places remain empty.
         self._one_epoch = schedule.one_epoch and (order.keeps_places or not skips)
         self._fills_skipped = skips and not order.keeps_places
@@ -443,7 +445,9 @@ class Dispatcher:
             and left_s <= 0
             and self._order.next_ready(self._open, self._is_ready) is None
         ):
-            raise RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
+            error = RuntimeError(f"DataLoader timed out after {self._timeout_s} seconds")
+            add_note(error, self._explain())
+            raise error
         return left_s
 
     def _grow(self) -> bool:

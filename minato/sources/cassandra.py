@@ -7,7 +7,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cassandra import AuthenticationFailed, OperationTimedOut, ProtocolVersion, Timeout, Unavailable
+from minato.errors import missing
+
+try:
+    from cassandra import (
+        AuthenticationFailed,
+        OperationTimedOut,
+        ProtocolVersion,
+        Timeout,
+        Unavailable,
+    )
+except ModuleNotFoundError:
+    raise missing("minato.sources.cassandra", "cassandra-driver", "cassandra") from None
 from cassandra.auth import PlainTextAuthProvider
 from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile, NoHostAvailable
 from cassandra.concurrent import execute_concurrent_with_args

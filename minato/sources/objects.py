@@ -17,9 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-import obstore
-from obstore.exceptions import GenericError
-from obstore.store import from_url
+from minato.errors import missing
+
+try:
+    import obstore
+    from obstore.exceptions import GenericError
+    from obstore.store import from_url
+except ModuleNotFoundError:
+    raise missing("minato.sources.objects", "obstore", "objects") from None
 
 from minato.sources.base import KeyedSource, Retry, TruncatedObject
 from minato.sources.connections import Env, Place, Settings

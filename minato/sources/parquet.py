@@ -9,10 +9,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.dataset as ds
-from pyarrow import types
 from torch.utils.data import IterableDataset, get_worker_info
+
+from minato.errors import missing
+
+try:
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+    from pyarrow import types
+except ModuleNotFoundError:
+    raise missing("minato.sources.parquet", "pyarrow", "parquet") from None
 
 from minato._support.counters import shared_integers
 from minato.checks import check_shard

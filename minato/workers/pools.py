@@ -48,11 +48,13 @@ class WorkerPool(ABC):
 
     Attributes:
         processes: The workers that are processes of this machine.
+        threads: The workers that are threads, or their threads here.
         shut_down: Ends all workers; returns whether all have ended. Refers neither to the loader nor to an object that
             does.
     """
 
     processes: Sequence[BaseProcess] = ()
+    threads: Sequence[threading.Thread] = ()
     shut_down: Callable[[], bool]
 
     def __init__(self, state: SharedState) -> None:
@@ -305,7 +307,9 @@ class ThreadPool(WorkerPool):
         super().__init__(state)
         self.context = context
         self._workers: dict[threading.Thread, Worker] = {}
-        self.threads = [self._make(number) for number in range(context.plan.most_workers)]
+        self.threads: list[threading.Thread] = [
+            self._make(number) for number in range(context.plan.most_workers)
+        ]
         end = functools.partial(_end_threads, stop or state.stop, self.threads, os.getpid())
         self.shut_down = end
 

@@ -1,25 +1,33 @@
-"""``ErrorPolicy.sample_timeout``: ends workers whose sample takes too long."""
+"""Samples that take too long: ``ErrorPolicy.sample_timeout`` ends their workers, torch's ``timeout`` names them."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
+import re
 import signal
+import sys
+import threading
 import time
+import traceback
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from minato._core import ConsumerLedger, now_ns
 from minato._core.codes import STARTING, LeaseState
 from minato._support.files import anonymous_log
+from minato._support.text import text_of
 from minato.errors import SampleTimeoutError
+from minato.workers.shared_state import CurrentWork
 
-__all__ = ["SampleWatchdog", "StackFile"]
+__all__ = ["RunningSamples", "SampleWatchdog", "StackFile"]
 
 _LOOKS = 4
 """Checks of a sample within its limit."""
@@ -27,6 +35,9 @@ _STACK_S = 1.0
 """How long a process may take to write its stack; a stopped process never does."""
 _WRITTEN_S = 0.02
 """A stack that has not grown for this time is complete."""
+_MOST_TOLD = 4
+_PACKAGE = str(Path(__file__).parents[1])
+_FRAME = re.compile(r'^  File "(.*)", (line \d+ in .*)$', re.MULTILINE)
 
 
 class StackFile:
@@ -144,3 +155,71 @@ class SampleWatchdog:
     def forget(self, number: int) -> None:
         """Drop the record of a dead worker, which another one replaces."""
         self._ended.pop(number, None)
+
+
+@dataclass(frozen=True, eq=False)
+class RunningSamples:
+    """Tells what the workers are on, when torch's ``timeout`` is over.
+
+    Attributes:
+        streams: Whether they read an iterable dataset, whose samples have no indices.
+        stacks: The file that worker processes write their stacks to; None: they have none.
+        workers: The processes, or the threads, by their numbers.
+    """
+
+    work: CurrentWork
+    streams: bool
+    stacks: StackFile | None
+    workers: Sequence[BaseProcess | threading.Thread]
+
+    def __call__(self) -> str:
+        """Return a line for each busy worker, at most four, and the remedy; never an error."""
+        lines: list[str] = []
+        with contextlib.suppress(Exception):
+            for number, worker in enumerate(self.workers):
+                told = self._told(number)
+                if told and len(lines) < _MOST_TOLD:
+                    lines.append(f"  worker {number} {told}{self._place(worker)}")
+        if not lines:
+            return "  No worker runs a sample: they start, or wait for the batches that you hold."
+        if self.stacks is not None and not self.streams:
+            lines.append("  ErrorPolicy(sample_timeout=...) ends such a worker and goes on.")
+        return "\n".join(lines)
+
+    def _told(self, number: int) -> str:
+        """What a worker is on; empty: nothing."""
+        lease = self.work.ledger.lease(number)
+        since = f" for {(now_ns() - lease.started_ns) / 1e9:.1f} s"
+        if (collation := self.work.collation(number)) is not None:
+            return f"collates the batch of {collation.indices}{since}"
+        if lease.step == STARTING:
+            return f"runs worker_init_fn{since}"
+        sample = self.work.sample(number)
+        if sample is None:
+            return ""
+        if self.streams:
+            return f"reads the iterable dataset{since}"
+        of = "" if sample.transform is None else f", in transform {sample.transform},"
+        return f"runs the sample with index {text_of(sample.index)}{of}{since}"
+
+    def _place(self, worker: BaseProcess | threading.Thread) -> str:
+        """Where in the program's code a worker is: the sample's line, and the innermost."""
+        stack = self._stack(worker)
+        inner = list(itertools.takewhile(lambda at: not at[0].startswith(_PACKAGE), stack))
+        if not inner:
+            return ""
+        places = [f"{path}, {line}" for path, line in dict.fromkeys([inner[-1], inner[0]])]
+        return f": {', at '.join(places)}"
+
+    def _stack(self, worker: BaseProcess | threading.Thread) -> list[tuple[str, str]]:
+        """Path, and line with function, of each frame of a worker, the innermost first."""
+        if isinstance(worker, threading.Thread):
+            frames = traceback.extract_stack(sys._current_frames()[worker.ident or 0])
+            return [(each.filename, f"line {each.lineno} in {each.name}") for each in frames[::-1]]
+        if self.stacks is None or worker.pid is None:
+            return []
+        self.stacks.request(worker.pid)
+        while (text := self.stacks.answer()) is None:
+            time.sleep(_WRITTEN_S)
+        main = next((each for each in text.split("\n\n") if "in run_worker_process" in each), text)
+        return _FRAME.findall(main)

@@ -44,7 +44,7 @@ from minato.batching.blobs import ErrorTransport, wrapped
 from minato.batching.collate import RunAgain
 from minato.batching.serialization import Store
 from minato.batching.writer import BatchWriter
-from minato.errors import not_the_end
+from minato.errors import add_note, not_the_end
 from minato.observe.meters import Meters
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -322,6 +322,7 @@ def initialise(plan: WorkerPlan, number: int) -> Exception | None:
     except StopIteration as stop:
         failure = not_the_end("worker_init_fn", stop)
     except Exception as error:
+        add_note(error, "  raised by worker_init_fn, before the first sample of this worker")
         failure = error
     except BaseException as error:
         end_copy(owner, error)

@@ -234,6 +234,68 @@ def test_timeout(workers: dict[str, Any]) -> None:
     ]
 
 
+class Waits(Numbers):
+    """Its samples wait in a method of another module."""
+
+    def __getitem__(self, index: int) -> int:
+        threading.Event().wait(1.5)
+        return index
+
+
+class Waiting(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        threading.Event().wait(1.5)
+        yield 1
+
+
+def waiting(samples: object) -> None:
+    threading.Event().wait(1.5)
+
+
+def wait_for_none(number: int) -> None:
+    threading.Event().wait(1.5)
+
+
+TIMED_OUT: dict[str, tuple[dict[str, Any], str]] = {
+    "process": (
+        {},
+        "worker 0 runs the sample with index 0 for .* s: .*, line .* in __getitem__, at",
+    ),
+    "thread": (
+        {"workers": "thread"},
+        "runs the sample with index 0 for .* s: .* in __getitem__, at",
+    ),
+    "transform": (
+        {"dataset": Numbers(4), "transforms": [waiting]},
+        "runs the sample with index 0.* for .* s: .* in waiting, at",
+    ),
+    "collation": (
+        {"dataset": Numbers(4), "collate_fn": waiting},
+        "collates the batch of indices 0, 1 for .* s: .* in waiting, at",
+    ),
+    "stream": ({"dataset": Waiting()}, "reads the iterable dataset for .* s: .* in __iter__, at"),
+    "start": (
+        {"worker_init_fn": wait_for_none},
+        "runs worker_init_fn for .* s: .* in wait_for_none",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TIMED_OUT)
+def test_a_timeout_says_what_runs_and_where(name: str) -> None:
+    arguments, told = TIMED_OUT[name]
+    loader = DataLoader(
+        **{"dataset": Waits(4), **arguments}, batch_size=2, num_workers=1, timeout=0.5
+    )
+    with pytest.raises(RuntimeError, match="timed out after 0.5 seconds") as caught:
+        next(iter(loader))
+    (note,) = caught.value.__notes__
+    assert re.search(told, note)
+    assert ("sample_timeout" in note) == (name not in ("thread", "stream"))
+    assert "threading.py, line" in note
+    assert len(note.splitlines()) <= 5
+
+
 # ---- arguments ------------------------------------------------------------------------------
 
 

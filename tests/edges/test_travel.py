@@ -561,7 +561,7 @@ class Refusing:
         raise TypeError("not this one")
 
 
-OPEN = "open or create it at its first use in the worker."
+OPEN = "open or create it at its first use in the worker, or dataset.held, which holds it."
 REMEDIES: dict[str, tuple[Callable[[], Any], str]] = {
     "file": (lambda: open(os.devnull, "rb"), OPEN),  # noqa: SIM115
     "text": (lambda: io.TextIOWrapper(io.BytesIO()), OPEN),

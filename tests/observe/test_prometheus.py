@@ -244,8 +244,8 @@ def test_names_follow_prometheus() -> None:
 
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ImportError, match=r'pip install "minatoloader\[metrics\]"'):
-        list(loader_of(observe=minato.Observe(metrics=0)))
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'minatoloader\[metrics\]'"):
+        minato.Observe(metrics=0)
     monkeypatch.setenv("MINATO_METRICS_PORT", "9")
     loader = loader_of()
     with pytest.warns(minato.MinatoWarning, match=r"minatoloader\[metrics\]"):

@@ -71,7 +71,7 @@ WIRING = {
 """Modules outside ``engine/`` that may import more modules of the package."""
 QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
 """Modules that may use private names of other packages."""
-PYTHONS = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}
+PYTHONS = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"}
 """Names that Python documents in spite of the underscore."""
 
 
