@@ -285,6 +285,53 @@ CLAIMS: list[tuple[str, str, Callable[[], list[float]]]] = [
             "the same, uint8": "the same as uint8, colors last",
         }.items()
     ),
+    *(
+        (
+            "docs/how-to/workers.md",
+            rf"^\| {re.escape(samples)} \| {N} \({N}–{N}\) \| {N} \({N}–{N}\) \|",
+            both(
+                spread(f"threads.md#{row}", "minato, workers='thread'", "efficiency"),
+                spread(f"threads.md#{row}", "minato", "efficiency"),
+            ),
+        )
+        for samples, row in {
+            "Python code with objects of its own": "own",
+            "the same, short epochs": "short",
+            "Python code that uses strings and a dictionary of the dataset": "shared",
+            "small calls of NumPy": "patches",
+        }.items()
+    ),
+    (
+        "docs/how-to/workers.md",
+        rf"takes {N} s instead of {N} s\.",
+        both(
+            value("ablation.md#rare", "the same with 2 workers more", "s per epoch"),
+            value("ablation.md#rare", "+ window in bytes, arrival order", "s per epoch"),
+        ),
+    ),
+    (
+        "docs/how-to/remote-data.md",
+        rf"\[{IN_WORDS}\]",
+        ratio(
+            "hedging.md#20-ms-one-request-in-a-hundred-travels-a-second-later",
+            "minato, 32 reads, hedged",
+            "minato, 32 reads",
+            "samples/s",
+        ),
+    ),
+    *(
+        (
+            "docs/how-to/sources.md",
+            rf"^\| {trip} ms \| {N} \| {N} \| {N} \|",
+            both(
+                *(
+                    value(f"cassandra.md#round-trip-{trip}-ms-{rows}-rows", row, "later epochs")
+                    for row in ("torch, `__getitems__`", "minato, in_order=False", "minato")
+                )
+            ),
+        )
+        for trip, rows in ((0, 2000), (20, 1000), (150, 400))
+    ),
 ]
 """``(page, pattern of its text, the numbers that its groups must be)``."""
 NO_GAIN = {"200 ×", "200 times", "1.0 ×"}
