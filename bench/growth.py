@@ -38,10 +38,10 @@ Written by `python -m bench.growth`.
 
 One quantity grows while the others stay. Each loader gets the same dataset object and arguments, with workers that
 stay, loaders in turn; the second epoch is measured, and every sample is checked. The exponent is that of the larger
-half of the sizes: 0 is a time per unit that does not depend on the size, 1 one that grows in proportion with it, and
-more than 1 would be a fault. *Ideal* is all sleep divided by the workers, or else the calls of `dataset[i]` divided by
-the workers, or one copy of all bytes if that takes longer. Figures are medians of {repeats} repeats, with the minimum
-and maximum in brackets.
+half of the sizes: 0 is a time per unit that does not depend on the size, 1 one that grows in proportion with it. More
+than 1 would be a fault. *Ideal* is all sleep divided by the workers. Without sleep it is the calls of `dataset[i]`
+divided by the workers, or one copy of all bytes if that takes longer. Figures are medians of {repeats} repeats,
+with the minimum and maximum in brackets.
 """
 MEMORY = """\
 MiB that an epoch of 2048 samples takes at most in the training process and its 4 workers, beyond what was there before;

@@ -40,8 +40,8 @@ repeats, with the minimum and maximum in brackets. A ratio compares runs of the 
 * *Bare processes* are forked and connected by two pipes, and promise neither order nor content
   (`bench/harness/bare.py`). Their loss is what this machine takes from every loader: sleeps that last too long, forks,
   wake-ups.
-* *Time of sleeping work* is the whole run, from before the loader is built to the end of the last epoch, start of the
-  workers included. *Time of tensors and rows* is that of the epochs after the first.
+* *Time of sleeping work* is the whole run: from before the loader is built to the end of the last epoch, with the start
+  of the workers. *Time of tensors and rows* is that of the epochs after the first.
 * *Efficiency, later epochs* leaves the first epoch out, and with it the start of workers that persist.
 * *minato, seed=* begins the next epoch early, with workers that persist (`persistent_workers="next_epoch"`).
 * *First batch* is the time from `iter()` to the first batch, workers cold.
