@@ -106,6 +106,15 @@ def scaling() -> list[float]:
     return [min(found), max(found)]
 
 
+def everyday() -> list[float]:
+    """How many jobs, the mean over all, how many are lost, and the worst."""
+    pattern = r"Over (\d+) of \1 jobs minato is ([\d.]+) ×.*, ([\d.]+) ×\..*: (\d+)\."
+    found = re.search(pattern, section("everyday.md#in-short"))
+    assert found
+    jobs, mean, worst, lost = map(float, found.groups())
+    return [jobs, mean, lost, worst]
+
+
 def both(*parts: Callable[[], list[float]]) -> Callable[[], list[float]]:
     return lambda: [number for part in parts for number in part()]
 
@@ -172,6 +181,7 @@ CLAIMS: list[tuple[str, str, Callable[[], list[float]]]] = [
             ratio(ROUND_TRIP, "minato", "torch, in_order=False", "samples/s"),
         ),
     ),
+    (README, rf"\[{N} everyday jobs.*?\| {X}; {N} of them lose, down to {X} \|", everyday),
     (README, rf"ready-made 600 kB tensors\].*?\| {RANGE} \|", spread(AGAIN, "image", "× torch")),
     (README, rf"rows of 16 numbers\].*?\| {RANGE} \|", spread(AGAIN, "tabular", "× torch")),
     (README, rf"without workers\].*?\| {RANGE} \|", spread(AGAIN, "image-inline", "× torch")),
