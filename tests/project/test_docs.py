@@ -224,3 +224,36 @@ def test_glossary_defines_each_word_once() -> None:
     words = [word for word, _ in entries]
     assert 40 <= len(words) == len(set(words))
     assert [word for word, meaning in entries if not re.search(r"\]\(\S+\)$", meaning)] == []
+
+
+LONG_WORDS = 25
+MANY_LONG_SENTENCES = 20
+"""Few are left, most of them lists of things; a page of reports has more, which its program writes."""
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page: what ends with a full stop, a colon, a semicolon, a cell of a table or an item."""
+    text = re.sub(r"^ {4}.*$", "", FENCE.sub("\n\n", text), flags=re.MULTILINE)  # no code
+    text = re.sub(r"<!--.*?-->|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    text = re.sub(r"`+[^`]*(?:```[^`]*)?`+", "code", text)
+    found = []
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[*\-|#:]|\d+\. ))|(?<=\w) \| ", text):
+        flat = " ".join(part.split())
+        found += re.split(r"(?<=[.!?])[\"*)]* (?=\W?(?:[A-Z0-9]|code|minato|torch))|[;:] ", flat)
+    return found
+
+
+def test_few_sentences_are_long() -> None:
+    long = [
+        f"{name_of(page)}: {sentence}"
+        for page in PAGES
+        if "benchmarks" not in page.parts and page.parent.name != "minato"
+        for sentence in sentences(page.read_text(encoding="utf-8"))
+        if len(re.findall(r"[\w’'-]+", sentence)) > LONG_WORDS
+    ]
+    assert len(long) <= MANY_LONG_SENTENCES, "\n".join(long)
+
+
+def test_sentences_are_told_apart() -> None:
+    text = "# Title\n\nOne. Two: three; `four`\nfive.\n\n* six\n* seven\n\n| eight | nine |\n"
+    assert len(sentences(text)) == 9
