@@ -499,6 +499,7 @@ _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/sources.md": _sources,
     "docs/how-to/several-machines.md": _several_machines,
     "docs/how-to/slow-samples.md": _after_an_epoch,
+    "docs/how-to/symptoms.md": _after_an_epoch,
     "docs/how-to/start-up.md": lambda: {"make_model": make_model},
     "docs/how-to/trainers.md": _trainers,
     "docs/how-to/verify-a-migration.md": _verify,
