@@ -102,7 +102,7 @@ def add_note(error: BaseException, note: str) -> None:
 def not_the_end(source: str, error: StopIteration) -> RuntimeError:
     """Return the RuntimeError that replaces a StopIteration of user code, which would end the epoch (PEP 479)."""
     stopped = RuntimeError(f"{source} raised StopIteration")
-    stopped.__cause__ = error
+    stopped.__cause__ = BaseException.with_traceback(error, outside(error.__traceback__))
     return stopped
 
 
