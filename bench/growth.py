@@ -352,7 +352,7 @@ def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
             f"µs per {curve.unit}",
             [
                 (
-                    CONTENDERS[name].label,
+                    CONTENDERS[name].label if name in CONTENDERS else name,
                     chart.COLOURS[name],
                     [(size, 1e6 * one.median) for size, one in points],
                 )
