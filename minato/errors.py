@@ -47,6 +47,8 @@ _REFUSING = (
     *("minato.engine.caching", "torch.utils.data.dataloader", "torch.utils.data.sampler"),
 )
 """Modules whose exceptions say what to do."""
+_STARTERS = ("multiprocessing", "threading", "minato")
+"""Modules in whose frames workers begin."""
 _DATASETS = ("minato.sources", "minato.sharing")
 """Modules whose frames stay, as those of any dataset."""
 
@@ -184,19 +186,21 @@ def log(text: str, *arguments: object, level: int = logging.INFO) -> None:
         _logger.log(level, text, *arguments, stacklevel=2)
 
 
-def warn(text: str, stacklevel: int = 1) -> None:
+def warn(text: str) -> None:
     """Do what ``warnings.warn`` does with a :class:`MinatoWarning`, except that a warning that cannot be shown is lost.
 
-    Standard error may be closed, and a program may show warnings in its own way.
-
-    Args:
-        stacklevel: 1 is the caller.
+    Standard error may be closed, and a program may show warnings in its own way. The warning names the program's line
+    that led here, where there is one.
 
     Raises:
         Warning: Warnings are errors.
     """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_loaders(frame):
+        frame, level = frame.f_back, level + 1
+    is_programs = not str(frame.f_globals.get("__name__")).startswith(_STARTERS)
     try:
-        warnings.warn(text, MinatoWarning, stacklevel=stacklevel + 1)
+        warnings.warn(text, MinatoWarning, stacklevel=level if is_programs else 2)
     except Warning:
         raise
     except Exception:

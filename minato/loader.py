@@ -238,16 +238,14 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if counts_batches(batch_sampler) and (not in_order or order not in (None, "strict")):
             warn(
                 "Lightning relates predictions to samples by the sequence of the batches, so that here they are "
-                "returned in strict order",
-                stacklevel=3,
+                "returned in strict order"
             )
             in_order = True
             given.update(order=None)
         if (text := path_in(dataset)) is not None:
             warn(
                 f"dataset={text} is a text, whose samples are its letters: give a dataset that reads what "
-                "is there",
-                stacklevel=3,
+                "is there"
             )
         if is_own_class(collate_fn):
             refuse_class("collate_fn", cast(type, collate_fn))
@@ -798,8 +796,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         if parts != self._engines.told_parts:
             self._engines.told_parts = parts
             warn(
-                f"the program has replaced {names}, which minato's engine does not use: torch's engine loads",
-                stacklevel=4,
+                f"the program has replaced {names}, which minato's engine does not use: torch's engine loads"
             )
         return super()._get_iterator()
 

@@ -1078,7 +1078,7 @@ GROUPS = (
 
 # ---- advice about errors of torch's and Python's own ---------------------------------------
 
-_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'(?!.*[Dd]id you mean)")
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 _NUMBERS = {"num_workers": True, "batch_size": True, "prefetch_factor": True, "timeout": False}
 """torch's arguments that are numbers, and whether they are integers; it compares them whatever they are."""
 
@@ -1092,7 +1092,7 @@ def advice(error: Exception, names: Iterable[str], given: Mapping[str, object]) 
     """
     unknown = _UNKNOWN.search(str(error))
     if unknown is not None:
-        return _advice_on_name(unknown[1], names)
+        return _advice_on_name(unknown[1], names, str(error))
     for name, is_whole in _NUMBERS.items():
         value = given.get(name, 1)
         is_none = value is None and name in ("num_workers", "timeout")
@@ -1103,14 +1103,15 @@ def advice(error: Exception, names: Iterable[str], given: Mapping[str, object]) 
     return ""
 
 
-def _advice_on_name(name: str, names: Iterable[str]) -> str:
+def _advice_on_name(name: str, names: Iterable[str], told: str) -> str:
     for group in GROUPS:
         if any(each.name == name and each.init for each in fields(group)):
             values = ((each.name, str(each.metadata.get("values"))) for each in fields(Options))
             holder = next(of for of, text in values if f"`{group.__name__}`" in text)
             return f"{name}= belongs to a group: {holder}=minato.{group.__name__}({name}=...)"
     nearest = did_you_mean(name, names).removeprefix("; did you mean ")
-    return f"Did you mean {nearest}" if nearest else ""
+    is_told = not nearest or "Did you mean" in told  # by Python, from 3.13 on
+    return "" if is_told else f"Did you mean {nearest}"
 
 
 def _advice_on_number(name: str, value: object) -> str:

@@ -332,8 +332,7 @@ class PinnedSlots:
             self._works = False
             warn(
                 f"the memory of batches cannot be pinned ({error}): as with torch, each batch is copied to "
-                "pinned memory on its way to the device",
-                stacklevel=2,
+                "pinned memory on its way to the device"
             )
         else:
             self._pinned[slot.start] = nbytes

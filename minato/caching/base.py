@@ -145,8 +145,7 @@ class Cache(ABC):
             with contextlib.suppress(MinatoWarning):
                 warn(
                     f"{self!r} failed ({type(error).__name__}: {printable(message_of(error))}): samples that it cannot "
-                    "give or keep are read from the dataset",
-                    stacklevel=2,
+                    "give or keep are read from the dataset"
                 )
 
     def report(self) -> CacheReport:

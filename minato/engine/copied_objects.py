@@ -63,8 +63,7 @@ class CopiedObjects(Observer):
         warn(
             f"{count} forked workers have {private >> 20} MiB of memory of their own. {path} holds {items} "
             f"Python objects (about {nbytes >> 20} MiB), which each worker copies page by page as it reads them. "
-            "Keep them once for all workers: dataset = minato.share(dataset)",
-            stacklevel=2,
+            "Keep them once for all workers: dataset = minato.share(dataset)"
         )
 
 

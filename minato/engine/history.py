@@ -96,8 +96,7 @@ class History:
         warn(
             f"the dataset or its transforms hold random generators that cannot be bound to samples, as {cause}: "
             f"{', '.join(names)}. Their numbers depend on which worker runs which sample, so a seeded run does "
-            "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead",
-            stacklevel=2,
+            "not repeat. Call minato.numpy_rng(), python_rng() or torch_rng() inside the sample instead"
         )
 
     @classmethod
@@ -139,8 +138,7 @@ class CostHistory:
             self._file = Path(directory) / f"{name}.json"
         except Exception as error:  # also of a method of the dataset's or of a transform
             warn(
-                f"history={directory!r} of stragglers= is not used, as the costs have no name: {message_of(error)}",
-                stacklevel=2,
+                f"history={directory!r} of stragglers= is not used, as the costs have no name: {message_of(error)}"
             )
 
     def costs(self) -> Histogram | None:
@@ -169,8 +167,7 @@ class CostHistory:
                 self._warned = True
                 warn(
                     f"history={self._directory!r} of stragglers= cannot be written, so the next run starts without it: "
-                    f"{message_of(error)}",
-                    stacklevel=2,
+                    f"{message_of(error)}"
                 )
 
 

@@ -216,7 +216,7 @@ class Inspector:
             refused = missing("serving metrics", "prometheus_client", "metrics")
         if self._spec.options.observe.address is not None:
             raise refused from None
-        warn(message_of(refused), stacklevel=4)
+        warn(message_of(refused))
 
     def slow_samples(self) -> SlowSamples:
         """See ``DataLoader.slow_samples``."""
@@ -275,8 +275,7 @@ def _open(what: str, make: Callable[..., object], *arguments: object) -> None:
         if isinstance(error, Warning):
             raise
         warn(
-            f"{what} of a loader will be missing, because {type_name(error)} was raised: {message_of(error)}",
-            stacklevel=5,
+            f"{what} of a loader will be missing, because {type_name(error)} was raised: {message_of(error)}"
         )
 
 

@@ -44,8 +44,7 @@ class MetricsCallback(Callback):  # type: ignore[misc]  # untyped here: pyprojec
         if trainer.is_global_zero and not any(loaders_in(found)):
             warn(
                 f"MetricsCallback logs nothing, because the training uses no minato.DataLoader but a "
-                f"{type(found).__name__}: pass one to fit()",
-                stacklevel=2,
+                f"{type(found).__name__}: pass one to fit()"
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: object, *more: object) -> None:

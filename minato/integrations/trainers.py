@@ -86,8 +86,7 @@ def install_accelerate(module: Any) -> None:
     if missing:
         warn(
             f"minato does not know this version of accelerate ({module.__name__} has no {', '.join(missing)}): "
-            "accelerator.prepare() turns a minato.DataLoader into a loader with torch's engine",
-            stacklevel=2,
+            "accelerator.prepare() turns a minato.DataLoader into a loader with torch's engine"
         )
         return
     if module.DataLoader is _make_loader:
@@ -109,8 +108,7 @@ def install_accelerate(module: Any) -> None:
 def _tell(name: str) -> None:
     warn(
         f"accelerate's {name} made another loader from a minato.DataLoader, so it loads without minato's engine; "
-        "omit use_stateful_dataloader to keep it",
-        stacklevel=3,
+        "omit use_stateful_dataloader to keep it"
     )
 
 
@@ -163,8 +161,7 @@ def install_ray_train(module: Any) -> None:
     if not hasattr(module, "DataLoader") or not hasattr(owner, "prepare_data_loader"):
         warn(
             f"minato does not know this version of Ray Train ({module.__name__}): prepare_data_loader() turns a "
-            "minato.DataLoader into a loader with torch's engine",
-            stacklevel=2,
+            "minato.DataLoader into a loader with torch's engine"
         )
         return
     if module.DataLoader is _make_loader:
@@ -185,8 +182,7 @@ def install_lightning(module: Any) -> None:
         warn(
             f"minato does not know this version of Lightning ({module.__name__} has no "
             f"{LIGHTNING_TRAINING_LOOP}.on_run_start): after a checkpoint of the last step of an epoch, the next epoch "
-            "may be skipped",
-            stacklevel=2,
+            "may be skipped"
         )
         return
     if not hasattr(loop.on_run_start, "__wrapped__"):

@@ -103,7 +103,7 @@ def write_at_exit(path: str) -> None:
         os.close(open_lines(file, begins.encode(), "a file of reports of minato"))
     except (OSError, ValueError) as error:
         mine.refused = True
-        warn(f"the report cannot be written: MINATO_REPORT={path!r}: {error}", stacklevel=5)
+        warn(f"the report cannot be written: MINATO_REPORT={path!r}: {error}")
     else:
         mine.path = file
 

@@ -279,8 +279,7 @@ def _panel_on(stream: TextIO) -> RichLive | None:
     except ImportError:
         warn(
             "the live view prints a line every few seconds, because rich is not installed: for a panel, "
-            'pip install "minatoloader[report]"',
-            stacklevel=2,
+            'pip install "minatoloader[report]"'
         )
         return None
     if isinstance(sys.stdout, FileProxy) or isinstance(sys.stderr, FileProxy):

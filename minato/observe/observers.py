@@ -246,8 +246,7 @@ class Observers(Observer):
         try:
             warn(
                 f"{type_name(observer)} of this loader is switched off, because it raised {type_name(error)}: "
-                f"{message_of(error)}. Batches come as before, and what it shows ends here",
-                stacklevel=5,
+                f"{message_of(error)}. Batches come as before, and what it shows ends here"
             )
         except Exception as raised:
             self._late = raised

@@ -104,7 +104,7 @@ def trace_of_environment(name: str) -> Trace | None:
     try:
         return Trace(path, name)
     except (OSError, ValueError) as error:
-        warn(f"a loader is not traced: MINATO_TRACE={given!r}: {error}", stacklevel=3)
+        warn(f"a loader is not traced: MINATO_TRACE={given!r}: {error}")
         return None
 
 

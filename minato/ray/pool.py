@@ -157,7 +157,7 @@ class ActorPool(ThreadPool):
             del self._lost[number]
             self.replace(number)
             if warning is not None:
-                warn(warning, stacklevel=2)
+                warn(warning)
         super().check()
 
     def may_leave(self, number: int) -> bool:

@@ -534,7 +534,7 @@ class Dispatcher:
             self._handover = None
             self._order = BatchOrder()
             if self._mixed_before:
-                warn(_STAYS_WHOLE, stacklevel=2)
+                warn(_STAYS_WHOLE)
 
     def _held(self, owner: int) -> int:
         """Number of open batches of an owner."""

@@ -132,8 +132,7 @@ class PrefetchWindow:
             warn(
                 f"one batch takes {batch_bytes} bytes, more than memory_budget="
                 f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget to at "
-                "least twice the size of a batch.",
-                stacklevel=2,
+                "least twice the size of a batch."
             )
         self.batch_bytes = max(float(batch_bytes), 0.9 * self.batch_bytes)
 

@@ -122,8 +122,7 @@ class FailureLog:
             if path is None:
                 raise
             warn(
-                f"ErrorPolicy(log={path!r}) can no longer be opened: {error.strerror}; failures are only counted",
-                stacklevel=2,
+                f"ErrorPolicy(log={path!r}) can no longer be opened: {error.strerror}; failures are only counted"
             )
             path, descriptor = None, anonymous_log()
         self._adopt(descriptor)
@@ -160,8 +159,7 @@ class FailureLog:
             with suppress(Exception):  # where warnings are errors, the sample has none all the same
                 warn(
                     f"a failed sample could not be recorded in ErrorPolicy(log={self._path!r}): {cause}; "
-                    "samples are delivered and failures counted as before, and their records are missing there",
-                    stacklevel=2,
+                    "samples are delivered and failures counted as before, and their records are missing there"
                 )
 
     def _write(self, record: dict[str, object]) -> None:
@@ -398,8 +396,7 @@ class FailureCount:
             self._warned = True
             warn(
                 f"{skipped} samples of this epoch were skipped and {substituted} substituted, because they could not "
-                f"be loaded{self._where()}",
-                stacklevel=2,
+                f"be loaded{self._where()}"
             )
 
     def look(self) -> None:

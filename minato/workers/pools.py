@@ -246,7 +246,7 @@ class ProcessPool(WorkerPool):
             warning = self._replace(*ended)
             self._watch.forget()  # only now: after an interrupt or an error the next call handles the same process
             if warning is not None:
-                warn(warning, stacklevel=2)
+                warn(warning)
         if self._watchdog is not None:
             if self._watch.was_stopped():
                 self._watchdog.restart_timers()

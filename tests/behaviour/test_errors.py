@@ -10,6 +10,8 @@ import re
 import signal
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch.utils.data
 import minato
 from minato import DataLoader, ErrorPolicy
 from tests.datasets import ORDERS, Failing, Held, Journal, Numbers, Samples, flat, indices, outcomes
-from tests.selection import WORKERS, each
+from tests.selection import WORKERS, each, mostly_slow
 
 TorchLoader = torch.utils.data.DataLoader
 
@@ -281,7 +283,7 @@ TIMED_OUT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TIMED_OUT)
+@pytest.mark.parametrize("name", mostly_slow(TIMED_OUT, quick=2))
 def test_a_timeout_says_what_runs_and_where(name: str) -> None:
     arguments, told = TIMED_OUT[name]
     loader = DataLoader(
@@ -334,6 +336,29 @@ def test_minatos_own_messages(name: str) -> None:
     arguments, kind, pattern = WRONG_FOR_MINATO[name]
     with pytest.raises(kind, match=f"(?s){pattern}"):
         DataLoader(Numbers(4), **arguments)
+
+
+@pytest.mark.filterwarnings("error")
+def test_tracebacks_and_warnings_name_the_lines_of_the_program() -> None:
+    def frames(error: BaseException) -> set[str]:
+        return {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+
+    for workers in WORKERS.values():
+        with pytest.raises(ValueError, match="no good") as caught:
+            list(DataLoader(Failing(12, {7: ERRORS["ValueError"]}), 2, **workers))
+        found = frames(caught.value)
+        assert __file__ in found
+        assert found <= {__file__, Failing.__getitem__.__code__.co_filename}
+        # A worker's traceback is text.
+        files = re.findall('File "(.*)"', str(caught.value))
+        assert set(files) <= {__file__, Failing.__getitem__.__code__.co_filename}
+        assert bool(files) == bool(workers["num_workers"])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        DataLoader("/data/train")
+        list(DataLoader(Samples([torch.zeros(100)] * 4), memory_budget=100, num_workers=1))
+    assert {each.filename for each in told} == {__file__}
+    assert len(told) == 2
 
 
 # ---- what cannot be sent to workers ---------------------------------------------------------
