@@ -14,6 +14,7 @@ from minato._fork_safety import renew_in_children
 from minato.checks import check_device, check_whole
 from minato.delivery.device import Accelerator, accelerator_of, copy_batch, memory_pinner
 from minato.delivery.iterator import BatchIterator
+from minato.errors import shortened
 
 __all__ = ["Consumer", "Group", "make_consumers"]
 
@@ -227,6 +228,9 @@ class _Part:
             batch, event = copy_batch(self._accelerator, [self._group.next(self._member)].pop)
         except StopIteration:
             self.close()
+            raise
+        except Exception as error:
+            shortened(error)
             raise
         self._accelerator.wait_event(event)
         return batch

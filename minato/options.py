@@ -797,7 +797,7 @@ class Options(_Group):
     fetch_concurrency: FetchOptions = option(1, "samples, 1 or more; a `FetchOptions`", _fetch)
     cache: Any = option(None, "`DiskCache(…)`, `MemoryCache(…)`")
     compat: str | None = option(None, '`None`, `"torch"`', _one_of(None, "torch"))
-    memory_budget: int | None = option(None, 'bytes, 1 or more; `"8GB"`, `"512MiB"`', _bytes)
+    memory_budget: int | None = option(None, 'bytes, 100 or more; `"8GB"`, `"512MiB"`', _bytes)
     workers: str | RayWorkers = option(
         "process", '`"process"`, `"thread"`, a `RayWorkers`', _workers
     )

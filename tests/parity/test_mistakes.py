@@ -101,6 +101,11 @@ class Stream(IterableDataset[int]):
         return iter(range(4))
 
 
+class Lengths(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from shapes(2, 3)
+
+
 class Box:
     """No rule collates it."""
 
@@ -304,6 +309,10 @@ SHAPES: dict[str, Mistake] = {
     "sizes in a tuple, workers": Mistake(
         given([(x, 1) for x in shapes((1, 2), (1, 3))], batch_size=2, **TWO),
         ("indices 0, 1", "index 1", "field [0]", "(1, 2)", "(1, 3)", "resize"),
+    ),
+    "lengths in a stream": Mistake(
+        given(Lengths(), batch_size=2),
+        ("batch of the iterable dataset", "sample 1", "shape (2,)", "(3,)", "minato.PadCollate()"),
     ),
     "arrays": Mistake(
         given([np.zeros(2), np.zeros(3)], batch_size=2),
