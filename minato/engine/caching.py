@@ -117,10 +117,15 @@ class CachedDataset(Dataset[Any]):
         for step in self._steps:
             sample = step(sample)
         if before != self._drawn():
+            who, remedy = "the dataset", "move the draws to transforms=, and give the cache after=0"
+            if self._steps:
+                who += ", or one of the transforms before the cache,"
+                remedy = (
+                    f"of {len(self._steps)} transforms, give the cache's after= as the number of those before the "
+                    "first random one"
+                )
             raise ValueError(
-                "the dataset, or one of the transforms before the cache, draws random numbers, so that every epoch "
-                f"would get the same ones: of {len(self._steps)} transforms, give the cache's after= as the number "
-                "of those before the first random one"
+                f"{who} draws random numbers, so that every epoch would get the same ones: {remedy}"
             )
         self._cache.put(place, sample)
         return sample

@@ -145,6 +145,16 @@ OWNED: dict[str, Any] = {
 }
 
 
+class Drawing(Numbers):
+    """Its samples are random."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def __getitem__(self, index: int) -> int:
+        return index + random.randrange(9)
+
+
 @pytest.mark.parametrize("name", OWNED)
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_generators_of_their_own_before_the_cache(
@@ -153,6 +163,8 @@ def test_generators_of_their_own_before_the_cache(
     cache = DiskCache(tmp_path, QUOTA)
     with pytest.raises(ValueError, match="before the cache, draws random numbers"):
         loaded(Numbers(4), cache, OWNED[name](True), num_workers=num_workers)
+    with pytest.raises(ValueError, match="the dataset draws random .* give the cache after=0"):
+        loaded(Drawing(), cache, num_workers=num_workers)
     steps = OWNED[name](False), OWNED[name](True)  # the second draws, behind the cache
     behind = DiskCache(tmp_path, QUOTA, after=1)
     epochs = [loaded(Numbers(4), behind, *steps, num_workers=num_workers) for _ in range(2)]
