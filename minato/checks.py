@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from minato._support.text import text_of, type_name
+from minato._support.text import message_of, text_of, type_name
 from minato._support.values import integer_of, number_of, plain
 from minato.errors import add_note
 
@@ -29,8 +30,8 @@ __all__ = [
     "refuse_class",
 ]
 
-_NO_DATASET = re.compile(r"has no len\(\)|is not subscriptable|object is not iterable")
-"""How Python says that an object is not what a dataset is."""
+_NO_DATASET = re.compile(r"has no len\(\)|is not subscriptable")
+"""Python's words for an object without a method that datasets have."""
 
 
 def refuse_class(name: str, value: type) -> NoReturn:
@@ -44,7 +45,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...], others: 
     """A value is one of ``choices``.
 
     Args:
-        others: What else is possible, for the message.
+        others: Other possible values, in words for the message.
     """
     if value not in choices:
         allowed = ", ".join([*map(repr, choices), *filter(None, [others])])
@@ -62,32 +63,36 @@ def did_you_mean(value: object, choices: Iterable[object]) -> str:
 
 
 def explain_dataset(dataset: object, error: BaseException) -> None:
-    """Add a note to an error that an object raised which is no dataset: what it is, and what to give."""
-    if not isinstance(error, (TypeError, NotImplementedError)) or not _NO_DATASET.search(
-        str(error)
-    ):
+    """Add a note to the error of an object that is no dataset: its type, its lack, and the remedy."""
+    lack = _NO_DATASET.search(message_of(error)) if isinstance(error, TypeError) else None
+    if lack is None:
         return
+    needed = "__len__" if lack[0] == "has no len()" else "__getitem__"
+    with contextlib.suppress(Exception):  # of an object that is asked for its attributes
+        note = _note_on(dataset, needed)
+        if note is not None and note not in getattr(error, "__notes__", ()):
+            add_note(error, note)
+
+
+def _note_on(dataset: object, needed: str) -> str | None:
+    """The words for an object without a method that datasets have; None if it has the method."""
     name = type_name(dataset)
-    if issubclass(type(dataset), type):
-        name = getattr(dataset, "__name__", name)
-        note = f"dataset={name} is a class: give an object of it, {name}(...)"
-    elif dataset is None:
-        note = "dataset=None: give a dataset"
-    elif hasattr(dataset, "__next__"):
-        note = (
+    if isinstance(dataset, type):
+        name = dataset.__name__
+        return f"dataset={name} is a class: give an object of it, {name}(...)"
+    if dataset is None:
+        return "dataset=None: give a dataset"
+    if hasattr(dataset, needed):
+        return None
+    if hasattr(dataset, "__next__"):
+        return (
             f"the dataset is an iterator of type {name}, whose samples have no index: give list(...) of it, or an "
             "IterableDataset whose __iter__ begins it"
         )
-    else:
-        lacks = [each for each in ("__getitem__", "__len__") if not hasattr(dataset, each)]
-        if not lacks:
-            return
-        note = (
-            f"the dataset is of type {name}, which has no {' and no '.join(lacks)}: define it, or make the class a "
-            "torch.utils.data.IterableDataset with __iter__"
-        )
-    if note not in getattr(error, "__notes__", ()):
-        add_note(error, note)
+    return (
+        f"the dataset is of type {name}, which has no {needed}: define it, or make the class a "
+        "torch.utils.data.IterableDataset with __iter__"
+    )
 
 
 def path_in(dataset: object) -> str | None:

@@ -195,11 +195,11 @@ def warn(text: str) -> None:
     Raises:
         Warning: Warnings are errors.
     """
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_loaders(frame):
-        frame, level = frame.f_back, level + 1
-    is_programs = not str(frame.f_globals.get("__name__")).startswith(_STARTERS)
     try:
+        frame, level = sys._getframe(1), 2
+        while frame.f_back is not None and _is_loaders(frame):
+            frame, level = frame.f_back, level + 1
+        is_programs = not str(frame.f_globals.get("__name__")).startswith(_STARTERS)
         warnings.warn(text, MinatoWarning, stacklevel=level if is_programs else 2)
     except Warning:
         raise

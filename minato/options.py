@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from minato._support.counters import Counters
-from minato._support.text import short, text_of, type_name
+from minato._support.text import message_of, short, text_of, type_name
 from minato._support.values import integer_of
 from minato._system import available_cores
 from minato.checks import (
@@ -1084,19 +1084,20 @@ _NUMBERS = {"num_workers": True, "batch_size": True, "prefetch_factor": True, "t
 
 
 def advice(error: Exception, names: Iterable[str], given: Mapping[str, object]) -> str:
-    """What to write instead of an argument that torch or Python has refused; empty where their message says it.
+    """Words that name a refused argument and the right one; empty where the message of torch or Python has them.
 
     Args:
         names: The arguments of the constructor.
         given: Those that the program gave.
     """
-    unknown = _UNKNOWN.search(str(error))
+    text = message_of(error)
+    unknown = _UNKNOWN.search(text)
     if unknown is not None:
-        return _advice_on_name(unknown[1], names, str(error))
+        return _advice_on_name(unknown[1], names, text)
     for name, is_whole in _NUMBERS.items():
         value = given.get(name, 1)
         is_none = value is None and name in ("num_workers", "timeout")
-        if f"{name}={text_of(value)} is of" in str(error):
+        if f"{name}={text_of(value)} is of" in text:
             return ""
         if isinstance(value, str) or (is_whole and isinstance(value, float)) or is_none:
             return _advice_on_number(name, value)

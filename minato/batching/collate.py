@@ -88,7 +88,7 @@ _KNOWN = (
     "Return tensors, arrays, numbers or texts, and lists, tuples or dictionaries of these; or pass a collate_fn of "
     "your own."
 )
-_DETACHED = "Return tensor.detach(): a worker cannot send what its gradient depends on."
+_DETACHED = "Return tensor.detach(): a worker cannot send the graph of its gradient."
 
 
 class _Cause(NamedTuple):

@@ -109,7 +109,7 @@ class Schedule(NamedTuple):
         early_start: Starts slow samples before those that precede them.
         handover: Whether samples may be collated by another worker than the one that made them; None: they may.
         timeout_s: torch's ``timeout``; 0: none.
-        explain: Returns what the workers are on, for the error of the timeout.
+        explain: Names the running samples, for the error of the timeout.
         one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
         drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
     """

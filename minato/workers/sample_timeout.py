@@ -36,7 +36,7 @@ _STACK_S = 1.0
 _WRITTEN_S = 0.02
 """A stack that has not grown for this time is complete."""
 _MOST_TOLD = 4
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FRAME = re.compile(r'^  File "(.*)", (line \d+ in .*)$', re.MULTILINE)
 
 
@@ -159,7 +159,7 @@ class SampleWatchdog:
 
 @dataclass(frozen=True, eq=False)
 class RunningSamples:
-    """Tells what the workers are on, when torch's ``timeout`` is over.
+    """Names the samples that the workers run, when torch's ``timeout`` is over.
 
     Attributes:
         streams: Whether they read an iterable dataset, whose samples have no indices.
@@ -187,7 +187,7 @@ class RunningSamples:
         return "\n".join(lines)
 
     def _told(self, number: int) -> str:
-        """What a worker is on; empty: nothing."""
+        """The sample or function that a worker runs, and for how long; empty: none."""
         lease = self.work.ledger.lease(number)
         since = f" for {(now_ns() - lease.started_ns) / 1e9:.1f} s"
         if (collation := self.work.collation(number)) is not None:
@@ -203,7 +203,7 @@ class RunningSamples:
         return f"runs the sample with index {text_of(sample.index)}{of}{since}"
 
     def _place(self, worker: BaseProcess | threading.Thread) -> str:
-        """Where in the program's code a worker is: the sample's line, and the innermost."""
+        """Two lines of the program's code that a worker runs: that of the sample, and the innermost."""
         stack = self._stack(worker)
         inner = list(itertools.takewhile(lambda at: not at[0].startswith(_PACKAGE), stack))
         if not inner:

@@ -531,6 +531,24 @@ def test_a_mistake(name: str, torch_looks_often: None) -> None:
     assert better == mistake.better or (PYTHON_SUGGESTS and name in NAMES), theirs.text
 
 
+class Evasive:
+    """Whatever it is asked for, it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(name)
+
+
+def test_no_note_misleads() -> None:
+    unlucky = Bad(raises(TypeError, "'NoneType' object is not subscriptable"))
+    for make, notes in (
+        (given(unlucky), ["raised by the sample with index 2"]),
+        (given(Evasive(), sampler=[0]), ["raised by the sample with index 0"]),
+    ):
+        with pytest.raises(TypeError, match="not subscriptable") as caught:
+            make(DataLoader)
+        assert caught.value.__notes__ == notes
+
+
 def test_most_texts_are_better_than_torchs() -> None:
     assert len(MISTAKES) >= 83
     assert sum(mistake.better is True for mistake in MISTAKES.values()) >= 30
