@@ -532,10 +532,10 @@ def test_a_mistake(name: str, torch_looks_often: None) -> None:
 
 
 class Evasive:
-    """Whatever it is asked for, it raises."""
+    """It raises where it is asked for the method that it lacks."""
 
     def __getattr__(self, name: str) -> Any:
-        raise ValueError(name)
+        raise (ValueError if name == "__getitem__" else AttributeError)(name)
 
 
 def test_no_note_misleads() -> None:
