@@ -58,6 +58,7 @@ from minato.options import (
     Observe,
     Options,
     RayWorkers,
+    Readers,
     Record,
     Replay,
     SharedPool,
@@ -155,6 +156,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             epoch, index). Default: torch's generator decides.
         device: Where batches are returned: their tensors, and objects with torch's ``to``, are copied there while the
             training runs, from the pinned memory that the workers write to. Default: host memory.
+        readers: How many sequential readers an iterable dataset has. Each is what one of torch's workers is to it, and the
+            workers, whatever their number, host them: strict order is torch's with as many workers as readers. Default:
+            ``num_workers``, at least 1.
         fetch_concurrency: How many samples each worker reads at once: ``dataset[i]`` in as many threads or, if the
             dataset has ``async def __aget__(self, i)``, as coroutines of one thread. The transforms run one after the
             other in the worker's main thread. Default: ``1``.
@@ -212,6 +216,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         | None = None,
         seed: int | None = None,
         device: str | torch.device | DeviceCopies | None = None,
+        readers: int | Readers | None = None,
         fetch_concurrency: int | FetchOptions = 1,
         cache: Cache | None = None,
         compat: Literal["torch"] | None = None,
@@ -712,6 +717,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             record_order=str(recording.path) if isinstance(recording, Record) else None,
             replay=self._replay,
             rank=None if self._session is None else self._session.place,
+            readers=self._num_readers(),
+            persists_datasets=persistent or self._reads_itself,
+            rereads=options.readers is not None and options.readers.resume == "read",
         )
         workers = WorkerSpec(
             count=self.num_workers,
@@ -731,6 +739,19 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             pin_memory=bool(self.pin_memory),
             options=options,
         )
+
+    @property
+    def _reads_itself(self) -> bool:
+        """Whether the program's own dataset is iterated, with its generators, as torch does without workers."""
+        return self.num_workers == 0 and self._options.readers is None
+
+    def _num_readers(self) -> int:
+        """Number of readers of an iterable dataset; 0: it is map-style."""
+        if not is_iterable(self):
+            return 0
+        readers = self._options.readers
+        given = None if readers is None else readers.count
+        return max(int(self.num_workers), 1) if given is None else given
 
     def _fresh_history(self) -> History:
         from minato.engine.history import History  # half of the scheduler
@@ -809,11 +830,6 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             )
 
     def _check_workers(self, spec: LoaderSpec) -> None:
-        if spec.sampling.streams and spec.in_threads:
-            raise ValueError(
-                "worker threads cannot split an iterable dataset, which does so by torch's get_worker_info() and that "
-                "knows processes only: use workers='process', and no multiprocessing_context that starts threads"
-            )
         if self.num_workers > 0 and self._options.worker_kind != "ray":
             self.check_worker_number_rationality()
         if self.num_workers > 0 and self._options.worker_kind == "process" and in_starting_child():

@@ -46,6 +46,7 @@ __all__ = [
     "Options",
     "PaperController",
     "RayWorkers",
+    "Readers",
     "Record",
     "Replay",
     "SharedPool",
@@ -755,6 +756,31 @@ class FetchOptions(_Group):
         return FetchReport(*(self.counters.totals() if self.counters is not None else (0, 0, 0)))
 
 
+@dataclass(frozen=True)
+class Readers(_Group):
+    """How an iterable dataset is read: ``readers=Readers(...)``.
+
+    Attributes:
+        count: Number of readers. Each iterates over its own copy of the dataset and is what one of torch's workers is
+            to the dataset: ``get_worker_info()`` gives its number and ``count``. Default: ``num_workers``, at least 1.
+        resume: How a reader goes on from a loaded state. ``"state"``: from the state of the dataset or its iterator, if
+            that has one. ``"read"``: it reads from the beginning of the epoch and drops what was delivered, which is
+            exact even where the dataset's own state is not. Default: ``"state"``.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+
+    count: int | None = option(None, "1 or more", _whole(1))
+    resume: str = option("state", '`"state"`, `"read"`', _one_of("state", "read"))
+
+
+def _readers(name: str, value: object) -> Readers | None:
+    if value is None or isinstance(value, Readers):
+        return value
+    return Readers(check_whole(name, value, 1))
+
+
 # ---- all options ----------------------------------------------------------------------------
 
 
@@ -794,6 +820,7 @@ class Options(_Group):
     )
     seed: int | None = option(None, "integer", _seed)
     device: DeviceCopies | None = option(None, "string, `torch.device`, a `DeviceCopies`", _device)
+    readers: Readers | None = option(None, "1 or more; a `Readers`", _readers)
     fetch_concurrency: FetchOptions = option(1, "samples, 1 or more; a `FetchOptions`", _fetch)
     cache: Any = option(None, "`DiskCache(…)`, `MemoryCache(…)`")
     compat: str | None = option(None, '`None`, `"torch"`', _one_of(None, "torch"))
@@ -932,13 +959,20 @@ def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
             f"order={order!r} mixes the batches that a batch_sampler makes: use order='batch' to get each of them as "
             "soon as it is complete"
         )
-    if order in _MIXING and whole:
-        cause = "an iterable dataset" if torchs.is_stream else "compat='torch'"
+    if order in _MIXING and options.compat == "torch":
         raise ValueError(
-            f"order={order!r} mixes batches, but with {cause} each batch is one worker's: use order='batch' to get "
-            "each of them as soon as it is complete"
+            f"order={order!r} mixes batches, but with compat='torch' each batch is one worker's: use order='batch' to "
+            "get each of them as soon as it is complete"
         )
     return replace(options, order=order, max_lag=max_lag)
+
+
+def _check_readers(options: Options, is_stream: bool) -> None:
+    if options.readers is not None and not is_stream:
+        raise ValueError(
+            f"readers={options.readers.count} is for iterable datasets, and this one has indices, which any worker "
+            "reads: leave it out"
+        )
 
 
 def _check_next_epoch(options: Options, is_stream: bool) -> None:
@@ -954,11 +988,6 @@ def _check_next_epoch(options: Options, is_stream: bool) -> None:
 
 def _check_errors(options: Options, is_stream: bool) -> None:
     errors = options.errors
-    if is_stream and errors.handles_samples:
-        raise ValueError(
-            f"on_error={errors.on_error!r}, retries={errors.retries} and log={errors.log!r} are for samples that have "
-            "an index: catch the error in the iterable dataset itself"
-        )
     limit_s = errors.sample_timeout
     if limit_s is None:
         return
@@ -1060,7 +1089,7 @@ def _check_ray(options: Options, is_stream: bool) -> None:
 
 
 _CHECKS = (
-    *(_check_errors, _check_scaling, _check_fetching, _check_sharing, _check_ray),
+    *(_check_readers, _check_errors, _check_scaling, _check_fetching, _check_sharing, _check_ray),
     _check_next_epoch,
 )
 
@@ -1073,7 +1102,7 @@ OPTION_NAMES = tuple(DEFAULTS)
 OWN_NAMES = tuple(name for name in OPTION_NAMES if name not in WIDENED)
 GROUPS = (
     *(Arrival, AutoScale, DeviceCopies, ErrorPolicy, FastFirst, FetchOptions, Observe, RayWorkers),
-    *(Record, Replay, SharedPool, StragglerPolicy),
+    *(Readers, Record, Replay, SharedPool, StragglerPolicy),
 )
 
 # ---- advice about errors of torch's and Python's own ---------------------------------------

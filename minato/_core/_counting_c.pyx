@@ -330,10 +330,11 @@ cdef class Arrivals:
         self._advance()
 
     @cython.critical_section
-    def drop(self) -> None:
-        """Wait for nothing more."""
+    def drop(self, positions, int64_t start) -> None:
+        """Mark indices that turned out not to exist."""
         cdef int64_t number
-        for number in range(self.prefix_, self.end_):
+        for position in positions:
+            number = <int64_t>position - start
             if self._is_waiting(number):
                 self._settle(number, &self.dropped_)
         self._advance()

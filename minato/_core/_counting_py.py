@@ -327,10 +327,11 @@ class Arrivals:
                 self._skipped_numbers.add(position - start)
         self._advance()
 
-    def drop(self) -> None:
-        """Wait for nothing more."""
-        for number in list(self._waiting):
-            self._settle(number, 3)
+    def drop(self, positions: Sequence[int], start: int) -> None:
+        """Mark indices that turned out not to exist."""
+        for position in positions:
+            if position - start in self._waiting:
+                self._settle(position - start, 3)
         self._advance()
 
     def _add(self, which: int, hashed: int) -> None:

@@ -49,6 +49,8 @@ from minato._core.ledger cimport (
     mn_bind_late,
     mn_cancel,
     mn_claim,
+    mn_is_offered,
+    mn_offer,
     mn_close,
     mn_end,
     mn_fill,
@@ -351,16 +353,24 @@ cdef class WorkerLedger(Ledger):
         """What the worker is on; nobody else writes it while the worker lives."""
         return self.own_lease
 
-    def claim(self, uint32_t max_run):
+    def claim(self, uint32_t max_run, bint fresh=False):
         """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that begins early."""
         cdef uint32_t batch, count
         cdef uint64_t k
         cdef Claim found
-        if not mn_claim(&self.ledger, self.me, max_run, &batch, &k, &count):
+        if not mn_claim(&self.ledger, self.me, max_run, fresh, &batch, &k, &count):
             return None
         found = Claim.__new__(Claim)
         found.batch, found.k, found.count = batch, k, count
         return found
+
+    def offer(self, uint64_t position):
+        """Let any worker claim a sample that this one has claimed, and whose item it has stored."""
+        mn_offer(&self.ledger, position)
+
+    def is_offered(self, uint64_t position):
+        """Whether a sample that was offered still waits for a worker."""
+        return mn_is_offered(&self.ledger, position)
 
     def end(self, uint64_t samples, uint64_t busy_ns, uint64_t idle_ns):
         """Note that the worker is between two leases, and add to its activity."""

@@ -63,6 +63,8 @@ READY_EVENTS_OFFSET = 256
 FREE, CLAIMED, DONE, CANCELLED = (state << 62 for state in range(4))
 BOUND, FILLED = 1 << 62, 2 << 62
 STATE = 3 << 62
+OFFERED = 0x3FFF << 48
+"""Of a free ticket: not only the owner of its batch may claim it."""
 NUMBER = (1 << 48) - 1
 
 ALIGNMENT = 64
@@ -462,11 +464,12 @@ class WorkerLedger(Ledger):
         """What the worker is on; nobody else writes it while the worker lives."""
         return self._lease
 
-    def claim(self, max_run: int) -> Claim | None:
+    def claim(self, max_run: int, fresh: bool = False) -> Claim | None:
         """Claim the oldest free samples: up to ``max_run`` consecutive ones of a batch, or one that begins early.
 
         Args:
             max_run: 0: a whole batch, or what is left of one whose first sample is done.
+            fresh: None that was offered.
 
         Returns:
             None if there is nothing to claim.
@@ -488,8 +491,9 @@ class WorkerLedger(Ledger):
                 record = self._positions[position & self._mask]
                 if self._ticket(position) & STATE == FREE and int(record["position"]) == position:
                     index = int(record["batch"])
-                    is_theirs = int(self._batches[index]["owner"]) not in (0, self._number + 1)
-                    if not is_theirs and (max_run or not self._follows(position, index)):
+                    if self._may_claim(position, index, fresh) and (
+                        max_run or not self._follows(position, index)
+                    ):
                         break
                     passed_over = min(passed_over, position)
                 position += 1
@@ -502,12 +506,26 @@ class WorkerLedger(Ledger):
             count = 0
             for other in claimed:
                 ticket = self._ticket(other)
-                if ticket & STATE != FREE:
+                if ticket & STATE != FREE or not self._may_claim(other, index, fresh):
                     break
-                self._set_ticket(other, ticket | CLAIMED | self._number << 48)
+                self._set_ticket(other, ticket & NUMBER | CLAIMED | self._number << 48)
                 count += 1
             self._header["head"] = min(position + count, passed_over)
             return Claim(index, position - self._range(index).start, count)
+
+    def offer(self, position: int) -> None:
+        """Let any worker claim a sample that this one has claimed, and whose item it has stored."""
+        with self._lock:
+            self._set_ticket(position, FREE | OFFERED | self._ticket(position) & NUMBER)
+            self._header["head"] = min(int(self._header["head"]), position)
+        self._work.notify(1)
+
+    def is_offered(self, position: int) -> bool:
+        """Whether a sample that was offered still waits for a worker."""
+        with self._lock:
+            ticket, record = self._ticket(position), self._positions[position & self._mask]
+            offered = ticket & STATE == FREE and ticket & OFFERED
+            return bool(offered and record["position"] == position)
 
     def end(self, samples: int, busy_ns: int, idle_ns: int) -> None:
         """Note that the worker is between two leases, and add to its activity."""
@@ -644,6 +662,12 @@ class WorkerLedger(Ledger):
 
     # ---- inner parts, called with the lock held ---------------------------------------------
 
+    def _may_claim(self, position: int, batch: int, fresh: bool) -> bool:
+        """Whether this worker may claim a free sample of a batch; ``fresh``: one that was not offered."""
+        is_offered = bool(self._ticket(position) & OFFERED)
+        is_mine = int(self._batches[batch]["owner"]) in (0, self._number + 1)
+        return (is_mine or is_offered) and not (fresh and is_offered)
+
     def _follows(self, position: int, batch: int) -> bool:
         """Whether a worker that claims whole batches leaves a sample to the one that has, or will have, the first."""
         first = self._range(batch).start
@@ -670,7 +694,7 @@ class WorkerLedger(Ledger):
                 ticket & STATE == FREE
                 and self._positions[position & self._mask]["position"] == position
             ):
-                self._set_ticket(position, ticket | CLAIMED | self._number << 48)
+                self._set_ticket(position, ticket & NUMBER | CLAIMED | self._number << 48)
                 return position
         return None
 
@@ -1031,7 +1055,10 @@ class ConsumerLedger(Ledger):
                         self._set_ticket(position, DONE if skipped else DONE | place)
                         continue
                     there["blob"] = 0
-                self._set_ticket(position, FREE | place)
+                # Only what was offered can have been claimed by another than the owner: it stays offered.
+                index = int(self._positions[position & self._mask]["batch"])
+                is_own = int(self._batches[index]["owner"]) in (0, worker + 1)
+                self._set_ticket(position, FREE | place if is_own else FREE | OFFERED | place)
                 self._header["head"] = min(int(self._header["head"]), position)
                 released += 1
             for index in self._live:

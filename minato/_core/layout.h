@@ -24,6 +24,7 @@ enum { MN_STOPPING = 1, MN_DRAINING = 2 };
 
 /* States of a ticket and of a place, in the upper two bits of their words. */
 #define MN_FREE 0ULL
+#define MN_OFFERED (0x3FFFULL << 48) /* of a free ticket: not only the owner of its batch may claim it */
 #define MN_CLAIMED (1ULL << 62)
 #define MN_DONE (2ULL << 62)
 #define MN_CANCELLED (3ULL << 62)

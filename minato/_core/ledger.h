@@ -296,7 +296,7 @@ static inline int mn_claim_hinted(const mn_ledger *ledger, uint32_t worker, uint
         mn_position *record = mn_at(ledger, position);
         uint64_t word = mn_load_acquire_u64(&record->ticket);
         if ((word & MN_STATE) == MN_FREE && mn_load_relaxed_u64(&record->position) == position &&
-            mn_cas_seq_cst_u64(&record->ticket, word, word | MN_CLAIMED | mn_worker_bits(worker))) {
+            mn_cas_seq_cst_u64(&record->ticket, word, (word & MN_NUMBER) | MN_CLAIMED | mn_worker_bits(worker))) {
             *claimed = mn_load_relaxed_u64(&record->position);
             return 1;
         }
@@ -312,6 +312,17 @@ static inline void mn_notify_idle(const mn_ledger *ledger) {
         mn_event_count_notify(&ledger->header->ready, INT_MAX);
 }
 
+/* Whether a worker may claim a free sample of a batch; `fresh`: one that its owner has not offered to others. */
+static inline int mn_may_claim(mn_batch *batch, uint64_t word, uint32_t worker, int fresh) {
+    uint32_t owner = mn_load_relaxed_u32(&batch->owner);
+    int offered = (word & MN_OFFERED) != 0;
+    return (owner == 0 || owner == worker + 1 || offered) && !(fresh && offered);
+}
+
+static inline uint64_t mn_claimed(uint64_t word, uint32_t worker) {
+    return (word & MN_NUMBER) | MN_CLAIMED | mn_worker_bits(worker);
+}
+
 /* Whether a worker that claims whole batches leaves a free sample to the one that has, or will have, the first. */
 static inline int mn_follows(const mn_ledger *ledger, uint64_t position, uint64_t first) {
     return position != first && (mn_load_acquire_u64(&mn_at(ledger, first)->ticket) & MN_STATE) != MN_DONE;
@@ -319,9 +330,9 @@ static inline int mn_follows(const mn_ledger *ledger, uint64_t position, uint64_
 
 /* Claim samples `*k` ... `*k + *count - 1` of a batch; `*count` 0: collate the batch. Returns 0 if there is nothing.
  *
- * `max_run` 0: a whole batch, or what is left of one whose first sample is done. */
-static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t max_run, uint32_t *index, uint64_t *k,
-                           uint32_t *count) {
+ * `max_run` 0: a whole batch, or what is left of one whose first sample is done. `fresh`: none that was offered. */
+static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t max_run, int fresh, uint32_t *index,
+                           uint64_t *k, uint32_t *count) {
     mn_header *header = ledger->header;
     *k = 0;
     *count = 0;
@@ -348,12 +359,11 @@ static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t ma
                 continue;
             }
             mn_batch *of = mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch));
-            uint32_t owner = mn_load_relaxed_u32(&of->owner);
-            if ((owner != 0 && owner != worker + 1) ||
+            if (!mn_may_claim(of, word, worker, fresh) ||
                 (max_run == 0 && mn_follows(ledger, position, mn_load_relaxed_u64(&of->first)))) {
                 passed_over = mn_min(passed_over, position);
                 position++;
-            } else if (mn_cas_seq_cst_u64(&record->ticket, word, word | MN_CLAIMED | mn_worker_bits(worker))) {
+            } else if (mn_cas_seq_cst_u64(&record->ticket, word, mn_claimed(word, worker))) {
                 break;
             }
         }
@@ -372,8 +382,8 @@ static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t ma
         for (; (max_run == 0 || claimed < max_run) && position + claimed < end; claimed++) {
             mn_position *next = mn_at(ledger, position + claimed);
             uint64_t word = mn_load_acquire_u64(&next->ticket);
-            if ((word & MN_STATE) != MN_FREE ||
-                !mn_cas_seq_cst_u64(&next->ticket, word, word | MN_CLAIMED | mn_worker_bits(worker)))
+            if ((word & MN_STATE) != MN_FREE || !mn_may_claim(batch, word, worker, fresh) ||
+                !mn_cas_seq_cst_u64(&next->ticket, word, mn_claimed(word, worker)))
                 break;
         }
         if (position == looked_at)
@@ -383,6 +393,24 @@ static inline int mn_claim(const mn_ledger *ledger, uint32_t worker, uint32_t ma
         *count = claimed;
         return 1;
     }
+}
+
+/* Let any worker claim a sample that this one has claimed, and whose item it has stored. */
+static inline void mn_offer(const mn_ledger *ledger, uint64_t position) {
+    mn_u64 *ticket = &mn_at(ledger, position)->ticket;
+    uint64_t word;
+    do
+        word = mn_load_acquire_u64(ticket); /* the consumer may bind an overdue sample to a place */
+    while (!mn_cas_seq_cst_u64(ticket, word, MN_FREE | MN_OFFERED | (word & MN_NUMBER)));
+    mn_lower(&ledger->header->head, position);
+    mn_event_count_notify(&ledger->header->work, 1);
+}
+
+/* Whether a sample that was offered still waits for a worker. */
+static inline int mn_is_offered(const mn_ledger *ledger, uint64_t position) {
+    mn_position *record = mn_at(ledger, position);
+    uint64_t word = mn_load_acquire_u64(&record->ticket);
+    return (word & MN_STATE) == MN_FREE && (word & MN_OFFERED) && mn_load_relaxed_u64(&record->position) == position;
 }
 
 /* Note that the worker is between two leases, and add to its activity. */
@@ -711,7 +739,10 @@ static inline uint64_t mn_reoffer(const mn_ledger *ledger, uint32_t worker, uint
             }
             mn_store_relaxed_u64(&there->blob, 0);
         }
-        mn_store_seq_cst_u64(&record->ticket, MN_FREE | place);
+        /* Only what was offered can have been claimed by another than the owner: it stays offered. */
+        uint32_t owner = mn_load_relaxed_u32(&mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch))->owner);
+        uint64_t offered = owner == 0 || owner == worker + 1 ? 0 : MN_OFFERED;
+        mn_store_seq_cst_u64(&record->ticket, MN_FREE | offered | place);
         mn_lower(&ledger->header->head, position);
         released++;
     }

@@ -28,8 +28,11 @@ cdef extern from "ledger.h" nogil:
 
     void mn_notify_idle(const mn_ledger *ledger)
     bint mn_claim(
-        const mn_ledger *ledger, uint32_t worker, uint32_t max_run, uint32_t *index, uint64_t *k, uint32_t *count
+        const mn_ledger *ledger, uint32_t worker, uint32_t max_run, bint fresh, uint32_t *index, uint64_t *k,
+        uint32_t *count
     )
+    void mn_offer(const mn_ledger *ledger, uint64_t position)
+    bint mn_is_offered(const mn_ledger *ledger, uint64_t position)
     void mn_end(
         const mn_ledger *ledger, uint32_t worker, uint64_t samples, uint64_t busy_ns, uint64_t idle_ns
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from minato._core.limits import explaining_limits
 
-__all__ = ["Memory", "Segment"]
+__all__ = ["Memory", "Segment", "anonymous_file"]
 
 Memory: TypeAlias = "np.ndarray | memoryview | bytearray | mmap.mmap"
 """What maps memory that others may write."""
@@ -32,7 +32,7 @@ _mapped: list[weakref.ref[mmap.mmap]] = []
 """The memory of all segments of this process, and of some that are gone."""
 
 
-def _anonymous_file(nbytes: int) -> int:
+def anonymous_file(nbytes: int) -> int:
     """Open a file without a name and give it a size; its pages exist once they are written."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("minato", os.MFD_CLOEXEC)
@@ -48,7 +48,7 @@ def _anonymous_file(nbytes: int) -> int:
 
 
 def _shared(nbytes: int) -> tuple[int, mmap.mmap]:
-    descriptor = _anonymous_file(nbytes)
+    descriptor = anonymous_file(nbytes)
     try:
         return descriptor, _map(descriptor, nbytes)
     except BaseException:
@@ -155,7 +155,7 @@ class Segment:
             OSError: There is no memory left, or no descriptor; says which limit was met.
         """
         with explaining_limits("share a dataset's memory"):
-            descriptor = _anonymous_file(0)
+            descriptor = anonymous_file(0)
             segment = cls.__new__(cls)
             try:
                 with open(descriptor, "wb", closefd=False) as file:

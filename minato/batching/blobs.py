@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from minato._compat import ExceptionWrapper
 from minato._core import WorkerLedger
-from minato._core.codes import END_BLOB, ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
+from minato._core.codes import ERROR_BLOB, SAMPLE_BLOB, STATE_BLOB
 from minato._core.limits import slot_overflow
+from minato._support.items import name_of
 from minato._support.pickling import Purpose
-from minato._support.text import message_of, text_of, type_name
+from minato._support.text import message_of, type_name
 from minato.batching.arena import Slot
 from minato.batching.serialization import Store, damaged
 from minato.errors import add_note, not_the_end, outside
@@ -108,7 +109,7 @@ class SampleError:
         BaseException.with_traceback(error, outside(error.__traceback__))
         if self.index is not None and not (self._is_noted or isinstance(error, KeyboardInterrupt)):
             self._is_noted = True
-            add_note(error, f"raised by the sample with index {text_of(self.index)}")
+            add_note(error, f"raised by {name_of(self.index)}")
         return error
 
 
@@ -253,7 +254,7 @@ class BlobWriter:
     ) -> None:
         """Attach the exception of a sample, with the state of the dataset after it if there is one."""
         if isinstance(error, StopIteration):
-            source = "a batch" if index is None else f"the sample with index {text_of(index)}"
+            source = "a batch" if index is None else name_of(index)
             error = not_the_end(source, error)
         described = self.errors.wrap(error)
         if state is not None:
@@ -269,13 +270,6 @@ class BlobWriter:
         """Attach the state of the dataset after a batch to a place of the batch that has no sample."""
         offset, nbytes = self._put_state(batch, state, lambda state: state, STATE_BLOB)
         self._ledger.attach(place, offset | (STATE_BLOB if offset else ERROR_BLOB), nbytes)
-
-    def attach_end(self, batch: int, place: int, state: GetState | None) -> None:
-        """Attach the end of the worker's data, with the state of the dataset if there is one."""
-        offset, nbytes = 0, 0
-        if state is not None:
-            offset, nbytes = self._put_state(batch, state, lambda state: state, END_BLOB)
-        self._ledger.attach(place, offset | END_BLOB, nbytes)
 
     def put(
         self, batch: int, value: object, kind: int, purpose: Purpose = "sample"

@@ -7,7 +7,6 @@ from typing import Any
 
 from minato._core import Ledger
 from minato._core.codes import (
-    END_BLOB,
     ERROR_BLOB,
     FAILED,
     KIND_MASK,
@@ -98,8 +97,6 @@ class BatchReader:
         for kind, offset, nbytes in self.ledger.blobs(batch):
             if kind == STATE_BLOB:
                 state = self._store.get(offset, nbytes, None, kind)
-            elif offset and kind == END_BLOB:
-                state = self._store.peek(offset, nbytes, kind)
             elif offset and kind == ERROR_BLOB:
                 state = self._store.peek(offset, nbytes, kind).state
         return state

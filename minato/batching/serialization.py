@@ -225,22 +225,32 @@ def listed(indices: Sequence[object]) -> str:
     return f"indices {', '.join(map(text_of, indices[:_MOST_LISTED]))}{more}"
 
 
+def _itself(index: object) -> object:
+    return index
+
+
 class StoredIndices:
     """The indices that the sampler has given for the samples in flight.
 
     Args:
         ledger: Either end of the ledger.
         store: Holds indices that are no integers.
+        name: Makes the name of an item of its key, where samples are those of an iterable dataset; None: they have
+            indices.
     """
 
-    def __init__(self, ledger: Ledger, store: Store) -> None:
+    def __init__(
+        self, ledger: Ledger, store: Store, name: Callable[[Any], Any] | None = None
+    ) -> None:
         self._ledger = ledger
         self._store = store
+        self._are_keys = name is not None
+        self.name = name or _itself
 
     def read(self, batch: int, k: int, count: int) -> Sequence[Any]:
         """The indices of samples k … k+count-1 of a batch; all of them are in the sampler's own container."""
         record = self._ledger.describe(batch)
-        if not record.indices_offset:
+        if self._are_keys or not record.indices_offset:
             return self._ledger.indices(batch, k, count)
         found: Sequence[Any] = self._store.peek(record.indices_offset, record.indices_nbytes)
         return found if k == 0 and count >= len(found) else list(found)[k : k + count]
@@ -265,5 +275,5 @@ class StoredIndices:
             own, k = self._ledger.locate(position)
             # Otherwise its own batch was yielded, and the record is in use again.
             if 0 <= k < self._ledger.describe(own).count:
-                indices.extend(self.read(own, k, 1))
+                indices.extend(map(self.name, self.read(own, k, 1)))
         return indices

@@ -6,11 +6,12 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from minato._core import Packer, WorkerLedger, now_ns
 from minato._core.codes import (
+    END_BLOB,
     ERROR_BLOB,
     FIRST_COLLATED,
     MUST_COLLATE,
@@ -71,6 +72,7 @@ class BatchWriter:
         run_again: Runs samples that do not arrive here as they are; None: this process runs no samples.
         handover: What is known of samples that go from one worker to another; None: they go as they are.
         skips: Whether samples may be skipped: then SKIP stands for one.
+        name: As of :class:`StoredIndices`.
 
     Attributes:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
@@ -88,6 +90,7 @@ class BatchWriter:
         run_again: RunAgain | None = None,
         handover: Handover | None = None,
         skips: bool = False,
+        name: Callable[[Any], Any] | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self.collates = collate.is_own
@@ -103,7 +106,7 @@ class BatchWriter:
         self._collate_fn = collate
         self._run_again = run_again
         self._owner = os.getpid()
-        self.indices = StoredIndices(ledger, store)
+        self.indices = StoredIndices(ledger, store, name)
         self._open: dict[int, _Fields] = {}
         self._last: Layout | None = None
 
@@ -256,30 +259,16 @@ class BatchWriter:
             self._write(batch, 0, indices, result, whole=True)
         self._fill(batch, 0, count)
 
-    def deliver_stream(
-        self,
-        batch: int,
-        samples: list[object],
-        error: BaseException | None = None,
-        state: GetState | None = None,
-    ) -> None:
-        """Deliver a batch of a stream, which has one place for any number of samples."""
-        start_ns = self._tracer.now()
-        if error is not None:
-            first = self._ledger.describe(batch).first
-            self._blobs.attach_error(batch, first, error, None, state)
-        elif not self._packs_all(batch, samples):
-            self._collate(batch, samples, state=state, name="a batch of the iterable dataset")
-        elif state is not None:
-            self._blobs.attach_state(batch, self._ledger.describe(batch).first, state)
-        if error is None:
-            self._tracer.slice("copy", start_ns)
-        self._fill(batch, 0, 1)
+    def deliver_short(self, batch: int, samples: list[object]) -> None:
+        """Deliver a batch whose reader has ended: its last places belong to nothing."""
+        self._collate(batch, samples)
+        self._fill(batch, 0, self._ledger.describe(batch).count)
 
-    def deliver_end(self, batch: int, state: GetState | None = None) -> None:
-        """Deliver, in place of a batch, that the worker's stream has ended."""
-        self._blobs.attach_end(batch, self._ledger.describe(batch).first, state)
-        self._fill(batch, 0, 1)
+    def deliver_end(self, batch: int) -> None:
+        """Deliver, in place of a batch, that its reader has ended before."""
+        record = self._ledger.describe(batch)
+        self._ledger.attach(record.first, END_BLOB, 0)
+        self._fill(batch, 0, record.count)
 
     def publish(self, batch: int) -> None:
         """Collate a full batch from the samples that its workers wrote, and publish it."""
@@ -512,23 +501,6 @@ class BatchWriter:
         return bind(record.seed, record.epoch, self.indices.first(batch), occurrence)
 
     # ---- fields
-
-    def _packs_all(self, batch: int, samples: list[object]) -> bool:
-        """Pack all samples of a batch that has one place; False if they do not have one layout."""
-        if self.collates:
-            return False
-        layout = self._infer(samples[0])
-        if layout is None:
-            return False
-        count = len(samples)
-        with suppress(MemoryError):  # the collated batch does not fit either, and becomes an error
-            offset = self._ledger.allocate(batch, layout.fields_nbytes(count))
-            fields = _Fields(0, layout, layout.packer(count), offset, 0, count)
-            if self._pack_run(fields, 0, samples):
-                # A worker that was interrupted here may have offered other fields before.
-                record = LayoutRecord(offset, count, layout)
-                return share_layout(self._ledger, self._segment, batch, record).fields == offset
-        return False
 
     def _pack_run(self, fields: _Fields, k: int, samples: list[object]) -> bool:
         """Copy samples to consecutive places; False if one does not fit the layout or holds strings."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from minato._core import now_ns
 from minato._core.codes import FAILED, STATES
 from minato._support import pickling
+from minato._support.items import item_of
 from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store, StoredIndices
@@ -29,11 +30,12 @@ from minato.observe.trace import LoopTrack, Track
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
-from minato.sampling.resume import DatasetStates, Reported
+from minato.sampling.readers import EpochReaders
+from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.dispatcher import ConsumerWait, Dispatcher, Pool, Schedule
-from minato.scheduling.orders import Assignment, RoundRobin
+from minato.scheduling.orders import Assignment, Hosts, RoundRobin
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_samples import EarlyStart
 from minato.workers.reads import LEAST_LISTS
@@ -93,7 +95,7 @@ class Engine:
         self._window, self._wait_stats = _window(plan), ConsumerWait()
         store = (SharedStore if worker.in_processes else LocalStore)(arena.segment)
         context = WorkerContext(worker, state.layout, store, policy=plan.policy)
-        indices = StoredIndices(self.ledger, store)
+        indices = StoredIndices(self.ledger, store, None if worker.readers is None else item_of)
         self._current_work = CurrentWork(self.ledger, indices, worker.pipeline.transforms.names)
         recovery = self._recovery(context)
         self._pool = make_pool(plan, context, state, recovery)
@@ -131,6 +133,7 @@ class Engine:
         )
         self._costs = CostStats(worker.pipeline.transforms.names)
         self._metrics = self._count(recovery.restart_policy)
+        self._hosted: list[weakref.ref[EpochReaders]] = []  # the readers of the present epoch
         self.afterwards = self._endings()
         self._end = functools.partial(end_engine, self._pool.shut_down, arena, self.afterwards)
         self._finalizer = weakref.finalize(self, self._end)
@@ -202,13 +205,14 @@ class Engine:
             schedule=Schedule(
                 window=self._window,
                 order=worker.order,
-                assignment=_assignment(plan, self._reader.state),
+                assignment=_assignment(plan),
                 early_start=self._early_start,
                 handover=self._state.handover,
                 timeout_s=plan.spec.workers.timeout_s,
                 explain=self._running_samples,
                 one_epoch=not plan.spec.workers.persistent,
-                skips=plan.policy is not None,
+                skips=plan.leaves_places,
+                offers_items=worker.offers_items,
                 drop_short=worker.pipeline.drop_last,
             ),
             wait_stats=self._wait_stats,
@@ -235,6 +239,8 @@ class Engine:
             endings.append(self._window.release_budget)
         if worker.dataset_states is not None:
             endings.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
+        if worker.readers is not None:
+            endings.append(functools.partial(_detach, self._hosted))
         if worker.hands_over:
             endings.append(if_alive(History.learn, self._history, self._state.handover))
         endings.append(self._observers.ending(self._metrics))
@@ -256,6 +262,8 @@ class Engine:
         self._observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
             self._failures.begin(epoch.size())
+        if epoch.readers is not None:
+            self._host_readers(epoch.number, epoch.readers)
         is_right = self._dispatcher.begin(
             batches,
             epoch=epoch.number,
@@ -273,6 +281,19 @@ class Engine:
             self._start()
         self._observers.started()
         return is_right
+
+    def _host_readers(self, number: int, readers: EpochReaders) -> None:
+        """Have the workers' states go to the readers of an epoch."""
+        plan, board = self.plan.worker.readers, self._state.board
+        assert plan is not None
+        slots = plan.slots
+        assert slots is not None
+        if plan.starts.epoch != number:
+            plan.starts.epoch, plan.starts.states = number, readers.starts()
+        slots.clear()
+        readers.board = board
+        readers.state_of = lambda reader, ordinal: slots.newest(reader, board.slot, ordinal)
+        self._hosted[:] = [weakref.ref(readers)]
 
     def shut_down(self) -> None:
         """End the workers; runs by itself when the engine is dropped or the interpreter exits.
@@ -381,8 +402,6 @@ class Engine:
             self._failures.finished += len(item.indices)
         if self._observers:
             samples = item.num_samples
-            if self.plan.worker.pipeline.streams:
-                samples = item.indices[0]
             self._observers.leave(samples, used_bytes, self._snapshot)
 
     def _prepare_workers(self, item: OpenBatch) -> None:
@@ -429,8 +448,6 @@ class Engine:
 
     def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Worker, sample and time in ns of each sample that has run for at least ``least_ns``."""
-        if self.plan.worker.pipeline.streams:
-            return []
         workers, now = range(len(self.meters)), now_ns()
         held = (
             (worker, sample) for worker in workers if (sample := self._current_work.sample(worker))
@@ -481,6 +498,13 @@ class Engine:
         self._dispatcher.cancel_all()
 
 
+def _detach(hosted: list[weakref.ref[EpochReaders]]) -> None:
+    """Keep what is known of the readers of the last epoch without the workers' memory."""
+    for reference in hosted:
+        if (readers := reference()) is not None:
+            readers.detach()
+
+
 def _copier(plan: Plan, arena: Arena, pin: Pin | None, tracer: Tracer) -> Copier | None:
     """The copier of batches that are prefetched, to pinned memory or to a device."""
     if pin is not None:
@@ -498,14 +522,15 @@ def _shared_state(plan: Plan, history: History) -> SharedState:
         positions=_num_positions(plan),
         num_steps=len(worker.pipeline.transforms),
         shared=worker.in_processes,
+        num_readers=0 if worker.readers is None else worker.readers.count,
     )
     state.active.set_count(worker.most_workers)
     # Where a place that a skipped sample leaves is for another one, no batch may begin with places that are kept.
-    fills = plan.policy is not None and not worker.order.keeps_places
+    fills = plan.leaves_places and not worker.order.keeps_places
     optimistic = history.may_travel is None and (fills or not worker.hands_over)
     if worker.pipeline.refetches:
         state.handover.settle(False)
-    elif optimistic or not worker.in_processes:
+    elif optimistic or not worker.in_processes or worker.readers is not None:
         state.handover.settle(True)
     elif history.may_travel is not None:
         state.handover.settle(history.may_travel)
@@ -517,8 +542,10 @@ def _num_positions(plan: Plan) -> int:
     return max(_POSITIONS, 1 << (4 * plan.largest_batch - 1).bit_length())
 
 
-def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Reported] | None]) -> Assignment:
+def _assignment(plan: Plan) -> Assignment:
     worker = plan.worker
+    if worker.readers is not None:
+        return Hosts(worker.readers.hosts)
     if not worker.round_robin:
         return Assignment()
     return RoundRobin(
@@ -526,7 +553,6 @@ def _assignment(plan: Plan, state_of: Callable[[int], tuple[int, Reported] | Non
         in_order=worker.order.in_order,
         capacity=cast(int, plan.batches),
         dataset_states=worker.dataset_states,
-        state_of=state_of,
     )
 
 
@@ -538,9 +564,7 @@ def _window(plan: Plan) -> PrefetchWindow:
     if worker.begins_lists:
         concurrent_batches = plan.first * LEAST_LISTS
     # A window of more batches than the ledger holds would never be full: they would be opened one by one.
-    most = _BATCH_RECORDS
-    if not worker.pipeline.streams:
-        most = min(most, _num_positions(plan) // plan.largest_batch)
+    most = min(_BATCH_RECORDS, _num_positions(plan) // plan.largest_batch)
     if not worker.order.keeps_places:
         # A sample gets a place in the batch max_lag after its own when that batch is opened. By then, its own batch
         # must have been returned: until then, the sample is not late.

@@ -112,8 +112,8 @@ class EngineFactory:
         if session is not None:
             own = None if resumes is None else resumes[1]
             epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
+        persist = spec.workers.persistent or spec.workers.count == 0
         if spec.keeps_dataset_states and epoch.dataset_states is None:
-            persist = spec.workers.persistent or spec.workers.count == 0
             epoch.dataset_states = DatasetStates(spec.max_dataset_states, persist, state)
         return epoch
 

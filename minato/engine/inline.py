@@ -8,14 +8,15 @@ import threading
 import weakref
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from minato._compat import is_profiling
+from minato._compat import ExceptionWrapper, is_profiling
 from minato._core import Lease, now_ns
 from minato._core.codes import Activity
-from minato._support.text import text_of
+from minato._support.items import item_of, name_of
 from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.blobs import Kinds, SampleError, noted
 from minato.batching.builder import BatchBuilder
@@ -24,7 +25,7 @@ from minato.delivery.device import device_copier
 from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
 from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
-from minato.engine.plan import Plan
+from minato.engine.plan import Plan, base_seed_of
 from minato.errors import SKIP, ErrorBudgetError, not_the_end
 from minato.observe.lateness import InOrderLateness
 from minato.observe.meters import CostStats, Meters
@@ -33,14 +34,16 @@ from minato.observe.trace import LoopTrack
 from minato.observe.tracer import NULL_TRACER, Tracer, in_profile
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
+from minato.sampling.readers import EpochReaders, ReaderState
 from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
 from minato.transforms.compose import CollateFn, Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.error_policy import FailureCount, SampleRetry
-from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, fetcher_of
-from minato.workers.plan import WorkerPlan
+from minato.workers.fetch import Fetcher, fetcher_of
+from minato.workers.plan import ReaderStarts, WorkerPlan
+from minato.workers.reading import Host
 from minato.workers.reads import InFlight, Read, close_reads, reads_of
 from minato.workers.runner import Runner, StageRunner
 from minato.workers.shared_state import CurrentSample, SharedReadLimit
@@ -64,6 +67,7 @@ class _Batch(Outgoing):
         occurrences: How often each of them came before in the epoch; None: none did.
         first: Position of its first sample.
         size: Number of its samples, at least 1.
+        missing: Number of items that do not exist, because their reader has ended.
         skipped: Positions of skipped samples.
         num_slow: Number of slow samples.
         began_ns: When its samples began to run.
@@ -73,7 +77,7 @@ class _Batch(Outgoing):
     """
 
     is_made = is_empty = is_prepared = False
-    began_ns = num_slow = 0
+    began_ns = num_slow = missing = 0
     skipped: Sequence[int] = ()
     occurrences: Sequence[int] | None = None
 
@@ -142,9 +146,9 @@ class InlineEngine:
     """
 
     _epoch: Epoch  # since ``begin``, as the following
-    _fetcher: Fetcher | StreamFetcher
+    _fetcher: Fetcher
     _runner: Runner
-    _stream: StreamFetcher | None
+    _host: Host | None  # of the readers of an iterable dataset
     _single: Fetcher | None  # loads samples one by one
     _takes_rows: bool
     _is_entered: bool
@@ -190,7 +194,6 @@ class InlineEngine:
         self._batch: _Batch | None = None
         self._position = 0  # of the first sample of the next batch
         self._num_begun = 0  # epochs
-        self._has_ended = False  # the stream has no more batches in this epoch
         self._tried: Drawn | None = None  # the batch that an interruption has left
         self._batch_bytes = 0
         self._is_started = False
@@ -200,6 +203,8 @@ class InlineEngine:
         self._keep = keep
         self._current = _Current()
         self._is_over = False
+        self._drops_short = pipeline.drop_last and pipeline.batched
+        self._runs_items = pipeline.streams and len(pipeline.transforms) > 0
         self._states: DatasetStates | None = None
         # The first is that of the states, whose epoch is not known yet.
         self.afterwards: list[Callable[[], object]] = [_nothing_to_end]
@@ -227,30 +232,32 @@ class InlineEngine:
         self._num_begun += 1
         self._number = epoch.number
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
-        self._has_ended = self._is_over = False
+        self._is_over = False
         self._states = states = epoch.dataset_states
         if states is not None:
             self.afterwards[0] = if_alive(DatasetStates.keep_present, states)
         self._counted = states if self.plan.worker.round_robin else None
         if self._counted is not None:
             self._counted.begin()
-            self._has_ended = self._counted.each[0].ended
         if not self._is_started:
             if states is not self.plan.worker.dataset_states:
                 worker = self.plan.worker._replace(dataset_states=states)
                 self.plan = dataclasses.replace(self.plan, worker=worker)
-            self._start()
+            self._start(epoch)
             self._is_started = True
         self._observers.started()
         return True
 
-    def _start(self) -> None:
-        """Make what loads the samples of an iterator; that over a stream begins here, as with torch."""
+    def _start(self, epoch: Epoch) -> None:
+        """Make what loads the samples of an iterator; that over an iterable dataset begins here, as with torch."""
         plan = self.plan.worker
         plan.restore_dataset(0)
-        self._fetcher = fetcher = fetcher_of(plan, 0)
-        self._stream = fetcher if isinstance(fetcher, StreamFetcher) else None
-        self._single = None
+        if epoch.readers is None or self._kind is None:  # the runner has the items of readers
+            self._fetcher = fetcher_of(plan)
+        fetcher = self._fetcher
+        self._single = self._host = None
+        if epoch.readers is not None:
+            self._host = self._host_readers(epoch, epoch.readers)
         if self._states is not None:
             self._states.present = fetcher.present
         # Another thread binds no generators, and the program may have given the dataset other methods.
@@ -261,22 +268,41 @@ class InlineEngine:
         self._takes_rows = fetcher.has_rows and not self._builder.collates
         if self._takes_rows:
             self._runner.cost_estimate.draws = False
-        if self._failures is not None and isinstance(fetcher, Fetcher):
+        if self._failures is not None:
             policy, transforms = self.plan.policy, plan.pipeline.transforms
             assert policy is not None
-            self._retry = SampleRetry(0, policy, transforms, self._runner, fetcher)
-        if self._retry is None and self._flight is None and isinstance(fetcher, Fetcher):
+            name = None if self._host is None else item_of
+            self._retry = SampleRetry(0, policy, transforms, self._runner, fetcher, name)
+        if self._retry is None and self._flight is None and self._host is None:
             self._single = None if fetcher.takes_lists else fetcher
         self._idle_since = now_ns()
 
-    def _make_runner(self, fetcher: Fetcher | StreamFetcher) -> None:
+    def _host_readers(self, epoch: Epoch, readers: EpochReaders) -> Host:
+        """Host the readers of an epoch."""
+        worker = self.plan.worker
+        assert worker.readers is not None
+        starts = ReaderStarts(epoch.number, readers.starts())
+        plan, seed = worker.readers._replace(starts=starts), base_seed_of(self.plan.options, epoch)
+        worker = worker._replace(readers=plan, base_seed=seed)
+        self.plan = dataclasses.replace(self.plan, worker=worker)
+        readers.begin(0)
+        host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
+        host.initialise()
+        if not worker.readers.announces:
+            host.begin(0, 0, epoch.number)
+        readers.state_of = functools.partial(_state_of, weakref.ref(host))
+        self.afterwards[0] = if_alive(EpochReaders.detach, readers)
+        return host
+
+    def _make_runner(self, fetcher: Fetcher) -> None:
         plan = self.plan.worker
         pipeline = plan.pipeline
         self._sample_tracer = tracer = plan.tracer(0)
         stage_runner: StageRunner | None = None
-        if not (pipeline.streams or pipeline.refetches or fetcher.takes_lists):
+        has_stages = len(pipeline.transforms) > 0 or not pipeline.streams
+        if has_stages and not (pipeline.refetches or fetcher.takes_lists):
             stage_runner = StageRunner(
-                pipeline.dataset,
+                fetcher.dataset,
                 pipeline.transforms,
                 lease=self._lease,
                 meters=self._meters,
@@ -293,7 +319,7 @@ class InlineEngine:
             occurrences=self._current.occurrences,
             tracer=tracer,
         )
-        if plan.fetching.at_once and isinstance(fetcher, Fetcher):
+        if plan.fetching.at_once:
             self._flight = flight = _reads_in_flight(plan)
             self.afterwards.append(functools.partial(close_reads, weakref.ref(flight.reads)))
             self._runner.cost_estimate.draws = True  # a sample costs far more than binding it does
@@ -325,7 +351,7 @@ class InlineEngine:
         if self._failures is not None:
             self._check_failures(self._failures)
         while True:
-            drawn = None if self._has_ended else self._batches.first()
+            drawn = self._batches.first()
             if drawn is None:
                 self._finish()
                 raise StopIteration
@@ -336,8 +362,7 @@ class InlineEngine:
                 self._make(batch)
                 if batch.is_made:
                     return batch
-            if not self._has_ended:
-                self._drop(batch)
+            self._drop(batch)
 
     def _check_failures(self, failures: FailureCount) -> None:
         try:
@@ -350,16 +375,20 @@ class InlineEngine:
         """Leave out a batch all of whose samples were skipped."""
         batch.is_empty = True
         if self._progress is not None:
-            self._progress.skipped(list(range(batch.first, batch.first + batch.size)), 0)
+            kept = batch.size - batch.missing
+            self._progress.skipped(list(range(batch.first, batch.first + kept)), 0)
+            self._progress.drop(range(batch.first + kept, batch.first + batch.size), 0)
         self._position = batch.first + batch.size
         self._batches.drop(batch.drawn)
 
     def _finish(self) -> None:
         """End the epoch."""
         if self._progress is not None:
-            self._progress.finish(self._has_ended)
+            self._progress.finish()
         if self._states is not None:
             self._states.present = None  # the next epoch begins with the dataset as it is then
+        if self._epoch.readers is not None:
+            self._epoch.readers.state_of = _no_state
         try:
             if self._failures is not None:
                 self._failures.end()
@@ -412,15 +441,10 @@ class InlineEngine:
             return
         error: BaseException | None
         index: object = batch.given
-        if isinstance(fetcher, StreamFetcher):
-            samples, error = self._run_stream(fetcher, batch)
-            if isinstance(error, StreamEnd):
-                self._has_ended = True
-                if self._counted is not None:
-                    self._counted.end_stream(0)
-                return
-            index = None
-        elif self._flight is not None and len(batch.given):
+        if self._host is not None:
+            self._run_items(self._host, batch)
+            return
+        if self._flight is not None and len(batch.given):
             indices = list(batch.given)
             samples, error = self._run_reads(self._flight, batch, indices)
             if error is not None:
@@ -439,13 +463,9 @@ class InlineEngine:
             self._give(batch, None, _error_of(error, index))
             return
         if self._retry is not None and type(samples) is list:
-            kept = [sample for sample in samples if sample is not SKIP]
-            if len(kept) < len(samples):
-                places = enumerate(samples, batch.first)
-                batch.skipped = [position for position, sample in places if sample is SKIP]
-                samples = kept
-                if not kept:
-                    return
+            if not self._kept(batch, samples):
+                return
+            samples = [sample for sample in samples if sample is not SKIP]
         collate = self._builder.collate
         if self._builder.draws and self.plan.worker.seeds_samples:
             collate = functools.partial(self._collated, batch)
@@ -525,13 +545,14 @@ class InlineEngine:
         return samples, None
 
     def _run_retrying(
-        self, fetcher: Fetcher, batch: _Batch, indices: list[object]
+        self, fetcher: Fetcher, batch: _Batch, indices: list[object], k: int = 0
     ) -> tuple[Any, BaseException | None]:
-        """Run samples until one raises for good; SKIP stands for those that are skipped."""
-        samples, error = self._run_singly(fetcher, batch.first, indices)
+        """Run samples k, k+1, … until one raises for good; SKIP stands for those that are skipped."""
+        position = batch.first + k
+        samples, error = self._run_singly(fetcher, position, indices)
         if error is not None and self._retry is not None:
             samples, error = self._retry.complete(
-                *(batch.first, self._number, indices, samples, error),
+                *(position, self._number, indices, samples, error),
                 functools.partial(self._run_singly, fetcher),
             )
         return samples, error
@@ -561,15 +582,65 @@ class InlineEngine:
             return self._run_retrying(fetcher, batch, list(given))
         return results[0] if results else None, error
 
-    def _run_stream(self, stream: StreamFetcher, batch: _Batch) -> tuple[Any, BaseException | None]:
-        """Take a batch from the iterator over an iterable dataset."""
-        (wanted,) = batch.given
-        fetch, runner = functools.partial(stream.batch, self._num_begun), self._runner
-        if runner.is_plain:
-            batches, error = runner.run_unbound(batch.first, 0, [wanted], fetch)
-        else:
-            batches, error = runner.run(batch.first, 0, [wanted], fetch, batch_size=wanted)
-        return batches[0] if batches else None, error
+    def _run_items(self, host: Host, batch: _Batch) -> None:
+        """Have a reader give items, run their transforms, and build their batch."""
+        keys = batch.given
+        with nullcontext() if host.binds else host.turn(keys[0]):
+            samples, error = self._items(host, batch)
+            if error is not None:
+                batch.missing = 0
+                self._give(batch, None, _error_of(error, item_of(keys[len(samples)])))
+                return
+            batch.missing = missing = batch.size - len(samples)
+            if missing == batch.size or (missing and self._drops_short):
+                batch.missing = batch.size
+                return
+            if self._retry is not None and not self._kept(batch, samples):
+                return
+            collate = self._builder.collate
+            if self._builder.draws and self.plan.worker.seeds_samples:
+                collate = functools.partial(self._collated, batch)
+            samples = (
+                [sample for sample in samples if sample is not SKIP] if batch.skipped else samples
+            )
+            self._give(batch, *self._built(batch, samples, collate))
+
+    def _items(self, host: Host, batch: _Batch) -> tuple[list[Any], BaseException | None]:
+        """The samples of a batch of items, until one raises for good; fewer if the reader ends."""
+        keys, runner, number, samples = batch.given, self._runner, self._number, list[Any]()
+        fetcher: Any = self._fetcher
+        while len(samples) < len(keys):
+            done = len(samples)
+            rest = keys[done:] if done else keys
+            with host.turn(rest[0]):
+                taken, error = runner.read(
+                    batch.first + done, number, rest, lambda keys: host.take(keys, 0, number)
+                )
+            items, error = taken or ([], error)
+            if items and self._runs_items:
+                fetcher.dataset.hold(rest, items)
+                items, failure = self._run_retrying(fetcher, batch, rest[: len(items)], done)
+                if failure is not None:
+                    return samples + items, failure
+            samples = samples + items if samples else items
+            if error is None:
+                break
+            if self._retry is not None:
+                failed = len(samples)
+                sample, error = self._retry.give_up(
+                    batch.first + failed, number, keys[failed], error
+                )
+                samples = [*samples, sample]
+            if error is not None:
+                return samples, error
+        return samples, None
+
+    def _kept(self, batch: _Batch, samples: list[Any]) -> bool:
+        """Note which samples were skipped; returns whether others are left."""
+        if SKIP in samples:
+            places = enumerate(samples, batch.first)
+            batch.skipped = [position for position, sample in places if sample is SKIP]
+        return len(batch.skipped) < len(samples)
 
     def _rows(self, fetcher: Fetcher, batch: _Batch) -> Any:
         """A batch of samples that are rows, copied together; None if they must be loaded one by one."""
@@ -604,9 +675,8 @@ class InlineEngine:
 
     def _collate_error(self, batch: _Batch, samples: object, error: BaseException) -> BaseException:
         """The exception that ``next()`` raises for that of ``collate_fn``."""
-        indices, name = list(batch.given), f"the batch of {listed(batch.given)}"
-        if self.plan.worker.pipeline.streams:
-            indices, name = [], "a batch of the iterable dataset"
+        indices = self._names(batch.given)
+        name = f"the batch of {listed(indices)}"
         if isinstance(error, StopIteration):
             error = not_the_end(f"collate_fn, called for {name},", error)
         else:
@@ -638,9 +708,9 @@ class InlineEngine:
         """Prepare what to record of a batch before it is given; each part once."""
         progress, given = self._progress, batch.given
         if progress is not None:
-            positions = range(batch.first, batch.first + batch.size)
+            positions = range(batch.first, batch.first + batch.size - batch.missing)
             batch.records = (progress.returns(positions, 0, batch.num_slow),)
-            if batch.skipped or self._counted is not None:
+            if batch.skipped or batch.missing or self._counted is not None:
                 batch.records = self._more_records(batch, progress)
             progress.last = batch
         if self._tracer.enabled:
@@ -650,10 +720,9 @@ class InlineEngine:
         self._batches.drop(batch.drawn)
         if self._failures is not None:
             self._failures.finished += len(given)
-        samples = len(given) - len(batch.skipped)
-        if self._stream is not None:
-            self._stream.taken.clear()
-            samples = given[0]
+        samples = len(given) - len(batch.skipped) - batch.missing
+        if self._host is not None:
+            self._host.release()
         nbytes = self._batch_bytes = self._builder.nbytes
         self._observers.leave(samples, nbytes, self._snapshot)
         if self.arena.num_slots:
@@ -661,10 +730,13 @@ class InlineEngine:
         batch.is_prepared = True
 
     def _more_records(self, batch: _Batch, progress: Progress) -> list[Callable[[], object]]:
-        """All records of a batch with skipped samples, or of a stream whose state is counted."""
+        """All records of a batch with samples that are skipped or missing, or whose dataset has a state."""
         records = [*batch.records]
         if batch.skipped:
             records.insert(0, functools.partial(progress.skipped, list(batch.skipped), 0))
+        if batch.missing:
+            end = batch.first + batch.size
+            records.append(functools.partial(progress.drop, range(end - batch.missing, end), 0))
         if self._counted is not None:
             records.append(self._counted.counts(0))
         return records
@@ -695,20 +767,36 @@ class InlineEngine:
             self._end()
             self._finalizer.detach()
 
+    def _names(self, indices: Sequence[Any]) -> list[Any]:
+        """Names of samples in messages."""
+        return list(indices) if self._host is None else list(map(item_of, indices))
+
     def running(self, least_ns: int) -> list[tuple[int, CurrentSample, int]]:
         """Worker, sample and time in ns of the sample that runs, if it has run for at least ``least_ns``."""
         position, started_ns, step = self._lease.state()
         batch, epoch, taken_ns = self._batch, self._epoch, now_ns() - started_ns
-        if position is None or batch is None or self.plan.worker.pipeline.streams:
+        if position is None or batch is None:
             return []
         k = position - batch.first
         if taken_ns < least_ns or not 0 <= k < len(batch.given):
             return []
         names = self.plan.worker.pipeline.transforms.names
         name = names[step] if 0 <= step < len(names) else None
-        index = list(batch.given)[k]
+        index = self._names(batch.given)[k]
         sample = CurrentSample(position, index, epoch.number, epoch.seed, name, started_ns)
         return [(0, sample, taken_ns)]
+
+
+def _state_of(
+    host: weakref.ref[Host], reader: int, ordinal: int
+) -> ReaderState | ExceptionWrapper | None:
+    """The present state of a reader of this process; None: it has none, or its host is gone."""
+    found = host()
+    return None if found is None else found.present(reader)
+
+
+def _no_state(reader: int, ordinal: int) -> None:
+    return None
 
 
 def _transformed(runner: Runner, read: Read, transforms: Transforms, index: object) -> Any:
@@ -749,6 +837,6 @@ def _as_it_is(batch: object) -> Any:
 def _error_of(error: BaseException, index: object) -> BaseException:
     """The exception that ``next()`` raises for that of a sample; ``index`` None: of a batch."""
     if isinstance(error, StopIteration):
-        source = "a batch" if index is None else f"the sample with index {text_of(index)}"
+        source = "a batch" if index is None else name_of(index)
         error = not_the_end(source, error)
     return SampleError(error, index).exception()

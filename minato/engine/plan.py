@@ -16,12 +16,13 @@ from minato.observe.trace import Tracks
 from minato.options import Options
 from minato.sampling.epoch import Epoch
 from minato.sampling.samplers import largest_batch
-from minato.scheduling.orders import make_order
+from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_samples import SlowThreshold
 from minato.workers.error_policy import FailureCount, FailureHandler, FailureLog
-from minato.workers.plan import Pipeline, WorkerPlan
+from minato.workers.plan import Pipeline, ReaderPlan, ReaderStarts, WorkerPlan
+from minato.workers.reading import StateSlots
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "base_seed_of"]
 
 _SHARE_OF_MEMORY = 4
 """The default budget of all loaders of a node is available memory divided by this."""
@@ -84,8 +85,9 @@ class Plan:
         batches: int | None = None
         if spec.workers.count == 0:
             batches = 1
-        elif worker.round_robin or spec.workers.bounds_prefetch:
-            batches = most_workers * (spec.workers.prefetch_factor or 0)
+        elif worker.round_robin or spec.workers.bounds_prefetch or _sends_each_state(worker):
+            # Each reader has as many as one of torch's workers.
+            batches = max(most_workers, spec.sampling.readers) * (spec.workers.prefetch_factor or 0)
         return cls(
             spec=spec,
             worker=worker,
@@ -113,6 +115,13 @@ class Plan:
         return context
 
     @property
+    def leaves_places(self) -> bool:
+        """Whether samples may leave their places to others: they are skipped, or their reader ends before."""
+        worker = self.worker
+        ends = worker.readers is not None and not worker.order.keeps_places
+        return self.policy is not None or ends or worker.offers_items
+
+    @property
     def shares_budget(self) -> bool:
         """Whether the loaders of this process divide the budget among them."""
         return self.options.memory_budget is None and self.first > 0
@@ -125,6 +134,7 @@ class Plan:
             self.first == worker.most_workers
             and not worker.round_robin
             and worker.dataset_states is None
+            and worker.readers is None
         )
 
     def slow_threshold(self, costs: Histogram | None) -> SlowThreshold:
@@ -156,25 +166,60 @@ def _worker_plan(
     streams = spec.sampling.streams
     if not streams and fetcher_is_replaced():
         _refuse_single_samples(options)
-    base_seed = epoch.base_seed
-    if options.seed is not None:
-        base_seed = mix_seed(options.seed, epoch.number, 0) >> 2
+    order = make_order(options.order, options.max_lag)
     return WorkerPlan(
         pipeline=_pipeline(spec),
         method=options.worker_kind,
         in_main_process=in_main_process,
         most_workers=most_workers,
         init_fn=spec.workers.init_fn,
-        base_seed=base_seed,
-        seeds_samples=options.seeds_samples and not streams,
-        order=make_order(options.order, options.max_lag),
-        round_robin=streams or options.compat == "torch",
+        base_seed=base_seed_of(options, epoch),
+        # What a reader alone makes is as with torch.
+        seeds_samples=options.seeds_samples
+        and (not streams or len(spec.transforms) > 0 or not order.keeps_places),
+        order=order,
+        round_robin=options.compat == "torch" and not streams,
         dataset_states=dataset_states,
-        state_every=options.snapshot_every_n_steps or None,
+        readers=_readers(spec, epoch, in_main_process, most_workers, order) if streams else None,
         fetching=options.fetch_concurrency,
         stats=bool(options.observe.stats),
         tracks=tracks,
     )
+
+
+def base_seed_of(options: Options, epoch: Epoch) -> int:
+    """The seed to which the number of a worker, or of a reader, is added for its generators."""
+    if options.seed is None:
+        return epoch.base_seed
+    return mix_seed(options.seed, epoch.number, 0) >> 2
+
+
+def _readers(
+    spec: LoaderSpec, epoch: Epoch, in_main_process: bool, most_workers: int, order: Order
+) -> ReaderPlan:
+    """The readers of an iterable dataset."""
+    count, every = spec.sampling.readers, spec.options.snapshot_every_n_steps or None
+    assert epoch.readers is not None
+    slots: StateSlots | None = None
+    if not in_main_process:
+        depth = 2
+        if isinstance(every, int):
+            depth += -(-2 * (spec.workers.prefetch_factor or 1) // every) + 1
+        slots = StateSlots(count, depth)
+    return ReaderPlan(
+        count=count,
+        hosts=1 if in_main_process else most_workers,
+        announces=not in_main_process or spec.options.readers is not None,
+        batch=(spec.sampling.batch_size or 1) if order.keeps_places else 1,
+        every=every,
+        starts=ReaderStarts(epoch.number, epoch.readers.starts()),
+        slots=slots,
+    )
+
+
+def _sends_each_state(worker: WorkerPlan) -> bool:
+    """Whether the readers keep a state after so many batches, so that few may be ahead."""
+    return worker.readers is not None and isinstance(worker.readers.every, int)
 
 
 def _pipeline(spec: LoaderSpec) -> Pipeline:

@@ -78,8 +78,8 @@ class LoaderSpec:
 
     @property
     def keeps_dataset_states(self) -> bool:
-        """Whether each worker's copy of the dataset has a state of its own."""
-        return self.sampling.streams or is_stateful(self.dataset)
+        """Whether each worker's copy of a map-style dataset has a state of its own."""
+        return not self.sampling.streams and is_stateful(self.dataset)
 
     @property
     def max_dataset_states(self) -> int:

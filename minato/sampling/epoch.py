@@ -15,7 +15,8 @@ import torch
 
 from minato._compat import fetcher_is_replaced
 from minato._core import spread_seed
-from minato._support.objects import length_of, takes_lists
+from minato._support.objects import attribute, length_of, takes_lists
+from minato._support.values import plain as plain_value
 from minato.observe.lateness import Lateness
 from minato.sampling.progress import (
     NOTHING,
@@ -25,6 +26,7 @@ from minato.sampling.progress import (
     Tally,
     remaining_batches,
 )
+from minato.sampling.readers import EpochReaders
 from minato.sampling.replay import OrderRecord, Origin
 from minato.sampling.resume import DatasetStates, LoaderState, SamplerState, is_stateful, signature
 from minato.sampling.samplers import (
@@ -43,7 +45,6 @@ from minato.sampling.samplers import (
     next_sampler,
     occurrence_counter,
     set_sampler_epoch,
-    stream_batches,
 )
 
 __all__ = ["Epoch", "NextEpoch", "Position", "Seeds"]
@@ -104,7 +105,8 @@ class Epoch:
         base_seed: torch's draw for the workers.
         seeds: From which the randomness of samples is drawn, in this epoch and others of the same iterator.
         seed: From which the randomness of its samples starts.
-        dataset_states: The states of the workers' datasets; None if they have none.
+        dataset_states: The states of the workers' copies of a map-style dataset; None if they have none.
+        readers: The readers of an iterable dataset, or None.
         has_started: Whether its iterator has begun it; until then, an interrupted ``iter()`` begins it once more.
         replaces: The epoch in whose place it begins, because ``set_epoch`` came after ``iter()``; None: in no other's.
         is_resumed: Whether it began with a state.
@@ -127,6 +129,7 @@ class Epoch:
         self.base_seed = self.seed = 0
         self.seeds = Seeds(0)
         self.dataset_states: DatasetStates | None = None
+        self.readers: EpochReaders | None = None
         self.has_started = False
         self.replaces: Epoch | None = None
         self.is_resumed = state is not None
@@ -193,8 +196,14 @@ class Epoch:
         """
         spec, state = self._spec, self._state
         begin: Callable[[], Source] = functools.partial(self._from_start, indices)
+        readers = self.readers
+        if readers is not None:
+            self.progress.readers = readers
+            readers.arrived = self.progress.arrived
+            self._state = self._default = None
+            return IndexBatches(readers.source, readers.again, self.progress.requested)
         try:
-            if spec.streams or spec.replay is not None or state is not None:
+            if spec.replay is not None or state is not None:
                 source = self._source(state, indices)
                 begin = lambda: source  # noqa: E731
         finally:
@@ -215,12 +224,6 @@ class Epoch:
             indices: A new ``iter(sampler)``; None: the sampler is asked for one.
         """
         spec = self._spec
-        if spec.streams:
-            endless = stream_batches(spec.index_sampler, spec.batched)
-            if endless is not None:  # as nearly always
-                return endless
-            indices = iter(spec.index_sampler) if indices is None else indices
-            return Source([len(one) if spec.batched else 1] for one in indices)
         if spec.replay is not None:
             recorded = (Recurring.of(*pair) for pair in spec.replay.batches(self.number))
             return Source(recorded) if state is None else self._after(state, lambda _: recorded)
@@ -320,6 +323,7 @@ class Position:
         self._chosen: int | None = None  # number of the next epoch, if set_epoch was called
         self._predicts = True
         self._sampler_epoch: int | None = 0  # what it was when the last epoch began
+        self._dataset_epoch: int | None = None
         self._seeds: Seeds | None = None  # of the last epoch, in a copy
         self._loaded: LoaderState | None = None
 
@@ -357,9 +361,12 @@ class Position:
         return other
 
     def _pending(self) -> LoaderState | None:
-        """The loaded state, until an epoch has started with it."""
-        if self.last is not None and self.last.has_started:
-            self._loaded = None
+        """The loaded state, until a batch was returned after it."""
+        last = self.last
+        if last is not None and last.has_started:
+            last.progress.settle()
+            if last.progress.batches or last.progress.finished:
+                self._loaded = None
         return self._loaded
 
     def _may_predict(self) -> bool:
@@ -404,8 +411,41 @@ class Position:
             epoch = begin(number, drawn_epoch=drawn_epoch, restored=restored)
         if persists and last is not None:
             epoch.dataset_states = last.dataset_states  # its workers keep theirs
+        if spec.streams:
+            epoch.readers = self._readers(spec, loaded, last if persists else None)
         self._begin(epoch, sampler)
         return epoch, None if loaded is None else loaded.dataset_states
+
+    def _readers(
+        self, spec: SamplingSpec, loaded: LoaderState | None, last: Epoch | None
+    ) -> EpochReaders:
+        """The readers in the epoch that begins.
+
+        Args:
+            last: The epoch before it, if the copies of the dataset stay.
+        """
+        resumed = None if loaded is None else loaded.readers
+        if resumed is not None and spec.rereads:
+            resumed = {**resumed, "each": [{**each, "state": None} for each in resumed["each"]]}
+        if loaded is None and last is not None and last.readers is not None:
+            resumed = last.readers.between_epochs()
+        readers = EpochReaders(
+            spec.readers,
+            spec.batch_size or 1,
+            in_turn=spec.order == "strict",
+            persist=spec.persists_datasets,
+            resumed=resumed,
+        )
+        of_dataset, sets_epoch = _dataset_epoch(spec.dataset), _sets_epoch(spec.dataset)
+        if sets_epoch and readers.set_epoch is None:
+            if loaded is not None and not loaded.finished:
+                readers.set_epoch = loaded.epoch
+            elif self._chosen is not None:
+                readers.set_epoch = self._chosen
+            elif last is not None and of_dataset != self._dataset_epoch:
+                readers.set_epoch = of_dataset
+        self._dataset_epoch = of_dataset
+        return readers
 
     def _next(self, sampler: object, persists: bool) -> tuple[int, int]:
         """Number and ``drawn_epoch`` of the next epoch, which starts at its beginning."""
@@ -454,6 +494,9 @@ class Position:
             spec, chosen, drawn_epoch=chosen, state=state, prefetches_next=last.prefetches_next
         )
         other.dataset_states, other.replaces = last.dataset_states, last
+        if spec.streams:
+            other.readers = self._readers(spec, None, last)
+            other.readers.set_epoch = chosen if _sets_epoch(spec.dataset) else None
         self._begin(other, sampler)
         return other
 
@@ -470,13 +513,27 @@ class Position:
         if last is None or progress is None or progress.finished:
             epoch = self._number if chosen is None else chosen - 1
             plain = None if states is None else states.between_epochs()
+            between = (
+                None if last is None or last.readers is None else last.readers.between_epochs()
+            )
             if not spec.has_workers and is_stateful(spec.dataset):
-                plain = DatasetStates.alone(spec.dataset.state_dict())
-            return LoaderState(facts, epoch, True, draw.idle_state(), plain).to_plain()
+                if spec.streams:
+                    own = spec.persists_datasets
+                    between = EpochReaders.alone(spec.dataset.state_dict()) if own else None
+                else:
+                    plain = DatasetStates.alone(spec.dataset.state_dict())
+            return LoaderState(
+                facts, epoch, True, draw.idle_state(), plain, readers=between
+            ).to_plain()
         done = progress.done()  # first: it records the last batch
         plain, drawn = None if states is None else states.to_plain(), last.draw.taken()
         seeds = last.base_seed, last.drawn_epoch
-        return LoaderState(facts, last.number, False, drawn, plain, *seeds, done).to_plain()
+        readers = None if last.readers is None else last.readers.to_plain()
+        if readers is not None and readers["set_epoch"] is None:
+            readers["set_epoch"] = _dataset_epoch(spec.dataset)
+        return LoaderState(
+            facts, last.number, False, drawn, plain, *seeds, done, readers
+        ).to_plain()
 
     def load(self, spec: SamplingSpec, state: object, copies: int) -> None:
         """Set the state that the next iterator resumes.
@@ -504,6 +561,16 @@ class Position:
         if self.last is not None:
             return self.last.progress.coverage()
         return Progress(*(self.resumes or (self.epoch,))).coverage()
+
+
+def _sets_epoch(dataset: object) -> bool:
+    return callable(attribute(dataset, "set_epoch"))
+
+
+def _dataset_epoch(dataset: object) -> int | None:
+    """The epoch that an iterable dataset with ``set_epoch`` has, if it shows it."""
+    epoch = attribute(dataset, "epoch") if _sets_epoch(dataset) else None
+    return value if epoch is not None and isinstance(value := plain_value(epoch), int) else None
 
 
 def _set_seeded(sampler: object, epoch: int) -> bool:

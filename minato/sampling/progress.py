@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from minato._core import Arrivals, sum_of_hashes
 from minato._support.hashes import index_hash
+from minato._support.items import item_of
 from minato.errors import CoverageError
 from minato.observe.lateness import Lateness
+from minato.sampling.readers import EpochReaders
 from minato.sampling.replay import OrderRecord
 from minato.sampling.samplers import Batch, Recurring, unmarked
 
@@ -208,6 +210,7 @@ class Progress:
         record: Records the order of the batches; None without ``Record``.
         length: Returns the number of batches that remain when the epoch begins; None if it is unknown.
         part: Batches of this rank, which a state holds if several ranks share the epoch; None otherwise.
+        readers: Those of an iterable dataset, or None.
     """
 
     def __init__(self, epoch: int, done: Completed | None = None) -> None:
@@ -219,6 +222,7 @@ class Progress:
         self.record: OrderRecord | None = None
         self.length: Callable[[], int | None] = lambda: None
         self.part: RankProgress | None = None
+        self.readers: EpochReaders | None = None
         self._before = before = done or Completed()
         self._last_batch: tuple[list[int] | range, int] = [], 0
         self._requested = 0  # batches
@@ -306,13 +310,29 @@ class Progress:
 
     def skipped(self, positions: list[int], start: int) -> None:
         """Note skipped samples. Called before the batch that they belong to is delivered."""
+        readers = self.readers
+        if readers is not None and positions:
+            missing = {number + start for number in readers.missing([p - start for p in positions])}
+            self.drop(sorted(missing), start)
+            positions = [position for position in positions if position not in missing]
         self._arrivals.skip(positions, start)
 
-    def finish(self, dropped: bool = False) -> None:
-        """Note the end of the epoch.
+    def missing(self, keys: Sequence[Any]) -> int:
+        """How many of the last items of one reader do not exist, because it has ended before."""
+        readers = self.readers
+        if readers is None or not keys:
+            return 0
+        end = readers.board.end(item_of(keys[0]).reader)
+        if end is None or item_of(keys[-1]).ordinal < end:
+            return 0
+        return sum(item_of(key).ordinal >= end for key in keys)
 
-        Args:
-            dropped: Batches that are not delivered do not exist: the streams of an iterable dataset have ended.
+    def drop(self, positions: Sequence[int], start: int) -> None:
+        """Note that items do not exist."""
+        self._arrivals.drop(positions, start)
+
+    def finish(self) -> None:
+        """Note the end of the epoch.
 
         Raises:
             CoverageError: Samples were lost or repeated.
@@ -320,8 +340,6 @@ class Progress:
         if self.finished:
             return
         self.settle()
-        if dropped:
-            self._arrivals.drop()
         arrivals = self._arrivals
         missing = [
             asked - delivered - skipped - dropped
@@ -345,6 +363,10 @@ class Progress:
         """Return the tally of the indices that were requested in this run."""
         return Tally(*self._arrivals.asked).minus(self._before.expected)
 
+    def arrived(self) -> tuple[int, list[int]]:
+        """Return which samples of this run are done, by number: that of the first that is not, and those above it."""
+        return self._arrivals.prefix, self._arrivals.beyond
+
     def num_samples(self) -> tuple[int, int, int]:
         """Return the numbers of requested, delivered and outstanding samples so far."""
         self.settle()
@@ -365,9 +387,12 @@ class Progress:
         """Return the complete part of the epoch, of this run and earlier ones."""
         self.settle()
         arrivals = self._arrivals
-        numbers = [(0, arrivals.prefix), *((number, number + 1) for number in arrivals.beyond)]
+        ranges: Ranges = ()
+        if self.readers is None:
+            numbers = [(0, arrivals.prefix), *((number, number + 1) for number in arrivals.beyond)]
+            ranges = self._before.extended(numbers)
         return Completed(
-            self._before.extended(numbers),
+            ranges,
             self._before.batches + self.batches,
             Tally(*arrivals.delivered),
             Tally(*arrivals.skipped),

@@ -20,6 +20,7 @@ import torch
 from minato._compat import ExceptionWrapper
 from minato._support.objects import attribute, is_exactly, length_of
 from minato.sampling.progress import Completed, Tally
+from minato.sampling.readers import ReaderState
 from minato.sampling.samplers import (
     DRAWS_AT_FIRST,
     DRAWS_NOTHING,
@@ -39,7 +40,7 @@ __all__ = [
     "signature",
 ]
 
-_VERSION = 2
+_VERSION = 3
 _INT64 = 1 << 63
 _FAMILY = "minato.DataLoader"
 _WORDS = {
@@ -47,9 +48,15 @@ _WORDS = {
     "dataset_length": "len(dataset)",
     "sampler": "the sampler's type",
     "batched": "whether batches are made",
+    "readers": "the number of readers of the dataset",
     "sampler_length": "the number of batches",
     "generators": "the number of generators given to the loader and its samplers",
     "stateful_samplers": "the number of samplers with state_dict()",
+}
+
+
+_REMEDIES = {
+    "readers": "; give readers={}, which stays the same while num_workers may change",
 }
 
 
@@ -271,15 +278,11 @@ class DatasetState:
 
     Attributes:
         dataset: Result of the dataset's ``state_dict()``, None if it has none.
-        iterator: Result of the ``state_dict()`` of ``iter(dataset)``, if that is another object.
         batches: Batches of the epoch that were returned after this state was taken, or since the epoch began.
-        ended: Whether the stream of this copy has ended in this epoch.
     """
 
     dataset: Any = None
-    iterator: Any = None
     batches: int = 0
-    ended: bool = False
 
 
 Reported: TypeAlias = DatasetState | ExceptionWrapper
@@ -331,11 +334,6 @@ class DatasetStates:
     def _count(self, number: int, state: DatasetState, batches: int) -> None:
         self.next_worker = (number + 1) % len(self.each)
         state.batches = batches
-
-    def end_stream(self, number: int) -> None:
-        """Mark the stream of worker ``number`` as ended."""
-        self.next_worker = (number + 1) % len(self.each)
-        self.each[number].ended = True
 
     def update(self, number: int, state: Reported) -> None:
         """Store the state that came with a batch of worker ``number``, or the error of its ``state_dict()``."""
@@ -399,10 +397,11 @@ class LoaderState:
         epoch: Number of the epoch: the present one, or the last.
         finished: No epoch has begun, or the last one has ended.
         draw: The states of generators and samplers, of ``SamplerState``.
-        dataset_states: Result of ``DatasetStates``; None: the dataset has none, or starts afresh.
+        dataset_states: Result of ``DatasetStates``; None: a map-style dataset has none, or starts afresh.
         base_seed: torch's draw for the workers.
         drawn_epoch: Number of the epoch in which the random numbers of samples are drawn from that seed.
         done: The complete part of the epoch.
+        readers: Result of ``EpochReaders.to_plain`` or ``between_epochs``; None: there are none, or they start afresh.
     """
 
     loader: dict[str, Any]
@@ -413,6 +412,7 @@ class LoaderState:
     base_seed: int = 0
     drawn_epoch: int = 0
     done: Completed = _NOTHING_DONE
+    readers: dict[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return a copy as plain data, apart from the ``state_dict()`` of samplers and datasets."""
@@ -452,9 +452,10 @@ class LoaderState:
         for name, value in mine.items():
             theirs = plain["loader"].get(name)
             if theirs != value:
+                remedy = _REMEDIES.get(name, "").format(theirs)
                 raise ValueError(
                     f"the state belongs to another loader: {_WORDS.get(name, name)} was {theirs!r} when it was taken "
-                    f"and is {value!r} here"
+                    f"and is {value!r} here{remedy}"
                 )
         parts = {**_ALWAYS, **({} if plain.get("finished") is True else _UNFINISHED)}
         for name, fits in parts.items():
@@ -512,6 +513,7 @@ def signature(spec: SamplingSpec, draw: SamplerState) -> dict[str, Any]:
         "drop_last": spec.drop_last,
         "order": spec.order,
         "seed": spec.seed,
+        "readers": spec.readers,
         "generators": draw.num_generators,
         "stateful_samplers": draw.num_stateful,
         "sampler_epoch": epoch,
@@ -538,28 +540,55 @@ def _are_dataset_states(value: object) -> bool:
             isinstance(each, dict)
             and each.keys() == vars(DatasetState()).keys()
             and _is_count(each["batches"])
-            and isinstance(each["ended"], bool)
             for each in value["each"]
         )
     )
 
 
+def _are_readers(value: object) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("each"), list)
+        and _is_count(value.get("turn"))
+        and value["turn"] < max(len(value["each"]), 1)
+        and (value.get("set_epoch") is None or _is_int64(value["set_epoch"]))
+        and all(_is_reader(each) for each in value["each"])
+    )
+
+
+def _is_reader(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"done", "end", "state"}:
+        return False
+    state, end = value["state"], value["end"]
+    is_state = state is None or (
+        isinstance(state, dict)
+        and state.keys() == vars(ReaderState()).keys()
+        and _is_count(state["ordinal"])
+    )
+    return is_state and (end is None or _is_count(end)) and _are_ranges(value["done"])
+
+
+def _are_ranges(value: object) -> bool:
+    pairs = (list, tuple)
+    if not isinstance(value, pairs) or not all(isinstance(p, pairs) and len(p) == 2 for p in value):
+        return False
+    bounds = [bound for pair in value for bound in pair]
+    return all(map(_is_count, bounds)) and all(a < b for a, b in itertools.pairwise(bounds))
+
+
 def _is_done(value: object) -> bool:
     if not isinstance(value, dict) or value.keys() != set(Completed._fields):
         return False
-    tallies, ranges = (value["delivered"], value["skipped"]), value["ranges"]
-    pairs = (list, tuple)
-    if not isinstance(ranges, pairs) or not all(
-        isinstance(pair, pairs) and len(pair) == 2 for pair in (*tallies, *ranges)
-    ):
+    tallies, pairs = (value["delivered"], value["skipped"]), (list, tuple)
+    if not all(isinstance(pair, pairs) and len(pair) == 2 for pair in tallies):
         return False
-    bounds = [bound for pair in ranges for bound in pair]
     return (
         _is_count(value["batches"])
         and all(_is_count(samples) for samples, _ in tallies)
         and all(isinstance(hashed, int) and 0 <= hashed < 2 * _INT64 for _, hashed in tallies)
-        and all(map(_is_count, bounds))
-        and all(one < next_one for one, next_one in itertools.pairwise(bounds))
+        and _are_ranges(value["ranges"])
     )
 
 
@@ -568,6 +597,7 @@ _ALWAYS: dict[str, Callable[[Any], bool]] = {
     "finished": lambda value: isinstance(value, bool),
     "draw": lambda value: isinstance(value, dict),
     "dataset_states": _are_dataset_states,
+    "readers": _are_readers,
 }
 """Parts of any state, and their checks; the states of samplers and datasets are theirs."""
 _UNFINISHED: dict[str, Callable[[Any], bool]] = {

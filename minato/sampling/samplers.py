@@ -58,7 +58,6 @@ __all__ = [
     "ranked",
     "sampler_at_rank",
     "set_sampler_epoch",
-    "stream_batches",
     "unmarked",
 ]
 
@@ -91,6 +90,9 @@ class SamplingSpec:
             of a sample does not depend on earlier samples.
         replay: The order of the epochs in a file, in place of the sampler's, or None.
         rank: Text that names this rank, if several share a pool, or None.
+        readers: Number of readers of an iterable dataset; 0: it is map-style.
+        persists_datasets: The copies of the dataset stay for the next epoch.
+        rereads: A resumed epoch is read from its beginning, whatever state the dataset has.
     """
 
     dataset: Any
@@ -108,6 +110,9 @@ class SamplingSpec:
     record_order: str | None
     replay: RecordedOrder | None
     rank: str | None
+    readers: int = 0
+    persists_datasets: bool = False
+    rereads: bool = False
 
     @property
     def divides_batches(self) -> str | None:
@@ -327,18 +332,6 @@ def drawn_ahead(index_sampler: object, batched: bool) -> int:
     else:
         known = is_exactly(sampler, (SequentialSampler, SeededSampler))
     return max(min(_MOST_AHEAD, _INDICES_AHEAD // size), 1) if known else 1
-
-
-def stream_batches(index_sampler: object, batched: bool) -> Source | None:
-    """Return the batches of a stream, each the number of its samples, if torch's own sampler tells no more."""
-    sampler, size = index_sampler, 1
-    if batched:
-        if type(index_sampler) is not BatchSampler:
-            return None
-        sampler, size = index_sampler.sampler, index_sampler.batch_size
-    if type(sampler) is not EndlessSampler:
-        return None
-    return Source(itertools.repeat([size]), may_die=False, ahead=_MOST_AHEAD)
 
 
 def largest_batch(index_sampler: object, batched: bool) -> int:

@@ -117,6 +117,14 @@ class RetiringBatches:
         records: list[Callable[[], object]] = []
         occupants, num_slow = ledger.occupants(item.record), ledger.num_slow(item.record)
         item.num_samples = len(item.indices)
+        if item.bound and (missing := progress.missing(item.indices)):
+            first, occupants = len(occupants) - missing, occupants[: len(occupants) - missing]
+            records.append(
+                functools.partial(
+                    progress.drop, range(item.first + first, item.first + first + missing), start
+                )
+            )
+            item.num_samples -= missing
         if self.skips:
             skipped = ledger.skipped(item.record) if self.keeps_places else []
             if self.keeps_places:
@@ -137,6 +145,11 @@ class RetiringBatches:
         if self.keeps_places and self.skips:
             progress.skipped(self.ledger.skipped(item.record), _start(item))
         progress.skipped(self.ledger.occupants(item.record), _start(item))
+
+    def note_missing(self, item: OpenBatch) -> None:
+        """Record that a batch has no items, because their reader has ended before."""
+        positions = range(item.first, item.first + len(item.indices))
+        self._progress_of(item).drop(positions, _start(item))
 
     def add_empty(self, item: OpenBatch) -> None:
         """Add a batch without samples, and discard its memory."""

@@ -44,6 +44,8 @@ _STAYS_WHOLE = (
     "tuples and dictionaries of these (in_order=False alone means order='arrival')"
 )
 _ALL_WORKERS = (1 << 31) - 1
+_TABLE_NBYTES = 16
+"""For each sample, of the table of items that workers offer to each other."""
 
 
 STOPPED_S = 1.0
@@ -111,6 +113,7 @@ class Schedule(NamedTuple):
         timeout_s: torch's ``timeout``; 0: none.
         explain: Names the running samples, for the error of the timeout.
         one_epoch: Whether the workers may leave when nothing is left to do in the first epoch.
+        offers_items: Whether workers offer the items of an iterable dataset to each other, in a slot of their batch.
         drop_short: Whether a batch that lacks samples is dropped if none are left to fill it.
     """
 
@@ -123,6 +126,7 @@ class Schedule(NamedTuple):
     explain: Callable[[], str] = str
     one_epoch: bool = False
     skips: bool = False
+    offers_items: bool = False
     drop_short: bool = False
 
 
@@ -164,6 +168,7 @@ class Dispatcher:
         self._timeout_s, self._explain = schedule.timeout_s, schedule.explain
         # Workers must stay until it is known which places remain empty.
         self._one_epoch = schedule.one_epoch and (order.keeps_places or not skips)
+        self._offers_items = schedule.offers_items
         self._fills_skipped = skips and not order.keeps_places
         self._drops_short = schedule.drop_short and not order.keeps_places
 
@@ -243,6 +248,8 @@ class Dispatcher:
             self.cancel(prefetched)
             self._assignment.reset()
             self._open_epoch(epoch, seed, progress)
+        if progress.readers is not None:
+            progress.readers.begin(self._epoch.slot)
         self._batches = batches
         self._predict_next = predict_next
         self._progress = progress
@@ -328,7 +335,7 @@ class Dispatcher:
                 pass
             elif self.over:
                 if self._progress is not None:
-                    self._progress.finish(self._assignment.over)
+                    self._progress.finish()
                 raise StopIteration
             else:
                 left_s = self._wait(seen, left_s)
@@ -351,7 +358,7 @@ class Dispatcher:
         """Whether a complete batch has no samples to return, or is dropped as a short one; records that, if so."""
         record = self._ledger.describe(item.record)
         if record.flags & ENDED:
-            self._assignment.ended(item.owner, item.record)
+            self._retiring.note_missing(item)
             return True
         if not record.flags & SKIPPED:
             return False
@@ -517,11 +524,8 @@ class Dispatcher:
                     "batch_sampler an attribute batch_size, the size of its largest batch, or split it"
                 )
             return False
-        owner = self._assignment.choose(self._held)
+        owner = self._assignment.choose(drawn.indices, self._held)
         if owner is None:
-            if self._assignment.over:
-                self._exhausted = True
-                self._run_dry()
             return False
         item = self._publish(drawn, owner)
         if self._early_start is not None:
@@ -580,12 +584,26 @@ class Dispatcher:
             except BaseException:
                 self._storage.slots.release(indices_slot)
                 raise
+        if self._offers_items:
+            indices_slot = self._storage.slots.acquire()
+            offset, nbytes = indices_slot.start, indices_slot.end - indices_slot.start
+            self._storage.slots.segment.array[offset : offset + _TABLE_NBYTES * count] = 0
         slot, epoch = self._storage.slots.acquire(), self._epoch
         bound = self._order.keeps_places
         if self._handover is not None:
             bound = self._handover.keeps_batches
         item = OpenBatch(
-            *(-1, indices, slot, indices_slot, offset, epoch, owner, bound, opened_ns),
+            *(
+                -1,
+                indices,
+                slot,
+                indices_slot,
+                0 if fits_ledger else offset,
+                epoch,
+                owner,
+                bound,
+                opened_ns,
+            ),
             drawn=drawn,
             first=self._ledger.tail,
         )

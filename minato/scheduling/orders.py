@@ -6,11 +6,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from minato.sampling.resume import DatasetStates, Reported
+from minato._support.items import item_of
+from minato.sampling.resume import DatasetStates
 
-__all__ = ["Assignment", "BatchOrder", "Order", "RoundRobin", "make_order"]
+__all__ = ["Assignment", "BatchOrder", "Hosts", "Order", "RoundRobin", "make_order"]
 
 _Batch = TypeVar("_Batch")
 
@@ -126,18 +127,14 @@ class Assignment:
     runs_cancelled = False
     """Whether cancelled batches still run to their end, because the content of later ones depends on it."""
 
-    @property
-    def over(self) -> bool:
-        """Whether no worker takes another batch of this epoch."""
-        return False
-
     def reset(self) -> None:
         """Begin an epoch."""
 
-    def choose(self, held: Callable[[int], int]) -> int | None:
+    def choose(self, indices: Any, held: Callable[[int], int]) -> int | None:
         """The owner of the next batch; None if no worker can take one now.
 
         Args:
+            indices: Of the batch.
             held: Returns how many open batches an owner has.
         """
         return 0
@@ -149,19 +146,27 @@ class Assignment:
         """The function that records that a batch of this owner was returned, if there is something to record."""
         return None
 
-    def ended(self, owner: int, record: int) -> None:
-        """Record that the stream of this owner has ended, as its batch ``record`` says."""
+
+@dataclass(frozen=True)
+class Hosts(Assignment):
+    """A batch of an iterable dataset is for the worker that hosts its reader: reader r modulo ``count``."""
+
+    runs_cancelled = True
+
+    count: int
+
+    def choose(self, indices: Any, held: Callable[[int], int]) -> int | None:
+        return item_of(indices[0]).reader % self.count + 1
 
 
 @dataclass(eq=False)
 class RoundRobin(Assignment):
-    """torch's assignment: batch k is for worker k mod n, without workers whose streams have ended.
+    """torch's assignment: batch k is for worker k mod n.
 
     Args:
         in_order: Whether batches are returned in order. If not, a worker holds at most its share of ``capacity``.
         capacity: Batches that all workers may hold together.
         dataset_states: States of the workers' datasets, which decide where an epoch begins; None: at worker 0.
-        state_of: Returns the worker and the state of its dataset, if they came with a record.
     """
 
     runs_cancelled = True
@@ -170,31 +175,21 @@ class RoundRobin(Assignment):
     in_order: bool
     capacity: int
     dataset_states: DatasetStates | None = None
-    state_of: Callable[[int], tuple[int, Reported] | None] = lambda record: None
 
     def __post_init__(self) -> None:
         self._next = 0
-        self._active = [True] * self.num_workers
-
-    @property
-    def over(self) -> bool:
-        return not any(self._active)
 
     def reset(self) -> None:
-        # At worker 0 with all workers, or where the resumed state was taken.
+        # At worker 0, or where the resumed state was taken.
         self._next = 0
-        self._active = [True] * self.num_workers
         if self.dataset_states is not None:
             self.dataset_states.begin()
             self._next = self.dataset_states.next_worker
-            self._active = [not state.ended for state in self.dataset_states.each]
 
-    def choose(self, held: Callable[[int], int]) -> int | None:
+    def choose(self, indices: Any, held: Callable[[int], int]) -> int | None:
         for i in range(self.num_workers):
             worker = (self._next + i) % self.num_workers
-            if self._active[worker] and (
-                self.in_order or held(worker + 1) < self.capacity // sum(self._active)
-            ):
+            if self.in_order or held(worker + 1) < self.capacity // self.num_workers:
                 return worker + 1
         return None
 
@@ -203,10 +198,3 @@ class RoundRobin(Assignment):
 
     def returns(self, owner: int) -> Callable[[], None] | None:
         return None if self.dataset_states is None else self.dataset_states.counts(owner - 1)
-
-    def ended(self, owner: int, record: int) -> None:
-        self._active[owner - 1] = False
-        if self.dataset_states is not None:
-            self.dataset_states.end_stream(owner - 1)
-            if (state := self.state_of(record)) is not None:
-                self.dataset_states.update(*state)

@@ -262,6 +262,7 @@ class SampleRetry:
 
     Attributes:
         runner: Its runner; the step of its lease names the transform that ran.
+        name: Makes the name of a sample of its index; None: it is its index.
     """
 
     worker: int
@@ -269,6 +270,7 @@ class SampleRetry:
     transforms: Transforms
     runner: Runner
     fetcher: Fetcher
+    name: Callable[[Any], object] | None = None
 
     def settle(
         self, position: int, epoch: int, index: object, error: BaseException
@@ -288,6 +290,19 @@ class SampleRetry:
         try:
             return policy.settle(failure)
         except BaseException as raised:  # by on_error; settle handles an Exception itself
+            return None, raised
+
+    def give_up(
+        self, position: int, epoch: int, index: object, error: BaseException
+    ) -> tuple[Any, BaseException | None]:
+        """As ``settle``, for a sample that cannot be tried again."""
+        if not isinstance(error, Exception):
+            return None, error
+        index = index if self.name is None else self.name(index)
+        failure = SampleFailure(index, epoch, self.runner.seed, self.worker, 1, error, None)
+        try:
+            return self.policy.settle(failure)
+        except BaseException as raised:
             return None, raised
 
     def complete(
@@ -318,6 +333,8 @@ class SampleRetry:
     def _failure(
         self, epoch: int, index: object, error: BaseException, attempts: int, occurrence: int
     ) -> SampleFailure:
+        if self.name is not None:
+            index = self.name(index)
         step, last = self.transforms.failed_step(error), self.runner.lease.step
         if step is None and last >= 0:
             step = self.transforms.names[last]

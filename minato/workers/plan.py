@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch.utils.data import default_collate, default_convert
 
@@ -11,11 +12,15 @@ from minato._support.objects import attribute, takes_lists
 from minato.batching.collate import Bind, Collate
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
+from minato.sampling.readers import ReaderState
 from minato.sampling.resume import DatasetStates
 from minato.scheduling.orders import Order
 from minato.transforms.compose import Transforms
 
-__all__ = ["Pipeline", "WorkerPlan"]
+if TYPE_CHECKING:
+    from minato.workers.reading import StateSlots
+
+__all__ = ["Pipeline", "ReaderPlan", "ReaderStarts", "WorkerPlan"]
 
 
 class WorkerTracks(Protocol):
@@ -55,6 +60,41 @@ def _as_it_is(batch: object) -> Any:
     return batch
 
 
+@dataclass
+class ReaderStarts:
+    """Where readers begin; the training process changes it before it starts a worker again.
+
+    Attributes:
+        epoch: Number of the epoch that goes on there; others begin with the datasets of these states.
+        states: Of each reader; None: its copy of the dataset is as it is.
+    """
+
+    epoch: int
+    states: list[ReaderState | None]
+
+
+class ReaderPlan(NamedTuple):
+    """The readers of an iterable dataset.
+
+    Attributes:
+        count: Their number.
+        hosts: Number of workers that host them: reader r is hosted by worker r modulo ``hosts``.
+        announces: Each has worker info, seeds and generators of its own. If not, the only one reads the dataset as it
+            is, with the generators of the program, as torch does without workers.
+        batch: Number of items in the batches of one reader; 1: single items.
+        every: Number of batches after which a reader sends its state; None: never; ``auto``: as often as that is cheap.
+        slots: Where the states go; None: the training process asks for them itself.
+    """
+
+    count: int
+    hosts: int
+    announces: bool
+    batch: int
+    every: int | Literal["auto"] | None
+    starts: ReaderStarts
+    slots: StateSlots | None = None
+
+
 class WorkerPlan(NamedTuple):
     """The plan of a worker; travels to worker processes.
 
@@ -64,9 +104,8 @@ class WorkerPlan(NamedTuple):
         base_seed: torch's draw for the workers, or a seed that follows from ``seed=``.
         seeds_samples: Randomness is bound to each sample rather than to the worker.
         round_robin: Batch k is for worker k mod n, as in torch.
-        dataset_states: The states of the workers' copies of the dataset, if it is iterable or has a state.
-        state_every: Number of batches after which a stream's worker sends its state again; None: never; ``auto``: as
-            often as that is cheap.
+        dataset_states: The states of the workers' copies of a map-style dataset that has a state.
+        readers: The readers of an iterable dataset.
         stats: Times are measured for a report, and the slowest samples are kept.
     """
 
@@ -80,7 +119,7 @@ class WorkerPlan(NamedTuple):
     order: Order
     round_robin: bool
     dataset_states: DatasetStates | None
-    state_every: int | Literal["auto"] | None
+    readers: ReaderPlan | None
     fetching: FetchOptions
     stats: bool
     tracks: WorkerTracks | None
@@ -104,6 +143,23 @@ class WorkerPlan(NamedTuple):
         if not (of_dataset or collate_fn is default_collate or collate_fn is default_convert):
             roots["collate_fn"] = collate_fn
         return roots
+
+    def identity(self, number: int) -> tuple[int, int]:
+        """Number and number of workers by which worker ``number`` knows itself: those of its first reader, if it has one."""
+        readers = self.readers
+        if readers is not None and number < min(readers.hosts, readers.count):
+            return number, readers.count
+        return number, self.most_workers
+
+    @property
+    def offers_items(self) -> bool:
+        """Whether the host of a reader may offer items to other workers, which then run their transforms."""
+        return (
+            self.readers is not None
+            and self.most_workers > 1
+            and len(self.pipeline.transforms) > 0
+            and self.seeds_samples
+        )
 
     def restore_dataset(self, number: int) -> None:
         """Load the state of a worker's copy of the dataset at the end of an earlier epoch."""

@@ -26,10 +26,11 @@ from minato._system import CpuUsage, process_usage, thread_usage
 from minato.batching.blobs import ErrorTransport, wrapped
 from minato.errors import unguarded_error, warn
 from minato.observe.tracer import in_profile
+from minato.workers.reading import announced
 from minato.workers.shared_state import SharedState
 from minato.workers.supervision import UNREADABLE, ExitWatch, StartedProcesses, WorkerRecovery
 from minato.workers.worker import Worker
-from minato.workers.worker_process import WorkerContext, announced, initialise
+from minato.workers.worker_process import WorkerContext, host_of, initialise
 
 __all__ = ["ProcessPool", "ThreadPool", "WorkerPool"]
 
@@ -337,10 +338,15 @@ class ThreadPool(WorkerPool):
     def make_worker(self, number: int) -> Worker:
         """Make worker ``number``, in its thread."""
         plan = self.context.plan
-        with announced(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset):
-            failure = initialise(plan, number)
+        host = host_of(plan, number, self.state)
+        if host is not None:
+            failure = initialise(plan, number, host)
+        else:
+            with announced(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset):
+                failure = initialise(plan, number)
         errors = ErrorTransport((BaseException,), wrapped(f"worker thread {number}"))
-        return self.context.worker(self.state.worker_ledger(number), self.state, errors, failure)
+        ledger = self.state.worker_ledger(number)
+        return self.context.worker(ledger, self.state, errors, failure, host=host)
 
     def leave(self) -> None:
         """End what the worker of this thread has started."""

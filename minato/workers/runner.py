@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import thread_time_ns
@@ -430,6 +430,18 @@ class Runner:
             self._stages.clear()
             self._note_slowest(samples, indices, epoch)
         return samples, error
+
+    def read(
+        self, position: int, epoch: int, keys: Sequence[int], take: Fetch
+    ) -> tuple[Any, BaseException | None]:
+        """What a reader gives for some keys by one call, which leaves its generators alone; and what that raised."""
+        if self.failure is not None:
+            return None, self.failure
+        if self.tracer.enabled:
+            take = _recorded_batch(take, self.tracer, len(keys), epoch)
+        results, error = self._run(position, epoch, [keys], take, None)
+        self._stages.clear()
+        return (results[0] if results else None), error
 
     def collated(
         self, collate: CollateFn, samples: object, bound: AbstractContextManager[None]

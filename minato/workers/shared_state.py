@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from minato._core import (
     READY_EVENTS_OFFSET,
@@ -24,6 +24,7 @@ from minato._fork_safety import renew_in_children, starts_worker
 from minato.batching.sample_spec import Handover
 from minato.batching.serialization import StoredIndices
 from minato.observe.meters import Meters
+from minato.sampling.readers import ReaderBoard
 
 __all__ = [
     "ActiveWorkers",
@@ -145,22 +146,30 @@ class SharedLayout(NamedTuple):
     """A segment and the sizes of its parts; travels to worker processes.
 
     Attributes:
-        segment: Holds ledger, meters, active workers, read limit and handover, one after the other.
+        segment: Holds ledger, meters, active workers, read limit, handover and the board of readers, one after the
+            other.
         num_steps: Number of transforms, each with a meter.
+        num_readers: Number of readers; 0 with a map-style dataset.
     """
 
     segment: Segment
     num_workers: int
     num_steps: int
     ledger_nbytes: int
+    num_readers: int = 0
 
-
-def _offsets(num_workers: int, num_steps: int, ledger_nbytes: int) -> list[int]:
-    """Where meters, active workers, read limit and handover begin, and the last one ends."""
-    meters_nbytes = num_workers * Meters.nbytes(num_steps)
-    reads_nbytes = SharedReadLimit.nbytes(num_workers)
-    sizes = ledger_nbytes, meters_nbytes, ActiveWorkers.NBYTES, reads_nbytes, Handover.NBYTES
-    return list(itertools.accumulate(sizes))
+    @property
+    def offsets(self) -> list[int]:
+        """Where meters, active workers, read limit, handover and board begin, and the last one ends."""
+        sizes = (
+            self.ledger_nbytes,
+            self.num_workers * Meters.nbytes(self.num_steps),
+            ActiveWorkers.NBYTES,
+            SharedReadLimit.nbytes(self.num_workers),
+            Handover.NBYTES,
+            ReaderBoard.nbytes(self.num_readers),
+        )
+        return list(itertools.accumulate(sizes))
 
 
 class SharedState:
@@ -170,6 +179,7 @@ class SharedState:
         ready: Counts batches that have become ready.
         work: Counts samples that have become available.
         handover: Whether workers may hand samples over to each other.
+        board: What the hosts of readers say of these.
     """
 
     def __init__(self, layout: SharedLayout, ledger: ConsumerLedger | None = None) -> None:
@@ -178,16 +188,23 @@ class SharedState:
         self._ledger = ledger
         self.ready = EventCount(memory, READY_EVENTS_OFFSET)
         self.work = EventCount(memory, WORK_EVENTS_OFFSET)
-        offsets = _offsets(layout.num_workers, layout.num_steps, layout.ledger_nbytes)
-        _, active, self._reads_offset, handover, _ = offsets
+        _, active, self._reads_offset, handover, board, _ = layout.offsets
         self.active = ActiveWorkers(memory, active, self.work)
         self.handover = Handover(memory, handover)
+        self.board = ReaderBoard(memory, board, layout.num_readers)
         self._meters: dict[int, Meters] = {}
         renew_in_children(layout.segment, _separate)
 
     @classmethod
     def create(
-        cls, *, num_workers: int, records: int, positions: int, num_steps: int, shared: bool
+        cls,
+        *,
+        num_workers: int,
+        records: int,
+        positions: int,
+        num_steps: int,
+        shared: bool,
+        num_readers: int = 0,
     ) -> SharedState:
         """A new segment.
 
@@ -196,11 +213,13 @@ class SharedState:
             records: Largest number of batches in flight.
             positions: Largest number of samples in flight, a power of two.
             shared: Whether other processes use the segment too.
+            num_readers: Number of readers of an iterable dataset.
         """
         sizes = (num_workers, records, positions)
         ledger_nbytes = -(-ConsumerLedger.nbytes(*sizes) // _LINE) * _LINE
-        segment = Segment(_offsets(num_workers, num_steps, ledger_nbytes)[-1], shared=shared)
-        layout = SharedLayout(segment, num_workers, num_steps, ledger_nbytes)
+        layout = SharedLayout(cast(Any, None), num_workers, num_steps, ledger_nbytes, num_readers)
+        segment = Segment(layout.offsets[-1], shared=shared)
+        layout = layout._replace(segment=segment)
         return cls(layout, ConsumerLedger(segment.array, sizes, segment.descriptor))
 
     @property
@@ -310,7 +329,7 @@ class CurrentWork:
         record = ledger.describe(batch)
         if not 0 <= k < record.count:
             return None  # it has completed its last sample, and the batch was yielded
-        index = next(iter(self.indices.read(batch, k, 1)))
+        index = self.indices.name(next(iter(self.indices.read(batch, k, 1))))
         name = names[step] if 0 <= step < len(names) else None
         (occurrence,) = ledger.occurrences(position, 1) or (0,)
         return CurrentSample(

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
@@ -18,7 +18,7 @@ from minato.errors import SKIP
 from minato.observe.tracer import Tracer
 from minato.sampling.samplers import LISTS
 from minato.workers.error_policy import SampleRetry
-from minato.workers.fetch import Fetcher, StreamEnd, StreamFetcher, one_each
+from minato.workers.fetch import Fetcher, one_each
 from minato.workers.plan import WorkerPlan
 from minato.workers.reads import BegunLists, InFlight, Read, close_reads
 from minato.workers.runner import DeferredSample, Fetch, Ran, Runner
@@ -26,7 +26,7 @@ from minato.workers.shared_state import SharedState
 
 __all__ = ["ConcurrentWorker", "Worker", "run_again"]
 
-_RUN_NS = 1_000_000
+RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
 _LONG_RUN_NS = 4_000_000
 """The same in the main process, and where a function collates batches, because samples of one worker need no copy."""
@@ -66,7 +66,7 @@ class Worker:
         plan: WorkerPlan,
         ledger: WorkerLedger,
         state: SharedState,
-        fetcher: Fetcher | StreamFetcher,
+        fetcher: Fetcher,
         runner: Runner,
         writer: BatchWriter,
         sample_retry: SampleRetry | None = None,
@@ -77,9 +77,7 @@ class Worker:
         self.events = state.work
         self._active = state.active
         self.read_indices = writer.indices.read
-        self.fetcher = fetcher
-        self._stream = fetcher if isinstance(fetcher, StreamFetcher) else None
-        self._fetcher = cast(Fetcher, fetcher)  # not used for a stream
+        self._fetcher = self.fetcher = fetcher
         self.runner = runner
         self.writer = writer
         self._slow_to_newest = plan.order.slow_to_newest
@@ -90,11 +88,13 @@ class Worker:
         if self._takes_rows:
             runner.cost_estimate.draws = False
         self.sample_retry = sample_retry
-        self._run_ns = _LONG_RUN_NS if writer.collates else _RUN_NS
+        self._run_ns = _LONG_RUN_NS if writer.collates else RUN_NS
         self.idle_since = now_ns()
         self._lacks_room = self._was_inactive = False
         self._epoch_slot = -1
         self._whole_size = 0  # of the last batch
+        self.sample_name: Callable[[Any], object] | None = None
+        """Makes the name of a sample of its index; None: it is its index."""
         self.endings: list[Callable[[], None]] = []
         self.tracer = tracer = runner.tracer
         tracer.instant(f"process {os.getpid()}, thread {threading.get_native_id()}")
@@ -186,38 +186,45 @@ class Worker:
 
     def run_lease(self, lease: Claim) -> None:
         """Run claimed samples and deliver them, or collate a batch that another worker has left."""
-        batch, k, count = lease.batch, lease.k, lease.count
+        batch, count = lease.batch, lease.count
         if count == 0:
             self.writer.publish(batch)
             return
         record = self.ledger.describe(batch)
-        first, bound, epoch = record.first, record.bound, record.epoch
         self._whole_size = record.count
+        self.enter_epoch(record)
+        started, deferred = now_ns(), self._num_deferred()
+        self.runner.enter(record.seed)
+        self.run_claimed(lease, record)
+        busy_ns = self.end_lease(count - (self._num_deferred() - deferred), started)
+        self.runner.observe(busy_ns / count)
+
+    def enter_epoch(self, record: BatchRecord) -> None:
+        """Complete what was claimed of another epoch than that of a batch."""
         if record.epoch_slot != self._epoch_slot:
             self._epoch_slot = record.epoch_slot
             self.resume_all()  # deferred samples of the last epoch go before the next epoch
-        started, deferred = now_ns(), self._num_deferred()
+
+    def run_claimed(self, lease: Claim, record: BatchRecord) -> None:
+        """Run claimed samples and deliver them."""
+        batch, k, count = lease.batch, lease.k, lease.count
+        first, bound, epoch = record.first, record.bound, record.epoch
         given = self.read_indices(batch, k, count)
         indices = list(given)
-        self.runner.enter(record.seed)
         whole = count == record.count
         fetcher = self._fetcher
         done = self._run_rows(first + k, epoch, indices) if self._takes_rows else 0
-        if self._stream is not None:
-            self._run_stream(self._stream, batch, first, (epoch, record.epoch_slot), indices[0])
-        elif done and done == count:
+        if done and done == count:
             pass  # they are in their places
         elif whole and (fetcher.takes_lists or not indices):
             fetch = fetcher.many if fetcher.takes_lists else list
             self.run_list(fetch, batch, record, given)
         elif bound:
-            samples, error = self._run_retrying(first + k, epoch, indices)
+            samples, error = self.run_retrying(first + k, epoch, indices)
             state = self.dataset_state()
             self.writer.deliver(batch, k, indices, samples, error, whole=whole, state=state)
         else:
-            self._run_unbound(first + k + done, epoch, indices[done:])
-        busy_ns = self.end_lease(count - (self._num_deferred() - deferred), started)
-        self.runner.observe(busy_ns / count)
+            self.run_unbound(first + k + done, epoch, indices[done:])
 
     def end_lease(self, samples: int, started_ns: int) -> int:
         """Record the end of a lease and the number of samples that it completed; returns its duration in ns."""
@@ -327,11 +334,16 @@ class Worker:
             return 1
         return max(min(int(self._run_ns / mean_ns), share), int(_LEAST_RUN_NS / mean_ns), 1)
 
+    @property
+    def num_workers(self) -> int:
+        """Number of active workers."""
+        return max(self._active.count, 1)
+
     def fair_share(self) -> int:
         """The most samples that leave as many for each other worker: at the end of an epoch none has to idle."""
-        return self.ledger.unclaimed() // max(self._active.count, 1)
+        return self.ledger.unclaimed() // self.num_workers
 
-    def _run_retrying(self, position: int, epoch: int, indices: list[object]) -> Ran:
+    def run_retrying(self, position: int, epoch: int, indices: list[object]) -> Ran:
         """Run samples until one raises for good; SKIP stands for those that are skipped."""
         samples, error = self._run(position, epoch, indices)
         if self.sample_retry is None:
@@ -369,7 +381,7 @@ class Worker:
         divisible = type(indices) in LISTS and len(indices) > 0
         if error is not None and self.sample_retry is not None and divisible:
             single = list(indices)
-            samples, error = self._run_retrying(first, epoch, single)
+            samples, error = self.run_retrying(first, epoch, single)
             state = self.dataset_state()
             self.writer.deliver(batch, 0, single, samples, error, whole=True, state=state)
             return
@@ -388,23 +400,9 @@ class Worker:
             costs_ns = [self.runner.durations[0] // count] * count
             self.deliver_free(first, indices, results[0], costs_ns)
         else:
-            self._run_unbound(first, epoch, indices)
+            self.run_unbound(first, epoch, indices)
 
-    def _run_stream(
-        self, stream: StreamFetcher, batch: int, first: int, epoch: object, wanted: int
-    ) -> None:
-        """Take a batch from the worker's own iterator over an iterable dataset."""
-        fetch = functools.partial(stream.batch, epoch)
-        batches, error = self.runner.run(first, 0, [wanted], fetch, batch_size=wanted)
-        if isinstance(error, StreamEnd):
-            self.writer.deliver_end(batch, stream.state if stream.sends_last_state else None)
-            return
-        state = self.dataset_state()
-        self.writer.deliver_stream(batch, batches[0] if batches else [], error, state)
-        if error is None and state is not None:
-            stream.state_sent()
-
-    def _run_unbound(self, position: int, epoch: int, indices: list[object]) -> None:
+    def run_unbound(self, position: int, epoch: int, indices: list[object]) -> None:
         """Run samples that may go to any batch; those after one that raised are run, too."""
         samples, error = self._run(position, epoch, indices)
         if error is not None and self._fetcher.takes_lists and len(indices) > 1:
@@ -426,6 +424,8 @@ class Worker:
     ) -> None:
         """Write the outcome of a sample that raised."""
         samples, remaining = self._settled(position, epoch, index, error)
+        if remaining is not None and self.sample_name is not None:
+            index = self.sample_name(index)
         self.deliver_free(position, [index], samples, [cost_ns], remaining)
 
     def _settled(self, position: int, epoch: int, index: object, error: BaseException) -> Ran:

@@ -5,23 +5,18 @@ It imports only what a worker needs: spawned processes import it again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import multiprocessing
 import os
-import random
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
 
-import numpy as np
-import numpy.random  # numpy imports it at first use: once here, not once in each worker
 import torch
 
 from minato._compat import (
@@ -32,12 +27,12 @@ from minato._compat import (
     numpy_seed,
     serves_other_processes,
     set_signal_handlers,
-    withdraw_worker,
 )
 from minato._core import Lease, WorkerLedger, now_ns
 from minato._core.codes import STARTING
 from minato._core.segment import Segment
-from minato._fork_safety import end_copy, forget_in_children, renew_in_children
+from minato._fork_safety import end_copy, renew_in_children
+from minato._support.items import item_of
 from minato._support.pickling import ForChild, Snapshot, take_own_name
 from minato._system import process_usage
 from minato.batching.blobs import ErrorTransport, wrapped
@@ -49,8 +44,10 @@ from minato.observe.meters import Meters
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.error_policy import FailureHandler, SampleRetry
-from minato.workers.fetch import Fetcher, StreamFetcher, fetcher_of
+from minato.workers.fetch import Fetcher, fetcher_of
+from minato.workers.hosting import HostWorker
 from minato.workers.plan import WorkerPlan
+from minato.workers.reading import Host, seed_generators
 from minato.workers.reads import BegunLists, InFlight, Reads, reads_of
 from minato.workers.runner import Deferral, Runner, StageRunner
 from minato.workers.sample_timeout import StackFile
@@ -62,24 +59,15 @@ if sys.platform != "win32":  # which has threads only
 
 __all__ = [
     "WorkerContext",
-    "announced",
+    "host_of",
     "initialise",
     "parent_watch",
     "run_worker_process",
     "seed_worker",
 ]
 
-_ANNOUNCED = threading.Lock()
 _SERVING_S = 0.02
 """Interval between two looks whether a worker that has sent descriptors may end."""
-
-
-def _renew_lock() -> None:
-    global _ANNOUNCED
-    _ANNOUNCED = threading.Lock()
-
-
-forget_in_children(_renew_lock)
 
 
 @dataclass
@@ -109,22 +97,24 @@ class WorkerContext:
         errors: ErrorTransport,
         failure: BaseException | None = None,
         remote_reads: Callable[[Lease, Meters], Reads] | None = None,
+        host: Host | None = None,
     ) -> Worker:
         """Make a worker.
 
         Args:
+            host: The readers that it hosts.
             remote_reads: Makes reads that return complete samples of another machine, from lease and meters.
         """
         plan, number = self.plan, ledger.number
         reads = remote_reads and remote_reads(ledger.lease, state.meters(number))
-        fetcher = fetcher_of(plan, number, reads)
+        fetcher = fetcher_of(plan, reads)
         runner = _runner(plan, ledger, state, fetcher, reads is not None, errors, failure)
         retry: SampleRetry | None = None
-        if self.policy is not None and failure is None and isinstance(fetcher, Fetcher):
-            transforms = plan.pipeline.transforms
-            retry = SampleRetry(number, self.policy, transforms, runner, fetcher)
+        if self.policy is not None and failure is None:
+            transforms, name = plan.pipeline.transforms, None if host is None else item_of
+            retry = SampleRetry(number, self.policy, transforms, runner, fetcher, name)
         rerun: RunAgain | None = None
-        if isinstance(fetcher, Fetcher):
+        if host is None:
             rerun = functools.partial(run_again, ledger, runner, fetcher, retry)
         writer = BatchWriter(
             ledger,
@@ -132,12 +122,17 @@ class WorkerContext:
             plan.pipeline.collate(runner.bound_to_batch),
             errors=errors,
             run_again=rerun,
-            handover=state.handover if plan.in_processes else None,
-            skips=retry is not None,
+            # An item cannot be read again where its batch is collated: it is sent as it is.
+            handover=state.handover if plan.in_processes and host is None else None,
+            skips=retry is not None or plan.offers_items,
+            name=None if host is None else item_of,
             tracer=runner.tracer,
         )
         flight = None if failure is not None else _flight(plan, number, state, reads)
-        if flight is None or isinstance(fetcher, StreamFetcher):
+        if host is not None:
+            parts = plan, ledger, state, fetcher, runner, writer, retry
+            return HostWorker(host, self.store, *parts)
+        if flight is None:
             return Worker(plan, ledger, state, fetcher, runner, writer, retry)
         return ConcurrentWorker(flight, plan, ledger, state, fetcher, runner, writer, retry)
 
@@ -146,7 +141,7 @@ def _runner(
     plan: WorkerPlan,
     ledger: WorkerLedger,
     state: SharedState,
-    fetcher: Fetcher | StreamFetcher,
+    fetcher: Fetcher,
     is_remote: bool,
     errors: ErrorTransport,
     failure: BaseException | None,
@@ -155,13 +150,14 @@ def _runner(
     pipeline, number = plan.pipeline, ledger.number
     meters, tracer = state.meters(number), plan.tracer(number)
     stage_runner: StageRunner | None = None
-    if not (pipeline.streams or pipeline.refetches or fetcher.takes_lists or is_remote):
+    has_stages = len(pipeline.transforms) > 0 or not pipeline.streams
+    if has_stages and not (pipeline.refetches or fetcher.takes_lists or is_remote):
         deferral: Deferral | None = None
         if plan.defers:
             active = state.active
             deferral = Deferral(ledger=ledger, meters=meters, num_workers=lambda: active.count)
         stage_runner = StageRunner(
-            pipeline.dataset,
+            fetcher.dataset,
             pipeline.transforms,
             lease=ledger.lease,
             meters=meters,
@@ -227,7 +223,7 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
 
 def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool]) -> None:
     plan = context.plan
-    enter_worker_process(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset)
+    enter_worker_process(*plan.identity(number), plan.base_seed, plan.pipeline.dataset)
     if context.stacks is not None:
         context.stacks.listen()
     state = SharedState(context.layout)
@@ -236,10 +232,12 @@ def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool])
     ledger = state.worker_ledger(number)
     if plan.init_fn is not None:
         ledger.lease.enter(STARTING, now_ns())
-    failure = initialise(plan, number)
+    host = host_of(plan, number, state)
+    failure = initialise(plan, number, host)
     ledger.lease.step = -1
     wrap = wrapped(f"worker process {number}", in_process=True)
-    worker = context.worker(ledger, state, ErrorTransport((BaseException,), wrap), failure)
+    transport = ErrorTransport((BaseException,), wrap)
+    worker = context.worker(ledger, state, transport, failure, host=host)
     worker.loop(parent_lives)
     worker.close()
     # What the training loop has not unpickled yet may need this process: an end of a pipe, memory of a device.
@@ -279,25 +277,8 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: object) 
     """Prepare a process that acts for a worker, local or remote: one thread, seeds, worker info."""
     torch.set_num_threads(1)
     seed = base_seed + number
-    random.seed(seed)
-    if torch.version.cuda or torch.version.hip:
-        torch.manual_seed(seed)
-    else:
-        # torch.manual_seed also seeds the generators of other devices, and records a stack trace: 2 ms per worker.
-        torch.default_generator.manual_seed(seed)
-    np.random.seed(numpy_seed(base_seed, number))
+    seed_generators(seed, numpy_seed(base_seed, number))
     announce_worker(number, num_workers, seed, dataset)
-
-
-@contextlib.contextmanager
-def announced(number: int, num_workers: int, base_seed: int, dataset: object) -> Iterator[None]:
-    """Have torch's ``get_worker_info()`` describe this worker thread; one at a time, as torch keeps one record."""
-    with _ANNOUNCED:
-        before = announce_worker(number, num_workers, base_seed + number, dataset)
-        try:
-            yield
-        finally:
-            withdraw_worker(before)
 
 
 def parent_watch() -> Callable[[], bool]:
@@ -311,12 +292,26 @@ def parent_watch() -> Callable[[], bool]:
     return creator.is_alive
 
 
-def initialise(plan: WorkerPlan, number: int) -> Exception | None:
-    """Prepare worker ``number``; returns its error, which becomes that of its first sample."""
+def host_of(plan: WorkerPlan, number: int, state: SharedState) -> Host | None:
+    """The readers that a worker hosts, which may be none; None if the dataset is map-style."""
+    if plan.readers is None:
+        return None
+    in_process = plan.method == "process"
+    return Host(plan, number, state.board, alone=in_process, binds=plan.seeds_samples)
+
+
+def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Exception | None:
+    """Prepare worker ``number``; returns its error, which becomes that of its first sample.
+
+    Args:
+        host: Its readers, each of which is prepared as one of torch's workers.
+    """
     owner = os.getpid()
     failure: Exception | None = None
     try:
-        if plan.init_fn is not None:
+        if host is not None:
+            host.initialise()
+        elif plan.init_fn is not None:
             plan.init_fn(number)
         plan.restore_dataset(number)
     except StopIteration as stop:

@@ -415,7 +415,7 @@ def test_other_things_are_refused() -> None:
         make().load_state_dict({"_num_yielded": 3})
     state = saved(make())
     state["loader"]["version"] = 99
-    with pytest.raises(ValueError, match="has version 99, and this minato reads 2"):
+    with pytest.raises(ValueError, match="has version 99, and this minato reads 3"):
         make().load_state_dict(state)
 
 
@@ -619,7 +619,7 @@ def test_a_stream_is_resumed_twice() -> None:
 
 def test_a_stream_with_other_workers_is_refused() -> None:
     _, state = begun(DataLoader(Cursors(40), 3, num_workers=2), 3)
-    with pytest.raises(ValueError, match="in 2 workers, and this loader has 3"):
+    with pytest.raises(ValueError, match="number of readers of the dataset was 2 .* give readers=2"):
         DataLoader(Cursors(40), 3, num_workers=3).load_state_dict(state)
 
 

@@ -1,0 +1,41 @@
+"""Names of the items of an iterable dataset, and the integers that stand for them where samples have indices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minato._support.text import text_of
+
+__all__ = ["Item", "item_of", "key_of", "name_of"]
+
+_ORDINAL_BITS = 40
+
+
+class Item(NamedTuple):
+    """Name of an item of an iterable dataset.
+
+    Attributes:
+        reader: Number of its reader.
+        ordinal: Number of calls of ``next()`` before the one that returned it, in this epoch of the reader.
+    """
+
+    reader: int
+    ordinal: int
+
+    def __str__(self) -> str:
+        return f"item {self.ordinal} of reader {self.reader}"
+
+
+def key_of(reader: int, ordinal: int) -> int:
+    """Return the integer that stands for an item."""
+    return reader << _ORDINAL_BITS | ordinal
+
+
+def item_of(key: int) -> Item:
+    """Return the item that an integer stands for."""
+    return Item(key >> _ORDINAL_BITS, key & (1 << _ORDINAL_BITS) - 1)
+
+
+def name_of(index: object) -> str:
+    """Return the words for a sample in messages."""
+    return str(index) if type(index) is Item else f"the sample with index {text_of(index)}"

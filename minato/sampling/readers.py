@@ -1,0 +1,469 @@
+"""The readers of an iterable dataset, as the training process sees them: whose turn it is, and what each has delivered.
+
+A reader is one sequential iterator over its own copy of the dataset. It is not a worker: workers host readers.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minato._compat import ExceptionWrapper
+from minato._core import SharedWords
+from minato._core.segment import Memory
+from minato._support.items import item_of, key_of
+from minato.sampling.samplers import Source
+
+__all__ = ["EpochReaders", "ReaderBoard", "ReaderState"]
+
+_LAST = 1 << 60
+"""An ordinal after all others."""
+_SLOT_BITS = 8
+"""Of a word on the board, for the slot of the epoch that it belongs to."""
+Ranges = list[tuple[int, int]]
+"""Ranges ``[first, end)`` of ordinals."""
+
+
+class ReaderBoard:
+    """What hosts tell the training process of their readers, and it tells them, in memory that all of them map.
+
+    Each word belongs to an epoch, which its lowest bits name by its slot in the ledger. Words of other epochs count as
+    missing: batches of an abandoned epoch may still run.
+
+    Args:
+        buffer: Writable memory; zeros are an empty board.
+        offset: Where its ``nbytes(count)`` start; a multiple of 8.
+        count: Number of readers.
+    """
+
+    def __init__(self, buffer: Memory, offset: int, count: int) -> None:
+        self._words = SharedWords(buffer, offset, 3 * count + 1)
+        self.count = count
+        self.slot = 0
+        """Of the epoch whose words count."""
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        """Bytes for this number of readers: whole cache lines."""
+        return -(-SharedWords.nbytes(3 * count + 1) // 64) * 64
+
+    @classmethod
+    def alone(cls, count: int) -> ReaderBoard:
+        """A board for readers in this process."""
+        return cls(np.zeros(cls.nbytes(count), np.uint8), 0, count)
+
+    def adopt(self, other: ReaderBoard) -> None:
+        """Say what another board says."""
+        self.slot = other.slot
+        for i in range(3 * self.count + 1):
+            self._words.store(i, other._words.load(i))
+
+    def begin(self, slot: int, set_epoch: int | None) -> None:
+        """Begin an epoch: nothing is read, nothing has ended.
+
+        Args:
+            set_epoch: What ``set_epoch`` returns.
+        """
+        self.slot = slot
+        for i in range(3 * self.count + 1):
+            self._words.store(i, 0)
+        if set_epoch is not None:
+            self._store(
+                3 * self.count, slot, 2 * set_epoch if set_epoch >= 0 else -2 * set_epoch - 1
+            )
+
+    def _load(self, i: int, slot: int) -> int | None:
+        word = self._words.load(i) - 1
+        return word >> _SLOT_BITS if word >= 0 and word & 255 == slot else None
+
+    def _store(self, i: int, slot: int, value: int) -> None:
+        self._words.store(i, (value << _SLOT_BITS | slot) + 1)
+
+    def read(self, reader: int) -> int:
+        """How many ordinals of a reader are used up."""
+        return self._load(3 * reader, self.slot) or 0
+
+    def end(self, reader: int) -> int | None:
+        """The ordinal at which a reader has ended; None: it has not."""
+        found = self._load(3 * reader + 1, self.slot)
+        return None if found is None else found >> 1
+
+    def has_died(self, reader: int) -> bool:
+        """Whether a reader has ended because its generator had raised."""
+        return bool((self._load(3 * reader + 1, self.slot) or 0) & 1)
+
+    def delivered(self, reader: int, slot: int) -> int:
+        """The ordinal before which everything of a reader is delivered."""
+        return self._load(3 * reader + 2, slot) or 0
+
+    def note_delivered(self, reader: int, ordinal: int) -> None:
+        """Set what ``delivered`` returns."""
+        self._store(3 * reader + 2, self.slot, ordinal)
+
+    # ---- a host's part
+
+    def set_epoch(self, slot: int) -> int | None:
+        """With which ``set_epoch`` of each copy of the dataset is called in an epoch; None: it is not."""
+        found = self._load(3 * self.count, slot)
+        return None if found is None else -(found + 1) // 2 if found & 1 else found // 2
+
+    def note_read(self, reader: int, slot: int, ordinal: int) -> None:
+        """Set what ``read`` returns in an epoch."""
+        self._store(3 * reader, slot, ordinal)
+
+    def note_end(self, reader: int, slot: int, ordinal: int, died: bool) -> None:
+        """Set what ``end`` and ``has_died`` return in an epoch."""
+        self._store(3 * reader + 1, slot, ordinal << 1 | died)
+
+
+@dataclass
+class ReaderState:
+    """The state of a reader between two items.
+
+    Attributes:
+        ordinal: Of the item that comes next.
+        dataset: Result of the ``state_dict()`` of its copy of the dataset; None: it has none.
+        iterator: Result of the ``state_dict()`` of its iterator, if that is another object; None: it has none.
+        generators: The states of its three global generators; None: they follow from its seed.
+    """
+
+    ordinal: int = 0
+    dataset: Any = None
+    iterator: Any = None
+    generators: Any = None
+
+
+class _Drawn(NamedTuple):
+    """A batch that was drawn.
+
+    Attributes:
+        number: Of its first item in this run.
+        reader: Whose items these are.
+        ordinals: Of the items, in ranges.
+        following: The ordinal from which on nothing of the reader is asked for then …
+        ahead: … and the ranges from there on that are done already, the first one last.
+    """
+
+    number: int
+    reader: int
+    ordinals: tuple[range, ...]
+    following: int
+    ahead: tuple[tuple[int, int], ...]
+
+    def keys(self) -> list[int]:
+        """The keys of the items."""
+        base = key_of(self.reader, 0)
+        if len(self.ordinals) == 1:
+            only = self.ordinals[0]
+            return list(range(base + only.start, base + only.stop))
+        return [base + ordinal for each in self.ordinals for ordinal in each]
+
+
+@dataclass
+class _Known:
+    """What is known of one reader.
+
+    Attributes:
+        done: The ordinals that are delivered, or given up, ascending, with gaps between them.
+        start: The state from which the epoch goes on here; None: from its beginning.
+        following, ahead: As of the last batch that was drawn.
+        end: Where the reader has ended, if an earlier run has delivered everything before.
+    """
+
+    done: Ranges = field(default_factory=list)
+    start: ReaderState | None = None
+    following: int = 0
+    ahead: tuple[tuple[int, int], ...] = ()
+    end: int | None = None
+
+    @property
+    def next(self) -> int:
+        """The ordinal of the next item to ask for."""
+        ahead, following = self.ahead, self.following
+        return ahead[-1][1] if ahead and ahead[-1][0] == following else following
+
+    def draw(self, number: int, reader: int, count: int) -> _Drawn:
+        """The next ``count`` items that are not done."""
+        following, ahead, found = self.following, self.ahead, list[range]()
+        while count:
+            end = after = following + count
+            if ahead and ahead[-1][0] <= end:
+                (end, after), ahead = ahead[-1], ahead[:-1]
+            if end > following:
+                found.append(range(following, end))
+                count -= end - following
+            following = after
+        return _Drawn(number, reader, tuple(found), following, ahead)
+
+
+StateOf = Callable[[int, int], "ReaderState | ExceptionWrapper | None"]
+"""Returns the newest known state of a reader that is not after an ordinal; or the error of its ``state_dict()``."""
+
+
+class EpochReaders:
+    """The readers in one epoch: it draws their batches, and knows what each has delivered.
+
+    Args:
+        count: Number of readers.
+        size: Number of items in a batch.
+        in_turn: The readers take turns, as torch's workers do; otherwise the one with the least work is next.
+        persist: Whether the copies of the dataset stay for the next epoch.
+        resumed: Result of ``to_plain``; the epoch resumes it.
+
+    Attributes:
+        board: What the hosts say of the readers.
+        state_of: Returns states that the hosts have sent.
+        set_epoch: With which ``set_epoch`` of each copy of the dataset is called before it is iterated; None: it is not.
+        arrived: Returns which items of this run are done: the number of the first that is not, and those above it.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        size: int,
+        *,
+        in_turn: bool,
+        persist: bool,
+        resumed: dict[str, Any] | None = None,
+    ) -> None:
+        self.count = count
+        self.board = ReaderBoard.alone(count)
+        self.state_of: StateOf = lambda reader, ordinal: None
+        self.set_epoch: int | None = None
+        self.arrived: Callable[[], tuple[int, list[int]]] = lambda: (0, [])
+        self._size = size
+        self._in_turn = in_turn
+        self._persist = persist
+        self._known = [_Known() for _ in range(count)]
+        self._turn = 0  # whose batch is drawn next
+        self._done_turn = 0  # whose batch comes next
+        self._log: deque[_Drawn] = deque()  # what is not done
+        self._last: _Drawn | None = None  # until the log has it
+        self._drawn = self._num_batches = 0
+        self._told: set[int] = set()
+        if resumed is not None:
+            self._resume(copy.deepcopy(resumed))
+
+    def _resume(self, plain: dict[str, Any]) -> None:
+        self.set_epoch = plain["set_epoch"]
+        self._turn = self._done_turn = plain["turn"]
+        for known, each in zip(self._known, plain["each"], strict=True):
+            known.done = [(first, end) for first, end in each["done"]]
+            if each["state"] is not None:
+                known.start = ReaderState(**each["state"])
+            known.ahead = tuple(reversed(known.done))
+            if each["end"] is not None and _first_missing(known.done) >= each["end"]:
+                known.end = each[
+                    "end"
+                ]  # the others end by themselves: a generator may have more to do there
+
+    def starts(self) -> list[ReaderState | None]:
+        """The states from which the readers go on in this epoch, or begin it; None: as they are."""
+        return [known.start for known in self._known]
+
+    @staticmethod
+    def alone(dataset: object) -> dict[str, Any]:
+        """The states that the next epoch starts with, as plain data, given that of the only copy of a dataset."""
+        each = [{"done": [], "end": None, "state": vars(ReaderState(0, dataset))}]
+        return {"turn": 0, "set_epoch": None, "each": each}
+
+    def detach(self) -> None:
+        """Keep what is known, without the memory and the states of the hosts, which have ended."""
+        board, states = ReaderBoard.alone(self.count), dict[int, Any]()
+        board.adopt(self.board)
+        for reader, each in enumerate(self.to_plain(checks=False)["each"]):
+            states[reader] = each["state"]
+        self.board = board
+        self.state_of = lambda reader, ordinal: _opened(states[reader])
+
+    def begin(self, slot: int) -> None:
+        """Begin the epoch, in a slot of the ledger."""
+        board = self.board
+        board.begin(slot, self.set_epoch)
+        for reader, known in enumerate(self._known):
+            if known.end is not None:
+                board.note_end(reader, slot, known.end, died=False)
+
+    # ---- drawing
+
+    def source(self) -> Source:
+        """The batches of keys to ask for, until all readers are known to have ended."""
+        return self.again(self._num_batches)
+
+    def again(self, received: int) -> Source:
+        """The batches after the first ``received`` ones; those that were drawn already come once more."""
+        self._complete()
+        first = len(self._log) - (self._num_batches - received)
+        repeated = [drawn.keys() for drawn in itertools.islice(self._log, first, None)]
+        return Source(itertools.chain(repeated, self._draw()))
+
+    def _draw(self) -> Iterator[list[int]]:
+        while (reader := self._choose()) is not None:
+            self._complete()
+            self._prune()
+            drawn = self._known[reader].draw(self._drawn, reader, self._size)
+            keys, turn = drawn.keys(), (reader + 1) % self.count
+            number, batches = self._drawn + self._size, self._num_batches + 1
+            # All at once: a signal may end this generator at any line, and ``again`` then repeats what was drawn.
+            vars(self).update(_last=drawn, _turn=turn, _drawn=number, _num_batches=batches)
+            yield keys
+
+    def _complete(self) -> None:
+        """Do what follows from the last batch that was drawn; again, if an interruption came before the end."""
+        last = self._last
+        if last is None:
+            return
+        known = self._known[last.reader]
+        known.following, known.ahead = last.following, last.ahead
+        if not (self._log and self._log[-1] is last):
+            self._log.append(last)
+        self._last = None
+
+    def _choose(self) -> int | None:
+        """The reader whose batch is asked for next; None: all have ended."""
+        board, turn, count = self.board, self._turn, self.count
+        chosen, least = None, 0
+        for i in range(count):
+            reader = (turn + i) % count
+            end, following = board.end(reader), self._known[reader].next
+            if end is not None and following >= end:
+                continue
+            if self._in_turn:
+                return reader
+            left = following - board.read(reader)
+            if chosen is None or left < least:
+                chosen, least = reader, left
+        return chosen
+
+    # ---- what is done
+
+    def _prune(self) -> None:
+        """Move drawn batches that are wholly done from the log to what is known of their readers."""
+        log, (prefix, _) = self._log, self.arrived()
+        while log and log[0].number + self._size <= prefix:
+            drawn = log[0]
+            known = self._known[drawn.reader]
+            known.done = _merged(known.done, [(one.start, one.stop) for one in drawn.ordinals])
+            self._done_turn = (drawn.reader + 1) % self.count
+            self.board.note_delivered(drawn.reader, _first_missing(known.done))
+            log.popleft()
+
+    def missing(self, numbers: Sequence[int]) -> list[int]:
+        """Those of some numbers in this run whose items do not exist, because their readers have ended before.
+
+        Numbers of batches that are wholly done are left out.
+        """
+        found = []
+        for drawn in [*self._log, *([] if self._last is None else [self._last])]:
+            end = self.board.end(drawn.reader)
+            here = range(drawn.number, drawn.number + self._size)
+            own = [number for number in numbers if number in here] if end is not None else []
+            if own:
+                keys = drawn.keys()
+                found += [each for each in own if item_of(keys[each - here.start]).ordinal >= end]
+        return found
+
+    def news(self) -> str | None:
+        """A sentence about a reader that has ended with nothing or by an exception, each once; None: there is none."""
+        for reader in range(self.count):
+            end = self.board.end(reader)
+            if end is None or reader in self._told:
+                continue
+            self._told.add(reader)
+            if self.board.has_died(reader):
+                return (
+                    f"reader {reader} ended by an exception after {end - 1} items, and the rest of its share is missing: "
+                    "a generator that has raised cannot go on, so catch the exception inside of it"
+                )
+            if end == 0 and self.count > 1:
+                return (
+                    f"reader {reader} of {self.count} received nothing: the dataset has fewer parts than readers, so "
+                    "give readers= a smaller number"
+                )
+        return None
+
+    # ---- states
+
+    def between_epochs(self) -> dict[str, Any] | None:
+        """The state with which the next epoch starts, as plain data; None: with fresh copies of the dataset."""
+        if not self._persist:
+            return None
+        each = []
+        for reader in range(self.count):
+            state = self._known_state(reader, _LAST)
+            kept = None
+            if state is not None:
+                kept = vars(ReaderState(0, state.dataset, None, state.generators))
+            each.append({"done": [], "end": None, "state": kept})
+        return {"turn": 0, "set_epoch": None, "each": each}
+
+    def to_plain(self, checks: bool = True) -> dict[str, Any]:
+        """The state in the middle of an epoch as plain data, apart from the results of ``state_dict()``.
+
+        Args:
+            checks: Whether what ``state_dict()`` raises is raised; otherwise it takes the place of the state.
+
+        Raises:
+            Exception: Raised by the ``state_dict()`` of a dataset or its iterator.
+        """
+        prefix, beyond = self.arrived()
+        turn, log = self._done_turn, [*self._log, *([] if self._last is None else [self._last])]
+        done = [known.done for known in self._known]
+        for drawn in log:
+            if drawn.number + self._size <= prefix:
+                turn = (drawn.reader + 1) % self.count
+            numbers = [i for i in beyond if drawn.number <= i < drawn.number + self._size]
+            numbers += range(drawn.number, min(prefix, drawn.number + self._size))
+            ordinals = [one for each in drawn.ordinals for one in each]
+            ranges = [(ordinals[i - drawn.number], ordinals[i - drawn.number] + 1) for i in numbers]
+            done[drawn.reader] = _merged(done[drawn.reader], ranges)
+        each = []
+        for reader, ranges in enumerate(done):
+            end = self.board.end(reader)
+            if end is not None:
+                ranges = [(first, min(stop, end)) for first, stop in ranges if first < end]
+            try:
+                state = self._known_state(reader, _first_missing(ranges))
+                kept: Any = None if state is None else vars(state)
+            except Exception as error:
+                if checks:
+                    raise
+                kept = error
+            each.append({"done": [list(pair) for pair in ranges], "end": end, "state": kept})
+        return {"turn": turn, "set_epoch": self.set_epoch, "each": each}
+
+    def _known_state(self, reader: int, ordinal: int) -> ReaderState | None:
+        """The newest state of a reader that is not after an ordinal; None: it goes on from its beginning."""
+        found, start = self.state_of(reader, ordinal), self._known[reader].start
+        if isinstance(found, ExceptionWrapper):
+            found.reraise()
+        if isinstance(found, ReaderState) and (start is None or found.ordinal >= start.ordinal):
+            return found
+        return start
+
+
+def _opened(state: Any) -> Any:
+    if isinstance(state, Exception):
+        raise state
+    return None if state is None else ReaderState(**state)
+
+
+def _merged(ranges: Ranges, more: Ranges) -> Ranges:
+    """Ranges and further ones, which may be among them already, ascending, with gaps between them."""
+    merged: Ranges = []
+    for first, end in sorted([*ranges, *more]):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((first, end))
+    return merged
+
+
+def _first_missing(done: Ranges) -> int:
+    return done[0][1] if done and done[0][0] == 0 else 0

@@ -1,0 +1,364 @@
+"""A worker that hosts readers: it has them give items, runs the transforms, and offers items to workers that would idle."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
+from minato._support.items import item_of
+from minato.batching.serialization import Store
+from minato.batching.writer import BatchWriter
+from minato.errors import SKIP
+from minato.workers.error_policy import SampleRetry
+from minato.workers.fetch import Fetcher
+from minato.workers.plan import WorkerPlan
+from minato.workers.reading import Host
+from minato.workers.runner import Ran, Runner
+from minato.workers.shared_state import SharedState
+from minato.workers.worker import ALL_SAMPLES, RUN_NS, Worker
+
+__all__ = ["HostWorker", "OfferedItems"]
+
+_ENTRY = np.dtype([("offset", "u8"), ("nbytes", "u8")])
+_ALIGNMENT = 64
+_WORTH = 8
+"""Items are offered if their transforms take this many times as long as storing one for another worker."""
+_MOST_OFFERED, _MOST_OFFERED_BYTES = 1024, 64 << 20
+"""Items that a host has read ahead of the workers, and their bytes."""
+_CHUNK = 16
+"""Items that are read ahead together."""
+_MISSING = object()
+
+
+class OfferedItems:
+    """Items that hosts have read for any worker, in a slot of the arena that each batch has beside that of its fields.
+
+    The slot begins with a table: where the item of each sample lies, and its size in bytes; 0: it is not there.
+    """
+
+    def __init__(self, ledger: WorkerLedger, store: Store) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._cursors: dict[int, tuple[int, int]] = {}
+
+    @staticmethod
+    def table_nbytes(count: int) -> int:
+        """Size of the table of a batch of ``count`` samples."""
+        return -(-count * _ENTRY.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def _table(self, record: BatchRecord) -> Any:
+        memory = self._store.segment.array[record.indices_offset :]
+        return np.frombuffer(memory, _ENTRY, record.count)
+
+    def put(self, batch: int, record: BatchRecord, k: int, item: object) -> int:
+        """Store the item of sample ``k`` of a batch; returns its size in bytes.
+
+        Raises:
+            MemoryError: The slot has no room left.
+            Exception: The item cannot be pickled.
+        """
+        table = self._table(record)
+
+        def allocate(nbytes: int) -> int:
+            generation, cursor = self._cursors.get(batch, (-1, 0))
+            if generation != record.generation:
+                cursor = record.indices_offset + self.table_nbytes(record.count)
+                ends = table["offset"] + table["nbytes"]
+                cursor = max(cursor, int(ends.max()))
+            cursor = -(-cursor // _ALIGNMENT) * _ALIGNMENT
+            if cursor + nbytes > record.indices_offset + record.indices_nbytes:
+                raise MemoryError
+            self._cursors[batch] = record.generation, cursor + nbytes
+            return cursor
+
+        offset, nbytes = self._store.put(allocate, item)
+        table["nbytes"][k] = nbytes
+        table["offset"][k] = offset
+        return nbytes
+
+    def get(self, record: BatchRecord, k: int) -> Any:
+        """The item of sample ``k`` of a batch; ``_MISSING``: it was not read for any worker."""
+        entry = self._table(record)[k]
+        offset = int(entry["offset"])
+        return self._store.peek(offset, int(entry["nbytes"])) if offset else _MISSING
+
+    def drop(self, record: BatchRecord, k: int) -> None:
+        """Drop the item of sample ``k`` of a batch, which is complete."""
+        self._store.drop(int(self._table(record)[k]["offset"]))
+
+
+class _Unread(NamedTuple):
+    """A sample that this host has claimed, and whose item its reader has not given."""
+
+    batch: int
+    record: BatchRecord
+    k: int
+    key: int
+
+
+class HostWorker(Worker):
+    """Has its readers give items, and runs their transforms.
+
+    Where transforms take long, it reads ahead and offers items to any worker. Without that, the others idle while a
+    worker is slow, has a larger share, or while there are fewer readers than workers.
+
+    Args:
+        host: The readers, which may be none.
+        store: Where items are offered.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        store: Store,
+        plan: WorkerPlan,
+        ledger: WorkerLedger,
+        state: SharedState,
+        fetcher: Fetcher,
+        runner: Runner,
+        writer: BatchWriter,
+        sample_retry: SampleRetry | None = None,
+    ) -> None:
+        super().__init__(plan, ledger, state, fetcher, runner, writer, sample_retry)
+        self.sample_name = item_of
+        self._host = host
+        self._items: Any = fetcher.dataset
+        self._runs_items = len(plan.pipeline.transforms) > 0
+        self._drops_short = plan.pipeline.drop_last and plan.pipeline.batched
+        self._offers = self._lays_aside = plan.offers_items
+        self._whole_batches = plan.order.keeps_places
+        self._offered = OfferedItems(ledger, store)
+        self._stock: deque[tuple[int, int]] = deque()  # positions and sizes of offered items
+        self._stock_nbytes = 0
+        self._unread: deque[_Unread] = deque()
+        self._offer_ns = self._mean_ns = self._longest_ns = 0.0
+
+    def step(self) -> bool:
+        if self._offers and self._is_worth and self._lacks_stock() and self._read_ahead():
+            return True
+        return super().step() or (bool(self._unread) and self._read_ahead())
+
+    @property
+    def idle(self) -> bool:
+        return not self._unread
+
+    def resume_all(self) -> None:
+        while self._unread:
+            self._read_ahead()
+        super().resume_all()
+
+    def _longest_run(self) -> int:
+        if not (self._offers and self._is_worth):
+            return super()._longest_run()
+        return max(min(int(RUN_NS / max(self._mean_ns, 1.0)), self.fair_share()), 1)
+
+    def run_claimed(self, lease: Claim, record: BatchRecord) -> None:
+        keys = list(self.read_indices(lease.batch, lease.k, lease.count))
+        items: list[Any] = []
+        if self._lays_aside:
+            items = [self._offered.get(record, lease.k + i) for i in range(len(keys))]
+        is_fresh = all(item is _MISSING for item in items)
+        # Those that were claimed before are read before.
+        if is_fresh and not self._unread and not (self._offers and self._is_worth):
+            self._run_items(lease, record, keys)
+            return
+        for k, (key, item) in enumerate(zip(keys, items, strict=True), lease.k):
+            if item is _MISSING:
+                self._unread.append(_Unread(lease.batch, record, k, key))
+            else:
+                self._run_item(lease.batch, record, k, key, item)
+                self._offered.drop(record, k)
+
+    # ---- items that any worker runs
+
+    @property
+    def _is_worth(self) -> bool:
+        """Whether the transforms take so long that it pays to offer items; unknown counts as so."""
+        return not self._mean_ns or self._mean_ns > _WORTH * self._offer_ns
+
+    def _lacks_stock(self) -> bool:
+        """Whether so few items are offered that workers would idle while this one runs a slow one."""
+        stock, ledger = self._stock, self.ledger
+        while stock and not ledger.is_offered(stock[0][0]):
+            self._stock_nbytes -= stock.popleft()[1]
+        others = self.num_workers - 1
+        wanted = others * max(self._longest_ns / self._mean_ns, 1.0) if self._mean_ns else others
+        return len(stock) < min(wanted, _MOST_OFFERED) and self._stock_nbytes < _MOST_OFFERED_BYTES
+
+    def _read_ahead(self) -> bool:
+        """Have a reader give some items, and offer them; False if there is nothing to read."""
+        if not self._unread and not self._claim_unread():
+            return False
+        started = now_ns()
+        batch, record, k, _ = self._unread[0]
+        run = [
+            each
+            for each in itertools.islice(self._unread, _CHUNK)
+            if (each.batch, each.record.first) == (batch, record.first)
+        ]
+        self.runner.enter(record.seed)
+        items, error = self._read(record, record.first + k, [each.key for each in run])
+        for each, item in zip(run, items, strict=False):
+            self._unread.popleft()
+            self._offer(each, item)
+        self._host.release()
+        missing = run[len(items) :]
+        if error is not None:
+            failed = self._unread.popleft()
+            sample: Any = None
+            position = record.first + failed.k
+            if self.sample_retry is not None:
+                sample, error = self.sample_retry.give_up(position, record.epoch, failed.key, error)
+            self._deliver(failed, [] if error is not None else [sample], error)
+        else:
+            for each in missing:
+                self._unread.popleft()
+                self._deliver(each, [SKIP])
+        self.end_lease(0, started)
+        return True
+
+    def _claim_unread(self) -> bool:
+        """Claim samples whose items no worker has read; False if there are none."""
+        lease = self.ledger.claim(ALL_SAMPLES, True)
+        if lease is None:
+            return False
+        if lease.count == 0:
+            self.writer.publish(lease.batch)
+            return self._claim_unread()
+        record = self.ledger.describe(lease.batch)
+        self.enter_epoch(record)
+        keys = self.read_indices(lease.batch, lease.k, lease.count)
+        entries = (_Unread(lease.batch, record, k, key) for k, key in enumerate(keys, lease.k))
+        self._unread.extend(entries)
+        return True
+
+    def _offer(self, each: _Unread, item: object) -> None:
+        """Offer an item to any worker, or run it here."""
+        if self._offers and self._is_worth:
+            begun_ns = now_ns()
+            try:
+                nbytes = self._offered.put(each.batch, each.record, each.k, item)
+            except MemoryError:
+                pass
+            except Exception:  # it cannot be pickled, and need not be where its reader is
+                self._offers = False
+            else:
+                position = each.record.first + each.k
+                self.ledger.offer(position)
+                self._stock.append((position, nbytes))
+                self._stock_nbytes += nbytes
+                cost_ns = now_ns() - begun_ns
+                self._offer_ns = min(self._offer_ns or cost_ns, cost_ns)
+                return
+        self._run_item(each.batch, each.record, each.k, each.key, item)
+
+    def _run_item(self, batch: int, record: BatchRecord, k: int, key: int, item: object) -> None:
+        """Run the transforms of an item, and deliver the sample."""
+        position = record.first + k
+        self._items.hold([key], [item])
+        if record.bound:
+            samples, error = self.run_retrying(position, record.epoch, [key])
+            self._deliver(_Unread(batch, record, k, key), samples, error)
+        else:
+            self.run_unbound(position, record.epoch, [key])
+        cost_ns = float(self.runner.durations[0])
+        self._mean_ns += (cost_ns - self._mean_ns) / 8 if self._mean_ns else cost_ns
+        self._longest_ns = max(cost_ns, self._longest_ns * 0.999)
+
+    def _deliver(
+        self, each: _Unread, samples: list[Any], error: BaseException | None = None
+    ) -> None:
+        names: list[Any] = [each.key if error is None else item_of(each.key)]
+        if each.record.bound:
+            self.writer.deliver(each.batch, each.k, names, samples, error)
+        else:
+            self.writer.deliver_free(each.record.first + each.k, names, samples, error)
+
+    # ---- items that this worker runs itself
+
+    def _run_items(self, lease: Claim, record: BatchRecord, keys: list[Any]) -> None:
+        """Have a reader give items, run their transforms, and deliver them."""
+        host, position, count = self._host, record.first + lease.k, lease.count
+        if not record.bound:
+            self._run_unbound_items(record, position, keys)
+            return
+        with nullcontext() if host.binds else host.turn(keys[0]):
+            samples, error = self._samples(record, position, keys)
+            found, writer = len(samples), self.writer
+            whole = count == record.count
+            if error is None and whole and (not found or (self._drops_short and found < count)):
+                writer.deliver_end(lease.batch)
+            elif error is None and whole and found < count and self.sample_retry is None:
+                writer.deliver_short(lease.batch, samples)
+            else:
+                names: list[Any] = keys if error is None else list(map(item_of, keys))
+                missing = count - found if error is None else 0
+                writer.deliver(
+                    lease.batch, lease.k, names, [*samples, *[SKIP] * missing], error, whole=whole
+                )
+        host.release()
+
+    def _samples(self, record: BatchRecord, position: int, keys: list[Any]) -> Ran:
+        """The samples of items, until one raises for good; fewer if the reader ends."""
+        samples: list[Any] = []
+        while len(samples) < len(keys):
+            done = len(samples)
+            items, error = self._read(record, position + done, keys[done:])
+            if items and self._runs_items:
+                self._items.hold(keys[done:], items)
+                end = done + len(items)
+                items, failure = self.run_retrying(position + done, record.epoch, keys[done:end])
+                if failure is not None:
+                    return samples + items, failure
+            samples += items
+            if error is None:
+                break
+            if self.sample_retry is not None:
+                failed = len(samples)
+                sample, error = self.sample_retry.give_up(
+                    position + failed, record.epoch, keys[failed], error
+                )
+                samples.append(sample)
+            if error is not None:
+                return samples, error
+        return samples, None
+
+    def _read(
+        self, record: BatchRecord, position: int, keys: list[Any]
+    ) -> tuple[list[Any], BaseException | None]:
+        """The items that a reader gives for some keys, and what the next one raised."""
+        host, slot, epoch = self._host, record.epoch_slot, record.epoch
+        with host.turn(keys[0]):
+            taken, error = self.runner.read(
+                position, epoch, keys, lambda keys: host.take(keys, slot, epoch)
+            )
+        return taken or ([], error)
+
+    def _run_unbound_items(self, record: BatchRecord, position: int, keys: list[Any]) -> None:
+        """Have a reader give items for any places; those that do not exist leave theirs to others."""
+        while keys:
+            items, error = self._read(record, position, keys)
+            count = len(items)
+            if count and self._runs_items:
+                self._items.hold(keys, items)
+                self.run_unbound(position, record.epoch, keys[:count])
+            elif count:
+                costs_ns = [self.runner.durations[0] // count] * count
+                self.deliver_free(position, keys, items, costs_ns)
+            self._host.release()
+            position, keys = position + count, keys[count:]
+            if error is None:
+                if keys:
+                    self.writer.deliver_free(position, keys, [SKIP] * len(keys))
+                return
+            sample: Any = None
+            if self.sample_retry is not None:
+                sample, error = self.sample_retry.give_up(position, record.epoch, keys[0], error)
+            made = [] if error is not None else [sample]
+            self.writer.deliver_free(position, [item_of(keys[0])], made, error)
+            position, keys = position + 1, keys[1:]

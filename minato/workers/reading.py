@@ -1,0 +1,602 @@
+"""Hosting readers: each is an iterator over its own copy of an iterable dataset, with the identity of one of torch's workers.
+
+A worker hosts the readers whose number modulo the number of hosts is its own. Without workers, the training loop hosts
+all of them.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import itertools
+import os
+import pickle
+import random
+import struct
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from multiprocessing import reduction
+from types import GeneratorType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from minato._compat import ExceptionWrapper, announce_worker, numpy_seed, withdraw_worker
+from minato._core import now_ns
+from minato._core.segment import anonymous_file
+from minato._fork_safety import forget_in_children
+from minato._support.items import item_of
+from minato._support.text import message_of, type_name
+from minato.sampling.readers import ReaderBoard, ReaderState
+from minato.sampling.resume import is_stateful
+from minato.transforms import rng_memory
+from minato.workers.plan import WorkerPlan
+
+__all__ = ["Host", "Reader", "StateSlots", "Taken", "announced", "seed_generators"]
+
+_STATE_SHARE = 100
+"""States that nobody asked for take at most this part of a worker's time."""
+_REGION = 1 << 36
+"""Bytes between two regions of the file of states, of which only written pages take memory."""
+_HEADER = struct.Struct("<QQQQ")
+_HEADERS = 1 << 20
+
+
+class StateSlots:
+    """The latest states of all readers, in a file without a name that hosts write and the training process reads.
+
+    A host keeps the newest state that is not after what was delivered, from which a resumed run goes on, and a newer
+    one, which takes its place once what precedes it was delivered.
+
+    Args:
+        readers: Number of readers.
+        depth: Number of states that are kept of each, 2 or more.
+    """
+
+    def __init__(self, readers: int, depth: int) -> None:
+        self.depth = depth
+        self._readers = readers
+        self._adopt(anonymous_file(0))
+
+    def _adopt(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        descriptor = reduction.DupFd(self._descriptor)
+        return {"depth": self.depth, "readers": self._readers, "descriptor": descriptor}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.depth, self._readers = state["depth"], state["readers"]
+        self._adopt(state["descriptor"].detach())
+
+    def clear(self) -> None:
+        """Drop all states."""
+        os.pwrite(self._descriptor, bytes(self._readers * self.depth * _HEADER.size), 0)
+
+    def write(self, reader: int, i: int, slot: int, ordinal: int, state: bytes) -> None:
+        """Keep a state of a reader as number ``i`` of its states, in an epoch with a slot of the ledger."""
+        region = reader * self.depth + i
+        os.pwrite(self._descriptor, bytes(_HEADER.size), region * _HEADER.size)
+        _write_all(self._descriptor, state, _HEADERS + region * _REGION)
+        known = slot + 1, ordinal, len(state)
+        os.pwrite(self._descriptor, _HEADER.pack(*known, _sum(known)), region * _HEADER.size)
+
+    def newest(self, reader: int, slot: int, ordinal: int) -> Any:
+        """The newest state of a reader in an epoch that is not after an ordinal; None: there is none."""
+        found: tuple[int, int, int] | None = None
+        for i in range(self.depth):
+            region = reader * self.depth + i
+            header = os.pread(self._descriptor, _HEADER.size, region * _HEADER.size)
+            if len(header) < _HEADER.size:
+                continue
+            *known, checked = _HEADER.unpack(header)
+            if known[0] != slot + 1 or checked != _sum(known) or known[1] > ordinal:
+                continue
+            if found is None or known[1] >= found[0]:
+                found = known[1], known[2], region
+        if found is None:
+            return None
+        _, nbytes, region = found
+        return pickle.loads(os.pread(self._descriptor, nbytes, _HEADERS + region * _REGION))
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def _sum(known: Sequence[int]) -> int:
+    return zlib.crc32(repr(tuple(known)).encode()) + 1
+
+
+class Taken(NamedTuple):
+    """What a reader gave for some items that were asked for.
+
+    Attributes:
+        items: The first of them; fewer than were asked for if the reader has ended, or has raised.
+        error: What the next one raised, or None.
+    """
+
+    items: list[Any]
+    error: BaseException | None
+
+
+class Reader:
+    """One sequential iterator over its own copy of the dataset.
+
+    Args:
+        number: Of the reader.
+        dataset: Its copy.
+        batch: Where an exception ends a batch, as with torch, the next item is the first of the next batch of this
+            many; 1: it is the item after the one that raised.
+
+    Attributes:
+        at: Ordinal of the item that the next call of ``next()`` returns.
+        end: Ordinal at which it has ended; None: it has not.
+        died: Whether it has ended because its generator had raised.
+        taken: The items of the last call of ``take``, which an interruption does not lose.
+    """
+
+    def __init__(self, number: int, dataset: Any, batch: int = 1) -> None:
+        self.number = number
+        self.dataset = dataset
+        self.at = 0
+        self.end: int | None = None
+        self.died = False
+        self.taken: list[Any] = []
+        self._from = -1  # ordinal of the first taken one
+        self._batch = batch
+        self._iterator: Any = None
+        self._dataset_keeps = is_stateful(dataset)
+
+    def begin(self, start: ReaderState | None, set_epoch: int | None, *, resumes: bool) -> None:
+        """Begin an epoch.
+
+        Args:
+            start: The state to load; None: the dataset is as it is.
+            set_epoch: With which the dataset's ``set_epoch`` is called before; None: it is not.
+            resumes: Whether the epoch goes on where the state was taken; otherwise it begins.
+        """
+        self._iterator = None  # before the next one is made
+        self.at, self.end, self.died, self._from, self.taken = 0, None, False, -1, []
+        dataset = self.dataset
+        if set_epoch is not None and callable(getattr(dataset, "set_epoch", None)):
+            dataset.set_epoch(set_epoch)
+        if start is not None and start.dataset is not None:
+            dataset.load_state_dict(start.dataset)
+        iterator: Any = iter(dataset)
+        if start is not None and resumes:
+            if start.iterator is not None:
+                iterator.load_state_dict(start.iterator)
+            self.at = start.ordinal
+        self._iterator = iterator
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the dataset or its iterator has a state."""
+        return self._dataset_keeps or is_stateful(self._iterator)
+
+    def state(self) -> ReaderState:
+        """The present state of dataset and iterator."""
+        dataset, iterator = self.dataset, self._iterator
+        of_dataset = self._dataset_keeps and iterator is not dataset
+        of_iterator = iterator is not None and is_stateful(iterator)
+        return ReaderState(
+            self.at,
+            dataset.state_dict() if of_dataset else None,
+            iterator.state_dict() if of_iterator else None,
+        )
+
+    def take(self, ordinals: Sequence[int]) -> list[Any]:
+        """The items with ascending ordinals, fewer if the reader ends. Those before and between them are dropped.
+
+        A call that a signal has interrupted can be repeated.
+
+        Raises:
+            Exception: What ``next()`` raised; ``taken`` has the items before.
+        """
+        first, count = ordinals[0], len(ordinals)
+        if first != self._from:
+            self.taken = []
+            self._from = first
+        taken = self.taken
+        while len(taken) < count and self._iterator is not None:
+            done = len(taken)
+            wanted = ordinals[done]
+            if done:
+                self.at = max(self.at, ordinals[done - 1] + 1)
+            if self.at < wanted:
+                self._skip(wanted)
+                continue
+            if self.at > wanted:
+                raise AssertionError(f"item {wanted} of reader {self.number} was read before")
+            run = count - done
+            if ordinals[-1] - wanted != run - 1:
+                run = next(i for i in range(1, run + 1) if ordinals[done + i] != wanted + i)
+            try:
+                # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
+                # restarts a dataset that is its own iterator.
+                taken.extend(map(next, itertools.repeat(self._iterator, run)))
+            except Exception:
+                self._failed(wanted + len(taken) - done)
+                raise
+            self.at = wanted + len(taken) - done
+            if len(taken) < done + run:
+                self._ended(self.at)
+        return taken
+
+    def _skip(self, ordinal: int) -> None:
+        """Drop the items before an ordinal; what they raise was raised in an earlier run."""
+        while self.at < ordinal and self._iterator is not None:
+            try:
+                next(self._iterator)
+            except StopIteration:
+                self._ended(self.at)
+            except Exception:
+                self._failed(self.at)
+            else:
+                self.at += 1
+
+    def _failed(self, ordinal: int) -> None:
+        """Go on after an item that raised."""
+        self.at = (ordinal // self._batch + 1) * self._batch
+        iterator = self._iterator
+        if isinstance(iterator, GeneratorType) and iterator.gi_frame is None:
+            self.died = True
+            self._ended(ordinal + 1)
+
+    def fail(self, ordinal: int) -> None:
+        """End before it has begun, because ``iter()`` has raised."""
+        self.at = ordinal
+        self._ended(ordinal)
+
+    def _ended(self, ordinal: int) -> None:
+        self._iterator, self.end = None, ordinal
+
+
+class _Generators:
+    """The three global generators of this process."""
+
+    def __init__(self) -> None:
+        self._all = (
+            rng_memory.python_generator(),
+            rng_memory.numpy_generator(),
+            rng_memory.torch_generator(),
+        )
+
+    def save(self) -> list[Any]:
+        """Their states."""
+        return [generator.save() for generator in self._all]
+
+    def load(self, states: list[Any]) -> None:
+        """Set their states."""
+        for generator, state in zip(self._all, states, strict=True):
+            generator.load(*state)
+
+    @staticmethod
+    def to_plain() -> dict[str, Any]:
+        """Their states as plain data, which any process can load."""
+        version, words, gauss = random.getstate()
+        plain = {"python": [version, _encoded(np.array(words, np.uint32)), gauss]}
+        state: Any = np.random.get_state()
+        if state[0] == "MT19937":
+            plain["numpy"] = [_encoded(np.asarray(state[1], np.uint32)), *state[2:]]
+        plain["torch"] = [_encoded(torch.default_generator.get_state().numpy())]
+        return plain
+
+    @staticmethod
+    def load_plain(plain: dict[str, Any]) -> None:
+        """Set their states to those of ``to_plain``."""
+        version, words, gauss = plain["python"]
+        random.setstate((version, tuple(_decoded(words, np.uint32).tolist()), gauss))
+        if "numpy" in plain:
+            words, *rest = plain["numpy"]
+            np.random.set_state(("MT19937", _decoded(words, np.uint32), *rest))
+        (state,) = plain["torch"]
+        torch.default_generator.set_state(torch.from_numpy(_decoded(state, np.uint8).copy()))
+
+
+def _encoded(words: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(words.tobytes()).decode()
+
+
+def _decoded(text: str, kind: Any) -> np.ndarray[Any, Any]:
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+_ANNOUNCED = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _ANNOUNCED
+    _ANNOUNCED = threading.Lock()
+
+
+forget_in_children(_renew_lock)
+
+
+@contextmanager
+def announced(number: int, num_workers: int, base_seed: int, dataset: object) -> Iterator[None]:
+    """Have torch's ``get_worker_info()`` describe this worker thread; one at a time, as torch keeps one record."""
+    with _ANNOUNCED:
+        before = announce_worker(number, num_workers, base_seed + number, dataset)
+        try:
+            yield
+        finally:
+            withdraw_worker(before)
+
+
+def seed_generators(seed: int, of_numpy: Any) -> None:
+    """Seed the three global generators as torch does in a worker."""
+    random.seed(seed)
+    if torch.version.cuda or torch.version.hip:
+        torch.manual_seed(seed)
+    else:
+        # torch.manual_seed also seeds the generators of other devices, and records a stack trace: 2 ms per worker.
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(of_numpy)
+
+
+class Host:
+    """The readers that one worker, or the training loop, hosts.
+
+    Args:
+        number: Of the worker.
+        board: Where it says what its readers have done.
+        alone: The process is a worker's own: its generators are those of its reader while it hosts only one.
+        binds: Samples have randomness of their own, so that the generators are not left as a reader leaves them.
+    """
+
+    def __init__(
+        self, plan: WorkerPlan, number: int, board: ReaderBoard, *, alone: bool, binds: bool
+    ) -> None:
+        assert plan.readers is not None
+        self._plan = plan
+        self._readers_plan = readers = plan.readers
+        self._board = board
+        self._numbers = (
+            range(number, readers.count, readers.hosts) if number < readers.hosts else range(0)
+        )
+        self._owns_process = alone
+        self._is_thread = plan.method == "thread" and not plan.in_main_process
+        self._swaps = readers.announces and not (
+            self._is_thread or (alone and len(self._numbers) == 1 and not binds)
+        )
+        self._generators = _Generators() if self._keeps_generators else None
+        self._saved: dict[int, list[Any]] = {}
+        self._epochs: dict[int, tuple[int, int]] = {}
+        self._due_ns: dict[int, int] = {}
+        self._written: dict[int, list[int | None]] = {}
+        self._batches: dict[int, int] = {}
+        self._readers: dict[int, Reader] = {}
+        self._active: int | None = None
+        self.binds = binds
+
+    @property
+    def _keeps_generators(self) -> bool:
+        return self._readers_plan.announces and not self._is_thread
+
+    def _make_readers(self) -> None:
+        plan, readers = self._plan, self._readers_plan
+        original = plan.pipeline.dataset
+        copies = [original if self._may_use(number) else None for number in self._numbers]
+        for i, number in enumerate(self._numbers):
+            copied = _copied(original, readers.count) if copies[i] is None else original
+            self._readers[number] = Reader(number, copied, readers.batch)
+
+    def _may_use(self, number: int) -> bool:
+        """Whether a reader may have the dataset itself, of which no other needs a copy."""
+        if not self._readers_plan.announces:
+            return True
+        if self._is_thread:
+            return number == 0
+        return self._owns_process and number == self._numbers[0]
+
+    def initialise(self) -> None:
+        """Make the readers, give each its seeds, and call ``worker_init_fn`` for it.
+
+        Raises:
+            TypeError: The dataset cannot be copied.
+            Exception: Raised by ``worker_init_fn``.
+        """
+        plan = self._plan
+        self._make_readers()
+        if not self._readers_plan.announces:
+            return
+        for number in self._numbers:
+            with self._identity(number, fresh=True):
+                if plan.init_fn is not None:
+                    plan.init_fn(number)
+
+    @contextmanager
+    def _identity(self, number: int, fresh: bool = False) -> Iterator[None]:
+        """Be a reader: worker info, and its three global generators, which keep what it draws."""
+        readers, reader = self._readers_plan, self._readers[number]
+        seed = self._plan.base_seed + number
+        if self._is_thread:
+            with announced(number, readers.count, self._plan.base_seed, reader.dataset):
+                self._active = number
+                try:
+                    yield
+                finally:
+                    self._active = None
+            return
+        generators = self._generators
+        assert generators is not None
+        program = None if self._owns_process else generators.save()
+        before = announce_worker(number, readers.count, seed, reader.dataset)
+        self._active = number
+        try:
+            if fresh:
+                seed_generators(seed, numpy_seed(self._plan.base_seed, number))
+            elif number in self._saved:
+                generators.load(self._saved[number])
+            yield
+        finally:
+            self._active = None
+            if self._swaps:
+                self._saved[number] = generators.save()
+            if program is not None:
+                generators.load(program)
+                withdraw_worker(before)
+
+    def turn(self, key: int) -> AbstractContextManager[None]:
+        """Be the reader of an item while it reads; and while its items are made a batch, unless ``binds``."""
+        number = item_of(key).reader
+        if self._active == number or number not in self._readers:
+            return nullcontext()
+        if self._is_thread:
+            # torch keeps one record of worker info, which threads can only have one after the other.
+            return nullcontext() if number in self._epochs else self._identity(number, fresh=True)
+        return self._identity(number) if self._swaps else nullcontext()
+
+    def begin(self, number: int, slot: int, epoch: int) -> None:
+        """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
+        self._begin(self._readers[number], slot, epoch)
+
+    def take(self, keys: Sequence[int], slot: int, epoch: int) -> Taken:
+        """The items with ascending keys of one reader, whose ``turn`` it is.
+
+        Args:
+            slot: Of the epoch in the ledger.
+            epoch: Its number.
+        """
+        number, first = item_of(keys[0])
+        reader, count = self._readers[number], len(keys)
+        if keys[-1] - keys[0] == count - 1:
+            ordinals: Sequence[int] = range(first, first + count)
+        else:
+            ordinals = [item_of(key).ordinal for key in keys]
+        if self._epochs.get(number) != (slot, epoch):
+            try:
+                self._begin(reader, slot, epoch)
+            except Exception as error:
+                reader.fail(ordinals[-1] + 1)
+                self._note(reader, slot)
+                return Taken([], error)
+        error_ = None
+        try:
+            items = reader.take(ordinals)
+        except Exception as error:
+            items, error_ = reader.taken, error
+        self._note(reader, slot)
+        if error_ is None:
+            self._keep_state(reader, slot)
+        return Taken(items, error_)
+
+    def _begin(self, reader: Reader, slot: int, epoch: int) -> None:
+        number, starts = reader.number, self._readers_plan.starts
+        is_first = number not in self._epochs
+        self._epochs[number] = slot, epoch
+        self._due_ns[number] = 0
+        self._batches[number] = 0
+        self._written[number] = [None] * self._depth
+        start = starts.states[number] if is_first or starts.epoch == epoch else None
+        resumes = starts.epoch == epoch
+        if start is not None and start.generators is not None and self._generators is not None:
+            self._generators.load_plain(start.generators)
+        reader.begin(start, self._board.set_epoch(slot), resumes=resumes)
+        if not is_first and not resumes and self._keeps_generators:
+            # A reader that is read again from the beginning of the epoch must draw the same.
+            self._keep_state(reader, slot, must=True)
+
+    def _note(self, reader: Reader, slot: int) -> None:
+        self._board.note_read(reader.number, slot, reader.at)
+        if reader.end is not None:
+            self._board.note_end(reader.number, slot, reader.end, reader.died)
+
+    def release(self) -> None:
+        """Drop the items that were taken: they are delivered."""
+        for reader in self._readers.values():
+            reader.taken = []
+
+    # ---- states
+
+    @property
+    def _depth(self) -> int:
+        slots = self._readers_plan.slots
+        return 0 if slots is None else slots.depth
+
+    def present(self, number: int) -> ReaderState | None:
+        """The present state of a reader of this process; None: it has none, or has not begun."""
+        reader = self._readers[number]
+        if number not in self._epochs or not reader.keeps_state:
+            return None
+        if self._generators is None:
+            return reader.state()
+        with self._identity(number):
+            state = reader.state()
+            state.generators = self._generators.to_plain()
+        return state
+
+    def _keep_state(self, reader: Reader, slot: int, must: bool = False) -> None:
+        """Keep the present state of a reader for the training process, where that is due and costs little."""
+        readers, number = self._readers_plan, reader.number
+        if readers.slots is None or not (must or reader.keeps_state):
+            return
+        self._batches[number] += 1
+        if reader.end is not None:
+            must = reader.end not in self._written[number]  # once
+            if not must:
+                return
+        elif readers.every == "auto":
+            if not must and now_ns() < self._due_ns[number]:
+                return
+        elif readers.every is not None and self._batches[number] % readers.every == 0:
+            must = True
+        elif not must:
+            return
+        i = self._free_slot(number, slot, must)
+        if i is None:
+            return
+        began_ns = now_ns()
+        readers.slots.write(
+            number, i, slot, reader.at if reader.end is None else reader.end, self._pickled(reader)
+        )
+        self._written[number][i] = reader.at if reader.end is None else reader.end
+        now = now_ns()
+        self._due_ns[number] = now + _STATE_SHARE * (now - began_ns)
+
+    def _free_slot(self, number: int, slot: int, must: bool) -> int | None:
+        """The state to overwrite: one that is not needed, or with ``must`` the newest."""
+        written, delivered = self._written[number], self._board.delivered(number, slot)
+        usable = [at for at in written if at is not None and at <= delivered]
+        newest = max(usable, default=-1)
+        for i, at in enumerate(written):
+            if at is None or at < newest:
+                return i
+        later = [at for at in written if at is not None and at > newest]
+        return written.index(max(later)) if must and later else None
+
+    def _pickled(self, reader: Reader) -> bytes:
+        try:
+            state: Any = reader.state()
+            if self._generators is not None:
+                state.generators = self._generators.to_plain()
+            return pickle.dumps(state, 5)
+        except Exception as error:
+            where = f"in state_dict() of reader {reader.number}"
+            text = RuntimeError(f"{type_name(error, module=True)}: {message_of(error)}")
+            for told in (error, text):
+                with suppress(Exception):
+                    info = type(told), told, told.__traceback__
+                    return pickle.dumps(ExceptionWrapper(info, where), 5)  # type: ignore[no-untyped-call]
+            raise
+
+
+def _copied(dataset: Any, count: int) -> Any:
+    try:
+        return copy.deepcopy(dataset)
+    except Exception as error:
+        raise TypeError(
+            f"each of {count} readers needs its own copy of the dataset, and a {type_name(dataset)} cannot be copied "
+            f"({type(error).__name__}: {message_of(error)}): give the class a __deepcopy__, or use as many worker "
+            "processes as readers"
+        ) from error
