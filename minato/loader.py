@@ -156,9 +156,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             epoch, index). Default: torch's generator decides.
         device: Where batches are returned: their tensors, and objects with torch's ``to``, are copied there while the
             training runs, from the pinned memory that the workers write to. Default: host memory.
-        readers: How many sequential readers an iterable dataset has. Each is what one of torch's workers is to it, and the
-            workers, whatever their number, host them: strict order is torch's with as many workers as readers. Default:
-            ``num_workers``, at least 1.
+        readers: How many sequential readers an iterable dataset has. Each is what one of torch's workers is to it, and
+            the workers, whatever their number, host them: strict order is torch's with as many workers as readers.
+            Default: ``num_workers``, at least 1.
         fetch_concurrency: How many samples each worker reads at once: ``dataset[i]`` in as many threads or, if the
             dataset has ``async def __aget__(self, i)``, as coroutines of one thread. The transforms run one after the
             other in the worker's main thread. Default: ``1``.

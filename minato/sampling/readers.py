@@ -219,7 +219,7 @@ class EpochReaders:
     Attributes:
         board: What the hosts say of the readers.
         state_of: Returns states that the hosts have sent.
-        set_epoch: With which ``set_epoch`` of each copy of the dataset is called before it is iterated; None: it is not.
+        set_epoch: With which ``set_epoch`` of each copy of the dataset is called first; None: it is not.
         arrived: Returns which items of this run are done: the number of the first that is not, and those above it.
     """
 
@@ -378,8 +378,8 @@ class EpochReaders:
             self._told.add(reader)
             if self.board.has_died(reader):
                 return (
-                    f"reader {reader} ended by an exception after {end - 1} items, and the rest of its share is missing: "
-                    "a generator that has raised cannot go on, so catch the exception inside of it"
+                    f"reader {reader} ended by an exception after {end - 1} items; the rest of its share is missing: a "
+                    "generator that has raised cannot go on, so catch the exception inside of it"
                 )
             if end == 0 and self.count > 1:
                 return (

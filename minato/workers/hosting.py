@@ -1,4 +1,4 @@
-"""A worker that hosts readers: it has them give items, runs the transforms, and offers items to workers that would idle."""
+"""A worker that hosts readers: it has them give items, runs the transforms, and offers items to idle workers."""
 
 from __future__ import annotations
 
@@ -81,15 +81,17 @@ class OfferedItems:
         table["offset"][k] = offset
         return nbytes
 
-    def get(self, record: BatchRecord, k: int) -> Any:
-        """The item of sample ``k`` of a batch; ``_MISSING``: it was not read for any worker."""
+    def take(self, record: BatchRecord, k: int) -> Any:
+        """The item of a sample ``k`` of a batch that this worker has claimed; ``_MISSING``: it was not offered."""
         entry = self._table(record)[k]
         offset = int(entry["offset"])
-        return self._store.peek(offset, int(entry["nbytes"])) if offset else _MISSING
-
-    def drop(self, record: BatchRecord, k: int) -> None:
-        """Drop the item of sample ``k`` of a batch, which is complete."""
-        self._store.drop(int(self._table(record)[k]["offset"]))
+        if not offset:
+            return _MISSING
+        item = self._store.peek(offset, int(entry["nbytes"]))
+        self._store.drop(
+            offset
+        )  # in shared memory it stays, for the worker that replaces this one if it dies
+        return item
 
 
 class _Unread(NamedTuple):
@@ -161,7 +163,7 @@ class HostWorker(Worker):
         keys = list(self.read_indices(lease.batch, lease.k, lease.count))
         items: list[Any] = []
         if self._lays_aside:
-            items = [self._offered.get(record, lease.k + i) for i in range(len(keys))]
+            items = [self._offered.take(record, lease.k + i) for i in range(len(keys))]
         is_fresh = all(item is _MISSING for item in items)
         # Those that were claimed before are read before.
         if is_fresh and not self._unread and not (self._offers and self._is_worth):
@@ -172,7 +174,6 @@ class HostWorker(Worker):
                 self._unread.append(_Unread(lease.batch, record, k, key))
             else:
                 self._run_item(lease.batch, record, k, key, item)
-                self._offered.drop(record, k)
 
     # ---- items that any worker runs
 

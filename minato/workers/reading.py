@@ -1,4 +1,4 @@
-"""Hosting readers: each is an iterator over its own copy of an iterable dataset, with the identity of one of torch's workers.
+"""Readers: each is an iterator over its own copy of an iterable dataset, with the identity of one of torch's workers.
 
 A worker hosts the readers whose number modulo the number of hosts is its own. Without workers, the training loop hosts
 all of them.
