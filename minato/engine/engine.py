@@ -522,7 +522,7 @@ def _shared_state(plan: Plan, history: History) -> SharedState:
         positions=_num_positions(plan),
         num_steps=len(worker.pipeline.transforms),
         shared=worker.in_processes,
-        num_readers=0 if worker.readers is None else worker.readers.count,
+        num_readers=0 if worker.readers is None else worker.readers.number,
     )
     state.active.set_count(worker.most_workers)
     # Where a place that a skipped sample leaves is for another one, no batch may begin with places that are kept.

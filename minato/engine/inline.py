@@ -288,7 +288,7 @@ class InlineEngine:
         readers.begin(0)
         host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
         host.initialise()
-        if not worker.readers.announces:
+        if not plan.announces:
             host.begin(0, 0, epoch.number)
         readers.state_of = functools.partial(_state_of, weakref.ref(host))
         self.afterwards[0] = if_alive(EpochReaders.detach, readers)

@@ -207,7 +207,7 @@ def _readers(
             depth += -(-2 * (spec.workers.prefetch_factor or 1) // every) + 1
         slots = StateSlots(count, depth)
     return ReaderPlan(
-        count=count,
+        number=count,
         hosts=1 if in_main_process else most_workers,
         announces=not in_main_process or spec.options.readers is not None,
         batch=(spec.sampling.batch_size or 1) if order.keeps_places else 1,

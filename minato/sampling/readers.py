@@ -270,7 +270,7 @@ class EpochReaders:
     @staticmethod
     def alone(dataset: object) -> dict[str, Any]:
         """The states that the next epoch starts with, as plain data, given that of the only copy of a dataset."""
-        each = [{"done": [], "end": None, "state": vars(ReaderState(0, dataset))}]
+        each: list[Any] = [{"done": [], "end": None, "state": vars(ReaderState(0, dataset))}]
         return {"turn": 0, "set_epoch": None, "each": each}
 
     def detach(self) -> None:
@@ -362,9 +362,10 @@ class EpochReaders:
         found = []
         for drawn in [*self._log, *([] if self._last is None else [self._last])]:
             end = self.board.end(drawn.reader)
+            if end is None:
+                continue
             here = range(drawn.number, drawn.number + self._size)
-            own = [number for number in numbers if number in here] if end is not None else []
-            if own:
+            if own := [number for number in numbers if number in here]:
                 keys = drawn.keys()
                 found += [each for each in own if item_of(keys[each - here.start]).ordinal >= end]
         return found
@@ -394,7 +395,7 @@ class EpochReaders:
         """The state with which the next epoch starts, as plain data; None: with fresh copies of the dataset."""
         if not self._persist:
             return None
-        each = []
+        each: list[Any] = []
         for reader in range(self.count):
             state = self._known_state(reader, _LAST)
             kept = None
@@ -423,7 +424,7 @@ class EpochReaders:
             ordinals = [one for each in drawn.ordinals for one in each]
             ranges = [(ordinals[i - drawn.number], ordinals[i - drawn.number] + 1) for i in numbers]
             done[drawn.reader] = _merged(done[drawn.reader], ranges)
-        each = []
+        each: list[Any] = []
         for reader, ranges in enumerate(done):
             end = self.board.end(reader)
             if end is not None:

@@ -585,8 +585,8 @@ class Dispatcher:
                 self._storage.slots.release(indices_slot)
                 raise
         if self._offers_items:
-            indices_slot = self._storage.slots.acquire()
-            offset, nbytes = indices_slot.start, indices_slot.end - indices_slot.start
+            indices_slot = beside = self._storage.slots.acquire()
+            offset, nbytes = beside.start, beside.end - beside.start
             self._storage.slots.segment.array[offset : offset + _TABLE_NBYTES * count] = 0
         slot, epoch = self._storage.slots.acquire(), self._epoch
         bound = self._order.keeps_places

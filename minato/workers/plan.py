@@ -77,7 +77,7 @@ class ReaderPlan(NamedTuple):
     """The readers of an iterable dataset.
 
     Attributes:
-        count: Their number.
+        number: How many there are.
         hosts: Number of workers that host them: reader r is hosted by worker r modulo ``hosts``.
         announces: Each has worker info, seeds and generators of its own. If not, the only one reads the dataset as it
             is, with the generators of the program, as torch does without workers.
@@ -86,7 +86,7 @@ class ReaderPlan(NamedTuple):
         slots: Where the states go; None: the training process asks for them itself.
     """
 
-    count: int
+    number: int
     hosts: int
     announces: bool
     batch: int
@@ -147,8 +147,8 @@ class WorkerPlan(NamedTuple):
     def identity(self, number: int) -> tuple[int, int]:
         """Number and number of workers by which a worker knows itself: those of its first reader, if it has one."""
         readers = self.readers
-        if readers is not None and number < min(readers.hosts, readers.count):
-            return number, readers.count
+        if readers is not None and number < min(readers.hosts, readers.number):
+            return number, readers.number
         return number, self.most_workers
 
     @property

@@ -362,7 +362,7 @@ class Host:
         self._readers_plan = readers = plan.readers
         self._board = board
         self._numbers = (
-            range(number, readers.count, readers.hosts) if number < readers.hosts else range(0)
+            range(number, readers.number, readers.hosts) if number < readers.hosts else range(0)
         )
         self._owns_process = alone
         self._is_thread = plan.method == "thread" and not plan.in_main_process
@@ -388,7 +388,7 @@ class Host:
         original = plan.pipeline.dataset
         copies = [original if self._may_use(number) else None for number in self._numbers]
         for i, number in enumerate(self._numbers):
-            copied = _copied(original, readers.count) if copies[i] is None else original
+            copied = _copied(original, readers.number) if copies[i] is None else original
             self._readers[number] = Reader(number, copied, readers.batch)
 
     def _may_use(self, number: int) -> bool:
@@ -421,7 +421,7 @@ class Host:
         readers, reader = self._readers_plan, self._readers[number]
         seed = self._plan.base_seed + number
         if self._is_thread:
-            with announced(number, readers.count, self._plan.base_seed, reader.dataset):
+            with announced(number, readers.number, self._plan.base_seed, reader.dataset):
                 self._active = number
                 try:
                     yield
@@ -431,7 +431,7 @@ class Host:
         generators = self._generators
         assert generators is not None
         program = None if self._owns_process else generators.save()
-        before = announce_worker(number, readers.count, seed, reader.dataset)
+        before = announce_worker(number, readers.number, seed, reader.dataset)
         self._active = number
         try:
             if fresh:
@@ -587,7 +587,7 @@ class Host:
             for told in (error, text):
                 with suppress(Exception):
                     info = type(told), told, told.__traceback__
-                    return pickle.dumps(ExceptionWrapper(info, where), 5)  # type: ignore[no-untyped-call]
+                    return pickle.dumps(ExceptionWrapper(info, where), 5)
             raise
 
 
