@@ -406,6 +406,8 @@ class InlineEngine:
         current = self._current
         current.kinds = (BaseException,) if self._tried is batch.drawn else _ERRORS
         current.batch, self._runner.catches = batch, current.kinds
+        if self._host is not None:
+            self._host.catches = current.kinds
         self._tried = batch.drawn
         batch.began_ns = began_ns = now_ns()
         if is_profiling():

@@ -31,6 +31,7 @@ from minato._core.segment import anonymous_file
 from minato._fork_safety import forget_in_children
 from minato._support.items import item_of
 from minato._support.text import message_of, type_name
+from minato.batching.blobs import Kinds
 from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.sampling.resume import is_stateful
 from minato.transforms import rng_memory
@@ -194,13 +195,16 @@ class Reader:
             iterator.state_dict() if of_iterator else None,
         )
 
-    def take(self, ordinals: Sequence[int]) -> list[Any]:
+    def take(self, ordinals: Sequence[int], catches: Kinds = (Exception,)) -> list[Any]:
         """The items with ascending ordinals, fewer if the reader ends. Those before and between them are dropped.
 
         A call that a signal has interrupted can be repeated.
 
+        Args:
+            catches: What is the error of an item if ``next()`` raises it; other exceptions interrupt the call.
+
         Raises:
-            Exception: What ``next()`` raised; ``taken`` has the items before.
+            BaseException: What ``next()`` raised; ``taken`` has the items before.
         """
         first, count = ordinals[0], len(ordinals)
         if first != self._from:
@@ -213,7 +217,7 @@ class Reader:
             if done:
                 self.at = max(self.at, ordinals[done - 1] + 1)
             if self.at < wanted:
-                self._skip(wanted)
+                self._skip(wanted, catches)
                 continue
             if self.at > wanted:
                 raise AssertionError(f"item {wanted} of reader {self.number} was read before")
@@ -224,7 +228,7 @@ class Reader:
                 # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
                 # restarts a dataset that is its own iterator.
                 taken.extend(map(next, itertools.repeat(self._iterator, run)))
-            except Exception:
+            except catches:
                 self._failed(wanted + len(taken) - done)
                 raise
             self.at = wanted + len(taken) - done
@@ -232,14 +236,14 @@ class Reader:
                 self._ended(self.at)
         return taken
 
-    def _skip(self, ordinal: int) -> None:
+    def _skip(self, ordinal: int, catches: Kinds) -> None:
         """Drop the items before an ordinal; what they raise was raised in an earlier run."""
         while self.at < ordinal and self._iterator is not None:
             try:
                 next(self._iterator)
             except StopIteration:
                 self._ended(self.at)
-            except Exception:
+            except catches:
                 self._failed(self.at)
             else:
                 self.at += 1
@@ -352,6 +356,9 @@ class Host:
         board: Where it says what its readers have done.
         alone: The process is a worker's own: its generators are those of its reader while it hosts only one.
         binds: Samples have randomness of their own, so that the generators are not left as a reader leaves them.
+
+    Attributes:
+        catches: The exceptions that are errors of items; others interrupt.
     """
 
     def __init__(
@@ -378,6 +385,7 @@ class Host:
         self._readers: dict[int, Reader] = {}
         self._active: int | None = None
         self.binds = binds
+        self.catches: Kinds = (Exception,)
 
     @property
     def _keeps_generators(self) -> bool:
@@ -477,14 +485,14 @@ class Host:
         if self._epochs.get(number) != (slot, epoch):
             try:
                 self._begin(reader, slot, epoch)
-            except Exception as error:
+            except self.catches as error:
                 reader.fail(ordinals[-1] + 1)
                 self._note(reader, slot)
                 return Taken([], error)
         error_ = None
         try:
-            items = reader.take(ordinals)
-        except Exception as error:
+            items = reader.take(ordinals, self.catches)
+        except self.catches as error:
             items, error_ = reader.taken, error
         self._note(reader, slot)
         if error_ is None:

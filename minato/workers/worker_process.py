@@ -130,6 +130,7 @@ class WorkerContext:
         )
         flight = None if failure is not None else _flight(plan, number, state, reads)
         if host is not None:
+            host.catches = errors.kinds
             parts = plan, ledger, state, fetcher, runner, writer, retry
             return HostWorker(host, self.store, *parts)
         if flight is None:
