@@ -8,6 +8,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from minato import (
     ErrorPolicy,
     FastFirst,
     Observe,
+    Readers,
     Record,
     Replay,
     SharedPool,
@@ -110,6 +112,8 @@ def test_the_help_of_the_class_documents_every_option() -> None:
         ({"order": "batch"}, "batch"),
         ({"order": "batch", "has_batch_sampler": True}, "batch"),
         ({"order": "arrival"}, "arrival"),
+        ({"order": "arrival", "is_stream": True}, "arrival"),
+        ({"order": "fast_first", "is_stream": True}, "fast_first"),
         ({"order": "fast_first", "in_order": False}, "fast_first"),
     ],
 )
@@ -172,11 +176,44 @@ def test_seed_counts_modulo_two_to_the_64(seed: int, kept: int) -> None:
 @pytest.mark.parametrize("order", ["arrival", "fast_first"])
 @pytest.mark.parametrize(
     "with_whole_batches",
-    [{"has_batch_sampler": True}, {"is_stream": True}, {"compat": "torch"}],
+    [
+        {"has_batch_sampler": True},
+        {"compat": "torch"},
+        {"compat": "torch", "is_stream": True},
+    ],
 )
 def test_whole_batches_cannot_be_mixed(order: str, with_whole_batches: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"order='{order}' mixes.*use order='batch'"):
         options(order=order, **with_whole_batches)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (1, Readers(1)),
+        (np.int64(3), Readers(3)),
+        (Readers(resume="read"), Readers(None, "read")),
+    ],
+)
+def test_readers_are_a_number_or_their_settings(given: Any, expected: Readers | None) -> None:
+    assert options(readers=given, is_stream=True).readers == expected
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "4"])
+@pytest.mark.parametrize(
+    "give", [Readers, lambda wrong: options(readers=wrong, is_stream=True)], ids=["field", "option"]
+)
+def test_numbers_of_readers_that_are_not_possible(give: Any, wrong: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"(count|readers)={wrong!r}"):
+        give(wrong)
+
+
+def test_readers_that_are_not_possible() -> None:
+    with pytest.raises(ValueError, match="resume='never' is not possible: choose one of"):
+        Readers(resume="never")
+    with pytest.raises(ValueError, match="readers=2 is for iterable datasets, .*: leave it out"):
+        options(readers=2)
 
 
 def test_contradictions_are_refused() -> None:

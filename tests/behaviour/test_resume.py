@@ -619,7 +619,9 @@ def test_a_stream_is_resumed_twice() -> None:
 
 def test_a_stream_with_other_workers_is_refused() -> None:
     _, state = begun(DataLoader(Cursors(40), 3, num_workers=2), 3)
-    with pytest.raises(ValueError, match="number of readers of the dataset was 2 .* give readers=2"):
+    with pytest.raises(
+        ValueError, match="number of readers of the dataset was 2 .* give readers=2"
+    ):
         DataLoader(Cursors(40), 3, num_workers=3).load_state_dict(state)
 
 

@@ -61,12 +61,16 @@ def test_empty_batches_take_a_number_and_do_not_count(twin: ModuleType) -> None:
     assert (arrivals.prefix, arrivals.delivered, arrivals.unexpected) == (2, arrivals.asked, 0)
 
 
-def test_the_rest_can_be_dropped(twin: ModuleType) -> None:
+def test_what_does_not_exist_is_dropped(twin: ModuleType) -> None:
     arrivals = twin.Arrivals(index_hash)
-    arrivals.ask([1, 2, 3])
-    arrivals.deliver([1], 0)
-    arrivals.drop()
-    assert (arrivals.prefix, arrivals.dropped) == (3, (2, twin.sum_of_hashes([1, 3], index_hash)))
+    arrivals.ask([1, 2, 3, 4])
+    arrivals.deliver([11], 10)
+    arrivals.drop([13], 10)
+    assert (arrivals.prefix, arrivals.beyond) == (0, [1, 3])
+    arrivals.drop(range(10, 14), 10)  # what is delivered or dropped stays so
+    assert (arrivals.prefix, arrivals.beyond, arrivals.unexpected) == (4, [], 0)
+    assert arrivals.dropped == (3, twin.sum_of_hashes([1, 3, 4], index_hash))
+    assert arrivals.delivered == (1, twin.sum_of_hashes([2], index_hash))
 
 
 def test_tallies_to_start_from(twin: ModuleType) -> None:

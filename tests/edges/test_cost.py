@@ -9,17 +9,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 import minato.sources.base  # noqa: F401 - then the counters of sources are looked for, too
 from minato import DataLoader
+from minato._support.items import key_of
 from minato._support.objects import Search, nbytes_of
 from minato.engine.copied_objects import large_containers
+from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
-from minato.workers import fetch
-from minato.workers.fetch import StreamFetcher
+from minato.workers import reading
+from minato.workers.plan import Pipeline, ReaderPlan, ReaderStarts
+from minato.workers.reading import Host, StateSlots
 from tests.datasets import Numbers
+from tests.scheduling.fakes import worker_plan
 
 
 class Small:
@@ -161,46 +165,97 @@ def test_each_process_finds_the_same() -> None:
     assert len(names[0]) == 300
 
 
-class Costly(IterableDataset[int]):
-    """Its samples take 1 ms, and its state takes 10, by a clock of the test's."""
+class Clock:
+    """Tells the time that a test says; every copy is this one.
 
-    now_ns = 0
+    Attributes:
+        taken: Of each state, the ordinal of the item after it.
+    """
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.taken: list[int] = []
+
+    def __deepcopy__(self, memory: object) -> Clock:
+        return self
+
+
+class Costly(IterableDataset[int]):
+    """Its samples take 1 ms, and its state takes 10."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.done = 0
 
     def __iter__(self) -> Any:
         for i in range(2000):
-            self.now_ns += 1_000_000
+            self.clock.now_ns += 1_000_000
+            self.done = i + 1
             yield i
 
     def state_dict(self) -> dict[str, int]:
-        self.now_ns += 10_000_000
-        return {"now": self.now_ns}
+        self.clock.now_ns += 10_000_000
+        self.clock.taken.append(self.done)
+        return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         raise AssertionError("nothing is resumed")
 
 
 @pytest.mark.parametrize(
-    ("every", "sent"),
+    ("every", "taken"),
     [
-        ("auto", [0, 500, 1000, 1500]),
-        (1, [*range(2000)]),
-        (300, [299, 599, 899, 1199, 1499, 1799]),
-        (None, []),
+        ("auto", [1, 1001, 2000]),
+        (1, [*range(1, 2001)]),
+        (300, [300, 600, 900, 1200, 1500, 1800, 2000]),
+        (None, [2000]),
     ],
 )
-def test_a_state_that_nobody_asked_for_is_sent_as_often_as_it_is_cheap(
-    every: Any, sent: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_state_that_nobody_asked_for_is_taken_as_often_as_it_is_cheap(
+    every: Any, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = Costly()
-    monkeypatch.setattr(fetch, "now_ns", lambda: dataset.now_ns)
-    stream = StreamFetcher(dataset, Transforms(), batched=True, drop_last=False, state_every=every)
-    stream.enter(0, 1)
-    found = []
-    for i in range(2000):
-        stream.take(1)
-        if stream.sends_state:
-            stream.state()
-            stream.state_sent()
-            found.append(i)
-    assert found == sent
-    assert stream.sends_last_state
+    clock = Clock()
+    monkeypatch.setattr(reading, "now_ns", lambda: clock.now_ns)
+    pipeline = Pipeline(Costly(clock), Transforms(), default_collate, True, False, True)
+    slots, board = StateSlots(1, 2), ReaderBoard.alone(1)
+    readers = ReaderPlan(1, 1, True, 1, every, ReaderStarts(0, [None]), slots)
+    plan = worker_plan()._replace(pipeline=pipeline, readers=readers)
+    host = Host(plan, 0, board, alone=False, binds=False)
+    host.initialise()
+    for i in range(2001):
+        items = host.take([key_of(0, i)], 0, 0).items
+        assert items == ([i] if i < 2000 else [])
+        board.note_delivered(0, board.read(0))
+        last = max((at for at in clock.taken if at <= i + 1), default=None)
+        newest = slots.newest(0, 0, i + 1)
+        assert (newest if newest is None else newest.ordinal) == last
+    assert clock.taken == taken
+    newest = slots.newest(0, 0, 2000)
+    assert isinstance(newest, ReaderState)
+    assert newest.dataset == {"done": 2000}
+
+
+def test_states_that_precede_what_is_delivered_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far a reader is ahead, what a run resumes from is not overwritten."""
+    clock = Clock()
+    monkeypatch.setattr(reading, "now_ns", lambda: clock.now_ns)
+    pipeline = Pipeline(Costly(clock), Transforms(), default_collate, True, False, True)
+    slots, board = StateSlots(1, 2), ReaderBoard.alone(1)
+    readers = ReaderPlan(1, 1, True, 1, 1, ReaderStarts(0, [None]), slots)
+    plan = worker_plan()._replace(pipeline=pipeline, readers=readers)
+    host = Host(plan, 0, board, alone=False, binds=False)
+    host.initialise()
+
+    def newest(ordinal: int) -> int:
+        return int(slots.newest(0, 0, ordinal).ordinal)
+
+    host.take([key_of(0, i) for i in range(10)], 0, 0)
+    board.note_delivered(0, 10)
+    for i in range(10, 20):
+        host.take([key_of(0, i)], 0, 0)
+        assert newest(10) == 10
+        assert newest(i + 1) == i + 1
+    board.note_delivered(0, 20)
+    host.take([key_of(0, 20)], 0, 0)
+    assert newest(20) == 20
+    assert newest(21) == 21

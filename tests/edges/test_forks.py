@@ -33,7 +33,7 @@ from minato.caching.base import MemoryCache
 from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
-from minato.workers import supervision, worker_process
+from minato.workers import reading, supervision
 from tests.datasets import wait_until
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
@@ -623,7 +623,7 @@ def of_worker_threads(folder: Path) -> tuple[Any, Callable[[], bool]]:
     def works() -> bool:
         return sum(len(batch) for batch in rows("thread")) == 400
 
-    return worker_process._ANNOUNCED, works
+    return reading._ANNOUNCED, works
 
 
 LOCKS = {
@@ -634,7 +634,7 @@ LOCKS = {
     "caching.disk": [of_disk_cache],
     "consumers": [of_consumers],
     "patching": [of_patch],
-    "workers.worker_process": [of_worker_threads],
+    "workers.reading": [of_worker_threads],
 }
 """Locks that a child may need, by module."""
 UNUSED = {

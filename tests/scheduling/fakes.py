@@ -83,12 +83,20 @@ class Pool:
 
 
 class Account:
-    """Records the samples of an epoch."""
+    """Records the samples of an epoch.
 
-    def __init__(self) -> None:
+    Attributes:
+        end: From this index on, samples do not exist; None: all do.
+    """
+
+    readers = None
+
+    def __init__(self, end: int | None = None) -> None:
+        self.end = end
         self.delivered_numbers: list[list[int]] = []
         self.skipped_numbers: list[int] = []
-        self.finished: list[bool] = []
+        self.dropped_numbers: list[int] = []
+        self.finished = 0
 
     def returns(self, positions: list[int], start: int, num_slow: int = 0) -> Callable[[], None]:
         numbers = [position - start for position in positions]
@@ -97,8 +105,14 @@ class Account:
     def skipped(self, positions: list[int], start: int) -> None:
         self.skipped_numbers += [position - start for position in positions]
 
-    def finish(self, dropped: bool = False) -> None:
-        self.finished.append(dropped)
+    def missing(self, indices: Sequence[Any]) -> int:
+        return 0 if self.end is None else sum(index >= self.end for index in indices)
+
+    def drop(self, positions: Sequence[int], start: int) -> None:
+        self.dropped_numbers += [position - start for position in positions]
+
+    def finish(self) -> None:
+        self.finished += 1
 
 
 class Lease(NamedTuple):
@@ -132,6 +146,7 @@ class Bench:
         positions: int = 256,
         timeout_s: float = 0.0,
         one_epoch: bool = False,
+        assignment: Assignment | None = None,
     ) -> None:
         sizes = (workers, batches, positions)
         self.segment = Segment(ConsumerLedger.nbytes(*sizes))
@@ -154,7 +169,11 @@ class Bench:
             pool=self.pool,
             storage=BatchStorage(cast(Arena, self.slots), self.indices, self._discard),
             schedule=Schedule(
-                self.window, how, Assignment(), timeout_s=timeout_s, one_epoch=one_epoch
+                self.window,
+                how,
+                assignment or Assignment(),
+                timeout_s=timeout_s,
+                one_epoch=one_epoch,
             ),
         )
 
@@ -165,9 +184,14 @@ class Bench:
     # ---- the consumer
 
     def begin(
-        self, batches: Iterable[Any], epoch: int = 0, seed: int = 0, following: Any = None
+        self,
+        batches: Iterable[Any],
+        epoch: int = 0,
+        seed: int = 0,
+        following: Any = None,
+        end: int | None = None,
     ) -> bool:
-        self.account = Account()
+        self.account = Account(end)
         was_right = self.dispatcher.begin(
             IndexBatches.of(batches),
             epoch=epoch,
@@ -273,7 +297,7 @@ def worker_plan(order: str = "strict", max_lag: int = 0, most_workers: int = 1) 
         order=make_order(order, max_lag),
         round_robin=False,
         dataset_states=None,
-        state_every=None,
+        readers=None,
         fetching=FetchOptions(1),
         stats=True,
         tracks=None,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from minato._core import WORK_EVENTS_OFFSET, EventCount
+from minato._core.codes import END_BLOB
 from minato.sampling.epoch import NextEpoch
 from minato.scheduling import dispatcher
 from minato.scheduling.orders import make_order
@@ -226,6 +227,23 @@ def test_the_end_of_an_epoch() -> None:
     assert bench.rest() == PAIRS[:1]
     assert bench.dispatcher.over
     assert bench.rest() == []
+
+
+def test_samples_that_do_not_exist_leave_their_batch_short_or_none() -> None:
+    """As where a reader has ended: a worker delivers a batch short, or says that it has no samples."""
+    bench = Bench(fixed=4)
+    bench.begin(PAIRS[:4], end=3)
+    for _ in range(2):
+        bench.finish(bench.claim(count=2))
+    for _ in range(2):
+        lease = bench.claim(count=2)
+        bench.workers[0].attach(bench.ledger.describe(lease.batch).first, END_BLOB, 0)
+        bench.workers[0].fill_run(lease.batch, 0, 2)
+    assert bench.rest() == PAIRS[:2]
+    assert bench.account.delivered_numbers == [[0, 1], [2]]
+    assert bench.account.dropped_numbers == [3, 4, 5, 6, 7]
+    assert bench.account.finished == 1
+    assert not bench.slots.taken
 
 
 def test_workers_may_leave_when_the_only_epoch_runs_dry() -> None:
