@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from minato._core import ConsumerLedger, EventCount, now_ns
 from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
+from minato.batching.arena import Slot
 from minato.batching.sample_spec import Handover
 from minato.errors import add_note, warn
 from minato.observe.tracer import NULL_TRACER, Tracer
@@ -574,20 +575,21 @@ class Dispatcher:
         if not fits_ledger:
             indices, occurrences = unmarked(indices)
             fits_ledger = occurrences is not None and self._ledger.can_hold(indices)
-        indices_slot, offset, nbytes = None, 0, 0
-        if not fits_ledger:
-            indices_slot = self._storage.slots.acquire()
-            try:
-                offset, nbytes = self._storage.indices.put(
-                    lambda size: offset_in_slot(indices_slot, size), indices
-                )
-            except BaseException:
-                self._storage.slots.release(indices_slot)
-                raise
-        if self._offers_items:
+        indices_slot: Slot | None = None
+        offset = nbytes = 0
+        if not fits_ledger or self._offers_items:
             indices_slot = beside = self._storage.slots.acquire()
+        if self._offers_items:
             offset, nbytes = beside.start, beside.end - beside.start
             self._storage.slots.segment.array[offset : offset + _TABLE_NBYTES * count] = 0
+        elif not fits_ledger:
+            try:
+                offset, nbytes = self._storage.indices.put(
+                    lambda size: offset_in_slot(beside, size), indices
+                )
+            except BaseException:
+                self._storage.slots.release(beside)
+                raise
         slot, epoch = self._storage.slots.acquire(), self._epoch
         bound = self._order.keeps_places
         if self._handover is not None:

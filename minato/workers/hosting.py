@@ -32,6 +32,8 @@ _MOST_OFFERED, _MOST_OFFERED_BYTES = 1024, 64 << 20
 """Items that a host has read ahead of the workers, and their bytes."""
 _CHUNK = 16
 """Items that are read ahead together."""
+_LONG_MEAN = 256
+"""Samples over which the mean cost of the transforms is taken."""
 _MISSING = object()
 
 
@@ -138,6 +140,7 @@ class HostWorker(Worker):
         self._stock: deque[tuple[int, int]] = deque()  # positions and sizes of offered items
         self._stock_nbytes = 0
         self._unread: deque[_Unread] = deque()
+        self._num_run, self._num_readers = 0, plan.readers.number if plan.readers else 0
         self._offer_ns = self._mean_ns = self._longest_ns = 0.0
 
     def step(self) -> bool:
@@ -189,6 +192,8 @@ class HostWorker(Worker):
             self._stock_nbytes -= stock.popleft()[1]
         others = self.num_workers - 1
         wanted = others * max(self._longest_ns / self._mean_ns, 1.0) if self._mean_ns else others
+        if self._num_readers < self.num_workers:
+            wanted = _MOST_OFFERED  # the others have nothing else to do
         return len(stock) < min(wanted, _MOST_OFFERED) and self._stock_nbytes < _MOST_OFFERED_BYTES
 
     def _read_ahead(self) -> bool:
@@ -268,7 +273,8 @@ class HostWorker(Worker):
         else:
             self.run_unbound(position, record.epoch, [key])
         cost_ns = float(self.runner.durations[0])
-        self._mean_ns += (cost_ns - self._mean_ns) / 8 if self._mean_ns else cost_ns
+        self._num_run += 1  # slow ones are rare: they count for long
+        self._mean_ns += (cost_ns - self._mean_ns) / min(self._num_run, _LONG_MEAN)
         self._longest_ns = max(cost_ns, self._longest_ns * 0.999)
 
     def _deliver(
