@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from minato._core import Arrivals, sum_of_hashes
 from minato._support.hashes import index_hash
 from minato._support.items import item_of
-from minato.errors import CoverageError
+from minato.errors import CoverageError, warn
 from minato.observe.lateness import Lateness
 from minato.sampling.readers import EpochReaders
 from minato.sampling.replay import OrderRecord
@@ -358,6 +358,13 @@ class Progress:
         if self.record is not None:
             self.record.finish()
         self.finished = True
+        self.tell()
+
+    def tell(self) -> None:
+        """Warn of what the user should know of the readers, each once."""
+        readers = self.readers
+        while readers is not None and (news := readers.news()) is not None:
+            warn(news)
 
     def drawn(self) -> Tally:
         """Return the tally of the indices that were requested in this run."""

@@ -26,6 +26,9 @@ _LAST = 1 << 60
 """An ordinal after all others."""
 _SLOT_BITS = 8
 """Of a word on the board, for the slot of the epoch that it belongs to."""
+_LOW = (1 << 20) - 1
+_WORDS = 5
+"""Words on the board for each reader."""
 Ranges = list[tuple[int, int]]
 """Ranges ``[first, end)`` of ordinals."""
 
@@ -43,7 +46,7 @@ class ReaderBoard:
     """
 
     def __init__(self, buffer: Memory, offset: int, count: int) -> None:
-        self._words = SharedWords(buffer, offset, 3 * count + 1)
+        self._words = SharedWords(buffer, offset, _WORDS * count + 1)
         self.count = count
         self.slot = 0
         """Of the epoch whose words count."""
@@ -51,7 +54,7 @@ class ReaderBoard:
     @staticmethod
     def nbytes(count: int) -> int:
         """Bytes for this number of readers: whole cache lines."""
-        return -(-SharedWords.nbytes(3 * count + 1) // 64) * 64
+        return -(-SharedWords.nbytes(_WORDS * count + 1) // 64) * 64
 
     @classmethod
     def alone(cls, count: int) -> ReaderBoard:
@@ -61,7 +64,7 @@ class ReaderBoard:
     def adopt(self, other: ReaderBoard) -> None:
         """Say what another board says."""
         self.slot = other.slot
-        for i in range(3 * self.count + 1):
+        for i in range(_WORDS * self.count + 1):
             self._words.store(i, other._words.load(i))
 
     def begin(self, slot: int, set_epoch: int | None) -> None:
@@ -71,11 +74,11 @@ class ReaderBoard:
             set_epoch: What ``set_epoch`` returns.
         """
         self.slot = slot
-        for i in range(3 * self.count + 1):
+        for i in range(_WORDS * self.count + 1):
             self._words.store(i, 0)
         if set_epoch is not None:
             self._store(
-                3 * self.count, slot, 2 * set_epoch if set_epoch >= 0 else -2 * set_epoch - 1
+                _WORDS * self.count, slot, 2 * set_epoch if set_epoch >= 0 else -2 * set_epoch - 1
             )
 
     def _load(self, i: int, slot: int) -> int | None:
@@ -87,39 +90,60 @@ class ReaderBoard:
 
     def read(self, reader: int) -> int:
         """How many ordinals of a reader are used up."""
-        return self._load(3 * reader, self.slot) or 0
+        return self._load(_WORDS * reader, self.slot) or 0
 
     def end(self, reader: int) -> int | None:
         """The ordinal at which a reader has ended; None: it has not."""
-        found = self._load(3 * reader + 1, self.slot)
+        found = self._load(_WORDS * reader + 1, self.slot)
         return None if found is None else found >> 1
 
     def has_died(self, reader: int) -> bool:
         """Whether a reader has ended because its generator had raised."""
-        return bool((self._load(3 * reader + 1, self.slot) or 0) & 1)
+        return bool((self._load(_WORDS * reader + 1, self.slot) or 0) & 1)
 
     def delivered(self, reader: int, slot: int) -> int:
         """The ordinal before which everything of a reader is delivered."""
-        return self._load(3 * reader + 2, slot) or 0
+        return self._load(_WORDS * reader + 2, slot) or 0
 
     def note_delivered(self, reader: int, ordinal: int) -> None:
         """Set what ``delivered`` returns."""
-        self._store(3 * reader + 2, self.slot, ordinal)
+        self._store(_WORDS * reader + 2, self.slot, ordinal)
 
     # ---- a host's part
 
     def set_epoch(self, slot: int) -> int | None:
         """With which ``set_epoch`` of each copy of the dataset is called in an epoch; None: it is not."""
-        found = self._load(3 * self.count, slot)
+        found = self._load(_WORDS * self.count, slot)
         return None if found is None else -(found + 1) // 2 if found & 1 else found // 2
 
     def note_read(self, reader: int, slot: int, ordinal: int) -> None:
         """Set what ``read`` returns in an epoch."""
-        self._store(3 * reader, slot, ordinal)
+        self._store(_WORDS * reader, slot, ordinal)
+
+    def note_digest(self, reader: int, slot: int, ordinal: int, digest: int) -> None:
+        """Set the checksum of what a reader has given before an ordinal."""
+        self._store(_WORDS * reader + 3, slot, (ordinal & _LOW) << 32 | digest)
+
+    def digest(self, reader: int, slot: int) -> tuple[int, int] | None:
+        """Up to which ordinal a reader has read, and the checksum of that; None: nothing is known."""
+        found, read = self._load(_WORDS * reader + 3, slot), self._load(_WORDS * reader, slot)
+        if found is None or read is None or read & _LOW != found >> 32:
+            return None
+        return read, found & 0xFFFFFFFF
+
+    def note_first(self, reader: int, slot: int, digest: int) -> None:
+        """Set the checksum of the first items of a reader."""
+        self._store(_WORDS * reader + 4, slot, digest)
+
+    def alike(self) -> int:
+        """How many readers have given the same first items as another one."""
+        firsts = [self._load(_WORDS * reader + 4, self.slot) for reader in range(self.count)]
+        known = [first for first in firsts if first is not None]
+        return max((known.count(first) for first in known), default=0)
 
     def note_end(self, reader: int, slot: int, ordinal: int, died: bool) -> None:
         """Set what ``end`` and ``has_died`` return in an epoch."""
-        self._store(3 * reader + 1, slot, ordinal << 1 | died)
+        self._store(_WORDS * reader + 1, slot, ordinal << 1 | died)
 
 
 @dataclass
@@ -131,12 +155,14 @@ class ReaderState:
         dataset: Result of the ``state_dict()`` of its copy of the dataset; None: it has none.
         iterator: Result of the ``state_dict()`` of its iterator, if that is another object; None: it has none.
         generators: The states of its three global generators; None: they follow from its seed.
+        digest: Checksum of the items before.
     """
 
     ordinal: int = 0
     dataset: Any = None
     iterator: Any = None
     generators: Any = None
+    digest: int = 0
 
 
 class _Drawn(NamedTuple):
@@ -371,7 +397,11 @@ class EpochReaders:
         return found
 
     def news(self) -> str | None:
-        """A sentence about a reader that has ended with nothing or by an exception, each once; None: there is none."""
+        """A sentence about readers that the user should know, each once; None: there is none."""
+        alike = self.board.alike() if self.count > 1 and -1 not in self._told else 0
+        if alike > 1:
+            self._told.add(-1)
+            return f"{alike} readers deliver the same items: use readers=1, or split the dataset by get_worker_info()"
         for reader in range(self.count):
             end = self.board.end(reader)
             if end is None or reader in self._told:

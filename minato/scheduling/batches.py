@@ -149,7 +149,9 @@ class RetiringBatches:
     def note_missing(self, item: OpenBatch) -> None:
         """Record that a batch has no items, because their reader has ended before."""
         positions = range(item.first, item.first + len(item.indices))
-        self._progress_of(item).drop(positions, _start(item))
+        progress = self._progress_of(item)
+        progress.drop(positions, _start(item))
+        progress.tell()
 
     def add_empty(self, item: OpenBatch) -> None:
         """Add a batch without samples, and discard its memory."""

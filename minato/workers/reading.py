@@ -16,7 +16,7 @@ import struct
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import reduction
 from types import GeneratorType
@@ -41,6 +41,11 @@ __all__ = ["Host", "Reader", "StateSlots", "Taken", "announced", "seed_generator
 
 _STATE_SHARE = 100
 """States that nobody asked for take at most this part of a worker's time."""
+_DIGEST_EVERY, _FIRST_ITEMS = 16, 8
+"""One item of so many is taken into a checksum; the first ones, by which readers are compared."""
+_UNBOUNDED = 1 << 60
+_SLICES = (slice(8),) * 64
+_MOST_DIGESTED, _MOST_PARTS = 64, 16
 _REGION = 1 << 36
 """Bytes between two regions of the file of states, of which only written pages take memory."""
 _HEADER = struct.Struct("<QQQQ")
@@ -129,6 +134,26 @@ class Taken(NamedTuple):
     error: BaseException | None
 
 
+def digest_of(item: object) -> bytes:
+    """A few bytes that differ for most different items, in any process; of large ones, of their beginning."""
+    if isinstance(item, torch.Tensor):
+        if item.device.type != "cpu" or item.layout != torch.strided:
+            return str(item.shape).encode()
+        item = item.detach()[_SLICES[: item.dim()]].reshape(-1)[:_MOST_DIGESTED]
+        return pickle.dumps(item.tolist())
+    if isinstance(item, np.ndarray) and item.dtype != object:
+        return item[_SLICES[: item.ndim]].tobytes()
+    if isinstance(item, (str, bytes)):
+        return pickle.dumps(item[:_MOST_DIGESTED])
+    if isinstance(item, Mapping):
+        return b"".join(map(digest_of, itertools.islice(item.values(), _MOST_PARTS)))
+    if isinstance(item, (list, tuple)):
+        return b"".join(map(digest_of, item[:_MOST_PARTS]))
+    if isinstance(item, (int, float, complex, bool, type(None), np.generic)):
+        return repr(item).encode()
+    return type(item).__qualname__.encode()
+
+
 class Reader:
     """One sequential iterator over its own copy of the dataset.
 
@@ -143,7 +168,14 @@ class Reader:
         end: Ordinal at which it has ended; None: it has not.
         died: Whether it has ended because its generator had raised.
         taken: The items of the last call of ``take``, which an interruption does not lose.
+        digest: Checksum of what it has given so far: of one item of a few, as that takes time.
+        first: Checksum of its first items, if they differ from each other; None: not known yet, or they do not.
+        expected: What an earlier reader in its place has given: up to which ordinal, and the checksum of that.
     """
+
+    digest = 0
+    first: int | None = None
+    expected: tuple[int, int] | None = None
 
     def __init__(self, number: int, dataset: Any, batch: int = 1) -> None:
         self.number = number
@@ -167,6 +199,7 @@ class Reader:
         """
         self._iterator = None  # before the next one is made
         self.at, self.end, self.died, self._from, self.taken = 0, None, False, -1, []
+        self.digest, self.first, self._firsts = 0, None, list[bytes]()
         dataset = self.dataset
         if set_epoch is not None and callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(set_epoch)
@@ -176,7 +209,7 @@ class Reader:
         if start is not None and resumes:
             if start.iterator is not None:
                 iterator.load_state_dict(start.iterator)
-            self.at = start.ordinal
+            self.at, self.digest = start.ordinal, start.digest
         self._iterator = iterator
 
     @property
@@ -193,6 +226,7 @@ class Reader:
             self.at,
             dataset.state_dict() if of_dataset else None,
             iterator.state_dict() if of_iterator else None,
+            digest=self.digest,
         )
 
     def take(self, ordinals: Sequence[int], catches: Kinds = (Exception,)) -> list[Any]:
@@ -224,6 +258,8 @@ class Reader:
             run = count - done
             if ordinals[-1] - wanted != run - 1:
                 run = next(i for i in range(1, run + 1) if ordinals[done + i] != wanted + i)
+            if self.expected is not None:
+                run = min(run, self._checked(self.expected))
             try:
                 # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
                 # restarts a dataset that is its own iterator.
@@ -231,21 +267,52 @@ class Reader:
             except catches:
                 self._failed(wanted + len(taken) - done)
                 raise
+            self._saw(wanted, taken[done:] if done else taken)
             self.at = wanted + len(taken) - done
             if len(taken) < done + run:
                 self._ended(self.at)
         return taken
 
+    def _saw(self, ordinal: int, items: list[Any]) -> None:
+        """Take items into the checksums, the first of which has this ordinal."""
+        for i in range(-ordinal % _DIGEST_EVERY, len(items), _DIGEST_EVERY):
+            self.digest = zlib.crc32(digest_of(items[i]), self.digest)
+        if ordinal < _FIRST_ITEMS:
+            self._firsts += map(digest_of, items[: _FIRST_ITEMS - ordinal])
+            if len(set(self._firsts)) > 1 and len(self._firsts) == _FIRST_ITEMS:
+                self.first = zlib.crc32(b"".join(self._firsts))
+
+    def _checked(self, expected: tuple[int, int]) -> int:
+        """How many items are left until this reader can be compared with an earlier one in its place.
+
+        Raises:
+            RuntimeError: It has given other items.
+        """
+        ordinal, digest = expected
+        if self.at < ordinal:
+            return ordinal - self.at
+        self.expected = None
+        if self.at == ordinal and self.digest != digest:
+            raise RuntimeError(
+                f"reader {self.number} was made again, because its worker died, and gives other items than before: "
+                "have the dataset depend on get_worker_info() and its seed alone, give it a state_dict(), or use "
+                "errors=ErrorPolicy(on_worker_death='raise')"
+            )
+        return _UNBOUNDED
+
     def _skip(self, ordinal: int, catches: Kinds) -> None:
         """Drop the items before an ordinal; what they raise was raised in an earlier run."""
         while self.at < ordinal and self._iterator is not None:
+            if self.expected is not None:
+                self._checked(self.expected)
             try:
-                next(self._iterator)
+                item = next(self._iterator)
             except StopIteration:
                 self._ended(self.at)
             except catches:
                 self._failed(self.at)
             else:
+                self._saw(self.at, [item])
                 self.at += 1
 
     def _failed(self, ordinal: int) -> None:
@@ -511,12 +578,19 @@ class Host:
         if start is not None and start.generators is not None and self._generators is not None:
             self._generators.load_plain(start.generators)
         reader.begin(start, self._board.set_epoch(slot), resumes=resumes)
+        known = self._board.digest(number, slot) if is_first and self._owns_process else None
+        reader.expected = known if known is not None and known[0] > reader.at else None
         if not is_first and not resumes and self._keeps_generators:
             # A reader that is read again from the beginning of the epoch must draw the same.
             self._keep_state(reader, slot, must=True)
 
     def _note(self, reader: Reader, slot: int) -> None:
-        self._board.note_read(reader.number, slot, reader.at)
+        if reader.expected is None:  # otherwise an earlier reader in its place has said more
+            self._board.note_read(reader.number, slot, reader.at)
+            self._board.note_digest(reader.number, slot, reader.at, reader.digest)
+        if reader.first is not None:
+            self._board.note_first(reader.number, slot, reader.first)
+            reader.first = None
         if reader.end is not None:
             self._board.note_end(reader.number, slot, reader.end, reader.died)
 
