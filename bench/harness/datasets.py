@@ -36,8 +36,9 @@ class Ideal:
 class Work(Protocol):
     """A map-style dataset of the benchmarks.
 
-    Two more methods are optional. ``content(index)`` is ``self[index]`` without its cost: with it, the harness checks
+    Three more methods are optional. ``content(index)`` is ``self[index]`` without its cost: with it, the harness checks
     the content of batches. ``ideal(batch_size, workers)`` is the dataset's ideal: without it, the harness measures one.
+    ``labels(batch)`` are the indices of a batch's samples: without it, they are the second of two fields.
     """
 
     def __len__(self) -> int: ...

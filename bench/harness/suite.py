@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from bench.harness.datasets import Ideal, Work, measured_ideal
 from bench.harness.loaders import STANDARD, Contender
 from bench.harness.record import usable_cores
-from bench.harness.trial import Consumer, Run, Trial, WrongDeliveryError
+from bench.harness.trial import Consumer, Run, Trial, WrongDeliveryError, second
 from bench.workloads.mapped import Mapped
 
 T = TypeVar("T")
@@ -273,7 +273,8 @@ def run_trial(contender: Contender, row: Row, work: Any, seed: int) -> Trial:
         total += float(batch[0].sum())
 
     step = read if row.reads else (lambda _: time.sleep(row.pause_s)) if row.pause_s else None
-    run = Run(contender, work, row.arguments, Consumer(step), seed)
+    consumer = Consumer(step, getattr(work, "labels", second))
+    run = Run(contender, work, row.arguments, consumer, seed)
     for _ in range(row.epochs):
         run.epoch()
     trial = run.finish(row.name)

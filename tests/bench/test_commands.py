@@ -27,7 +27,10 @@ from bench.harness.trial import Trial, WrongDeliveryError, check_alike  # noqa: 
 from bench.workloads import segmentation  # noqa: E402
 from bench.workloads.packages import SCANS  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's import
+]
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +102,10 @@ PROGRAMS: dict[str, tuple[list[str], dict[str, tuple[int, list[str]]]]] = {
     "remote": (
         ["--rows", "objects,hedging"],
         {"remote": (25, ["67%"]), "hedging": (25, ["hedged"])},
+    ),
+    "streams": (
+        ["--rows", "iterator,vectors-inline,skip,hugging-face-text"],
+        {"streams": (30, ["| minato, order='arrival' |", "### skip", "× torch"])},
     ),
     "sharing": ([], {"sharing": (11, ["| dict, `str` to `int` |"])}),
     "threads": (["--rows", "short"], {"threads": (8, ["workers='thread'"])}),

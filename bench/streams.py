@@ -1,0 +1,447 @@
+"""Iterable datasets: work behind the iterator and within, small items, large states, skipping, Hugging Face."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset, get_worker_info
+
+from bench.harness import record, report
+from bench.harness.datasets import (
+    Ideal,
+    Sample,
+    SleepingTransforms,
+    SleepingWork,
+    SleepsShare,
+    StoredRows,
+    straggler_costs_s,
+)
+from bench.harness.loaders import Build, Contender, minato_loader, named
+from bench.harness.suite import Goal, Row, RowResult, in_turn, measure
+from bench.harness.trial import Trial, WrongDeliveryError, check_labels, unwarned
+
+BATCH = 32
+SKIPPED = 150
+"""Batches before the checkpoint."""
+HEAD = """\
+# Streams
+
+Written by `python -m bench.streams`. Every loader gets the same iterable dataset and number of workers, and every other
+argument at its default. An iterable dataset gives each reader every n-th block of {batch} items, so that strict order
+is ascending. torch has as many readers as workers; so has minato where its name does not say *readers=1*. Where the
+work is in *transforms=*, the other loaders get a dataset whose iterator applies the transforms.
+
+Loaders take turns in each repeat. Every item is checked: it must come exactly once, unchanged, and in order where the
+loader promises that. The clock runs from before the loader is built to the end of the epoch. Figures are medians of
+{repeats} repeats, with the minimum and maximum in brackets. *Efficiency* is the ideal time divided by the measured one:
+
+* `transforms`: all work split evenly over the workers. `iterator`: the work of the reader that has the most.
+* `state-…`: the same as `iterator`, without the cost of a state.
+* `vectors…`, `hugging-face-…`: the iterator alone, split over the workers.
+* `skip`: the time to read up to the same place, by the same loader without transforms and without a checkpoint.
+"""
+SKIP_HEAD = """\
+In `skip` the time is that from `iter()` to the first batch after a checkpoint behind {count} batches. *torch* has no
+checkpoint: its program drops the batches.
+"""
+
+
+# ---- datasets -------------------------------------------------------------------------------
+
+
+def share_of(count: int, reader: int, readers: int) -> list[int]:
+    """The items of one reader: every n-th block of the size of a batch."""
+    return [index for index in range(count) if index // BATCH % readers == reader]
+
+
+class Blocks(IterableDataset[Sample]):
+    """The samples of a map-style dataset as a stream.
+
+    Args:
+        work: The dataset.
+        is_shared: Whether its work can be split evenly, because the iterator does none of it.
+    """
+
+    def __init__(self, work: Any, is_shared: bool = False) -> None:
+        self.work = work
+        self.is_shared = is_shared
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        own = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in share_of(len(self), *own):
+            yield self.work[index]
+
+    def content(self, index: int) -> Sample:
+        found: Sample = self.work.content(index)
+        return found
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        """All work split evenly, or that of the reader that has the most."""
+        if self.is_shared or not hasattr(self.work, "costs_s"):
+            found: Ideal = self.work.ideal(batch_size, workers)
+            return found
+        costs_s, count = self.work.costs_s, max(workers, 1)
+        shares = (share_of(len(self), reader, count) for reader in range(count))
+        return Ideal(max(sum(costs_s[index] for index in share) for share in shares))
+
+
+class Stateful(Blocks):
+    """The same, with a state of a given size, as a shuffle buffer has.
+
+    Args:
+        work: The dataset.
+        nbytes: Size of the state.
+    """
+
+    def __init__(self, work: Any, nbytes: int) -> None:
+        super().__init__(work)
+        self.ballast = np.random.default_rng(0).integers(256, size=nbytes, dtype=np.uint8)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        for sample in super().__iter__():
+            self.at += 1
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "ballast": self.ballast.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("this benchmark saves states only")
+
+
+class Applied(IterableDataset[Any]):
+    """A stream whose iterator applies transforms, for loaders that take no ``transforms=``."""
+
+    def __init__(self, stream: Any, transforms: Sequence[Callable[[Any], Any]]) -> None:
+        self.stream = stream
+        self.transforms = transforms
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.stream:
+            for transform in self.transforms:
+                item = transform(item)
+            yield item
+
+
+class HuggingFace:
+    """A stream of the package ``datasets``, from a table in memory; one shard for each of two workers.
+
+    Args:
+        count: Number of rows, a multiple of two batches.
+        tokenised: Whether a row has 256 token ids and their mask; otherwise a text of about 1000 characters.
+    """
+
+    def __init__(self, count: int, tokenised: bool) -> None:
+        import datasets
+
+        rows = [index for reader in range(2) for index in share_of(count, reader, 2)]
+        columns: dict[str, Any] = {"label": rows}
+        if tokenised:
+            ids = np.random.default_rng(0).integers(50_000, size=(count, 256))
+            columns |= {"input_ids": list(ids), "attention_mask": [np.ones(256, np.int64)] * count}
+        else:
+            columns["text"] = [
+                f"{index} is the number of this text" + " and" * 240 for index in rows
+            ]
+        self.stream = datasets.Dataset.from_dict(columns).to_iterable_dataset(num_shards=2)
+        if tokenised:
+            self.stream = self.stream.with_format("torch")
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @staticmethod
+    def labels(batch: Any) -> Any:
+        """The numbers of a batch's rows."""
+        return batch["label"]
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        """The iterator alone, split over the workers."""
+        begun = time.perf_counter()
+        for _ in self.stream:
+            pass
+        return Ideal((time.perf_counter() - begun) / max(workers, 1))
+
+
+# ---- loaders --------------------------------------------------------------------------------
+
+
+def _stream_of(work: Any, given: dict[str, Any]) -> Any:
+    """What a loader without ``transforms=`` reads."""
+    stream, transforms = getattr(work, "stream", work), given.pop("transforms", ())
+    return Applied(stream, transforms) if transforms else stream
+
+
+def _torch(**own: Any) -> Build:
+    def build(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+        given = {**arguments, **own}
+        return TorchLoader(_stream_of(work, given), **given)
+
+    return build
+
+
+def _torchdata(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    given = {**arguments}
+    return StatefulDataLoader(_stream_of(work, given), **given)
+
+
+def _webdataset(work: Any, arguments: dict[str, Any], seed: int) -> Any:
+    from webdataset import WebLoader
+
+    given = {**arguments}
+    return WebLoader(_stream_of(work, given), **given)
+
+
+def _minato(**own: Any) -> Build:
+    build = minato_loader(**own)
+    return lambda work, arguments, seed: build(getattr(work, "stream", work), arguments, seed)
+
+
+def _contender(name: str, label: str, build: Build, keeps_order: bool = True) -> Contender:
+    return Contender(name, label, build, keeps_order=keeps_order)
+
+
+CONTENDERS = named(
+    _contender("torch", "torch", _torch()),
+    _contender("torch-any-order", "torch, in_order=False", _torch(in_order=False), False),
+    _contender("torchdata", "torchdata", _torchdata),
+    _contender("webdataset", "WebDataset", _webdataset),
+    _contender("minato", "minato", _minato()),
+    _contender("minato-one-reader", "minato, readers=1", _minato(readers=1)),
+    _contender("minato-batch", "minato, order='batch'", _minato(order="batch"), False),
+    _contender("minato-arrival", "minato, order='arrival'", _minato(order="arrival"), False),
+)
+PACKAGES = {"torchdata": "torchdata", "webdataset": "webdataset"}
+"""Those of loaders that need not be installed."""
+
+
+# ---- rows -----------------------------------------------------------------------------------
+
+
+def _stragglers(count: int) -> list[float]:
+    return straggler_costs_s(count, 0.001, 0.2, share=0.01)
+
+
+def _with_state(nbytes: int) -> Callable[[int], Any]:
+    return lambda count: Stateful(SleepingWork([0.0002] * count), nbytes)
+
+
+def _hugging_face(tokenised: bool) -> Callable[[int], Any]:
+    return lambda count: HuggingFace(count, tokenised)
+
+
+TRANSFORMS = Row(
+    name="transforms",
+    title="2400 items of 1 ms, 1 % of them 200 ms, in transforms=; batch 32, 4 workers",
+    make=lambda count: Blocks(SleepingTransforms(_stragglers(count)), is_shared=True),
+    samples=2400,
+    short_samples=320,
+    batch_size=BATCH,
+    workers=4,
+    epochs=1,
+    loaders=tuple(CONTENDERS),
+    transforms=(SleepsShare(1.0),),
+    goals=(
+        Goal("minato", "efficiency", 0.85),
+        Goal("minato-one-reader", "efficiency", 0.90),
+        Goal("minato-batch", "efficiency", 0.93),
+        Goal("minato-arrival", "efficiency", 0.93),
+    ),
+)
+ITERATOR = replace(
+    TRANSFORMS,
+    name="iterator",
+    title="the same work within the iterator",
+    make=lambda count: Blocks(SleepingWork(_stragglers(count))),
+    loaders=tuple(name for name in CONTENDERS if name != "minato-one-reader"),
+    transforms=(),
+    goals=(Goal("minato-arrival", "efficiency", 0.95),),
+)
+VECTORS = Row(
+    name="vectors",
+    title="a NumPy vector of 16 floats and a label; batch 32, 2 workers",
+    make=lambda count: Blocks(StoredRows(width=16, length=count, as_floats=False)),
+    samples=65536,
+    short_samples=1024,
+    batch_size=BATCH,
+    workers=2,
+    epochs=4,
+    loaders=ITERATOR.loaders,
+    unit="us/sample",
+    persistent=True,
+    skips_first_epoch=True,
+    goals=(Goal("minato", "ratio to torch", 1.0),),
+)
+VECTORS_INLINE = replace(
+    VECTORS,
+    name="vectors-inline",
+    title="the same in the main process (num_workers=0)",
+    workers=0,
+    persistent=False,
+    loaders=("torch", "torchdata", "webdataset", "minato"),
+)
+STATE_5 = Row(
+    name="state-5",
+    title="items of 0.2 ms, and 5 MB of state; batch 32, 2 workers",
+    make=_with_state(5_000_000),
+    samples=16384,
+    short_samples=512,
+    batch_size=BATCH,
+    workers=2,
+    epochs=1,
+    loaders=("torch", "torchdata", "minato"),
+    goals=(Goal("minato", "ratio to torch", 0.95),),
+)
+STATE_16 = replace(
+    STATE_5,
+    name="state-16",
+    title="the same with 16 MB of state",
+    make=_with_state(16_000_000),
+)
+SKIP = Row(
+    name="skip",
+    title=f"{SKIPPED} batches are skipped: 0.1 ms in the iterator, 1 ms in transforms=; batch 32, 2 workers",
+    make=lambda count: Blocks(SleepingWork([0.0001] * count)),
+    samples=(SKIPPED + 6) * BATCH,
+    short_samples=(SKIPPED + 6) * BATCH,
+    batch_size=BATCH,
+    workers=2,
+    epochs=1,
+    loaders=("torch", "torchdata", "minato"),
+    transforms=(SleepsShare(10.0),),
+    goals=(Goal("minato", "efficiency", 1 / 1.3),),
+)
+HUGGING_FACE = Row(
+    name="hugging-face-text",
+    title="a Hugging Face stream of texts of 1000 characters; batch 32, 2 workers",
+    make=_hugging_face(tokenised=False),
+    samples=32768,
+    short_samples=1024,
+    batch_size=BATCH,
+    workers=2,
+    epochs=1,
+    loaders=("torch", "torch-any-order", "torchdata", "webdataset", "minato", "minato-batch"),
+    goals=(Goal("minato", "ratio to torch", 1.2),),
+)
+HUGGING_FACE_TOKENS = replace(
+    HUGGING_FACE,
+    name="hugging-face-tokens",
+    title="a Hugging Face stream of 256 token ids and their mask; batch 32, 2 workers",
+    make=_hugging_face(tokenised=True),
+)
+ROWS = {
+    row.name: row
+    for row in (
+        *(TRANSFORMS, ITERATOR, VECTORS, VECTORS_INLINE, STATE_5, STATE_16, SKIP),
+        *(HUGGING_FACE, HUGGING_FACE_TOKENS),
+    )
+}
+
+
+# ---- skipping -------------------------------------------------------------------------------
+
+
+def _first_batch_s(loader: Any, dropped: int, who: str) -> float:
+    """Seconds from ``iter()`` to the first batch after some; it and all that follow are checked."""
+    with unwarned():
+        begun = time.perf_counter()
+        batches = iter(loader)
+        for _ in range(dropped):
+            next(batches)
+        labels = next(batches)[1].tolist()
+        taken_s = time.perf_counter() - begun
+        for batch in batches:
+            labels += batch[1].tolist()
+    check_labels(labels, range(SKIPPED * BATCH, SKIP.samples), in_order=True, who=who)
+    return taken_s
+
+
+def skipping(say: Callable[[str], None], names: Sequence[str], repeats: int) -> RowResult:
+    """Measure ``skip``.
+
+    Raises:
+        WrongDeliveryError: Not each of the other items came once and in order.
+    """
+    row = SKIP
+    result = RowResult(row, trials={name: [] for name in names})
+    work: Any = row.make(row.samples)
+    plain = {name: value for name, value in row.arguments.items() if name != "transforms"}
+    states: dict[str, Any] = {}
+    for repeat, name in in_turn(names, repeats):
+        build = CONTENDERS[name].build
+        if len(result.ideals) == repeat:
+            alone = CONTENDERS["minato"].build(work, plain, repeat)
+            result.ideals.append(Ideal(_first_batch_s(alone, SKIPPED, "reading")))
+        if name != "torch" and name not in states:
+            states[name] = _state_of(build(work, row.arguments, repeat))
+        loader = build(work, row.arguments, repeat)
+        if name in states:
+            loader.load_state_dict(states[name])
+        taken_s = _first_batch_s(loader, 0 if name in states else SKIPPED, name)
+        result.trials[name].append(Trial(name, taken_s, taken_s, (taken_s,), (taken_s,)))
+        say(f"skip {repeat + 1}/{repeats} {name}: {taken_s:.3f} s")
+    return result
+
+
+def _state_of(loader: Any) -> Any:
+    """A checkpoint behind the batches to skip."""
+    with unwarned():
+        for number, _ in enumerate(loader, 1):
+            if number == SKIPPED:
+                return loader.state_dict()
+    raise WrongDeliveryError(f"the stream ended before {SKIPPED} batches")
+
+
+# ---- the page -------------------------------------------------------------------------------
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = report.parser("bench.streams", __doc__ or "", 5, ROWS)
+    options = parser.parse_args(arguments)
+    repeats = report.repeats_of(options)
+    whole = not options.short and options.rows == [*ROWS]
+    page = report.Page("streams", options.out or (record.PAGES if whole else None))
+    absent = [name for name, package in PACKAGES.items() if not is_installed(package)]
+    contenders = {name: one for name, one in CONTENDERS.items() if name not in absent}
+    results, notes = list[RowResult](), [f"Not installed here: {name}.\n" for name in absent]
+    for row in (ROWS[name] for name in options.rows):
+        if row.name.startswith("hugging-face") and not is_installed("datasets"):
+            notes.append(f"`{row.name}` was left out: the package `datasets` is not installed.\n")
+        elif row is SKIP:
+            names = [name for name in row.loaders if name in contenders]
+            results.append(skipping(page.say, names, repeats))
+        else:
+            results += measure(
+                [row.short() if options.short else row], contenders, repeats, page.say
+            )
+    page.add(HEAD.format(batch=BATCH, repeats=repeats), SKIP_HEAD.format(count=SKIPPED), *notes)
+    page.add("## Efficiency\n", report.overview(results, contenders))
+    page.say(report.goals(results, contenders))  # for who works on it
+    page.add("## Where another loader is faster\n", report.losses(results, contenders))
+    page.add("## All figures\n", *(report.details(result, contenders) for result in results))
+    page.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    report.program(main)
