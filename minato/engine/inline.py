@@ -587,7 +587,7 @@ class InlineEngine:
     def _run_items(self, host: Host, batch: _Batch) -> None:
         """Have a reader give items, run their transforms, and build their batch."""
         keys = batch.given
-        with nullcontext() if host.binds else host.turn(keys[0]):
+        with nullcontext() if host.binds else host.turn(keys[0], 0, self._number):
             samples, error = self._items(host, batch)
             if error is not None:
                 batch.missing = 0
@@ -614,7 +614,7 @@ class InlineEngine:
         while len(samples) < len(keys):
             done = len(samples)
             rest = keys[done:] if done else keys
-            with host.turn(rest[0]):
+            with host.turn(rest[0], 0, number):
                 taken, error = runner.read(
                     batch.first + done, number, rest, lambda keys: host.take(keys, 0, number)
                 )

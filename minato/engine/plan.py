@@ -199,6 +199,7 @@ def _readers(
 ) -> ReaderPlan:
     """The readers of an iterable dataset."""
     count, every = spec.sampling.readers, spec.options.snapshot_every_n_steps or None
+    ends_batches = spec.options.errors.outcome == "raise"
     assert epoch.readers is not None
     slots: StateSlots | None = None
     if not in_main_process:
@@ -210,7 +211,7 @@ def _readers(
         number=count,
         hosts=1 if in_main_process else most_workers,
         announces=not in_main_process or spec.options.readers is not None,
-        batch=(spec.sampling.batch_size or 1) if order.keeps_places else 1,
+        batch=(spec.sampling.batch_size or 1) if order.keeps_places and ends_batches else 1,
         every=every,
         starts=ReaderStarts(epoch.number, epoch.readers.starts()),
         slots=slots,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from minato._core import ConsumerLedger, EventCount, now_ns
-from minato._core.codes import ENDED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
+from minato._core.codes import ENDED, FAILED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato.batching.arena import Slot
 from minato.batching.sample_spec import Handover
 from minato.errors import add_note, warn
@@ -171,7 +171,7 @@ class Dispatcher:
         self._one_epoch = schedule.one_epoch and (order.keeps_places or not skips)
         self._offers_items = schedule.offers_items
         self._fills_skipped = skips and not order.keeps_places
-        self._drops_short = schedule.drop_short and not order.keeps_places
+        self._drops_short = schedule.drop_short
 
         self._open: deque[OpenBatch] = deque()
         self._prefetched: deque[OpenBatch] = deque()  # batches of the next epoch
@@ -358,19 +358,26 @@ class Dispatcher:
     def _is_empty(self, item: OpenBatch) -> bool:
         """Whether a complete batch has no samples to return, or is dropped as a short one; records that, if so."""
         record = self._ledger.describe(item.record)
-        if record.flags & ENDED:
+        if record.flags & ENDED or self._ends_short(item, record.flags):
             self._retiring.note_missing(item)
             return True
         if not record.flags & SKIPPED:
             return False
         is_skipped = record.result & KIND_MASK == SKIP_BLOB and not record.result & ~KIND_MASK
-        is_dropped = self._drops_short and not item.bound
+        is_dropped = self._drops_short and not self._order.keeps_places and not item.bound
         if not (is_skipped or (is_dropped and -1 in self._ledger.occupants(item.record))):
             return False
         if (counts := self._assignment.returns(item.owner)) is not None:
             counts()
         self._retiring.note_skipped(item)
         return True
+
+    def _ends_short(self, item: OpenBatch, flags: int) -> bool:
+        """Whether a complete batch is dropped because its reader has ended within it."""
+        progress = item.epoch.progress
+        if not (self._drops_short and item.bound) or flags & FAILED or progress is None:
+            return False
+        return progress.missing(item.indices) > 0
 
     def _have_settled(self) -> bool:
         """Whether all samples of the epoch that are in flight have run."""

@@ -291,10 +291,11 @@ class HostWorker(Worker):
     def _run_items(self, lease: Claim, record: BatchRecord, keys: list[Any]) -> None:
         """Have a reader give items, run their transforms, and deliver them."""
         host, position, count = self._host, record.first + lease.k, lease.count
+        slot, epoch = record.epoch_slot, record.epoch
         if not record.bound:
             self._run_unbound_items(record, position, keys)
             return
-        with nullcontext() if host.binds else host.turn(keys[0]):
+        with nullcontext() if host.binds else host.turn(keys[0], slot, epoch):
             samples, error = self._samples(record, position, keys)
             found, writer = len(samples), self.writer
             whole = count == record.count
@@ -340,7 +341,7 @@ class HostWorker(Worker):
     ) -> tuple[list[Any], BaseException | None]:
         """The items that a reader gives for some keys, and what the next one raised."""
         host, slot, epoch = self._host, record.epoch_slot, record.epoch
-        with host.turn(keys[0]):
+        with host.turn(keys[0], slot, epoch):
             taken, error = self.runner.read(
                 position, epoch, keys, lambda keys: host.take(keys, slot, epoch)
             )

@@ -522,14 +522,20 @@ class Host:
                 generators.load(program)
                 withdraw_worker(before)
 
-    def turn(self, key: int) -> AbstractContextManager[None]:
-        """Be the reader of an item while it reads; and while its items are made a batch, unless ``binds``."""
+    def turn(self, key: int, slot: int, epoch: int) -> AbstractContextManager[None]:
+        """Be the reader of an item while it reads; and while its items are made a batch, unless ``binds``.
+
+        Args:
+            slot: Of the epoch in the ledger.
+            epoch: Its number.
+        """
         number = item_of(key).reader
         if self._active == number or number not in self._readers:
             return nullcontext()
         if self._is_thread:
             # torch keeps one record of worker info, which threads can only have one after the other.
-            return nullcontext() if number in self._epochs else self._identity(number, fresh=True)
+            is_begun = self._epochs.get(number) == (slot, epoch)
+            return nullcontext() if is_begun else self._identity(number, fresh=True)
         return self._identity(number) if self._swaps else nullcontext()
 
     def begin(self, number: int, slot: int, epoch: int) -> None:
