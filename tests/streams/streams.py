@@ -1,0 +1,147 @@
+"""Iterable datasets that the tests of streams share, importable by workers that are not forked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+
+from tests.datasets import three_draws
+
+
+class Split(IterableDataset[Any]):
+    """Numbers, of which each reader gives a part; later readers have longer parts.
+
+    Attributes:
+        epoch: What ``set_epoch`` was called with; added to the items a thousand times.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def numbers(self) -> range:
+        info = get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        first, end = (round(self.size * (i / count) ** 1.5) for i in (number, number + 1))
+        return range(1000 * self.epoch + first, 1000 * self.epoch + end)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.numbers())
+
+
+class Draws(Split):
+    """As ``Split``, and each item draws from all three global generators."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers():
+            yield [float(number), *three_draws()]
+            random.random()
+
+
+class DatasetState(Split):
+    """As ``Split``, and the dataset has a state."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = self.numbers()
+        while self.at < len(numbers):
+            self.at += 1
+            yield numbers[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Cursor:
+    """An iterator over numbers with a state; it draws from all three generators, and goes on after it has raised.
+
+    Args:
+        raises: The numbers for which it raises.
+    """
+
+    def __init__(self, numbers: range, raises: Iterable[int] = ()) -> None:
+        self.numbers = numbers
+        self.raises = frozenset(raises)
+        self.at = 0
+
+    def __iter__(self) -> Cursor:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self.numbers):
+            raise StopIteration
+        self.at += 1
+        number = self.numbers[self.at - 1]
+        if number % 1000 in self.raises:
+            raise KeyError(number)
+        return [float(number), *three_draws()]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class IteratorState(Split):
+    """As ``Draws``, with iterators that have a state."""
+
+    def __init__(self, size: int, raises: Iterable[int] = ()) -> None:
+        super().__init__(size)
+        self.raises = frozenset(raises)
+
+    def __iter__(self) -> Any:
+        return Cursor(self.numbers(), self.raises)
+
+
+class Dying(Split):
+    """A generator that raises at some numbers, and cannot go on then."""
+
+    def __init__(self, size: int, raises: Iterable[int]) -> None:
+        super().__init__(size)
+        self.raises = frozenset(raises)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers():
+            if number in self.raises:
+                raise KeyError(number)
+            yield number
+
+
+STREAMS: list[Callable[[int], Split]] = [Split, Draws, DatasetState, IteratorState]
+
+
+def drawing_collate(samples: list[Any]) -> list[Any]:
+    """Draws, too."""
+    return [default_collate(samples), *three_draws()]
+
+
+def plain(batch: Any) -> Any:
+    """A batch as lists and numbers, whose types and dtypes are kept as their names."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return [str(batch.dtype), batch.tolist()]
+    return [plain(one) for one in batch] if isinstance(batch, list | tuple) else batch
+
+
+def numbers(batches: Iterable[Any]) -> list[int]:
+    """The numbers of all items, which come without draws or before them."""
+    found: list[int] = []
+    for batch in batches:
+        first = batch[0] if isinstance(batch, list | tuple) else batch
+        found += [int(number) for number in torch.as_tensor(first).reshape(-1)]
+    return found

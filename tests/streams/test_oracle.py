@@ -1,0 +1,172 @@
+"""In strict order a stream is, batch for batch and bit for bit, what torch gives with as many workers as readers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import get_worker_info
+
+from minato import DataLoader
+from tests.selection import mostly_slow
+from tests.streams.streams import Draws, Dying, IteratorState, Split, drawing_collate, plain
+
+SIZE = 45
+READERS, WORKERS = (1, 3, 4, 8), (0, 1, 2, 5)
+
+
+def epochs(loader: Any) -> Iterator[Any]:
+    for _ in range(3):
+        yield from loader
+        yield "end"
+
+
+def chosen_epochs(loader: Any) -> Iterator[Any]:
+    for epoch in (4, 0, 7):
+        loader.dataset.set_epoch(epoch)
+        yield from loader
+
+
+def broken_off(loader: Any) -> Iterator[Any]:
+    yield from itertools.islice(loader, 5)
+    yield from loader
+
+
+def caught(loader: Any) -> Iterator[Any]:
+    for _ in range(2):
+        iterator = iter(loader)
+        while True:
+            try:
+                yield next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                yield type(error).__name__
+
+
+def initialised(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert (info.id, isinstance(info.dataset, Split)) == (number, True)
+    info.dataset.size -= 9
+    torch.rand(number)
+    random.seed(info.seed % 1000)
+
+
+CASES: dict[str, tuple[Callable[[], Split], Callable[[Any], Iterator[Any]], dict[str, Any]]] = {
+    "epochs": (lambda: Draws(SIZE), epochs, {"collate_fn": drawing_collate}),
+    "persistent": (
+        *(lambda: Draws(SIZE), epochs),
+        {"collate_fn": drawing_collate, "persistent_workers": True},
+    ),
+    "drop_last": (lambda: Draws(SIZE), epochs, {"drop_last": True}),
+    "single": (lambda: Draws(SIZE), epochs, {"batch_size": None}),
+    "single_collated": (
+        *(lambda: Draws(SIZE), epochs),
+        {"batch_size": None, "collate_fn": drawing_collate},
+    ),
+    "set_epoch": (lambda: Draws(SIZE), chosen_epochs, {"collate_fn": drawing_collate}),
+    "init_fn": (
+        *(lambda: Draws(SIZE), epochs),
+        {"worker_init_fn": initialised, "collate_fn": drawing_collate},
+    ),
+    "iterators": (lambda: IteratorState(SIZE), epochs, {"collate_fn": drawing_collate}),
+    "raises": (lambda: IteratorState(SIZE, (0, 7, 8, 20, 33, 44)), caught, {}),
+    "raises_single": (lambda: IteratorState(SIZE, (0, 7, 8, 33, 44)), caught, {"batch_size": None}),
+    "dies": (lambda: Dying(SIZE, (6, 20, 21)), caught, {}),
+    "break": (lambda: Draws(SIZE), broken_off, {"collate_fn": drawing_collate}),
+    "break_persistent": (lambda: Split(SIZE), broken_off, {"persistent_workers": True}),
+    "empty_readers": (lambda: Split(3), epochs, {}),
+    "nothing": (lambda: Split(0), epochs, {}),
+}
+
+
+def delivered(kind: Any, case: str, **options: Any) -> list[Any]:
+    """All batches of a case, and then a draw of each of the program's generators."""
+    make, program, own = CASES[case]
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    loader = kind(make(), **{"batch_size": 4, **own, **options})
+    with warnings.catch_warnings():
+        # Those about readers without items, and readers that have died, have tests of their own.
+        warnings.filterwarnings("ignore", r"reader \d+ ")
+        got = [plain(batch) for batch in program(loader)]
+    return [*got, random.random(), float(np.random.random()), float(torch.rand(()).item())]
+
+
+@functools.cache
+def torchs(case: str, readers: int) -> list[Any]:
+    return delivered(TorchLoader, case, num_workers=readers, multiprocessing_context="fork")
+
+
+@pytest.mark.parametrize("readers", READERS)
+@pytest.mark.parametrize("num_workers", WORKERS)
+def test_every_number_of_readers_and_workers(readers: int, num_workers: int) -> None:
+    got = delivered(DataLoader, "epochs", num_workers=num_workers, readers=readers)
+    assert got == torchs("epochs", readers)
+
+
+@pytest.mark.parametrize(
+    ("case", "readers", "num_workers"),
+    mostly_slow(
+        dict.fromkeys(
+            each
+            for each in (
+                *((case, 3, 2) for case in CASES),
+                *((case, 3, 0) for case in CASES),
+                *itertools.product(CASES, READERS, WORKERS),
+            )
+            if each[2] or "persistent" not in each[0]  # torch has none that persist without workers
+        ),
+        quick=2 * len(CASES) - 2,
+    ),
+)
+def test_every_way_to_iterate(case: str, readers: int, num_workers: int) -> None:
+    got = delivered(DataLoader, case, num_workers=num_workers, readers=readers)
+    assert got == torchs(case, readers)
+
+
+@pytest.mark.parametrize(
+    ("method", "case", "readers"),
+    mostly_slow(itertools.product(("forkserver", "spawn"), ("init_fn", "raises"), (3, 1)), quick=1),
+)
+def test_workers_that_are_not_forked(method: str, case: str, readers: int) -> None:
+    got = delivered(
+        DataLoader, case, num_workers=2, readers=readers, multiprocessing_context=method
+    )
+    assert got == torchs(case, readers)
+
+
+@pytest.mark.parametrize("readers", mostly_slow([3, 1, 8]))
+def test_readers_in_threads(readers: int) -> None:
+    """All threads share the three generators, so nothing draws here."""
+    expected = delivered(
+        TorchLoader, "break_persistent", num_workers=readers, multiprocessing_context="fork"
+    )
+    for num_workers in (1, 2, 4):
+        got = delivered(
+            *(DataLoader, "break_persistent"),
+            num_workers=num_workers,
+            readers=readers,
+            workers="thread",
+        )
+        assert got[:-3] == expected[:-3]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_without_readers_there_are_as_many_as_workers(num_workers: int) -> None:
+    assert delivered(DataLoader, "epochs", num_workers=num_workers) == torchs("epochs", num_workers)
+
+
+def test_without_readers_and_workers_the_program_itself_iterates() -> None:
+    expected = delivered(TorchLoader, "epochs", num_workers=0)
+    assert delivered(DataLoader, "epochs", num_workers=0) == expected

@@ -1,0 +1,294 @@
+"""Orders, transforms and errors of streams: every item comes exactly once, with the same randomness everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minato import (
+    SKIP,
+    DataLoader,
+    ErrorBudgetError,
+    ErrorPolicy,
+    MinatoWarning,
+    SampleFailure,
+    numpy_rng,
+    python_rng,
+    torch_rng,
+)
+from tests.datasets import ORDERS, three_draws
+from tests.pairwise import pairwise
+from tests.selection import mostly_slow
+from tests.streams.streams import Dying, IteratorState, Split, numbers
+
+SIZE, BATCH, READERS = 45, 4, 3
+PARTS = [9, 15, 21]  # of the readers
+WORKERS: dict[str, dict[str, Any]] = {
+    "inline": {"num_workers": 0},
+    "2-processes": {"num_workers": 2},
+    "3-threads": {"num_workers": 3, "workers": "thread"},
+    "1-process": {"num_workers": 1},
+    "5-processes": {"num_workers": 5},
+    "1-thread": {"num_workers": 1, "workers": "thread"},
+}
+EVERYWHERE = mostly_slow(
+    dict.fromkeys(
+        [
+            *itertools.product(("arrival", "strict"), list(WORKERS)[:3]),
+            *(("batch", "2-processes"), ("fast_first", "2-processes")),
+            *itertools.product(ORDERS, WORKERS),
+        ]
+    ),
+    quick=8,
+)
+everywhere = pytest.mark.parametrize(("order", "workers"), EVERYWHERE)
+
+
+def make(stream: Any, order: str, workers: str, **options: Any) -> Any:
+    given: dict[str, Any] = {"batch_size": BATCH, "readers": READERS, "seed": 5, **options}
+    return DataLoader(stream, order=order, **given, **WORKERS[workers])
+
+
+class Uneven:
+    """A transform that takes long for a few items, and draws, in threads, too; it fails for some.
+
+    Args:
+        fails: How often it raises, by number; each process counts by itself, and an item is retried where it failed.
+    """
+
+    def __init__(self, fails: dict[int, int] | None = None) -> None:
+        self.fails = dict(fails or {})
+
+    def __call__(self, number: int) -> Any:
+        drawn = [python_rng().random(), float(numpy_rng().random()), torch_rng().initial_seed()]
+        if threading.current_thread() is threading.main_thread():
+            drawn += three_draws()
+        time.sleep(0.03 if number % 13 == 0 else 0.0005)
+        if self.fails.get(number, 0) > 0:
+            self.fails[number] -= 1
+            raise LookupError(f"no {number}")
+        return [float(number), *drawn]
+
+
+def content(batches: Any) -> list[tuple[float, ...]]:
+    """The items with their draws, in the order of their numbers."""
+    return sorted(tuple(item) for batch in batches for item in batch)
+
+
+@everywhere
+def test_every_item_comes_once(order: str, workers: str) -> None:
+    loader = make(Split(SIZE), order, workers, drop_last=False)
+    for _ in range(2):
+        got = [batch.tolist() for batch in loader]
+        assert sorted(itertools.chain(*got)) == list(range(SIZE))
+    # Each reader's items keep their order, but where batches mix they may pass each other.
+    if order in ("strict", "batch") and loader.num_workers < 2:
+        assert [item for batch in got for item in batch if item < PARTS[0]] == list(range(PARTS[0]))
+
+
+@everywhere
+def test_the_last_batches_are_dropped(order: str, workers: str) -> None:
+    for given in ({}, {"transforms": [Uneven()], "collate_fn": list}):
+        loader = make(Split(SIZE), order, workers, drop_last=True, **given)
+        got = [len(batch) for batch in loader]
+        assert set(got) == {BATCH}
+        whole = sum(part // BATCH for part in PARTS)
+        # Where batches mix, one may be left at the end of the epoch instead of one of each reader.
+        most = whole if order in ("strict", "batch") else SIZE // BATCH
+        assert whole <= len(got) <= most
+
+
+def test_the_draws_of_transforms_are_the_same_everywhere() -> None:
+    expected = content(make(Split(SIZE), "strict", "inline", **transformed()))
+    assert [number for number, *_ in expected] == list(range(SIZE))
+    for order, workers in (("strict", "2-processes"), ("arrival", "2-processes")):
+        assert content(make(Split(SIZE), order, workers, **transformed())) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "workers"), [*itertools.product(ORDERS, WORKERS)])
+@pytest.mark.parametrize("readers", [1, 3, 8])
+def test_the_draws_of_transforms_are_the_same_in_any_order(
+    readers: int, order: str, workers: str
+) -> None:
+    """In two epochs, and with a batch size that divides nothing."""
+    loaders = (
+        make(Split(SIZE), *each, **{**transformed(), "batch_size": 7, "readers": readers})
+        for each in (("strict", like(workers)), (order, workers))
+    )
+    expected, got = ([content(loader) for _ in range(2)] for loader in loaders)
+    assert got == expected
+    assert expected[0] != expected[1]
+
+
+def like(workers: str) -> str:
+    """Workers of the same kind, of which there is one: only the main thread has its own global generators."""
+    return "1-thread" if "thread" in workers else "inline"
+
+
+def transformed(**fails: Any) -> dict[str, Any]:
+    return {"transforms": [Uneven(**fails)], "collate_fn": list}
+
+
+# ---- errors
+
+
+@everywhere
+def test_transforms_that_raise(order: str, workers: str, tmp_path: Path) -> None:
+    """Some recover, some are skipped; the log names them by reader and ordinal."""
+    log = tmp_path / "log"
+    errors = ErrorPolicy(on_error="skip", retries=2, log=log)
+    fails = {3: 1, 13: 2, 14: 3, 44: 99}
+    expected = content(make(Split(SIZE), "strict", like(workers), **transformed()))
+    loader = make(Split(SIZE), order, workers, errors=errors, **transformed(fails=fails))
+    with pytest.warns(MinatoWarning, match="2 samples of this epoch were skipped"):
+        got = content(loader)
+    assert got == [item for item in expected if item[0] not in (14, 44)]
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    outcomes = {tuple(record["index"]): record["outcome"] for record in records}
+    assert outcomes == {
+        (0, 3): "recovered",
+        (1, 4): "recovered",
+        (1, 5): "skipped",
+        (2, 20): "skipped",
+    }
+
+
+def replaced(failure: SampleFailure) -> Any:
+    reader, ordinal = failure.index
+    if ordinal == 4:
+        return SKIP
+    return (-1.0, float(reader), float(ordinal))
+
+
+@everywhere
+def test_a_function_replaces_what_a_transform_raised(order: str, workers: str) -> None:
+    fails = {0: 9, 13: 9, 44: 9}
+    errors = ErrorPolicy(on_error=replaced)
+    loader = make(Split(SIZE), order, workers, errors=errors, **transformed(fails=fails))
+    with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped and 2 subst"):
+        got = content(loader)
+    assert got[:2] == [(-1, 0, 0), (-1, 2, 20)]
+    assert [int(item[0]) for item in got[2:]] == sorted({*range(SIZE)} - {0, 13, 44})
+
+
+@everywhere
+def test_retries_that_do_not_help_raise_at_the_batch(order: str, workers: str) -> None:
+    errors = ErrorPolicy(on_error="retry")
+    loader = make(Split(SIZE), order, workers, errors=errors, **transformed(fails={20: 3, 30: 2}))
+    got, raised = outcomes(loader)
+    assert [type(error) for error in raised] == [LookupError]
+    assert "item 11 of reader 1" in text_of(raised[0])
+    found = [int(item[0]) for item in content(got)]
+    lost = {*range(SIZE)} - {*found}
+    assert len(found) + len(lost) == SIZE
+    # The error takes its batch with it, as with torch.
+    assert 20 in lost
+    assert len(lost) <= BATCH
+
+
+def test_an_epoch_of_too_many_failures_ends() -> None:
+    def loader(workers: str, in_transforms: bool, limit: int) -> Any:
+        broken = (5, 9, 21)
+        errors = ErrorPolicy(on_error="skip", max_failures=limit)
+        if in_transforms:
+            given = transformed(fails=dict.fromkeys(broken, 1))
+            return make(Split(SIZE), "batch", workers, errors=errors, **given)
+        stream = IteratorState(SIZE, broken)
+        return make(stream, "batch", workers, errors=errors, collate_fn=list)
+
+    for case in itertools.product(("inline", "2-processes"), (False, True)):
+        with pytest.raises(ErrorBudgetError):
+            list(loader(*case, 2))
+        with pytest.warns(MinatoWarning, match="3 samples of this epoch were skipped"):
+            assert len(content(loader(*case, 3))) == SIZE - 3
+
+
+def outcomes(loader: Any) -> tuple[list[Any], list[Exception]]:
+    """All batches, and what was raised in their places."""
+    iterator, got, raised = iter(loader), [], []
+    while True:
+        try:
+            got.append(next(iterator))
+        except StopIteration:
+            return got, raised
+        except Exception as error:
+            raised.append(error)
+
+
+def text_of(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+BROKEN = (0, 10, 11, 26, 44)
+
+
+@everywhere
+@pytest.mark.parametrize("with_transforms", [False, True])
+def test_an_iterator_that_raises_and_goes_on(
+    order: str, workers: str, with_transforms: bool
+) -> None:
+    """With skip the reader is asked again; without, the error takes its batch with it."""
+    given: dict[str, Any] = {"transforms": [add_nothing]} if with_transforms else {}
+    stream = IteratorState(SIZE, BROKEN)
+    loader = make(stream, order, workers, errors=ErrorPolicy(on_error="skip"), **given)
+    with pytest.warns(MinatoWarning, match=f"{len(BROKEN)} samples of this epoch were skipped"):
+        assert sorted(numbers(loader)) == sorted({*range(SIZE)} - {*BROKEN})
+    got, raised = outcomes(make(stream, order, workers, **given))
+    found = Counter(numbers(got))
+    assert {type(error) for error in raised} == {KeyError}
+    assert set(found.values()) == {1}
+    assert SIZE - len(found) <= BATCH * len(raised)
+
+
+def add_nothing(sample: Any) -> Any:
+    random.random()
+    return sample
+
+
+@everywhere
+def test_what_next_raised_is_replaced(order: str, workers: str) -> None:
+    def put(failure: SampleFailure) -> Any:
+        return [-1.0 - failure.index.reader, 0.0, 0.0, 0.0, 0.0]
+
+    loader = make(IteratorState(SIZE, BROKEN), order, workers, errors=ErrorPolicy(on_error=put))
+    with pytest.warns(MinatoWarning, match=f"and {len(BROKEN)} substituted"):
+        got = numbers(loader)
+    assert sorted(got) == [-3, -3, -2, -2, -1, *sorted({*range(SIZE)} - {*BROKEN})]
+
+
+@everywhere
+def test_a_generator_that_has_raised_ends_its_reader_alone(order: str, workers: str) -> None:
+    stream = Dying(SIZE, (12, 30))
+    loader = make(stream, order, workers, errors=ErrorPolicy(on_error="skip"))
+    with pytest.warns(MinatoWarning) as told:
+        assert sorted(numbers(loader)) == [*range(12), *range(24, 30)]
+    assert any("2 samples of this epoch were skipped" in str(one.message) for one in told)
+
+
+PAIRS = pairwise(itertools.product(ORDERS, WORKERS, (1, 3, 8), (None, 1, 4, 7), (False, True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "workers", "readers", "size", "persistent"), PAIRS)
+def test_sizes_and_epochs(
+    order: str, workers: str, readers: int, size: int | None, persistent: bool
+) -> None:
+    if (size is None and order not in ("strict", "batch")) or (persistent and workers == "inline"):
+        pytest.skip("no such loader")
+    stream = Split(SIZE)
+    options = {"batch_size": size, "readers": readers, "persistent_workers": persistent}
+    loader = make(stream, order, workers, **options)
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        first = next(iter(loader))
+        assert len(numbers([first])) > 0
+        assert sorted(numbers(loader)) == list(range(1000 * epoch, 1000 * epoch + SIZE))
