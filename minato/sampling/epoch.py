@@ -444,6 +444,8 @@ class Position:
                 readers.set_epoch = self._chosen
             elif last is not None and of_dataset != self._dataset_epoch:
                 readers.set_epoch = of_dataset
+            elif last is not None and last.readers is not None and not last.progress.finished:
+                readers.set_epoch = last.readers.set_epoch  # some may not have begun
         self._dataset_epoch = of_dataset
         return readers
 
