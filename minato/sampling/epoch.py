@@ -142,7 +142,7 @@ class Epoch:
         self.progress = Progress(number, done)
         self.progress.length = functools.partial(_batches_left, weakref.ref(spec), done.batches)
         self.draw = SamplerState(spec)
-        if state is None:
+        if state is None or spec.streams:
             self.draw.before_iter()
         self._restores = (True, False) if self.draw.num_stateful else (True,)
         """Whether samplers get their states again to repeat an epoch: one that has the position of its last iterator
