@@ -301,7 +301,7 @@ class Reader:
         return _UNBOUNDED
 
     def _skip(self, ordinal: int, catches: Kinds) -> None:
-        """Drop the items before an ordinal; what they raise was raised in an earlier run."""
+        """Drop the items before an ordinal; what they raise was raised in an earlier run, unless it ends the reader."""
         while self.at < ordinal and self._iterator is not None:
             if self.expected is not None:
                 self._checked(self.expected)
@@ -311,6 +311,8 @@ class Reader:
                 self._ended(self.at)
             except catches:
                 self._failed(self.at)
+                if self.died:
+                    raise
             else:
                 self._saw(self.at, [item])
                 self.at += 1

@@ -1,0 +1,50 @@
+"""A reader that skips finds the items behind, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from minato.workers.reading import Reader
+
+
+class Dying(IterableDataset[int]):
+    """A generator that raises after three items."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+        raise LookupError("gone")
+
+
+class Stumbling(IterableDataset[int]):
+    """An iterator that raises at its second item and goes on."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.at = -1
+        return self
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at == 1:
+            raise LookupError("gone")
+        return self.at
+
+
+def begun(dataset: Any) -> Reader:
+    reader = Reader(0, dataset)
+    reader.begin(None, None, resumes=False)
+    return reader
+
+
+def test_a_generator_that_dies_while_it_is_skipped_raises() -> None:
+    reader = begun(Dying())
+    with pytest.raises(LookupError, match="gone"):
+        reader.take([5])
+    assert (reader.died, reader.end) == (True, 4)
+
+
+def test_items_that_raised_before_are_skipped() -> None:
+    assert begun(Stumbling()).take([2, 3, 6]) == [2, 3, 6]
