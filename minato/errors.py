@@ -81,7 +81,7 @@ class SampleTimeoutError(MinatoError, TimeoutError):
 
 
 class WorkerDiedError(MinatoError, RuntimeError):
-    """A sample ended every worker that ran it."""
+    """A sample ended every worker that ran it, or what a dead worker had read does not come again."""
 
 
 class _Skip(Enum):

@@ -18,7 +18,7 @@ from minato._support.counters import Counters
 from minato._support.files import anonymous_log, open_lines
 from minato._support.text import message_of, short, text_of, traceback_of, type_name
 from minato._support.values import plain
-from minato.errors import SKIP, ErrorBudgetError, warn
+from minato.errors import SKIP, ErrorBudgetError, WorkerDiedError, warn
 
 if TYPE_CHECKING:  # minato.SampleFailure needs none of these
     from minato.transforms.compose import Transforms
@@ -296,7 +296,7 @@ class SampleRetry:
         self, position: int, epoch: int, index: object, error: BaseException
     ) -> tuple[Any, BaseException | None]:
         """As ``settle``, for a sample that cannot be tried again."""
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, WorkerDiedError):
             return None, error
         index = index if self.name is None else self.name(index)
         failure = SampleFailure(index, epoch, self.runner.seed, self.worker, 1, error, None)

@@ -32,6 +32,7 @@ from minato._fork_safety import forget_in_children
 from minato._support.items import item_of
 from minato._support.text import message_of, type_name
 from minato.batching.blobs import Kinds
+from minato.errors import WorkerDiedError
 from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.sampling.resume import is_stateful
 from minato.transforms import rng_memory
@@ -265,6 +266,7 @@ class Reader:
                 # restarts a dataset that is its own iterator.
                 taken.extend(map(next, itertools.repeat(self._iterator, run)))
             except catches:
+                self._saw(wanted, taken[done:])
                 self._failed(wanted + len(taken) - done)
                 raise
             self._saw(wanted, taken[done:] if done else taken)
@@ -286,14 +288,14 @@ class Reader:
         """How many items are left until this reader can be compared with an earlier one in its place.
 
         Raises:
-            RuntimeError: It has given other items.
+            WorkerDiedError: It has given other items.
         """
         ordinal, digest = expected
         if self.at < ordinal:
             return ordinal - self.at
         self.expected = None
         if self.at == ordinal and self.digest != digest:
-            raise RuntimeError(
+            raise WorkerDiedError(
                 f"reader {self.number} was made again, because its worker died, and gives other items than before: "
                 "have the dataset depend on get_worker_info() and its seed alone, give it a state_dict(), or use "
                 "errors=ErrorPolicy(on_worker_death='raise')"
@@ -473,7 +475,8 @@ class Host:
         if not self._readers_plan.announces:
             return True
         if self._is_thread:
-            return number == 0
+            # Other threads may copy it while this one has begun.
+            return self._readers_plan.number == 1
         return self._owns_process and number == self._numbers[0]
 
     def initialise(self) -> None:

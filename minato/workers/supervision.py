@@ -29,11 +29,12 @@ from minato._compat import forget_child_processes
 from minato._core import ConsumerLedger
 from minato._core.codes import STARTING
 from minato._fork_safety import Borrower
-from minato._support.text import text_of
+from minato._support.items import Item, name_of
 from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
 from minato.batching.writer import BatchWriter
 from minato.errors import UNGUARDED, WorkerDiedError, log, unguarded_error
+from minato.sampling.readers import ReaderBoard
 from minato.scheduling.dispatcher import STOPPED_S, ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.error_policy import SampleFailure
@@ -395,14 +396,20 @@ class RestartPolicy:
         restarts: Whether workers are replaced at all; if not, every death raises torch's error.
         settles: Whether the run continues without a sample on which workers die.
         window: Limits the batches in flight; it shrinks where memory ran out. None: it stays.
+        board: Of the readers of an iterable dataset, or None.
     """
 
     def __init__(
-        self, restarts: bool, settles: bool = False, window: PrefetchWindow | None = None
+        self,
+        restarts: bool,
+        settles: bool = False,
+        window: PrefetchWindow | None = None,
+        board: ReaderBoard | None = None,
     ) -> None:
         self._restarts = restarts
         self._settles = settles
         self._window = window
+        self._board = board
         self._kills = 0 if window is None else memory_kills()
         # By the sample's position, because indices may be unhashable; between samples by the progress of all workers.
         self._deaths: Counter[tuple[int | None, object]] = Counter()
@@ -453,11 +460,17 @@ class RestartPolicy:
             return f"{what} Another worker takes its place, and nothing is lost.", None
         if self._restarts and not unable:
             what += f" {times} workers died there: it is the likely cause."
-            if sample and self._settles:
+            if sample and self._settles and not self._is_being_read(sample.index):
                 return None, WorkerDiedError(what)
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)
+
+    def _is_being_read(self, index: object) -> bool:
+        """Whether a reader has not given an item yet: it cannot leave one out that ends every process."""
+        if self._board is None or not isinstance(index, Item):
+            return False
+        return self._board.read(index.reader) <= index.ordinal
 
     def _shrink_if_killed(self, window: PrefetchWindow) -> str:
         """Open fewer batches if memory ran out since the last call; returns a message, empty if it did not."""
@@ -488,7 +501,7 @@ def _is_unable(exit_code: int | WorkerLoss | None, *, has_begun: bool) -> bool:
 def _moment(sample: CurrentSample | None, collation: Collation | None, unable: bool) -> str:
     """When a worker died, for a message."""
     if sample:
-        return f"while it ran the sample with index {text_of(sample.index)}"
+        return f"while it ran {name_of(sample.index)}"
     if collation:
         return f"in collate_fn, for the batch of {collation.indices}"
     return "before its first sample, see what it wrote to stderr" if unable else "between samples"

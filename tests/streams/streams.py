@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +19,10 @@ class Split(IterableDataset[Any]):
 
     Attributes:
         epoch: What ``set_epoch`` was called with; added to the items a thousand times.
+        pause_s: How long generators and iterators wait before each item.
     """
+
+    pause_s = 0.0
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,6 +46,7 @@ class Draws(Split):
 
     def __iter__(self) -> Iterator[Any]:
         for number in self.numbers():
+            time.sleep(self.pause_s)
             yield [float(number), *three_draws()]
             random.random()
 
@@ -56,6 +61,7 @@ class DatasetState(Split):
     def __iter__(self) -> Iterator[Any]:
         numbers = self.numbers()
         while self.at < len(numbers):
+            time.sleep(self.pause_s)
             self.at += 1
             yield numbers[self.at - 1]
         self.at = 0
@@ -74,8 +80,9 @@ class Cursor:
         raises: The numbers for which it raises.
     """
 
-    def __init__(self, numbers: range, raises: Iterable[int] = ()) -> None:
+    def __init__(self, numbers: range, raises: Iterable[int] = (), pause_s: float = 0.0) -> None:
         self.numbers = numbers
+        self.pause_s = pause_s
         self.raises = frozenset(raises)
         self.at = 0
 
@@ -85,6 +92,7 @@ class Cursor:
     def __next__(self) -> Any:
         if self.at == len(self.numbers):
             raise StopIteration
+        time.sleep(self.pause_s)
         self.at += 1
         number = self.numbers[self.at - 1]
         if number % 1000 in self.raises:
@@ -106,7 +114,7 @@ class IteratorState(Split):
         self.raises = frozenset(raises)
 
     def __iter__(self) -> Any:
-        return Cursor(self.numbers(), self.raises)
+        return Cursor(self.numbers(), self.raises, self.pause_s)
 
 
 class Dying(Split):
@@ -144,4 +152,14 @@ def numbers(batches: Iterable[Any]) -> list[int]:
     for batch in batches:
         first = batch[0] if isinstance(batch, list | tuple) else batch
         found += [int(number) for number in torch.as_tensor(first).reshape(-1)]
+    return found
+
+
+def items(batches: Iterable[Any]) -> list[tuple[float, ...]]:
+    """All items with what was drawn for them."""
+    found: list[tuple[float, ...]] = []
+    for batch in batches:
+        values = plain(batch)
+        drawn = len(values) > 2
+        found += zip(*(one[1] for one in values), strict=True) if drawn else zip(values[1])
     return found

@@ -20,8 +20,8 @@ from tests.streams.streams import (
     Draws,
     IteratorState,
     Split,
+    items,
     numbers,
-    plain,
 )
 
 SIZE = 45
@@ -35,16 +35,6 @@ def saved(loader: Any) -> Any:
 def resumed(state: Any, loader: Any) -> Any:
     loader.load_state_dict(json.loads(json.dumps(state)))
     return loader
-
-
-def items(batches: Any) -> list[tuple[float, ...]]:
-    """All items with what was drawn for them."""
-    found: list[tuple[float, ...]] = []
-    for batch in batches:
-        values = plain(batch)
-        drawn = len(values) > 2
-        found += zip(*(one[1] for one in values), strict=True) if drawn else zip(values[1])
-    return found
 
 
 def drawn_for(number: int) -> list[float]:

@@ -1,0 +1,176 @@
+"""Workers that host readers die at random moments: nothing is lost, nothing comes twice, and all content stays."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import get_worker_info
+
+from minato import DataLoader, ErrorPolicy
+from tests.datasets import ORDERS, add_draws
+from tests.streams.streams import DatasetState, Draws, IteratorState, Split, items, numbers
+
+SIZE, BATCH = 240, 4
+RAISES = (3, 31, 32, 100, 177)
+
+
+def slowly_drawn(number: int) -> list[float]:
+    time.sleep(0.001)
+    return add_draws([float(number)])
+
+
+class Raises(IteratorState):
+    """``next()`` raises for some items, which are skipped."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, RAISES)
+
+
+KINDS: dict[str, tuple[Callable[[int], Split], bool]] = {
+    **{stream.__name__: (stream, False) for stream in (Draws, DatasetState, IteratorState)},
+    **{f"{stream.__name__}-transforms": (stream, True) for stream in (Split, DatasetState)},
+    "Raises": (Raises, False),
+}
+
+
+def make(kind: str, readers: int, **options: Any) -> Any:
+    stream, transforms = KINDS[kind]
+    dataset = stream(SIZE)
+    if options["num_workers"]:
+        dataset.pause_s = 0.001
+    if transforms:
+        options["transforms"] = [slowly_drawn]
+    if stream is Raises:
+        options["errors"] = ErrorPolicy(on_error="skip")
+    return DataLoader(dataset, BATCH, readers=readers, seed=6, **options)
+
+
+def under_fire(loader: Any, rng: random.Random, deaths: int) -> Iterator[Any]:
+    """Batches, between which one of the workers is killed now and then, so many times in all.
+
+    Only after a batch that has come since the last death: three on one item would be an error.
+    """
+    killed, due = 0, time.monotonic()
+    iterator = iter(loader)
+    for batch in iterator:
+        yield batch
+        if killed == deaths or time.monotonic() < due:
+            continue
+        time.sleep(rng.random() * 0.005)
+        pids = [process.pid for process in iterator._source.workers]
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(rng.choice(pids), signal.SIGKILL)
+            killed += 1
+            due = time.monotonic() + rng.random() * 0.06
+
+
+def check_deaths(seed: int, kind: str, order: str, deaths: int) -> int:
+    """An epoch with deaths has the items of one without; returns how many died."""
+    rng = random.Random(seed)
+    readers, num_workers = rng.choice([1, 3, 4]), rng.choice([1, 2, 3])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        expected = items(make(kind, readers, num_workers=0, order="strict"))
+        loader = make(kind, readers, num_workers=num_workers, order=order)
+        got = items(under_fire(loader, rng, deaths))
+    assert len(expected) == SIZE - len(RAISES) * (kind == "Raises")
+    if order == "strict":
+        assert got == expected
+    assert sorted(got) == sorted(expected)
+    return sum("takes its place" in str(one.message) for one in told)
+
+
+def test_a_few_deaths() -> None:
+    for seed, kind in enumerate(KINDS):
+        assert check_deaths(seed, kind, ORDERS[seed % len(ORDERS)], 3) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("kind", "order"), [*itertools.product(KINDS, ORDERS)])
+def test_many_deaths(kind: str, order: str, seed: int) -> None:
+    """All of them together are more than 500."""
+    died = 0
+    while died < 11:
+        seed += 100
+        died += check_deaths(seed, kind, order, 8)
+
+
+class Different(Split):
+    """It gives other items each time that it is read, and has no state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers():
+            time.sleep(0.001)
+            yield number + os.getpid() % 1000 / 1000
+
+
+def test_a_reader_that_comes_back_different_is_an_error() -> None:
+    loader = DataLoader(Different(SIZE), BATCH, num_workers=1, readers=1)
+    with pytest.warns(RuntimeWarning, match="takes its place"):  # noqa: SIM117
+        with pytest.raises(RuntimeError, match="reader 0 was made again.* gives other items"):
+            list(under_fire(loader, random.Random(1), 1))
+
+
+class Deadly(Split):
+    """One item ends every process that reads it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers():
+            if number == 37 and get_worker_info() is not None:
+                os._exit(3)
+            yield number
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_item_that_ends_every_reader_is_named(on_error: str) -> None:
+    """No reader gets past it."""
+    errors = ErrorPolicy(on_error=on_error)
+    loader = DataLoader(Deadly(60), BATCH, num_workers=2, readers=3, errors=errors)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*takes its place")
+        with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+            list(loader)
+    assert "while it ran item 4 of reader 2. 3 workers died there" in str(caught.value.__cause__)
+
+
+def deadly(number: int) -> int:
+    if number == 37 and get_worker_info() is not None:
+        os._exit(3)
+    return number
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_an_item_whose_transform_ends_every_worker_is_skipped(order: str) -> None:
+    errors = ErrorPolicy(on_error="skip")
+    loader = DataLoader(
+        *(Split(60), BATCH),
+        num_workers=2,
+        readers=3,
+        order=order,
+        transforms=[deadly],
+        errors=errors,
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert sorted(numbers(loader)) == sorted({*range(60)} - {37})
+    assert any("1 samples of this epoch were skipped" in str(one.message) for one in told)
+
+
+def test_deaths_may_be_errors() -> None:
+    errors = ErrorPolicy(on_worker_death="raise")
+    stream = Draws(SIZE)
+    stream.pause_s = 0.001
+    loader = DataLoader(stream, BATCH, num_workers=2, readers=3, errors=errors)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(under_fire(loader, random.Random(2), 1))
