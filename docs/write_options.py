@@ -34,6 +34,8 @@ LINKS = {
     "Options.order": {"Which samples a batch holds and when it is returned": "../how-to/order.md"},
     "Options.seed": {"follow from it": "../how-to/randomness.md"},
     "Options.device": {"are returned": "../how-to/gpu.md"},
+    "Options.readers": {"sequential readers": "../explanation/readers.md"},
+    "Readers.resume": {"goes on from a loaded state": "../how-to/resume-streams.md"},
     "Options.fetch_concurrency": {"reads at once": "../how-to/remote-data.md"},
     "Options.cache": {"Stores each sample": "../how-to/caches.md"},
     "Options.compat": {
@@ -52,7 +54,7 @@ LINKS = {
     },
     "Options.recording": {"the order of the batches": "../how-to/order.md#repeat-a-run"},
     "Options.snapshot_every_n_steps": {
-        "sends its state": "../how-to/resume.md#datasets-with-a-state"
+        "keeps its state": "../how-to/resume.md#datasets-with-a-state"
     },
     "RayWorkers.actor_options": {"each actor": "../how-to/several-machines.md#what-an-actor-takes"},
 }

@@ -177,9 +177,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             worker. Each rank gets its part of the dataset, and as many batches as every other. Default: ``False``.
         observe: What is measured of a run, and where it goes: the report, a trace, metrics. Default: ``True``.
         recording: Writes down the order of the batches, or repeats it. Default: none.
-        snapshot_every_n_steps: A worker of an iterable dataset sends its state with every n-th batch; ``'auto'``: as
-            often as that takes less than 2 % of its time; 0 or ``None``: never. ``state_dict()`` stays exact: later
-            batches are read again on resume. Default: ``"auto"``.
+        snapshot_every_n_steps: A reader of an iterable dataset keeps its state after every n-th batch; ``'auto'``: as
+            often as that takes less than 1 % of its worker's time; 0 or ``None``: never. ``state_dict()`` stays exact:
+            later items are read again on resume. Default: ``"auto"``.
 
     Raises:
         ValueError, TypeError: As torch, or naming the argument, its value and the remedy.

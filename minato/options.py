@@ -590,8 +590,8 @@ class ErrorPolicy(_Group):
             call of ``collate_fn`` and for ``worker_init_fn``, which raise after ``retries`` more tries. Default: none.
         on_worker_death: What happens when a worker process dies. ``"restart"``: another replaces it, its samples are
             loaded again, and a warning says so; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at
-            once, as always with iterable and stateful datasets and ``compat="torch"``, whose workers hold state that
-            would be lost. Default: ``"restart"``.
+            once, as always with ``compat="torch"`` and map-style datasets that have a state, whose workers hold state
+            that would be lost. Default: ``"restart"``.
 
     Raises:
         ValueError, TypeError: A value or a combination is not possible.
