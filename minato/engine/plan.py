@@ -219,7 +219,7 @@ def _readers(
 
 
 def _sends_each_state(worker: WorkerPlan) -> bool:
-    """Whether the readers keep a state after so many batches, so that few may be ahead."""
+    """Whether the readers keep a state after a fixed number of batches, so that few may be ahead."""
     return worker.readers is not None and isinstance(worker.readers.every, int)
 
 

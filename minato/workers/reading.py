@@ -43,7 +43,7 @@ __all__ = ["Host", "Reader", "StateSlots", "Taken", "announced", "seed_generator
 _STATE_SHARE = 100
 """States that nobody asked for take at most this part of a worker's time."""
 _DIGEST_EVERY, _FIRST_ITEMS = 16, 8
-"""One item of so many is taken into a checksum; the first ones, by which readers are compared."""
+"""One item of this number is taken into a checksum; the first ones, by which readers are compared."""
 _UNBOUNDED = 1 << 60
 _SLICES = (slice(8),) * 64
 _MOST_DIGESTED, _MOST_PARTS = 64, 16
