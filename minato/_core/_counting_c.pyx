@@ -275,6 +275,7 @@ cdef class Arrivals:
     def ask(self, indices, int64_t batch=-1) -> None:
         """Number further indices; an empty batch takes a number too."""
         cdef Py_ssize_t i, known = 0, count = len(indices)
+        cdef int64_t first
         cdef uint64_t *hashes
         if 0 <= batch < self.asked_batches:
             return
@@ -283,6 +284,11 @@ cdef class Arrivals:
             raise MemoryError
         try:
             # First: what ``hash_other`` raises leaves nothing half done.
+            if type(indices) is range and indices.step == 1 and count:
+                first = indices.start
+                for known in range(count):
+                    hashes[known] = mn_avalanche(<uint64_t>(first + known) + GOLDEN)
+                known, indices = count, ()
             for index in indices:
                 if known == count:
                     raise ValueError("a batch has more indices than its length says")

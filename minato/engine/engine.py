@@ -292,7 +292,7 @@ class Engine:
         if plan.starts.epoch != number:
             plan.starts.epoch, plan.starts.states = number, readers.starts()
         slots.clear()
-        readers.board = board
+        readers.board, readers.keeps_states = board, True
         readers.state_of = lambda reader, ordinal: slots.newest(reader, board.slot, ordinal)
         self._hosted[:] = [weakref.ref(readers)]
 

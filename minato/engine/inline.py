@@ -204,6 +204,10 @@ class InlineEngine:
         self._current = _Current()
         self._is_over = False
         self._drops_short = pipeline.drop_last and pipeline.batched
+        self._is_plain = self._is_single = (
+            False  # the dataset's iterator is all there is; one reader reads
+        )
+        self._has_ended = False  # the only reader has
         self._runs_items = pipeline.streams and len(pipeline.transforms) > 0
         self._states: DatasetStates | None = None
         # The first is that of the states, whose epoch is not known yet.
@@ -286,6 +290,8 @@ class InlineEngine:
         worker = worker._replace(readers=plan, base_seed=seed)
         self.plan = dataclasses.replace(self.plan, worker=worker)
         readers.begin(0)
+        self._has_ended, self._is_single = readers.board.end(0) is not None, plan.number == 1
+        self._is_plain = not (plan.announces or self._runs_items or self._failures is not None)
         host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
         host.initialise()
         if not plan.announces:
@@ -351,7 +357,7 @@ class InlineEngine:
         if self._failures is not None:
             self._check_failures(self._failures)
         while True:
-            drawn = self._batches.first()
+            drawn = None if self._has_ended else self._batches.first()
             if drawn is None:
                 self._finish()
                 raise StopIteration
@@ -384,6 +390,9 @@ class InlineEngine:
     def _finish(self) -> None:
         """End the epoch."""
         if self._progress is not None:
+            if self._has_ended:
+                self._progress.settle()
+                self._progress.drop_rest()
             self._progress.finish()
         if self._states is not None:
             self._states.present = None  # the next epoch begins with the dataset as it is then
@@ -586,30 +595,40 @@ class InlineEngine:
 
     def _run_items(self, host: Host, batch: _Batch) -> None:
         """Have a reader give items, run their transforms, and build their batch."""
-        keys = batch.given
+        keys, runner = batch.given, self._runner
+        if self._is_plain and runner.is_plain:
+            taken, error = runner.run_unbound(batch.first, self._number, [keys], host.take_next)
+            self._build_items(batch, host.taken if error is not None else taken[0], error)
+            return
         with nullcontext() if host.binds else host.turn(keys[0], 0, self._number):
-            samples, error = self._items(host, batch)
-            if error is not None:
-                batch.missing = 0
-                self._give(batch, None, _error_of(error, item_of(keys[len(samples)])))
+            self._build_items(batch, *self._items(host, batch))
+
+    def _build_items(self, batch: _Batch, samples: list[Any], error: BaseException | None) -> None:
+        """Build a batch of the samples of a reader, or give it the error of the one after them."""
+        if error is not None:
+            batch.missing = 0
+            self._give(batch, None, _error_of(error, item_of(batch.given[len(samples)])))
+            return
+        missing = batch.size - len(samples)
+        if missing:
+            self._has_ended = self._is_single
+            batch.missing = batch.size if self._drops_short else missing
+            if batch.missing == batch.size:
                 return
-            batch.missing = missing = batch.size - len(samples)
-            if missing == batch.size or (missing and self._drops_short):
-                batch.missing = batch.size
+        if self._retry is not None:
+            if not self._kept(batch, samples):
                 return
-            if self._retry is not None and not self._kept(batch, samples):
-                return
-            collate = self._builder.collate
-            if self._builder.draws and self.plan.worker.seeds_samples:
-                collate = functools.partial(self._collated, batch)
-            samples = (
-                [sample for sample in samples if sample is not SKIP] if batch.skipped else samples
-            )
-            self._give(batch, *self._built(batch, samples, collate))
+            if batch.skipped:
+                samples = [sample for sample in samples if sample is not SKIP]
+        builder, collate = self._builder, self._builder.collate
+        if builder.draws and self.plan.worker.seeds_samples:
+            collate = functools.partial(self._collated, batch)
+        self._give(batch, *self._built(batch, samples, collate))
 
     def _items(self, host: Host, batch: _Batch) -> tuple[list[Any], BaseException | None]:
         """The samples of a batch of items, until one raises for good; fewer if the reader ends."""
-        keys, runner, number, samples = batch.given, self._runner, self._number, list[Any]()
+        keys, samples = list(batch.given), list[Any]()
+        runner, number = self._runner, self._number
         fetcher: Any = self._fetcher
         while len(samples) < len(keys):
             done = len(samples)

@@ -199,7 +199,7 @@ class Epoch:
         readers = self.readers
         if readers is not None:
             self.progress.readers = readers
-            readers.arrived = self.progress.arrived
+            readers.prefix, readers.beyond = self.progress.prefix, self.progress.beyond
             self._state = self._default = None
             return IndexBatches(readers.source, readers.again, self.progress.requested)
         try:

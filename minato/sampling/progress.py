@@ -331,6 +331,12 @@ class Progress:
         """Note that items do not exist."""
         self._arrivals.drop(positions, start)
 
+    def drop_rest(self) -> None:
+        """Note that no item exists of those that were asked for and have not arrived."""
+        arrivals = self._arrivals
+        asked = arrivals.asked[0] - self._before.expected.samples
+        arrivals.drop(range(arrivals.prefix, asked), 0)
+
     def finish(self) -> None:
         """Note the end of the epoch.
 
@@ -370,9 +376,13 @@ class Progress:
         """Return the tally of the indices that were requested in this run."""
         return Tally(*self._arrivals.asked).minus(self._before.expected)
 
-    def arrived(self) -> tuple[int, list[int]]:
-        """Return which samples of this run are done, by number: that of the first that is not, and those above it."""
-        return self._arrivals.prefix, self._arrivals.beyond
+    def prefix(self) -> int:
+        """Return the number of the first sample of this run that is not done."""
+        return self._arrivals.prefix
+
+    def beyond(self) -> list[int]:
+        """Return the numbers of the samples above ``prefix`` that are done."""
+        return self._arrivals.beyond
 
     def num_samples(self) -> tuple[int, int, int]:
         """Return the numbers of requested, delivered and outstanding samples so far."""

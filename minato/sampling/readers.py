@@ -27,6 +27,8 @@ _LAST = 1 << 60
 _SLOT_BITS = 8
 """Of a word on the board, for the slot of the epoch that it belongs to."""
 _LOW = (1 << 20) - 1
+_MOST_AHEAD = 32
+"""Batches of a single reader that are drawn together, which costs less than one by one."""
 _WORDS = 5
 """Words on the board for each reader."""
 Ranges = list[tuple[int, int]]
@@ -246,7 +248,9 @@ class EpochReaders:
         board: What the hosts say of the readers.
         state_of: Returns states that the hosts have sent.
         set_epoch: With which ``set_epoch`` of each copy of the dataset is called first; None: it is not.
-        arrived: Returns which items of this run are done: the number of the first that is not, and those above it.
+        prefix: Returns the number of the first item of this run that is not done.
+        beyond: Returns the numbers of those above it that are done.
+        keeps_states: Whether the hosts are workers, which keep states, and must know what is delivered.
     """
 
     def __init__(
@@ -262,7 +266,9 @@ class EpochReaders:
         self.board = ReaderBoard.alone(count)
         self.state_of: StateOf = lambda reader, ordinal: None
         self.set_epoch: int | None = None
-        self.arrived: Callable[[], tuple[int, list[int]]] = lambda: (0, [])
+        self.prefix: Callable[[], int] = int
+        self.beyond: Callable[[], list[int]] = list
+        self.keeps_states = False
         self._size = size
         self._in_turn = in_turn
         self._persist = persist
@@ -273,6 +279,9 @@ class EpochReaders:
         self._last: _Drawn | None = None  # until the log has it
         self._drawn = self._num_batches = 0
         self._told: set[int] = set()
+        self._base: int | None = None
+        """Of the only reader, the ordinal of the first item that this run asks for: all others follow. None: there are
+        several, or gaps between what is done."""
         if resumed is not None:
             self._resume(copy.deepcopy(resumed))
 
@@ -320,14 +329,39 @@ class EpochReaders:
 
     def source(self) -> Source:
         """The batches of keys to ask for, until all readers are known to have ended."""
+        done = self._known[0].done
+        if self.count == 1 and (not done or (len(done) == 1 and not done[0][0])):
+            self._base = _first_missing(done)
+            return self._follow(0)
         return self.again(self._num_batches)
 
     def again(self, received: int) -> Source:
         """The batches after the first ``received`` ones; those that were drawn already come once more."""
+        if self._base is not None:
+            return self._follow(received)
         self._complete()
         first = len(self._log) - (self._num_batches - received)
         repeated = [drawn.keys() for drawn in itertools.islice(self._log, first, None)]
         return Source(itertools.chain(repeated, self._draw()))
+
+    def _follow(self, received: int) -> Source:
+        """The batches of the only reader after the first ``received`` ones."""
+        assert self._base is not None
+        board, size, base = self.board, self._size, self._base
+
+        first = base + received * size
+        if not self.keeps_states:  # the training loop reads, and knows when to stop
+            batches = map(range, itertools.count(first, size), itertools.count(first + size, size))
+            return Source(batches, may_die=False, ahead=_MOST_AHEAD)
+
+        def draw() -> Iterator[list[int]]:
+            for start in itertools.count(first, size):
+                if board.end(0) is not None:
+                    return
+                board.note_delivered(0, base + self.prefix())
+                yield list(range(start, start + size))
+
+        return Source(draw())
 
     def _draw(self) -> Iterator[list[int]]:
         while (reader := self._choose()) is not None:
@@ -371,7 +405,7 @@ class EpochReaders:
 
     def _prune(self) -> None:
         """Move drawn batches that are wholly done from the log to what is known of their readers."""
-        log, (prefix, _) = self._log, self.arrived()
+        log, prefix = self._log, self.prefix()
         while log and log[0].number + self._size <= prefix:
             drawn = log[0]
             known = self._known[drawn.reader]
@@ -385,7 +419,10 @@ class EpochReaders:
 
         Numbers of batches that are wholly done are left out.
         """
-        found = []
+        found: list[int] = []
+        if self._base is not None:
+            end = self.board.end(0)
+            return [] if end is None else [one for one in numbers if one + self._base >= end]
         for drawn in [*self._log, *([] if self._last is None else [self._last])]:
             end = self.board.end(drawn.reader)
             if end is None:
@@ -443,9 +480,13 @@ class EpochReaders:
         Raises:
             Exception: Raised by the ``state_dict()`` of a dataset or its iterator.
         """
-        prefix, beyond = self.arrived()
+        prefix, beyond = self.prefix(), self.beyond()
         turn, log = self._done_turn, [*self._log, *([] if self._last is None else [self._last])]
         done = [known.done for known in self._known]
+        if self._base is not None:
+            base = self._base
+            ranges = [(base, base + prefix), *((base + one, base + one + 1) for one in beyond)]
+            done = [_merged(done[0], [pair for pair in ranges if pair[0] < pair[1]])]
         for drawn in log:
             if drawn.number + self._size <= prefix:
                 turn = (drawn.reader + 1) % self.count

@@ -174,6 +174,8 @@ class Reader:
         expected: What an earlier reader in its place has given: up to which ordinal, and the checksum of that.
     """
 
+    watches = True
+    """Whether it computes them."""
     digest = 0
     first: int | None = None
     expected: tuple[int, int] | None = None
@@ -269,7 +271,8 @@ class Reader:
                 self._saw(wanted, taken[done:])
                 self._failed(wanted + len(taken) - done)
                 raise
-            self._saw(wanted, taken[done:] if done else taken)
+            if self.watches:
+                self._saw(wanted, taken[done:] if done else taken)
             self.at = wanted + len(taken) - done
             if len(taken) < done + run:
                 self._ended(self.at)
@@ -316,7 +319,8 @@ class Reader:
                 if self.died:
                     raise
             else:
-                self._saw(self.at, [item])
+                if self.watches:
+                    self._saw(self.at, [item])
                 self.at += 1
 
     def _failed(self, ordinal: int) -> None:
@@ -468,7 +472,8 @@ class Host:
         copies = [original if self._may_use(number) else None for number in self._numbers]
         for i, number in enumerate(self._numbers):
             copied = _copied(original, readers.number) if copies[i] is None else original
-            self._readers[number] = Reader(number, copied, readers.batch)
+            self._readers[number] = reader = Reader(number, copied, readers.batch)
+            reader.watches = readers.announces
 
     def _may_use(self, number: int) -> bool:
         """Whether a reader may have the dataset itself, of which no other needs a copy."""
@@ -542,6 +547,24 @@ class Host:
             is_begun = self._epochs.get(number) == (slot, epoch)
             return nullcontext() if is_begun else self._identity(number, fresh=True)
         return self._identity(number) if self._swaps else nullcontext()
+
+    @property
+    def taken(self) -> list[Any]:
+        """The items of the only reader before one that has raised."""
+        return self._readers[0].taken
+
+    def take_next(self, keys: range) -> list[Any]:
+        """``take`` for the only reader, which reads the dataset itself, as torch does without workers.
+
+        Raises:
+            Exception: What ``next()`` raised.
+        """
+        reader = self._readers[0]
+        try:
+            return reader.take(keys, self.catches)
+        finally:
+            if reader.end is not None:
+                self._note(reader, self._epochs[0][0])
 
     def begin(self, number: int, slot: int, epoch: int) -> None:
         """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
