@@ -15,6 +15,7 @@ try:
     from minato import _compat
     from minato._core import implementation
     from minato._distribution import __version__
+    from minato._support.items import skipping
     from minato.errors import (
         SKIP,
         CoverageError,
@@ -109,6 +110,7 @@ __all__ = [
     "patch",
     "python_rng",
     "share",
+    "skipping",
     "torch_rng",
     "unpatch",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 from minato._support.text import text_of
 
-__all__ = ["Item", "item_of", "key_of", "name_of"]
+__all__ = ["Item", "item_of", "key_of", "name_of", "set_skipping", "skipping"]
 
 _ORDINAL_BITS = 40
 
@@ -39,3 +40,25 @@ def item_of(key: int) -> Item:
 def name_of(index: object) -> str:
     """Return the words for a sample in messages."""
     return str(index) if type(index) is Item else f"the sample with index {text_of(index)}"
+
+
+class _Skipping(threading.local):
+    is_on = was_asked = False
+
+
+_skipping = _Skipping()
+
+
+def skipping() -> bool:
+    """Whether the item that an iterable dataset is asked for is dropped, because an earlier run has delivered it.
+
+    A dataset may leave out work on it that does not change its own state, such as decoding, and yield anything.
+    """
+    _skipping.was_asked = True
+    return _skipping.is_on
+
+
+def set_skipping(is_on: bool) -> bool:
+    """Set what ``skipping`` returns in this thread; returns whether it was asked since the last call."""
+    was_asked, _skipping.was_asked, _skipping.is_on = _skipping.was_asked, False, is_on
+    return was_asked

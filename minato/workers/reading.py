@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import copy
 import itertools
+import logging
 import os
 import pickle
 import random
@@ -29,10 +30,10 @@ from minato._compat import ExceptionWrapper, announce_worker, numpy_seed, withdr
 from minato._core import now_ns
 from minato._core.segment import anonymous_file
 from minato._fork_safety import forget_in_children
-from minato._support.items import item_of
+from minato._support.items import item_of, set_skipping
 from minato._support.text import message_of, type_name
 from minato.batching.blobs import Kinds
-from minato.errors import WorkerDiedError
+from minato.errors import WorkerDiedError, log
 from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.sampling.resume import is_stateful
 from minato.transforms import rng_memory
@@ -44,6 +45,8 @@ _STATE_SHARE = 100
 """States that nobody asked for take at most this part of a worker's time."""
 _DIGEST_EVERY, _FIRST_ITEMS = 16, 8
 """One item of this number is taken into a checksum; the first ones, by which readers are compared."""
+_TELL_NS = 10_000_000_000
+"""Time between two messages of a reader that skips."""
 _UNBOUNDED = 1 << 60
 _SLICES = (slice(8),) * 64
 _MOST_DIGESTED, _MOST_PARTS = 64, 16
@@ -307,21 +310,41 @@ class Reader:
 
     def _skip(self, ordinal: int, catches: Kinds) -> None:
         """Drop the items before an ordinal; what they raise was raised in an earlier run, unless it ends the reader."""
-        while self.at < ordinal and self._iterator is not None:
-            if self.expected is not None:
-                self._checked(self.expected)
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                self._ended(self.at)
-            except catches:
-                self._failed(self.at)
-                if self.died:
-                    raise
-            else:
-                if self.watches:
-                    self._saw(self.at, [item])
-                self.at += 1
+        skip = getattr(self._iterator, "skip", None)
+        if callable(skip):  # what it passes over has no checksum
+            self.expected, self.watches = None, False
+            skip(ordinal - self.at)
+            self.at = ordinal
+            return
+        told_ns = now_ns()
+        set_skipping(True)
+        try:
+            while self.at < ordinal and self._iterator is not None:
+                self._drop(catches)
+                if now_ns() - told_ns > _TELL_NS:
+                    told_ns = now_ns()
+                    text = "reader %d has skipped %d of %d items that an earlier run delivered"
+                    log(text, self.number, self.at, ordinal, level=logging.WARNING)
+        finally:
+            if set_skipping(False):  # what it gave need not be what it gives otherwise
+                self.expected, self.watches = None, False
+
+    def _drop(self, catches: Kinds) -> None:
+        """Drop the next item."""
+        if self.expected is not None:
+            self._checked(self.expected)
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            self._ended(self.at)
+        except catches:
+            self._failed(self.at)
+            if self.died:
+                raise
+        else:
+            if self.watches and (self.at < _FIRST_ITEMS or not self.at % _DIGEST_EVERY):
+                self._saw(self.at, [item])
+            self.at += 1
 
     def _failed(self, ordinal: int) -> None:
         """Go on after an item that raised."""
@@ -621,7 +644,8 @@ class Host:
     def _note(self, reader: Reader, slot: int) -> None:
         if reader.expected is None:  # otherwise an earlier reader in its place has said more
             self._board.note_read(reader.number, slot, reader.at)
-            self._board.note_digest(reader.number, slot, reader.at, reader.digest)
+            if reader.watches:
+                self._board.note_digest(reader.number, slot, reader.at, reader.digest)
         if reader.first is not None:
             self._board.note_first(reader.number, slot, reader.first)
             reader.first = None
