@@ -148,7 +148,7 @@ class Engine:
             plan.restarts,
             policy is not None and policy.on_error != "raise",
             self._window if plan.worker.in_processes else None,
-            self._state.board,
+            self._state.board.is_being_read,
         )
         watchdog: SampleWatchdog | None = None
         if plan.worker.method == "process" and (limit_s or plan.spec.workers.timeout_s):

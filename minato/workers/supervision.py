@@ -29,12 +29,11 @@ from minato._compat import forget_child_processes
 from minato._core import ConsumerLedger
 from minato._core.codes import STARTING
 from minato._fork_safety import Borrower
-from minato._support.items import Item, name_of
+from minato._support.items import name_of
 from minato._support.threads import start_thread, threads_are_real
 from minato._system import memory_kills, memory_limit_bytes
 from minato.batching.writer import BatchWriter
 from minato.errors import UNGUARDED, WorkerDiedError, log, unguarded_error
-from minato.sampling.readers import ReaderBoard
 from minato.scheduling.dispatcher import STOPPED_S, ConsumerWait
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.workers.error_policy import SampleFailure
@@ -396,7 +395,7 @@ class RestartPolicy:
         restarts: Whether workers are replaced at all; if not, every death raises torch's error.
         settles: Whether the run continues without a sample on which workers die.
         window: Limits the batches in flight; it shrinks where memory ran out. None: it stays.
-        board: Of the readers of an iterable dataset, or None.
+        is_being_read: Whether no reader has given an item yet, which cannot be left out if it ends every process.
     """
 
     def __init__(
@@ -404,12 +403,12 @@ class RestartPolicy:
         restarts: bool,
         settles: bool = False,
         window: PrefetchWindow | None = None,
-        board: ReaderBoard | None = None,
+        is_being_read: Callable[[object], bool] = lambda index: False,
     ) -> None:
         self._restarts = restarts
         self._settles = settles
         self._window = window
-        self._board = board
+        self._is_being_read = is_being_read
         self._kills = 0 if window is None else memory_kills()
         # By the sample's position, because indices may be unhashable; between samples by the progress of all workers.
         self._deaths: Counter[tuple[int | None, object]] = Counter()
@@ -465,12 +464,6 @@ class RestartPolicy:
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)
-
-    def _is_being_read(self, index: object) -> bool:
-        """Whether a reader has not given an item yet: it cannot leave one out that ends every process."""
-        if self._board is None or not isinstance(index, Item):
-            return False
-        return self._board.read(index.reader) <= index.ordinal
 
     def _shrink_if_killed(self, window: PrefetchWindow) -> str:
         """Open fewer batches if memory ran out since the last call; returns a message, empty if it did not."""
