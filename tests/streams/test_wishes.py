@@ -1,0 +1,279 @@
+"""Behaviour that users of streams have asked for, in reports about several loaders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers
+from minato._support.counters import shared_integers
+from tests.selection import each_of
+from tests.streams.streams import DatasetState, Dying, IteratorState, Split, numbers
+
+SIZE, BATCH = 60, 4
+either = each_of({"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}})
+
+
+def resumed(loader: Any, state: Any) -> Any:
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
+# ---- a state of the dataset that is not exact
+
+
+class ShuffleBuffer(DatasetState):
+    """Shuffles within a buffer, which its state does not hold: the state loses items."""
+
+    def __iter__(self) -> Iterator[int]:
+        rng, buffer = random.Random(self.epoch), list[int]()
+        for item in super().__iter__():
+            buffer.append(item)
+            if len(buffer) == 8:
+                yield buffer.pop(rng.randrange(8))
+        rng.shuffle(buffer)
+        yield from buffer
+
+
+@either
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_shuffle_buffer_is_resumed_exactly_by_reading_again(
+    workers: dict[str, Any], after: int
+) -> None:
+    def loader(num_workers: int) -> Any:
+        readers = Readers(2, resume="read")
+        return DataLoader(ShuffleBuffer(SIZE), BATCH, num_workers=num_workers, readers=readers)
+
+    expected = numbers(loader(0))
+    first = loader(**workers)
+    got = numbers(itertools.islice(first, 6))
+    assert got + numbers(resumed(loader(after), first.state_dict())) == expected
+    assert sorted(expected) == list(range(SIZE))
+
+
+# ---- the epoch belongs to the state
+
+
+class Shuffled(Split):
+    """Its order is a function of the epoch, which a new process does not know."""
+
+    def numbers(self) -> Any:
+        found = [number % 1000 for number in super().numbers()]
+        random.Random(self.epoch).shuffle(found)
+        return found
+
+
+class ShuffledState(Shuffled, DatasetState):
+    pass
+
+
+class ShuffledCursors(Shuffled, IteratorState):
+    pass
+
+
+@either
+@pytest.mark.parametrize("stream", [Shuffled, ShuffledState, ShuffledCursors])
+def test_a_state_of_a_later_epoch_goes_on_in_a_process_at_the_first(
+    stream: Any, workers: dict[str, Any]
+) -> None:
+    dataset = stream(SIZE)
+    loader = DataLoader(dataset, BATCH, readers=2, **workers)
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        got = numbers(itertools.islice(loader, None if epoch < 2 else 6))
+    state = loader.state_dict()
+    # A trainer may set the epoch before it resumes, and may not.
+    for sets in (False, True):
+        later = stream(SIZE)
+        if sets:
+            later.set_epoch(2)
+        rest = numbers(resumed(DataLoader(later, BATCH, readers=2, **workers), state))
+        assert sorted(got + rest) == list(range(SIZE))
+    dataset = stream(SIZE)
+    dataset.set_epoch(2)
+    assert got + rest == numbers(DataLoader(dataset, BATCH, readers=2, num_workers=0))
+
+
+# ---- one stream that nobody splits
+
+
+class Whole(IterableDataset[int]):
+    """Each copy gives all numbers."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+@each_of({"inline": {"num_workers": 0, "readers": 2}, "2-processes": {"num_workers": 2}})
+def test_readers_that_give_the_same_items_are_told(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Whole(SIZE), BATCH, **workers)
+    with pytest.warns(MinatoWarning, match="2 readers deliver the same items: use readers=1"):
+        assert len(numbers(loader)) == 2 * SIZE
+
+
+def slowly(number: int) -> tuple[int, int]:
+    time.sleep(0.004)
+    return number, threading.get_native_id()
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+def test_one_reader_reads_once_and_all_workers_transform(order: str) -> None:
+    loader = DataLoader(
+        Whole(SIZE), BATCH, num_workers=2, readers=1, order=order, transforms=[slowly]
+    )
+    found, threads = zip(*(batch for batch in loader), strict=True)
+    assert sorted(numbers(found)) == list(range(SIZE))
+    assert len(set(numbers(threads))) == 2
+
+
+@either
+def test_a_reader_without_items_is_told(workers: dict[str, Any]) -> None:
+    loader = DataLoader(Split(2), BATCH, readers=3, **workers)
+    with pytest.warns(MinatoWarning, match="reader 0 of 3 received nothing"):
+        assert sorted(numbers(loader)) == [0, 1]
+
+
+# ---- skipping
+
+
+class Counted:
+    """A transform that counts its calls, in any process."""
+
+    def __init__(self) -> None:
+        self.calls = shared_integers(8, 1)
+
+    def __call__(self, number: int) -> int:
+        self.calls[threading.get_native_id() % 8, 0] += 1
+        return number
+
+
+@pytest.mark.parametrize("stream", [Split, DatasetState])
+@pytest.mark.parametrize("after", [0, 2])
+def test_what_is_skipped_at_a_resume_is_not_transformed(stream: Any, after: int) -> None:
+    def loader(num_workers: int, transform: Counted) -> Any:
+        return DataLoader(
+            stream(1000), BATCH, num_workers=num_workers, readers=2, transforms=[transform]
+        )
+
+    first = loader(0, Counted())
+    got = numbers(itertools.islice(first, 240))
+    counted = Counted()
+    rest = numbers(resumed(loader(after, counted), first.state_dict()))
+    assert sorted(got + rest) == list(range(1000))
+    assert counted.calls.sum() == len(rest) < 50
+
+
+# ---- generators that died
+
+
+@either
+def test_a_generator_that_died_is_told_with_the_count(workers: dict[str, Any]) -> None:
+    """After the error was caught, too, with which the rest of its share goes."""
+    loader = DataLoader(Dying(SIZE, (30,)), BATCH, readers=2, **workers)
+    with pytest.warns(MinatoWarning, match="reader 1 ended by an exception after 9 items"):
+        got = numbers(caught(loader))
+    assert sorted(got) == list(range(29))
+
+
+def caught(loader: Any) -> Iterator[Any]:
+    """The batches of an epoch in which one raises."""
+    iterator, raised = iter(loader), 0
+    while True:
+        try:
+            yield next(iterator)
+        except StopIteration:
+            break
+        except KeyError:
+            raised += 1
+    assert raised == 1
+
+
+@either
+def test_an_iterator_that_can_go_on_goes_on(workers: dict[str, Any]) -> None:
+    stream = IteratorState(SIZE, (30, 31))
+    errors = ErrorPolicy(on_error="skip")
+    loader = DataLoader(stream, BATCH, readers=2, errors=errors, **workers)
+    with pytest.warns(MinatoWarning, match="2 samples of this epoch were skipped"):
+        assert sorted(numbers(loader)) == sorted({*range(SIZE)} - {30, 31})
+
+
+# ---- what can neither be forked nor pickled
+
+
+class Connection(IterableDataset[int]):
+    """It can be used in one thread of this process alone."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.threads: set[int] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.size):
+            self.threads.add(threading.get_ident())
+            yield number
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a connection stays where it is")
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_thread_reads_ahead_what_cannot_be_copied(num_workers: int) -> None:
+    stream = Connection(SIZE)
+    loader = DataLoader(
+        stream, BATCH, num_workers=num_workers, readers=1, workers="thread", transforms=[slowly]
+    )
+    batches = list(loader)
+    assert sorted(numbers(batches)) == list(range(SIZE))
+    assert len(stream.threads) == 1
+    assert stream.threads != {threading.get_ident()}
+    # Others transform meanwhile.
+    assert len({int(thread) for _, threads in batches for thread in threads}) == num_workers
+
+
+def test_more_readers_of_what_cannot_be_copied_are_refused() -> None:
+    for options in ({"num_workers": 0}, {"num_workers": 2, "workers": "thread"}):
+        loader = DataLoader(Connection(SIZE), BATCH, readers=2, **options)
+        with pytest.raises(TypeError, match="needs its own copy .* a Connection cannot be copied"):
+            list(loader)
+
+
+# ---- hangs
+
+
+class Stuck(Split):
+    def __iter__(self) -> Iterator[int]:
+        for number in self.numbers():
+            if number == 30:
+                wait_for_ever()
+            yield number
+
+
+def wait_for_ever() -> None:
+    time.sleep(1000)
+
+
+def test_a_timeout_shows_where_the_worker_is() -> None:
+    loader = DataLoader(Stuck(SIZE), BATCH, num_workers=2, timeout=1)
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(RuntimeError, match="timed out after 1 seconds") as caught,
+    ):
+        list(loader)
+    error: BaseException | None = caught.value
+    said = []
+    while error is not None:
+        said += [str(error), *getattr(error, "__notes__", ())]
+        error = error.__cause__
+    assert "wait_for_ever" in "\n".join(said)
