@@ -290,7 +290,8 @@ class InlineEngine:
         worker = worker._replace(readers=plan, base_seed=seed)
         self.plan = dataclasses.replace(self.plan, worker=worker)
         readers.begin(0)
-        self._has_ended, self._is_single = readers.board.end(0) is not None, plan.number == 1
+        self._is_single = plan.number == 1
+        self._has_ended = self._is_single and readers.board.end(0) is not None
         self._is_plain = not (plan.announces or self._runs_items or self._failures is not None)
         host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
         host.initialise()
