@@ -511,6 +511,8 @@ class EpochReaders:
                 if checks:
                     raise
                 kept = error
+            if end is None:  # the state may be that of its end, which came meanwhile
+                end = self.board.end(reader)
             each.append({"done": [list(pair) for pair in ranges], "end": end, "state": kept})
         return {"turn": turn, "set_epoch": self.set_epoch, "each": each}
 

@@ -480,6 +480,7 @@ class Host:
         self._due_ns: dict[int, int] = {}
         self._written: dict[int, list[int | None]] = {}
         self._batches: dict[int, int] = {}
+        self._ended: set[int] = set()  # readers whose last state is kept
         self._readers: dict[int, Reader] = {}
         self._active: int | None = None
         self.binds = binds
@@ -629,6 +630,7 @@ class Host:
         self._epochs[number] = slot, epoch
         self._due_ns[number] = 0
         self._batches[number] = 0
+        self._ended.discard(number)
         self._written[number] = [None] * self._depth
         start = starts.states[number] if is_first or starts.epoch == epoch else None
         resumes = starts.epoch == epoch
@@ -683,9 +685,10 @@ class Host:
             return
         self._batches[number] += 1
         if reader.end is not None:
-            must = reader.end not in self._written[number]  # once
-            if not must:
+            if number in self._ended:
                 return
+            self._ended.add(number)
+            must = True
         elif readers.every == "auto":
             if not must and now_ns() < self._due_ns[number]:
                 return
@@ -693,20 +696,21 @@ class Host:
             must = True
         elif not must:
             return
-        i = self._free_slot(number, slot, must)
+        at = reader.at if reader.end is None else reader.end
+        i = self._free_slot(number, slot, at, must)
         if i is None:
             return
         began_ns = now_ns()
-        readers.slots.write(
-            number, i, slot, reader.at if reader.end is None else reader.end, self._pickled(reader)
-        )
-        self._written[number][i] = reader.at if reader.end is None else reader.end
+        readers.slots.write(number, i, slot, at, self._pickled(reader))
+        self._written[number][i] = at
         now = now_ns()
         self._due_ns[number] = now + _STATE_SHARE * (now - began_ns)
 
-    def _free_slot(self, number: int, slot: int, must: bool) -> int | None:
-        """The state to overwrite: one that is not needed, or with ``must`` the newest."""
+    def _free_slot(self, number: int, slot: int, at: int, must: bool) -> int | None:
+        """The state to overwrite: one at the same ordinal, one that is not needed, or with ``must`` the newest."""
         written, delivered = self._written[number], self._board.delivered(number, slot)
+        if at in written:  # a dataset may begin anew where its iterator ends
+            return written.index(at)
         usable = [at for at in written if at is not None and at <= delivered]
         newest = max(usable, default=-1)
         for i, at in enumerate(written):

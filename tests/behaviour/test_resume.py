@@ -768,6 +768,7 @@ class Around(Shared):
             {"num_workers": 2, "persistent_workers": True},
             {"num_workers": 1, "persistent_workers": True},
             {"num_workers": 2, "persistent_workers": True, "snapshot_every_n_steps": None},
+            {"num_workers": 1, "persistent_workers": True, "snapshot_every_n_steps": 1},
         ],
     ),
 )
