@@ -1031,6 +1031,9 @@ class ConsumerLedger(Ledger):
             for position in reversed(range(base, tail)):
                 ticket = self._ticket(position)
                 if not self._is_claimed(position, worker):
+                    # The worker may have died after it had offered a sample, and before it lowered the head.
+                    if ticket & STATE == FREE and ticket & OFFERED:
+                        self._header["head"] = min(int(self._header["head"]), position)
                     continue
                 place = ticket & NUMBER
                 if not place:

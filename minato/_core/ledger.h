@@ -718,8 +718,12 @@ static inline uint64_t mn_reoffer(const mn_ledger *ledger, uint32_t worker, uint
     for (uint64_t position = tail; position-- > base;) {
         mn_position *record = mn_at(ledger, position);
         uint64_t word = mn_load_acquire_u64(&record->ticket);
-        if (!mn_is_claimed(word, worker))
+        if (!mn_is_claimed(word, worker)) {
+            /* The worker may have died after it had offered a sample, and before it lowered the head. */
+            if ((word & MN_STATE) == MN_FREE && (word & MN_OFFERED))
+                mn_lower(&ledger->header->head, position);
             continue;
+        }
         uint64_t place = word & MN_NUMBER;
         if (place) {
             mn_position *there = mn_at(ledger, place - 1);

@@ -47,8 +47,8 @@ class Hand:
     def __init__(self, ledger: Any) -> None:
         self.ledger = ledger
 
-    def claim(self, max_run: int = 1) -> tuple[int, int, int] | None:
-        return run_of(self.ledger.claim(max_run))
+    def claim(self, max_run: int = 1, fresh: bool = False) -> tuple[int, int, int] | None:
+        return run_of(self.ledger.claim(max_run, fresh))
 
     def fill(self, position: int, late: bool = False, blob: int = 0) -> int:
         """Reserve a place for a claimed sample and fill it, as a worker does; ``blob`` is a kind."""
@@ -126,8 +126,10 @@ class Desk:
 
     # ---- the workers
 
-    def claim(self, worker: int, max_run: int = 1) -> tuple[int, int, int] | None:
-        return self.hands[worker].claim(max_run)
+    def claim(
+        self, worker: int, max_run: int = 1, fresh: bool = False
+    ) -> tuple[int, int, int] | None:
+        return self.hands[worker].claim(max_run, fresh)
 
     def claim_position(self, worker: int) -> int:
         """Claim one sample and return its position."""

@@ -18,6 +18,7 @@ from tests.core.ledger_tools import (
     DONE,
     FILLED,
     LAYOUT,
+    NUMBER,
     SLOT,
     Desk,
     claimed,
@@ -177,6 +178,99 @@ def test_samples_with_an_owner_are_claimed_by_nobody_else(desk: Desk) -> None:
     assert desk.claim(1, 9) == (of_1, 0, 2)
     assert desk.claim(1, 9) is None
     assert desk.ledger.unclaimed() == 0
+
+
+def owned_by(desk: Desk, worker: int, count: int, bound: bool = True) -> int:
+    """A batch that only one worker may claim."""
+    keys = list(range(count))
+    return int(desk.ledger.open(keys, count, SLOT, 0, 0, 0, bound, wake=9, owner=worker + 1))
+
+
+def test_an_offered_sample_is_claimed_by_anybody(desk: Desk) -> None:
+    work, _ = event_counts(desk)
+    batch = owned_by(desk, 1, 3)
+    assert desk.claim(1, 9) == (batch, 0, 3)
+    owner, events = desk.workers[1], work.events
+    for position in (2, 0):
+        assert not owner.is_offered(position)
+        owner.offer(position)
+        assert owner.is_offered(position)
+    assert work.events == events + 2
+    assert desk.ledger.unclaimed() >= 2
+    assert desk.claim(1, 9, fresh=True) is None
+    assert desk.claim(0, 9) == (batch, 0, 1)
+    assert not owner.is_offered(0)
+    assert desk.claim(1, 9) == (batch, 2, 1)  # the owner, too
+    assert desk.claim(2, 9) is None
+    for worker, position in ((0, 0), (1, 2), (1, 1)):
+        desk.fill(worker, position)
+    assert desk.deliver(batch) == [0, 1, 2]
+
+
+def test_a_run_ends_where_a_sample_is_another_ones(desk: Desk) -> None:
+    batch = owned_by(desk, 0, 4)
+    desk.claim(0, 9)
+    for position in (1, 2):
+        desk.workers[0].offer(position)
+    desk.ledger.release(0)  # what it had not offered is its own again
+    assert desk.claim(0, 9, fresh=True) == (batch, 0, 1)
+    assert desk.claim(0, 9, fresh=True) == (batch, 3, 1)
+    assert desk.claim(2, 9) == (batch, 1, 2)
+
+
+def test_a_sample_that_went_round_the_ring_is_not_offered(twin: ModuleType) -> None:
+    desk = Desk(twin, positions=2)
+    batch = owned_by(desk, 0, 2)
+    desk.claim(0, 2)
+    desk.workers[0].offer(1)
+    desk.work(0)
+    desk.fill(0, 0)
+    desk.ledger.retire(batch)
+    owned_by(desk, 0, 2)
+    desk.claim(0, 2)
+    desk.workers[0].offer(3)
+    assert desk.workers[0].is_offered(3)
+    assert not desk.workers[0].is_offered(1)
+
+
+def test_an_offered_sample_of_a_dead_worker_stays_offered(desk: Desk) -> None:
+    batch = owned_by(desk, 1, 1)
+    desk.claim(1)
+    desk.workers[1].offer(0)
+    assert desk.claim(0) == (batch, 0, 1)
+    desk.ledger.release(0)
+    assert desk.workers[1].is_offered(0)
+    assert desk.claim(2) == (batch, 0, 1)
+    desk.ledger.release(2)
+    # The item of its owner's own claim is read again.
+    assert desk.claim(1) == (batch, 0, 1)
+    desk.ledger.release(1)
+    assert not desk.workers[1].is_offered(0)
+    assert desk.claim(0) is None
+    assert desk.claim(1, fresh=True) == (batch, 0, 1)
+
+
+def test_killed_between_an_offer_and_the_head(desk: Desk) -> None:
+    batch = owned_by(desk, 1, 1)
+    desk.claim(1)
+    desk.set_ticket(0, spec.OFFERED | desk.ticket(0) & NUMBER)
+    assert desk.claim(0) is None  # the head is behind it
+    desk.ledger.release(1)
+    assert desk.claim(0) == (batch, 0, 1)
+
+
+def test_an_offered_sample_keeps_the_place_that_it_is_bound_to(desk: Desk) -> None:
+    old = owned_by(desk, 0, 2, bound=False)
+    desk.claim(0, 2)
+    new = desk.open(2, bound=False)
+    desk.ledger.bind_late(old, new)
+    desk.workers[0].offer(1)
+    assert [desk.ticket(1) & NUMBER, desk.workers[0].is_offered(1)] == [4, True]
+    assert desk.claim(2) == (old, 1, 1)
+    for worker, position in ((2, 1), (0, 0)):
+        desk.fill(worker, position)
+    desk.work(2)
+    assert (desk.deliver(old), desk.deliver(new)) == ([2, 3], [0, 1])
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ class Twins(RuleBasedStateMachine):
         self.open: list[Open] = []
         self.hands = [Hand() for _ in range(WORKERS)]
         self.wanted: set[int] = set()
+        self.offered: set[int] = set()  # what somebody may run who does not own it
         self.delivered: list[int] = []
         self.occupant: dict[int, int] = {}  # the sample at each place
         self.next_key = 0
@@ -178,9 +179,10 @@ class Twins(RuleBasedStateMachine):
 
     # ---- workers
 
-    @rule(worker=workers, max_run=st.integers(1, 6))
-    def claim(self, worker: int, max_run: int) -> None:
-        lease = self.each(worker, "claim", max_run)
+    @rule(worker=workers, max_run=st.integers(1, 6), fresh=st.booleans())
+    def claim(self, worker: int, max_run: int, fresh: bool = False) -> None:
+        waiting = {p for p in self.offered if self.each(worker, "is_offered", p)}
+        lease = self.each(worker, "claim", max_run, fresh)
         self.both("unclaimed")
         if lease is None:
             return
@@ -193,8 +195,22 @@ class Twins(RuleBasedStateMachine):
         held = {position for hand in self.hands for position in hand.positions}
         run = range(first + k, first + k + count)
         assert not held.intersection(run)
-        assert self.batch_of(run[0]).owner in (0, worker + 1)
+        assert self.batch_of(run[0]).owner in (0, worker + 1) or waiting.issuperset(run)
+        assert not (fresh and waiting.intersection(run))
         self.hands[worker].positions += run
+
+    @rule(worker=workers, which=pick)
+    def offer(self, worker: int, which: int) -> None:
+        """Only the owner of a batch reads its items."""
+        mine = self.hands[worker].positions
+        own = [p for p in mine if self.batch_of(p).owner == worker + 1]
+        if own:
+            position = own[which % len(own)]
+            assert not self.each(worker, "is_offered", position)
+            self.each(worker, "offer", position)
+            assert self.each(worker, "is_offered", position)
+            self.hands[worker].positions.remove(position)
+            self.offered.add(position)
 
     @rule(worker=workers, which=pick, run=st.integers(1, 4), late=st.booleans())
     def reserve(self, worker: int, which: int, run: int, late: bool) -> None:
@@ -337,6 +353,7 @@ WEIGHTS = {
     "reserve": 3,
     "fill": 20,
     "fill_run": 4,
+    "offer": 4,
     "start_early": 3,
     "note_costs": 2,
     "collate": 5,
@@ -363,7 +380,8 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
             *(draw.randint(1, 5), draw.random() < 0.4, draw.randrange(PASSES)),
             draw.choice([0, 0, 1, 2, 3]),
         ),
-        "claim": lambda: (draw.randrange(WORKERS), draw.randint(1, 4)),
+        "claim": lambda: (draw.randrange(WORKERS), draw.randint(1, 4), draw.random() < 0.2),
+        "offer": lambda: (draw.randrange(WORKERS), draw.randrange(99)),
         "reserve": lambda: (
             *(draw.randrange(WORKERS), draw.randrange(99), draw.randint(1, 4)),
             draw.random() < 0.5,

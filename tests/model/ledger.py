@@ -47,6 +47,7 @@ EVERYBODY = 99
 # state << 6 | worker << 4 | number
 FREE, CLAIMED, DONE, CANCELLED = 0, 1 << 6, 2 << 6, 3 << 6
 BOUND, FILLED = 1 << 6, 2 << 6
+OFFERED = 3 << 4  # of a free ticket
 STATE, NUMBER = 3 << 6, 15
 # Of cursors: version << 4 | number. Of a batch's state: generation << 5 | worker << 3 | state.
 ONE_VERSION, ONE_GENERATION, CODE = 1 << 4, 1 << 5, 7
@@ -69,6 +70,7 @@ class Setting:
         collated: Batches must be collated; "whole": by who ran all their samples, where one did.
         bad: What becomes of the last sample of each run: ``"error"``: it raises, but only in worker 0; ``"skip"``.
         owned: Batch k is for worker k mod n.
+        offers: An owner stores the items of its samples for any worker before it runs any.
         any_order: Batches are delivered when they are ready.
         leave_after: Batches that are delivered of a pass that is abandoned.
     """
@@ -85,6 +87,7 @@ class Setting:
     collated: str = ""
     bad: str = ""
     owned: bool = False
+    offers: bool = False
     any_order: bool = False
     leave_after: int = 0
     kills: int = 1
@@ -155,6 +158,7 @@ class Ledger:
         self.blob = memory.words("blob", setting.positions)
         self.position = memory.words("position", setting.positions)
         self.batch = memory.words("batch", setting.positions)
+        self.item = memory.words("item", setting.positions)
         self.state = memory.words("state", setting.records)
         self.first = memory.words("first", setting.records)
         self.count = memory.words("count", setting.records)
@@ -239,13 +243,14 @@ class Ledger:
             yield self.plain(self.position[self.at(seq)], seq)
             yield self.plain(self.batch[self.at(seq)], index)
             yield poke(self.blob[self.at(seq)], 0)
+            yield poke(self.item[self.at(seq)], 0)
             yield self.plain(self.place[self.at(seq)], BOUND | (seq + 1) if bound else seq + 1)
         yield store(self.state[index], (state & -ONE_GENERATION) + ONE_GENERATION | OPEN)
         yield (poke if bound else store)(self.limit[epoch_slot], tail + count)
-        yield from self.offer(tail, count)
+        yield from self.publish(tail, count)
         return index
 
-    def offer(self, tail: int, count: int) -> Steps:
+    def publish(self, tail: int, count: int) -> Steps:
         for seq in range(tail, tail + count):
             yield store(self.ticket[self.at(seq)], FREE | (seq + 1) if self.setting.bound else FREE)
         yield store(self.tail, tail + count)
@@ -321,6 +326,7 @@ class Ledger:
         for seq in self.backwards(range(base, tail)):
             word = yield load(self.ticket[self.at(seq)])
             if word & STATE != CLAIMED or not self.is_of(word, worker):
+                yield from self.find_offered(seq, word)
                 continue
             place = word & NUMBER
             if place:
@@ -337,11 +343,25 @@ class Ledger:
                     yield store(self.ticket[self.at(seq)], DONE if skipped else DONE | place)
                     continue
                 yield poke(self.blob[self.at(place - 1)], 0)
-            yield store_sc(self.ticket[self.at(seq)], FREE | place)
+            offered = yield from self.still_offered(worker, seq)
+            yield store_sc(self.ticket[self.at(seq)], FREE | offered | place)
             yield from self.lower(self.head, seq)
         yield from self.release_batches(worker, live)
         yield add(self.orphaned, 1)
         yield from self.notify(self.work, EVERYBODY)
+
+    def find_offered(self, seq: int, word: int) -> Steps:
+        """A worker may die after it has offered a sample, and before it lowers the head."""
+        if word & STATE == FREE and word & OFFERED:
+            yield from self.lower(self.head, seq)
+
+    def still_offered(self, worker: int, seq: int) -> Steps:
+        """Only what was offered can have been claimed by another than the owner."""
+        if not self.setting.offers:
+            return 0
+        index = yield peek(self.batch[self.at(seq)])
+        owner = yield peek(self.owner[index])
+        return 0 if owner in (0, worker + 1) else OFFERED
 
     def backwards(self, positions: range) -> range:
         return positions[::-1]
@@ -391,7 +411,7 @@ class Ledger:
 
     # ---- the workers' side
 
-    def claim(self, worker: int) -> Steps:
+    def claim(self, worker: int, fresh: bool = False) -> Steps:
         orphaned = orphans_checked = 0
         if self.setting.kills:
             orphaned = yield load(self.orphaned)
@@ -417,9 +437,8 @@ class Ledger:
                     seq += 1
                     continue
                 if self.setting.owned:
-                    index = yield self.racy(self.batch[self.at(seq)])
-                    owner = yield self.racy(self.owner[index])
-                    if owner not in (0, worker + 1):
+                    may = yield from self.may_claim(worker, seq, word, fresh)
+                    if not may:
                         passed_over = min(passed_over, seq)
                         seq += 1
                         continue
@@ -443,6 +462,10 @@ class Ledger:
                 word = yield load(self.ticket[self.at(seq + count)])
                 if word & STATE != FREE:
                     break
+                if self.setting.offers:
+                    may = yield from self.may_claim(worker, seq + count, word, fresh)
+                    if not may:
+                        break
                 claimed = yield from self.grab(worker, seq + count, word)
                 if not claimed:
                     break
@@ -450,6 +473,27 @@ class Ledger:
             if seq == looked_at:
                 yield cas(self.head, head, head & ~NUMBER | min(seq + count, passed_over))
             return index, seq - first, count
+
+    def may_claim(self, worker: int, seq: int, word: int, fresh: bool) -> Steps:
+        index = yield self.racy(self.batch[self.at(seq)])
+        owner = yield self.racy(self.owner[index])
+        offered = word & OFFERED
+        return (owner in (0, worker + 1) or offered) and not (fresh and offered)
+
+    def offer(self, worker: int, seq: int) -> Steps:
+        """Let any worker claim a sample that this one has claimed, and whose item it has stored."""
+        yield poke(self.item[self.at(seq)], seq + 1)
+        while True:
+            word = yield load(self.ticket[self.at(seq)])
+            offered = yield from self.give_out(seq, word)
+            if offered:
+                break
+        yield from self.lower(self.head, seq)
+        yield from self.notify(self.work, 1)
+
+    def give_out(self, seq: int, word: int) -> Steps:
+        done = yield cas(self.ticket[self.at(seq)], word, FREE | OFFERED | word & NUMBER)
+        return done
 
     def follows(self, seq: int) -> Steps:
         index = yield self.racy(self.batch[self.at(seq)])
@@ -460,7 +504,8 @@ class Ledger:
         return word & STATE != DONE
 
     def grab(self, worker: int, seq: int, word: int) -> Steps:
-        claimed = yield cas(self.ticket[self.at(seq)], word, word | CLAIMED | worker << 4)
+        mine = word & NUMBER | CLAIMED | worker << 4
+        claimed = yield cas(self.ticket[self.at(seq)], word, mine)
         return claimed
 
     def reserve(self, worker: int, seq: int) -> Steps:
@@ -716,6 +761,10 @@ class Ledger:
                 yield from self.wait(self.work, number)
 
     def step(self, number: int) -> Steps:
+        if self.setting.offers:
+            read = yield from self.read_ahead(number)
+            if read:
+                return True
         lease = yield from self.claim(number)
         if lease is None:
             return False
@@ -724,6 +773,8 @@ class Ledger:
             yield from self.set_ready(index)
             return True
         first = yield peek(self.first[index])
+        if self.setting.offers:
+            yield from self.take_items(number, index, first + k, count)
         if self.setting.bound:
             yield from self.run_bound(number, index, first, k, count)
             return True
@@ -731,6 +782,34 @@ class Ledger:
         while seq < end:
             taken = yield from self.run_unbound(number, seq, end)
             seq += taken
+        return True
+
+    def take_items(self, number: int, index: int, seq: int, count: int) -> Steps:
+        """Only the owner of a batch can read items that were not offered."""
+        owner = yield peek(self.owner[index])
+        end = seq + count
+        while seq < end:
+            item = yield peek(self.item[self.at(seq)])
+            has_item = item == seq + 1 or owner == number + 1
+            assert has_item, f"worker {number} has no item for sample {seq}"
+            seq += 1
+
+    def read_ahead(self, number: int) -> Steps:
+        """Claim samples that nobody has read, and offer their items."""
+        lease = yield from self.claim(number, True)
+        if lease is None:
+            return False
+        index, k, count = lease
+        if count == 0:
+            yield from self.set_ready(index)
+            return True
+        first = yield peek(self.first[index])
+        owner = yield peek(self.owner[index])
+        assert owner == number + 1, f"worker {number} reads for worker {owner - 1}"
+        seq, end = first + k, first + k + count
+        while seq < end:
+            yield from self.offer(number, seq)
+            seq += 1
         return True
 
     def run_unbound(self, number: int, seq: int, end: int) -> Steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.model.explore import Process, cas, load, peek, store, store_sc, wake
+from tests.model.explore import Process, cas, load, peek, poke, store, store_sc, wake
 from tests.model.explore import count as count_event
 from tests.model.ledger import (
     CLAIMED,
@@ -11,6 +11,7 @@ from tests.model.ledger import (
     DRAINING,
     FREE,
     NUMBER,
+    OFFERED,
     ONE_GENERATION,
     STOPPING,
     Consumer,
@@ -70,7 +71,7 @@ class ReadyIsAskedFirst(Ledger):
 class TailComesFirst(Ledger):
     """Who sees tickets of the last round passes over them, and the head with him."""
 
-    def offer(self, tail: int, count: int) -> Steps:
+    def publish(self, tail: int, count: int) -> Steps:
         yield store(self.tail, tail + count)
         for seq in range(tail, tail + count):
             yield store(self.ticket[self.at(seq)], FREE | (seq + 1) if self.setting.bound else FREE)
@@ -185,7 +186,7 @@ class ClaimsWithoutLooking(Ledger):
     """Two workers claim the same sample."""
 
     def grab(self, worker: int, seq: int, word: int) -> Steps:
-        yield store_sc(self.ticket[self.at(seq)], word | CLAIMED | worker << 4)
+        yield store_sc(self.ticket[self.at(seq)], word & NUMBER | CLAIMED | worker << 4)
         return True
 
 
@@ -255,6 +256,58 @@ class SkipSaysItIsDoneFirst(Ledger):
         return outcome
 
 
+class OfferLeavesTheHead(Ledger):
+    """Nobody looks at a sample that was offered."""
+
+    def offer(self, worker: int, seq: int) -> Steps:
+        yield poke(self.item[self.at(seq)], seq + 1)
+        word = yield load(self.ticket[self.at(seq)])
+        yield from self.give_out(seq, word)
+        yield from self.notify(self.work, 1)
+
+
+class OfferComesBeforeItsItem(Ledger):
+    """Another worker claims a sample whose item is not there."""
+
+    def offer(self, worker: int, seq: int) -> Steps:
+        word = yield load(self.ticket[self.at(seq)])
+        yield from self.give_out(seq, word)
+        yield store(self.item[self.at(seq)], seq + 1)
+        yield from self.lower(self.head, seq)
+        yield from self.notify(self.work, 1)
+
+
+class OffersWithoutLooking(Ledger):
+    """A place to which the consumer binds the sample meanwhile is lost."""
+
+    def give_out(self, seq: int, word: int) -> Steps:
+        yield store_sc(self.ticket[self.at(seq)], FREE | OFFERED | word & NUMBER)
+        return True
+
+
+class ReleaseForgetsTheOffered(Ledger):
+    """Nobody looks at a sample whose worker died before it had lowered the head."""
+
+    def find_offered(self, seq: int, word: int) -> Steps:
+        yield peek(self.tail)
+
+
+class ReleaseTakesTheOfferBack(Ledger):
+    """An offered sample of a dead worker can only be claimed by an owner that may have left."""
+
+    def still_offered(self, worker: int, seq: int) -> Steps:
+        yield peek(self.batch[self.at(seq)])
+        return 0
+
+
+class ClaimKeepsTheOffer(Ledger):
+    """A ticket does not say which worker has claimed an offered sample."""
+
+    def grab(self, worker: int, seq: int, word: int) -> Steps:
+        claimed = yield cas(self.ticket[self.at(seq)], word, word | CLAIMED | worker << 4)
+        return claimed
+
+
 ONE = ((1,),)
 TWO = ((2,),)
 MUTATIONS: dict[type[Ledger], Setting] = {
@@ -277,6 +330,11 @@ MUTATIONS: dict[type[Ledger], Setting] = {
     TheRestIsClaimed: Setting(TWO, max_run=0, collated="whole", kills=0),
     TheFirstGoesOutFirst: Setting(TWO, max_run=0, collated="whole"),
     SkipSaysItIsDoneFirst: Setting(ONE, bad="skip"),
+    OfferLeavesTheHead: Setting(ONE, owned=True, offers=True, kills=0),
+    OfferComesBeforeItsItem: Setting(ONE, owned=True, offers=True, kills=0),
+    ReleaseForgetsTheOffered: Setting(ONE, owned=True, offers=True),
+    ReleaseTakesTheOfferBack: Setting(ONE, owned=True, offers=True),
+    ClaimKeepsTheOffer: Setting(ONE, owned=True, offers=True),
     NobodySweeps: Setting(((1,), (1,)), positions=1, records=1, window=1, kills=0),
     ClaimsWithoutLooking: Setting(ONE, kills=0),
     ClosesWithoutLooking: Setting(
@@ -287,6 +345,9 @@ MUTATIONS: dict[type[Ledger], Setting] = {
 LARGE_MUTATIONS: dict[type[Ledger], Setting] = {
     AdoptionIsAFlag: Setting(TWO, kills=2),
     HeadHasNoVersion: Setting(((1, 1),)),
+    OffersWithoutLooking: Setting(
+        ((1, 1, 1),), bound=False, records=3, lag=2, owned=True, offers=True, kills=0
+    ),
     BindsWithoutLooking: Setting(((1, 1, 1),), bound=False, records=3, lag=2, kills=0),
     HintHasNoGeneration: Setting(((2, 2),), positions=2, records=1, window=1, kills=0, hint=True),
 }

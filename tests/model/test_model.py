@@ -27,6 +27,9 @@ SETTINGS = {
     "bound, hints, delayed stores": Setting(((2,),), kills=0, hint=True, buffered=True),
     "bound, used again": Setting(((1, 1, 1),), positions=2, kills=0),
     "bound, with owners": Setting(((1, 1, 1),), records=3, owned=True, kills=0),
+    "bound, offered": Setting(((2,),), owned=True, offers=True, kills=0),
+    "bound, offered, a kill": Setting(((1,),), owned=True, offers=True),
+    "bound, offered by two": Setting(((1, 1),), owned=True, offers=True, kills=0),
     "bound, abandoned": Setting(((1,), (1,)), positions=1, records=1, window=1, kills=0),
     "unbound": Setting(((2, 2),), bound=False, kills=0),
     "unbound, a kill": Setting(((1,),), bound=False, collated="yes"),
@@ -48,6 +51,12 @@ LARGE_SETTINGS = {
     "unbound, in runs, a kill": Setting(((2,),), bound=False, max_run=2),
     "unbound, a kill, delayed stores": Setting(((2,),), bound=False, buffered=True),
     "unbound, bound very late": Setting(((1, 1, 1),), bound=False, records=3, lag=2, kills=0),
+    "bound, offered in runs, a kill": Setting(((2,),), owned=True, offers=True, max_run=2),
+    "bound, offered by two, a kill": Setting(((1, 1),), owned=True, offers=True),
+    "unbound, offered, bound late": Setting(
+        ((1, 1),), bound=False, owned=True, offers=True, kills=0
+    ),
+    "unbound, offered, a kill": Setting(((1,),), bound=False, owned=True, offers=True),
     "unbound, newest place": Setting(
         ((1, 1, 1),), bound=False, records=3, late=True, lag=2, kills=0
     ),
