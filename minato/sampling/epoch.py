@@ -361,11 +361,11 @@ class Position:
         return other
 
     def _pending(self) -> LoaderState | None:
-        """The loaded state, until a batch was returned after it."""
+        """The loaded state, until an iterator has returned a batch after it, or has begun with none left to return."""
         last = self.last
-        if last is not None and last.has_started:
-            last.progress.settle()
-            if last.progress.batches or last.progress.finished:
+        if self._loaded is not None and last is not None and last.has_started:
+            progress = last.progress.part or last.progress
+            if progress.has_advanced():
                 self._loaded = None
         return self._loaded
 

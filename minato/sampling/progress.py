@@ -384,6 +384,11 @@ class Progress:
         """Return the numbers of the samples above ``prefix`` that are done."""
         return self._arrivals.beyond
 
+    def has_advanced(self) -> bool:
+        """Whether a batch was returned in this run, or none was left to return."""
+        self.settle()
+        return self.batches > 0 or self.finished or self.length() == 0
+
     def num_samples(self) -> tuple[int, int, int]:
         """Return the numbers of requested, delivered and outstanding samples so far."""
         self.settle()
@@ -434,6 +439,11 @@ class RankProgress:
         self._length = length
         done = before or Completed()
         self._ranges, self._batches, self._tally = list(done.ranges), done.batches, done.delivered
+
+    def has_advanced(self) -> bool:
+        """Whether the rank got a batch in this run, or none was left for it."""
+        begun = 0 if self.before is None else self.before.batches
+        return self._batches > begun or self._batches == self._length
 
     def handed(self, part: BatchPart) -> None:
         """Count a batch that the program gets."""
