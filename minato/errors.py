@@ -39,8 +39,8 @@ UNGUARDED = 250
 E = TypeVar("E", bound=BaseException)
 
 _LOADERS = (
-    "minato.",
-    *(f"torch.utils.data.{name}" for name in ("dataloader", "sampler", "_utils")),
+    *("minato.", "torch.utils.data.dataloader", "torch.utils.data.sampler"),
+    "torch.utils.data._utils",
 )
 _REFUSING = (
     *("minato.checks", "minato.options", "minato.loader", "minato.transforms.compose"),

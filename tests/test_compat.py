@@ -29,7 +29,7 @@ SOURCES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob
 QUARANTINED = {"_compat.py", "_core/tensor_memory.py", "transforms/rng_memory.py"}
 PUBLIC = {
     *("_thread", "_typeshed.DataclassInstance", "_typeshed.SupportsWrite"),
-    *("os._exit", "sys._getframe"),
+    *("os._exit", "sys._getframe", "sys._current_frames"),
 }
 """Documented, in spite of their names."""
 INHERITED = {

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from minato._support.text import text_of
 
-__all__ = ["Item", "item_of", "key_of", "name_of", "set_skipping", "skipping"]
+__all__ = ["Item", "item_of", "key_of", "name_of", "set_skipping", "short_name_of", "skipping"]
 
 _ORDINAL_BITS = 40
 
@@ -37,9 +37,15 @@ def item_of(key: int) -> Item:
     return Item(key >> _ORDINAL_BITS, key & (1 << _ORDINAL_BITS) - 1)
 
 
+def short_name_of(index: object) -> str:
+    """Return a few words for a sample in messages."""
+    return str(index) if type(index) is Item else f"index {text_of(index)}"
+
+
 def name_of(index: object) -> str:
     """Return the words for a sample in messages."""
-    return str(index) if type(index) is Item else f"the sample with index {text_of(index)}"
+    short = short_name_of(index)
+    return short if type(index) is Item else f"the sample with {short}"
 
 
 class _Skipping(threading.local):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import default_collate, default_convert
 
 from minato._compat import collate_in_own_memory
+from minato._support.items import short_name_of
 from minato._support.text import short, text_of, type_name
 
 __all__ = ["Bind", "Collate", "PadCollate", "RunAgain", "pad_stack"]
@@ -111,7 +112,7 @@ class _Cause(NamedTuple):
         """The cause as lines for a message."""
         where = f", field {self.place}" if self.place else ""
         which = [
-            f"sample {k}" + (f" (index {text_of(indices[k])})" if indices else "")
+            f"sample {k}" + (f" ({short_name_of(indices[k])})" if indices else "")
             for k in (0, self.k)
         ]
         values = [f"  {which[0]}{where}: {self.first}"] if self.first else []

@@ -14,6 +14,7 @@ import numpy as np
 
 from minato._core import Ledger
 from minato._core.segment import Segment
+from minato._support.items import Item
 from minato._support.pickling import Purpose, dumps
 from minato._support.text import text_of
 
@@ -222,7 +223,14 @@ class LocalStore(Store):
 def listed(indices: Sequence[object]) -> str:
     """Some indices, for a message: the first few."""
     more = f" and {len(indices) - _MOST_LISTED} more" if len(indices) > _MOST_LISTED else ""
-    return f"indices {', '.join(map(text_of, indices[:_MOST_LISTED]))}{more}"
+    first = indices[:_MOST_LISTED]
+    if not first or type(first[0]) is not Item:
+        return f"indices {', '.join(map(text_of, first))}{more}"
+    items = [each for each in indices if type(each) is Item]
+    if len({item.reader for item in items}) == 1:
+        ordinals = ", ".join(str(item.ordinal) for item in items[:_MOST_LISTED])
+        return f"items {ordinals}{more} of reader {items[0].reader}"
+    return f"{', '.join(map(str, first))}{more}"
 
 
 def _itself(index: object) -> object:

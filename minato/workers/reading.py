@@ -192,7 +192,7 @@ class Reader:
         self.taken: list[Any] = []
         self._from = -1  # ordinal of the first taken one
         self._batch = batch
-        self._iterator: Any = None
+        self._items: Any = None
         self._dataset_keeps = is_stateful(dataset)
 
     def begin(self, start: ReaderState | None, set_epoch: int | None, *, resumes: bool) -> None:
@@ -203,7 +203,7 @@ class Reader:
             set_epoch: With which the dataset's ``set_epoch`` is called before; None: it is not.
             resumes: Whether the epoch goes on where the state was taken; otherwise it begins.
         """
-        self._iterator = None  # before the next one is made
+        self._items = None  # before the next one is made
         self.at, self.end, self.died, self._from, self.taken = 0, None, False, -1, []
         self.digest, self.first, self._firsts = 0, None, list[bytes]()
         dataset = self.dataset
@@ -216,16 +216,16 @@ class Reader:
             if start.iterator is not None:
                 iterator.load_state_dict(start.iterator)
             self.at, self.digest = start.ordinal, start.digest
-        self._iterator = iterator
+        self._items = iterator
 
     @property
     def keeps_state(self) -> bool:
         """Whether the dataset or its iterator has a state."""
-        return self._dataset_keeps or is_stateful(self._iterator)
+        return self._dataset_keeps or is_stateful(self._items)
 
     def state(self) -> ReaderState:
         """The present state of dataset and iterator."""
-        dataset, iterator = self.dataset, self._iterator
+        dataset, iterator = self.dataset, self._items
         of_dataset = self._dataset_keeps and iterator is not dataset
         of_iterator = iterator is not None and is_stateful(iterator)
         return ReaderState(
@@ -251,7 +251,7 @@ class Reader:
             self.taken = []
             self._from = first
         taken = self.taken
-        while len(taken) < count and self._iterator is not None:
+        while len(taken) < count and self._items is not None:
             done = len(taken)
             wanted = ordinals[done]
             if done:
@@ -269,7 +269,7 @@ class Reader:
             try:
                 # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
                 # restarts a dataset that is its own iterator.
-                taken.extend(map(next, itertools.repeat(self._iterator, run)))
+                taken.extend(map(next, itertools.repeat(self._items, run)))
             except catches:
                 self._saw(wanted, taken[done:])
                 self._failed(wanted + len(taken) - done)
@@ -310,7 +310,7 @@ class Reader:
 
     def _skip(self, ordinal: int, catches: Kinds) -> None:
         """Drop the items before an ordinal; what they raise was raised in an earlier run, unless it ends the reader."""
-        skip = getattr(self._iterator, "skip", None)
+        skip = getattr(self._items, "skip", None)
         if callable(skip):  # what it passes over has no checksum
             self.expected, self.watches = None, False
             skip(ordinal - self.at)
@@ -319,7 +319,7 @@ class Reader:
         told_ns = now_ns()
         set_skipping(True)
         try:
-            while self.at < ordinal and self._iterator is not None:
+            while self.at < ordinal and self._items is not None:
                 self._drop(catches)
                 if now_ns() - told_ns > _TELL_NS:
                     told_ns = now_ns()
@@ -334,7 +334,7 @@ class Reader:
         if self.expected is not None:
             self._checked(self.expected)
         try:
-            item = next(self._iterator)
+            item = next(self._items)
         except StopIteration:
             self._ended(self.at)
         except catches:
@@ -349,7 +349,7 @@ class Reader:
     def _failed(self, ordinal: int) -> None:
         """Go on after an item that raised."""
         self.at = (ordinal // self._batch + 1) * self._batch
-        iterator = self._iterator
+        iterator = self._items
         if isinstance(iterator, GeneratorType) and iterator.gi_frame is None:
             self.died = True
             self._ended(ordinal + 1)
@@ -360,7 +360,7 @@ class Reader:
         self._ended(ordinal)
 
     def _ended(self, ordinal: int) -> None:
-        self._iterator, self.end = None, ordinal
+        self._items, self.end = None, ordinal
 
 
 class _Generators:

@@ -438,7 +438,7 @@ class Runner:
         if self.failure is not None:
             return None, self.failure
         if self.tracer.enabled:
-            take = _recorded_batch(take, self.tracer, len(keys), epoch)
+            take = _recorded_read(take, self.tracer, epoch)
         results, error = self._run(position, epoch, [keys], take, None)
         self._stages.clear()
         return (results[0] if results else None), error
@@ -728,6 +728,19 @@ def _recorded(
         return sample
 
     return fetched
+
+
+def _recorded_read(take: Fetch, tracer: Tracer, epoch: int) -> Fetch:
+    """Return a function like ``take``, which has a reader give items, that also records them."""
+
+    def taken(keys: object) -> Any:
+        begin_ns = tracer.now()
+        found = take(keys)
+        if count := len(found.items):
+            tracer.slice(f"{SAMPLE}s", begin_ns, args={"count": count, "epoch": epoch})
+        return found
+
+    return taken
 
 
 def _recorded_batch(fetch: Fetch, tracer: Tracer, batch_size: int, epoch: int) -> Fetch:

@@ -312,7 +312,7 @@ SHAPES: dict[str, Mistake] = {
     ),
     "lengths in a stream": Mistake(
         given(Lengths(), batch_size=2),
-        ("batch of the iterable dataset", "sample 1", "shape (2,)", "(3,)", "minato.PadCollate()"),
+        ("batch of items 0, 1 of reader 0", "sample 1 (item 1 of reader 0)", "shape (2,)", "(3,)"),
     ),
     "arrays": Mistake(
         given([np.zeros(2), np.zeros(3)], batch_size=2),
