@@ -706,11 +706,11 @@ class Host:
         now = now_ns()
         self._due_ns[number] = now + _STATE_SHARE * (now - began_ns)
 
-    def _free_slot(self, number: int, slot: int, at: int, must: bool) -> int | None:
+    def _free_slot(self, number: int, slot: int, ordinal: int, must: bool) -> int | None:
         """The state to overwrite: one at the same ordinal, one that is not needed, or with ``must`` the newest."""
         written, delivered = self._written[number], self._board.delivered(number, slot)
-        if at in written:  # a dataset may begin anew where its iterator ends
-            return written.index(at)
+        if ordinal in written:  # a dataset may begin anew where its iterator ends
+            return written.index(ordinal)
         usable = [at for at in written if at is not None and at <= delivered]
         newest = max(usable, default=-1)
         for i, at in enumerate(written):
