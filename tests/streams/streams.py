@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from minato import skipping
+from minato._support.counters import shared_integers
 from tests.datasets import three_draws
 
 
@@ -115,6 +118,56 @@ class IteratorState(Split):
 
     def __iter__(self) -> Any:
         return Cursor(self.numbers(), self.raises, self.pause_s)
+
+
+class Seeking:
+    """An iterator that can pass over items; it has no other state.
+
+    Args:
+        read: Counts the items that it gives, in any process.
+    """
+
+    def __init__(self, numbers: range, read: Any) -> None:
+        self.numbers = iter(numbers)
+        self.read = read
+
+    def __iter__(self) -> Seeking:
+        return self
+
+    def __next__(self) -> int:
+        number = next(self.numbers)
+        self.read[os.getpid() % 1024, 0] += 1
+        return number
+
+    def skip(self, count: int) -> None:
+        for _ in range(count):
+            next(self.numbers)
+
+
+class Seekable(Split):
+    """Its iterators are ``Seeking``.
+
+    Attributes:
+        read: Counts of all copies in this process and those that are forked.
+    """
+
+    read = shared_integers(1024, 1)
+
+    def __iter__(self) -> Any:
+        return Seeking(self.numbers(), self.read)
+
+
+class Decoding(Seekable):
+    """It does no work on items that are dropped; it counts the others."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers():
+            if skipping():
+                yield None
+                continue
+            time.sleep(self.pause_s)
+            self.read[os.getpid() % 1024, 0] += 1
+            yield number
 
 
 class Dying(Split):

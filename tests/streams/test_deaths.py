@@ -17,7 +17,16 @@ from torch.utils.data import get_worker_info
 
 from minato import DataLoader, ErrorPolicy
 from tests.datasets import ORDERS, add_draws
-from tests.streams.streams import DatasetState, Draws, IteratorState, Split, items, numbers
+from tests.streams.streams import (
+    DatasetState,
+    Decoding,
+    Draws,
+    IteratorState,
+    Seekable,
+    Split,
+    items,
+    numbers,
+)
 
 SIZE, BATCH = 240, 4
 RAISES = (3, 31, 32, 100, 177)
@@ -39,6 +48,8 @@ KINDS: dict[str, tuple[Callable[[int], Split], bool]] = {
     **{stream.__name__: (stream, False) for stream in (Draws, DatasetState, IteratorState)},
     **{f"{stream.__name__}-transforms": (stream, True) for stream in (Split, DatasetState)},
     "Raises": (Raises, False),
+    "Decoding": (Decoding, False),
+    "Seekable-transforms": (Seekable, True),
 }
 
 

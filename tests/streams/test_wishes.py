@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers
+from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers, skipping
 from minato._support.counters import shared_integers
 from tests.selection import each_of
-from tests.streams.streams import DatasetState, Dying, IteratorState, Split, numbers
+from tests.streams.streams import (
+    DatasetState,
+    Decoding,
+    Dying,
+    IteratorState,
+    Seekable,
+    Split,
+    numbers,
+)
 
 SIZE, BATCH = 60, 4
 either = each_of({"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}})
@@ -151,10 +159,10 @@ class Counted:
     """A transform that counts its calls, in any process."""
 
     def __init__(self) -> None:
-        self.calls = shared_integers(8, 1)
+        self.calls = shared_integers(1024, 1)
 
     def __call__(self, number: int) -> int:
-        self.calls[threading.get_native_id() % 8, 0] += 1
+        self.calls[threading.get_native_id() % 1024, 0] += 1
         return number
 
 
@@ -172,6 +180,27 @@ def test_what_is_skipped_at_a_resume_is_not_transformed(stream: Any, after: int)
     rest = numbers(resumed(loader(after, counted), first.state_dict()))
     assert sorted(got + rest) == list(range(1000))
     assert counted.calls.sum() == len(rest) < 50
+
+
+@pytest.mark.parametrize("stream", [Seekable, Decoding])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 2)])
+def test_a_dataset_can_leave_out_the_work_on_what_is_skipped(
+    stream: Any, before: int, after: int
+) -> None:
+    """Its iterator has skip(), or it asks whether an item is dropped."""
+
+    def loader(num_workers: int) -> Any:
+        return DataLoader(stream(1000), BATCH, num_workers=num_workers, readers=2)
+
+    first = loader(before)
+    got = numbers(itertools.islice(first, 240))
+    state = first.state_dict()
+    del first  # its workers have ended then
+    counted = stream.read.sum()
+    rest = numbers(resumed(loader(after), state))
+    assert sorted(got + rest) == list(range(1000))
+    assert stream.read.sum() - counted == len(rest) < 50
+    assert not skipping()
 
 
 # ---- generators that died
