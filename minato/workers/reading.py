@@ -313,7 +313,13 @@ class Reader:
         skip = getattr(self._items, "skip", None)
         if callable(skip):  # what it passes over has no checksum
             self.expected, self.watches = None, False
-            skip(ordinal - self.at)
+            returned = skip(ordinal - self.at)
+            if returned is not None and returned is not self._iterator:
+                self.fail(ordinal + 1)
+                raise TypeError(
+                    f"skip() of the iterator of reader {self.number} returned a {type_name(returned)}, which hides "
+                    "what comes next: let it move the iterator itself and return None, or rename it"
+                )
             self.at = ordinal
             return
         told_ns = now_ns()

@@ -48,3 +48,34 @@ def test_a_generator_that_dies_while_it_is_skipped_raises() -> None:
 
 def test_items_that_raised_before_are_skipped() -> None:
     assert begun(Stumbling()).take([2, 3, 6]) == [2, 3, 6]
+
+
+class Copying(Stumbling):
+    """Its ``skip`` returns another iterator, and leaves it as it is."""
+
+    def __next__(self) -> int:
+        self.at += 1
+        return self.at
+
+    def skip(self, n: int) -> Any:
+        return iter(range(self.at + 1 + n, 100))
+
+
+class Moving(Copying):
+    """Its ``skip`` passes over items."""
+
+    def skip(self, n: int) -> None:
+        self.at += n
+
+
+def test_an_iterator_passes_over_items_itself() -> None:
+    assert begun(Moving()).take([50, 52]) == [50, 52]
+
+
+def test_a_skip_that_returns_another_iterator_is_refused() -> None:
+    reader = begun(Copying())
+    with pytest.raises(
+        TypeError, match=r"reader 0 returned a range_iterator.* return None, or rename"
+    ):
+        reader.take([50])
+    assert reader.end == 51
