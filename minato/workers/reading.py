@@ -314,7 +314,7 @@ class Reader:
         if callable(skip):  # what it passes over has no checksum
             self.expected, self.watches = None, False
             returned = skip(ordinal - self.at)
-            if returned is not None and returned is not self.iterator:
+            if returned is not None and returned is not self._items:
                 self.fail(ordinal + 1)
                 raise TypeError(
                     f"skip() of the iterator of reader {self.number} returned a {type_name(returned)}, which hides "
