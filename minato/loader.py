@@ -751,6 +751,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             return 0
         readers = self._options.readers
         given = None if readers is None else readers.count
+        if given is None and readers is not None and readers.where == "main":
+            return 1
         return max(int(self.num_workers), 1) if given is None else given
 
     def _fresh_history(self) -> History:

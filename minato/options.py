@@ -763,6 +763,9 @@ class Readers(_Group):
     Attributes:
         count: Number of readers. Each iterates over its own copy of the dataset and is what one of torch's workers is
             to the dataset: ``get_worker_info()`` gives its number and ``count``. Default: ``num_workers``, at least 1.
+        where: ``"worker"``: workers host the readers. ``"main"``: a thread of the training process reads, for what can
+            be neither forked nor pickled, such as a consumer of messages or a database cursor; the workers run the
+            transforms. There is one reader then, which reads the dataset itself. Default: ``"worker"``.
         resume: How a reader goes on from a loaded state. ``"state"``: from the state of the dataset or its iterator, if
             that has one. ``"read"``: it reads from the beginning of the epoch and drops what was delivered, which is
             exact even where the dataset's own state is not. Default: ``"state"``.
@@ -772,6 +775,7 @@ class Readers(_Group):
     """
 
     count: int | None = option(None, "1 or more", _whole(1))
+    where: str = option("worker", '`"worker"`, `"main"`', _one_of("worker", "main"))
     resume: str = option("state", '`"state"`, `"read"`', _one_of("state", "read"))
 
 
@@ -975,6 +979,24 @@ def _check_readers(options: Options, is_stream: bool) -> None:
         )
 
 
+def _check_reading_here(options: Options, is_stream: bool) -> None:
+    readers = options.readers
+    if readers is None or readers.where == "worker":
+        return
+    if readers.count not in (None, 1):
+        raise ValueError(
+            f"Readers({readers.count}, where='main') has one thread, which reads the dataset itself: give Readers(1, "
+            "where='main')"
+        )
+    refused = {
+        "num_workers=0, with which the training loop reads and transforms: give 1 or more": (
+            options.num_workers == 0
+        ),
+        "compat='torch', where workers read: leave one of the two out": options.compat == "torch",
+    }
+    _refuse("Readers(where='main')", refused)
+
+
 def _check_next_epoch(options: Options, is_stream: bool) -> None:
     if not options.begins_next_epoch:
         return
@@ -1089,7 +1111,15 @@ def _check_ray(options: Options, is_stream: bool) -> None:
 
 
 _CHECKS = (
-    *(_check_readers, _check_errors, _check_scaling, _check_fetching, _check_sharing, _check_ray),
+    *(
+        _check_readers,
+        _check_reading_here,
+        _check_errors,
+        _check_scaling,
+        _check_fetching,
+        _check_sharing,
+        _check_ray,
+    ),
     _check_next_epoch,
 )
 

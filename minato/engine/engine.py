@@ -38,6 +38,7 @@ from minato.scheduling.dispatcher import ConsumerWait, Dispatcher, Pool, Schedul
 from minato.scheduling.orders import Assignment, Hosts, RoundRobin
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_samples import EarlyStart
+from minato.workers.main_reader import MainReader
 from minato.workers.reads import LEAST_LISTS
 from minato.workers.sample_timeout import RunningSamples, SampleWatchdog, StackFile
 from minato.workers.shared_state import CurrentSample, CurrentWork, SharedState
@@ -94,7 +95,10 @@ class Engine:
         self.meters = [state.meters(number) for number in range(worker.most_workers)]
         self._window, self._wait_stats = _window(plan), ConsumerWait()
         store = (SharedStore if worker.in_processes else LocalStore)(arena.segment)
-        context = WorkerContext(worker, state.layout, store, policy=plan.policy)
+        whole = context = WorkerContext(worker, state.layout, store, policy=plan.policy)
+        if worker.reads_in_thread:  # the dataset itself stays here
+            worker = worker._replace(pipeline=worker.pipeline._replace(dataset=None))
+            context = WorkerContext(worker, state.layout, store, policy=plan.policy)
         indices = StoredIndices(self.ledger, store, None if worker.readers is None else item_of)
         self._current_work = CurrentWork(self.ledger, indices, worker.pipeline.transforms.names)
         recovery = self._recovery(context)
@@ -117,7 +121,11 @@ class Engine:
         self._reader = self._prefetcher or reader
         self._early_start = self._starts_early()
         self._scaler: Scaler | None = None
-        self._dispatcher = self._dispatch(store, self._scaled_pool() or self._pool, tracer)
+        self._main_reader: MainReader | None = None
+        if worker.reads_in_thread:
+            self._main_reader = MainReader(self._pool, whole, state, worker.most_workers)
+        pool = self._main_reader or self._scaled_pool() or self._pool
+        self._dispatcher = self._dispatch(store, pool, tracer)
         self._failures = plan.failure_count()
         self._pending_error: Postponed | None = None
         self._outgoing: Outgoing | None = None
@@ -240,6 +248,8 @@ class Engine:
             endings.append(self._window.release_budget)
         if worker.dataset_states is not None:
             endings.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
+        if self._main_reader is not None:
+            endings.append(self._main_reader.end)
         if worker.readers is not None:
             endings.append(functools.partial(_detach, self._hosted))
         if worker.hands_over:
@@ -483,6 +493,8 @@ class Engine:
         try:
             upcoming = functools.partial(self._dispatcher.upcoming, 1)
             self._pool.start(upcoming if self.plan.starts_as_needed else None)
+            if self._main_reader is not None:
+                self._main_reader.start()
         except Exception as error:
             self.shut_down()
             if self._pickles_plan:
@@ -518,7 +530,7 @@ def _shared_state(plan: Plan, history: History) -> SharedState:
     """The memory that the workers share; all of them are active."""
     worker = plan.worker
     state = SharedState.create(
-        num_workers=worker.most_workers,
+        num_workers=worker.most_workers + worker.reads_in_thread,
         records=_BATCH_RECORDS,
         positions=_num_positions(plan),
         num_steps=len(worker.pipeline.transforms),
@@ -546,7 +558,7 @@ def _num_positions(plan: Plan) -> int:
 def _assignment(plan: Plan) -> Assignment:
     worker = plan.worker
     if worker.readers is not None:
-        return Hosts(worker.readers.hosts)
+        return Hosts(worker.readers.hosts, worker.most_workers)
     if not worker.round_robin:
         return Assignment()
     return RoundRobin(

@@ -201,6 +201,7 @@ def _readers(
     count, every = spec.sampling.readers, spec.options.snapshot_every_n_steps or None
     ends_batches = spec.options.errors.outcome == "raise"
     assert epoch.readers is not None
+    reads_here = spec.options.readers is not None and spec.options.readers.where == "main"
     slots: StateSlots | None = None
     if not in_main_process:
         depth = 2
@@ -209,8 +210,9 @@ def _readers(
         slots = StateSlots(count, depth)
     return ReaderPlan(
         number=count,
-        hosts=1 if in_main_process else most_workers,
-        announces=not in_main_process or spec.options.readers is not None,
+        hosts=1 if in_main_process else 0 if reads_here else most_workers,
+        announces=not (in_main_process or reads_here)
+        or (in_main_process and spec.options.readers is not None),
         batch=(spec.sampling.batch_size or 1) if order.keeps_places and ends_batches else 1,
         every=every,
         starts=ReaderStarts(epoch.number, epoch.readers.starts()),

@@ -149,14 +149,19 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Hosts(Assignment):
-    """A batch of an iterable dataset is for the worker that hosts its reader: reader r modulo ``count``."""
+    """A batch of an iterable dataset is for the worker that hosts its reader: reader r modulo ``count``.
+
+    Args:
+        count: Number of hosts; 0: one that is none of the workers, with a number after theirs.
+    """
 
     runs_cancelled = True
 
     count: int
+    num_workers: int
 
     def choose(self, indices: Any, held: Callable[[int], int]) -> int | None:
-        return item_of(indices[0]).reader % self.count + 1
+        return (item_of(indices[0]).reader % self.count if self.count else self.num_workers) + 1
 
 
 @dataclass(eq=False)

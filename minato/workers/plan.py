@@ -78,7 +78,8 @@ class ReaderPlan(NamedTuple):
 
     Attributes:
         number: How many there are.
-        hosts: Number of workers that host them: reader r is hosted by worker r modulo ``hosts``.
+        hosts: Number of workers that host them: reader r is hosted by worker r modulo ``hosts``. 0: a thread of the
+            training process hosts them.
         announces: Each has worker info, seeds and generators of its own. If not, the only one reads the dataset as it
             is, with the generators of the program, as torch does without workers.
         batch: Number of items in the batches of one reader; 1: single items.
@@ -159,7 +160,12 @@ class WorkerPlan(NamedTuple):
             and self.most_workers > 1
             and len(self.pipeline.transforms) > 0
             and self.seeds_samples
-        )
+        ) or self.reads_in_thread
+
+    @property
+    def reads_in_thread(self) -> bool:
+        """Whether a thread of the training process reads an iterable dataset for the workers."""
+        return self.readers is not None and not self.readers.hosts
 
     def restore_dataset(self, number: int) -> None:
         """Load the state of a worker's copy of the dataset at the end of an earlier epoch."""

@@ -460,21 +460,31 @@ class Host:
         board: Where it says what its readers have done.
         alone: The process is a worker's own: its generators are those of its reader while it hosts only one.
         binds: Samples have randomness of their own, so that the generators are not left as a reader leaves them.
+        here: It hosts all readers, and is none of the workers.
 
     Attributes:
         catches: The exceptions that are errors of items; others interrupt.
     """
 
     def __init__(
-        self, plan: WorkerPlan, number: int, board: ReaderBoard, *, alone: bool, binds: bool
+        self,
+        plan: WorkerPlan,
+        number: int,
+        board: ReaderBoard,
+        *,
+        alone: bool,
+        binds: bool,
+        here: bool = False,
     ) -> None:
         assert plan.readers is not None
         self._plan = plan
         self._readers_plan = readers = plan.readers
         self._board = board
-        self._numbers = (
-            range(number, readers.number, readers.hosts) if number < readers.hosts else range(0)
-        )
+        self._numbers = range(0)
+        if here:
+            self._numbers = range(readers.number)
+        elif number < readers.hosts:
+            self._numbers = range(number, readers.number, readers.hosts)
         self._owns_process = alone
         self._is_thread = plan.method == "thread" and not plan.in_main_process
         self._swaps = readers.announces and not (
@@ -572,7 +582,7 @@ class Host:
         number = item_of(key).reader
         if self._active == number or number not in self._readers:
             return nullcontext()
-        if self._is_thread:
+        if self._is_thread and self._readers_plan.announces:
             # torch keeps one record of worker info, which threads can only have one after the other.
             is_begun = self._epochs.get(number) == (slot, epoch)
             return nullcontext() if is_begun else self._identity(number, fresh=True)

@@ -75,7 +75,7 @@ class Worker:
         self._number = ledger.number
         self._shared = state
         self.events = state.work
-        self._active = state.active
+        self._active: Any = state.active
         self.read_indices = writer.indices.read
         self._fetcher = self.fetcher = fetcher
         self.runner = runner
@@ -337,7 +337,7 @@ class Worker:
     @property
     def num_workers(self) -> int:
         """Number of active workers."""
-        return max(self._active.count, 1)
+        return max(int(self._active.count), 1)
 
     def fair_share(self) -> int:
         """The most samples that leave as many for each other worker: at the end of an epoch none has to idle."""

@@ -98,11 +98,13 @@ class WorkerContext:
         failure: BaseException | None = None,
         remote_reads: Callable[[Lease, Meters], Reads] | None = None,
         host: Host | None = None,
+        kind: type[HostWorker] = HostWorker,
     ) -> Worker:
         """Make a worker.
 
         Args:
             host: The readers that it hosts.
+            kind: Class of a worker with a host.
             remote_reads: Makes reads that return complete samples of another machine, from lease and meters.
         """
         plan, number = self.plan, ledger.number
@@ -132,7 +134,7 @@ class WorkerContext:
         if host is not None:
             host.catches = errors.kinds
             parts = plan, ledger, state, fetcher, runner, writer, retry
-            return HostWorker(host, self.store, *parts)
+            return kind(host, self.store, *parts)
         if flight is None:
             return Worker(plan, ledger, state, fetcher, runner, writer, retry)
         return ConcurrentWorker(flight, plan, ledger, state, fetcher, runner, writer, retry)

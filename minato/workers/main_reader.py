@@ -1,0 +1,124 @@
+"""``Readers(1, where="main")``: a thread of the training process reads what can be neither forked nor pickled."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from minato._support.threads import start_thread
+from minato.batching.blobs import ErrorTransport, wrapped
+from minato.workers.hosting import HostWorker
+from minato.workers.reading import Host
+from minato.workers.shared_state import ActiveWorkers, SharedState
+from minato.workers.worker_process import WorkerContext
+
+__all__ = ["MainReader"]
+
+_LOOK_S = 0.002
+"""How long the thread sleeps while enough items are offered: nothing wakes it when workers have claimed some."""
+_GRACE_S = 4.0
+"""How long the end of a loader waits for the thread, which a dataset may hold up."""
+
+
+class _Pool(Protocol):
+    def wait(self, seen: int, timeout_s: float) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class _Always:
+    """The active workers, and this thread, which is none of them."""
+
+    def __init__(self, workers: ActiveWorkers) -> None:
+        self._workers = workers
+
+    @property
+    def count(self) -> int:
+        """Number of active workers, and one: each of the others takes items."""
+        return self._workers.count + 1
+
+    def is_active(self, number: int) -> bool:
+        """True."""
+        return True
+
+
+class _Reading(HostWorker):
+    """Has its reader give items, and offers all of them to the workers."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._active = _Always(self._active)
+
+    def step(self) -> bool:
+        return self._lacks_stock() and self._read_ahead()
+
+    @property
+    def _is_worth(self) -> bool:
+        return True
+
+    def rest(self, seen: int, timeout_s: float) -> bool:
+        return self.events.wait(seen, _LOOK_S if self._stock else timeout_s)
+
+    @property
+    def is_empty(self) -> bool:
+        return False
+
+
+class MainReader:
+    """The pool of workers as the dispatcher sees it, with a thread of this process that reads for them.
+
+    Args:
+        context: Makes the thread's part; its plan has the dataset.
+        number: Of the thread in the ledger, after those of the workers.
+
+    Attributes:
+        end: Ends the thread once the workers have ended; does not refer to the engine.
+    """
+
+    def __init__(
+        self, pool: _Pool, context: WorkerContext, state: SharedState, number: int
+    ) -> None:
+        self._pool = pool
+        self._failures: list[BaseException] = []
+        run = functools.partial(_run, context, state, number, self._failures)
+        self._thread = threading.Thread(target=run, name="minato-reader", daemon=True)
+        self.end: Callable[[], object] = functools.partial(_join, weakref.ref(self._thread))
+
+    def start(self) -> None:
+        """Start the thread, after the processes: a fork would copy what it holds at that moment."""
+        start_thread(self._thread)
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep until the ready events exceed ``seen``."""
+        self._pool.wait(seen, timeout_s)
+
+    def check(self) -> None:
+        """Raise what ended the thread, or that a worker has died and is not replaced."""
+        if self._failures:
+            raise RuntimeError("the thread that reads the dataset has ended") from self._failures[0]
+        self._pool.check()
+
+
+def _join(reference: weakref.ref[threading.Thread]) -> None:
+    thread = reference()
+    if thread is not None and thread.ident is not None and thread is not threading.current_thread():
+        thread.join(_GRACE_S)
+
+
+def _run(
+    context: WorkerContext, state: SharedState, number: int, failures: list[BaseException]
+) -> None:
+    try:
+        plan, ledger = context.plan, state.worker_ledger(number)
+        host = Host(plan, number, state.board, alone=False, binds=plan.seeds_samples, here=True)
+        host.initialise()
+        transport = ErrorTransport((BaseException,), wrapped("reader thread"))
+        worker = context.worker(ledger, state, transport, host=host, kind=_Reading)
+        worker.loop(lambda: True)
+        worker.close()
+    except BaseException as error:
+        failures.append(error)
+        state.ready.notify()
