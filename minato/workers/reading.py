@@ -725,7 +725,7 @@ class Host:
     def _free_slot(self, number: int, slot: int, ordinal: int, must: bool) -> int | None:
         """The state to overwrite: one at the same ordinal, one that is not needed, or with ``must`` the newest."""
         written, delivered = self._written[number], self._board.delivered(number, slot)
-        if ordinal in written:  # a dataset may begin anew where its iterator ends
+        if ordinal in written:  # a dataset may begin again where its iterator ends
             return written.index(ordinal)
         usable = [at for at in written if at is not None and at <= delivered]
         newest = max(usable, default=-1)
