@@ -284,8 +284,8 @@ cdef class Arrivals:
             raise MemoryError
         try:
             # First: what ``hash_other`` raises leaves nothing half done.
-            if type(indices) is range and indices.step == 1 and count:
-                first = indices.start
+            if type(indices) is range and count and indices[count - 1] - indices[0] == count - 1:
+                first = indices[0]
                 for known in range(count):
                     hashes[known] = mn_avalanche(<uint64_t>(first + known) + GOLDEN)
                 known, indices = count, ()

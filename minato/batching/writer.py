@@ -72,9 +72,9 @@ class BatchWriter:
         run_again: Runs samples that do not arrive here as they are; None: this process runs no samples.
         handover: What is known of samples that go from one worker to another; None: they go as they are.
         skips: Whether samples may be skipped: then SKIP stands for one.
-        name: As of :class:`StoredIndices`.
 
     Attributes:
+        indices: The indices, or the names, of the samples in flight.
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
         has_texts: Whether the last samples were texts, which have no fields: a list of them is stored at once.
         handover_ns: What it takes to store one sample for the worker that collates its batch; 0: not measured yet.
@@ -90,7 +90,6 @@ class BatchWriter:
         run_again: RunAgain | None = None,
         handover: Handover | None = None,
         skips: bool = False,
-        name: Callable[[Any], Any] | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self.collates = collate.is_own
@@ -106,7 +105,7 @@ class BatchWriter:
         self._collate_fn = collate
         self._run_again = run_again
         self._owner = os.getpid()
-        self.indices = StoredIndices(ledger, store, name)
+        self.indices = StoredIndices(ledger, store)
         self._open: dict[int, _Fields] = {}
         self._last: Layout | None = None
 

@@ -584,35 +584,17 @@ class Dispatcher:
             fits_ledger = occurrences is not None and self._ledger.can_hold(indices)
         indices_slot: Slot | None = None
         offset = nbytes = 0
-        if not fits_ledger or self._offers_items:
-            indices_slot = beside = self._storage.slots.acquire()
         if self._offers_items:
-            offset, nbytes = beside.start, beside.end - beside.start
-            self._storage.slots.segment.array[offset : offset + _TABLE_NBYTES * count] = 0
+            indices_slot, offset, nbytes = self._empty_table(count)
         elif not fits_ledger:
-            try:
-                offset, nbytes = self._storage.indices.put(
-                    lambda size: offset_in_slot(beside, size), indices
-                )
-            except BaseException:
-                self._storage.slots.release(beside)
-                raise
+            indices_slot, offset, nbytes = self._stored(indices)
         slot, epoch = self._storage.slots.acquire(), self._epoch
         bound = self._order.keeps_places
         if self._handover is not None:
             bound = self._handover.keeps_batches
         item = OpenBatch(
-            *(
-                -1,
-                indices,
-                slot,
-                indices_slot,
-                0 if fits_ledger else offset,
-                epoch,
-                owner,
-                bound,
-                opened_ns,
-            ),
+            *(-1, indices, slot, indices_slot, 0 if fits_ledger else offset),
+            *(epoch, owner, bound, opened_ns),
             drawn=drawn,
             first=self._ledger.tail,
         )
@@ -635,6 +617,25 @@ class Dispatcher:
         )
         self._complete_opening()
         return item
+
+    def _stored(self, indices: object) -> tuple[Slot, int, int]:
+        """The slot in which indices that the ledger cannot hold are, their offset and size in bytes."""
+        slot = self._storage.slots.acquire()
+        try:
+            offset, nbytes = self._storage.indices.put(
+                lambda size: offset_in_slot(slot, size), indices
+            )
+        except BaseException:
+            self._storage.slots.release(slot)
+            raise
+        return slot, offset, nbytes
+
+    def _empty_table(self, count: int) -> tuple[Slot, int, int]:
+        """A slot for the items that workers offer to each other, its offset and size in bytes."""
+        slot = self._storage.slots.acquire()
+        table = slice(slot.start, slot.start + _TABLE_NBYTES * count)
+        self._storage.slots.segment.array[table] = 0
+        return slot, slot.start, slot.end - slot.start
 
     def _complete_opening(self) -> None:
         """Do what follows from the opening of a batch in the ledger; again, if an interruption came before the end."""

@@ -14,7 +14,6 @@ from minato._support.items import item_of
 from minato.batching.serialization import Store
 from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
-from minato.workers.error_policy import SampleRetry
 from minato.workers.fetch import Fetcher
 from minato.workers.plan import WorkerPlan
 from minato.workers.reading import Host
@@ -126,16 +125,15 @@ class HostWorker(Worker):
         fetcher: Fetcher,
         runner: Runner,
         writer: BatchWriter,
-        sample_retry: SampleRetry | None = None,
     ) -> None:
-        super().__init__(plan, ledger, state, fetcher, runner, writer, sample_retry)
+        super().__init__(plan, ledger, state, fetcher, runner, writer)
         self.sample_name = item_of
         self._host = host
         self._items: Any = fetcher.dataset
         self._runs_items = len(plan.pipeline.transforms) > 0
         self._drops_short = plan.pipeline.drop_last and plan.pipeline.batched
         self._offers = self._lays_aside = plan.offers_items
-        self._whole_batches = plan.order.keeps_places
+        self.whole_batches = plan.order.keeps_places
         self._offered = OfferedItems(ledger, store)
         self._stock: deque[tuple[int, int]] = deque()  # positions and sizes of offered items
         self._stock_nbytes = 0
@@ -157,9 +155,9 @@ class HostWorker(Worker):
             self._read_ahead()
         super().resume_all()
 
-    def _longest_run(self) -> int:
+    def longest_run(self) -> int:
         if not (self._offers and self._is_worth):
-            return super()._longest_run()
+            return super().longest_run()
         return max(min(int(RUN_NS / max(self._mean_ns, 1.0)), self.fair_share()), 1)
 
     def run_claimed(self, lease: Claim, record: BatchRecord) -> None:

@@ -83,7 +83,7 @@ class Worker:
         self._slow_to_newest = plan.order.slow_to_newest
         self._deferral = runner.deferral
         self._is_alone = plan.in_processes and plan.most_workers == 1 and self._deferral is None
-        self._whole_batches = plan.round_robin or fetcher.takes_lists or fetcher.keeps_state
+        self.whole_batches = plan.round_robin or fetcher.takes_lists or fetcher.keeps_state
         self._takes_rows = fetcher.has_rows and not writer.collates and runner.failure is None
         if self._takes_rows:
             runner.cost_estimate.draws = False
@@ -178,7 +178,7 @@ class Worker:
         """Do one lease, or resume the deferred sample; False if there is nothing to do."""
         if self._deferral is not None and self._deferral.is_due() and self._resume():
             return True
-        lease = self.ledger.claim(self._longest_run())
+        lease = self.ledger.claim(self.longest_run())
         if lease is None:
             return self._resume()
         self.run_lease(lease)
@@ -315,10 +315,11 @@ class Worker:
             has_slow = error is not None and 0 < slow_ns < costs_ns[count]
         writer.deliver_free(position, indices, samples, error, slow=has_slow)
 
-    def _longest_run(self) -> int:
+    def longest_run(self) -> int:
+        """The most samples to claim together; ``WHOLE_BATCH``: a batch."""
         if self.fetcher.takes_lists:
             return WHOLE_BATCH  # ``__getitems__`` may return one object for the batch
-        if self._whole_batches:
+        if self.whole_batches:
             return ALL_SAMPLES
         if self.writer.keeps_batches:
             return WHOLE_BATCH

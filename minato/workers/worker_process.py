@@ -37,7 +37,7 @@ from minato._support.pickling import ForChild, Snapshot, take_own_name
 from minato._system import process_usage
 from minato.batching.blobs import ErrorTransport, wrapped
 from minato.batching.collate import RunAgain
-from minato.batching.serialization import Store
+from minato.batching.serialization import Store, StoredIndices
 from minato.batching.writer import BatchWriter
 from minato.errors import add_note, not_the_end
 from minato.observe.meters import Meters
@@ -127,14 +127,16 @@ class WorkerContext:
             # An item cannot be read again where its batch is collated: it is sent as it is.
             handover=state.handover if plan.in_processes and host is None else None,
             skips=retry is not None or plan.offers_items,
-            name=None if host is None else item_of,
             tracer=runner.tracer,
         )
         flight = None if failure is not None else _flight(plan, number, state, reads)
         if host is not None:
             host.catches = errors.kinds
-            parts = plan, ledger, state, fetcher, runner, writer, retry
-            return kind(host, self.store, *parts)
+            writer.indices = StoredIndices(ledger, self.store, item_of)
+            parts = plan, ledger, state, fetcher, runner, writer
+            worker = kind(host, self.store, *parts)
+            worker.sample_retry = retry
+            return worker
         if flight is None:
             return Worker(plan, ledger, state, fetcher, runner, writer, retry)
         return ConcurrentWorker(flight, plan, ledger, state, fetcher, runner, writer, retry)
