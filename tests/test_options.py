@@ -193,7 +193,7 @@ def test_whole_batches_cannot_be_mixed(order: str, with_whole_batches: dict[str,
         (None, None),
         (1, Readers(1)),
         (np.int64(3), Readers(3)),
-        (Readers(resume="read"), Readers(None, "read")),
+        (Readers(resume="read"), Readers(None, resume="read")),
     ],
 )
 def test_readers_are_a_number_or_their_settings(given: Any, expected: Readers | None) -> None:
