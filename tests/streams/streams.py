@@ -120,6 +120,16 @@ class IteratorState(Split):
         return Cursor(self.numbers(), self.raises, self.pause_s)
 
 
+RAISES = (3, 31, 32, 100, 177)
+
+
+class Raises(IteratorState):
+    """``next()`` raises for some items."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, RAISES)
+
+
 class Seeking:
     """An iterator that can pass over items; it has no other state.
 

@@ -18,10 +18,12 @@ from torch.utils.data import get_worker_info
 from minato import DataLoader, ErrorPolicy
 from tests.datasets import ORDERS, add_draws
 from tests.streams.streams import (
+    RAISES,
     DatasetState,
     Decoding,
     Draws,
     IteratorState,
+    Raises,
     Seekable,
     Split,
     items,
@@ -29,19 +31,11 @@ from tests.streams.streams import (
 )
 
 SIZE, BATCH = 240, 4
-RAISES = (3, 31, 32, 100, 177)
 
 
 def slowly_drawn(number: int) -> list[float]:
     time.sleep(0.001)
     return add_draws([float(number)])
-
-
-class Raises(IteratorState):
-    """``next()`` raises for some items, which are skipped."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, RAISES)
 
 
 KINDS: dict[str, tuple[Callable[[int], Split], bool]] = {
