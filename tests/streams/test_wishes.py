@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers, skipping
 from minato._support.counters import shared_integers
-from tests.selection import each_of
+from tests.selection import each_of, mostly_slow
 from tests.streams.streams import (
     DatasetState,
     Decoding,
@@ -269,6 +270,46 @@ def test_a_thread_reads_ahead_what_cannot_be_copied(num_workers: int) -> None:
     assert stream.threads != {threading.get_ident()}
     # Others transform meanwhile.
     assert len({int(thread) for _, threads in batches for thread in threads}) == num_workers
+
+
+def with_process(number: int) -> tuple[int, int]:
+    time.sleep(0.004)
+    return number, os.getpid()
+
+
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.parametrize("method", mostly_slow(["fork", "forkserver"]))
+def test_a_thread_reads_for_processes_that_transform(method: str, order: str) -> None:
+    stream = Connection(SIZE)
+    loader = DataLoader(
+        *(stream, BATCH),
+        num_workers=2,
+        readers=Readers(1, where="main"),
+        order=order,
+        transforms=[with_process],
+        multiprocessing_context=method,
+    )
+    batches = list(loader)
+    assert sorted(numbers(batches)) == list(range(SIZE))
+    assert len(stream.threads) == 1
+    assert stream.threads != {threading.get_ident()}
+    pids = {int(pid) for _, pids in batches for pid in pids}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert sorted(numbers(loader)) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("stream", [Split, DatasetState, IteratorState])
+def test_what_a_thread_reads_is_resumed(stream: Any) -> None:
+    def loader(num_workers: int) -> Any:
+        readers = Readers(1, where="main")
+        return DataLoader(stream(SIZE), BATCH, num_workers=num_workers, readers=readers)
+
+    expected = numbers(loader(1))
+    first = loader(2)
+    got = numbers(itertools.islice(first, 6))
+    assert got + numbers(resumed(loader(3), first.state_dict())) == expected
+    assert expected == list(range(SIZE))
 
 
 def test_more_readers_of_what_cannot_be_copied_are_refused() -> None:
