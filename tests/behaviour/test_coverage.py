@@ -80,6 +80,7 @@ def test_keys_of_any_kind(keys: list[list[Any]], num_workers: int) -> None:
     assert other.coverage().requested == coverage.requested
 
 
+@pytest.mark.filterwarnings("ignore:2 readers deliver the same items")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_items_of_a_stream_are_counted(num_workers: int) -> None:
     loader = DataLoader(Stream(10), 3, num_workers=num_workers)

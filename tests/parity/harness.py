@@ -172,8 +172,9 @@ def generator_states(*others: torch.Generator | None) -> tuple[Any, ...]:
 
 
 def record_warnings() -> None:
-    """Record each warning, except those that depend on versions."""
+    """Record each warning, except those that depend on versions, and of what torch leaves out silently."""
     warnings.simplefilter("always")
+    warnings.filterwarnings("ignore", r"reader \d+ ended by an exception", minato.MinatoWarning)
     for text in _OF_VERSIONS:
         warnings.filterwarnings("ignore", text, DeprecationWarning)
 
