@@ -944,7 +944,7 @@ def is_active(loader: object) -> bool:
     )
 
 
-def metrics_collector(*loaders: DataLoader[Any]) -> Collector:
+def metrics_collector(*loaders: DataLoader[object]) -> Collector:
     """Metrics of loaders for a registry of ``prometheus_client``: ``REGISTRY.register(metrics_collector(loader))``.
 
     A registry takes one such collector: give it all loaders. It keeps none of them alive.

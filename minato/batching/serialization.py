@@ -248,7 +248,7 @@ class StoredIndices:
     """
 
     def __init__(
-        self, ledger: Ledger, store: Store, name: Callable[[Any], Any] | None = None
+        self, ledger: Ledger, store: Store, name: Callable[[int], object] | None = None
     ) -> None:
         self._ledger = ledger
         self._store = store

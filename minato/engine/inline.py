@@ -657,7 +657,7 @@ class InlineEngine:
                 return samples, error
         return samples, None
 
-    def _kept(self, batch: _Batch, samples: list[Any]) -> bool:
+    def _kept(self, batch: _Batch, samples: list[object]) -> bool:
         """Note which samples were skipped; returns whether others are left."""
         if SKIP in samples:
             places = enumerate(samples, batch.first)

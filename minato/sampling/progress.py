@@ -317,7 +317,7 @@ class Progress:
             positions = [position for position in positions if position not in missing]
         self._arrivals.skip(positions, start)
 
-    def missing(self, keys: Sequence[Any]) -> int:
+    def missing(self, keys: Sequence[int]) -> int:
         """How many of the last items of one reader do not exist, because it has ended before."""
         readers = self.readers
         if readers is None or not keys:

@@ -526,10 +526,10 @@ class EpochReaders:
         return start
 
 
-def _opened(state: Any) -> Any:
+def _opened(state: object) -> Any:
     if isinstance(state, Exception):
         raise state
-    return None if state is None else ReaderState(**state)
+    return ReaderState(**state) if isinstance(state, dict) else None
 
 
 def _merged(ranges: Ranges, more: Ranges) -> Ranges:

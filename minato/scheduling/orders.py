@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from minato._support.items import item_of
 from minato.sampling.resume import DatasetStates
@@ -130,7 +130,7 @@ class Assignment:
     def reset(self) -> None:
         """Begin an epoch."""
 
-    def choose(self, indices: Any, held: Callable[[int], int]) -> int | None:
+    def choose(self, indices: Sequence[int], held: Callable[[int], int]) -> int | None:
         """The owner of the next batch; None if no worker can take one now.
 
         Args:
@@ -160,7 +160,7 @@ class Hosts(Assignment):
     count: int
     num_workers: int
 
-    def choose(self, indices: Any, held: Callable[[int], int]) -> int | None:
+    def choose(self, indices: Sequence[int], held: Callable[[int], int]) -> int | None:
         return (item_of(indices[0]).reader % self.count if self.count else self.num_workers) + 1
 
 
@@ -191,7 +191,7 @@ class RoundRobin(Assignment):
             self.dataset_states.begin()
             self._next = self.dataset_states.next_worker
 
-    def choose(self, indices: Any, held: Callable[[int], int]) -> int | None:
+    def choose(self, indices: Sequence[int], held: Callable[[int], int]) -> int | None:
         for i in range(self.num_workers):
             worker = (self._next + i) % self.num_workers
             if self.in_order or held(worker + 1) < self.capacity // self.num_workers:

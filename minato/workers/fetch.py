@@ -161,7 +161,7 @@ class Items:
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}
 
-    def hold(self, keys: Sequence[int], items: list[Any]) -> None:
+    def hold(self, keys: Sequence[int], items: list[object]) -> None:
         """Have these items, and no others."""
         self._held = dict(zip(keys, items, strict=False))
 

@@ -21,7 +21,7 @@ from minato.workers.runner import Ran, Runner
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import ALL_SAMPLES, RUN_NS, Worker
 
-__all__ = ["HostWorker", "OfferedItems"]
+__all__ = ["HostWorker", "OfferedItems", "ReadingWorker"]
 
 _ENTRY = np.dtype([("offset", "u8"), ("nbytes", "u8")])
 _ALIGNMENT = 64
@@ -34,6 +34,10 @@ _CHUNK = 16
 _LONG_MEAN = 256
 """Samples over which the mean cost of the transforms is taken."""
 _MISSING = object()
+_LOOK_S = 0.002
+"""How long a thread that only reads sleeps while enough is offered: nothing wakes it when items are claimed."""
+Keys = list[Any]
+"""Keys of items, as the indices that a worker runs."""
 
 
 class OfferedItems:
@@ -131,6 +135,8 @@ class HostWorker(Worker):
         self._host = host
         self._items: Any = fetcher.dataset
         self._runs_items = len(plan.pipeline.transforms) > 0
+        if not self._runs_items:
+            runner.cost_estimate.draws = False  # nothing runs that could
         self._drops_short = plan.pipeline.drop_last and plan.pipeline.batched
         self._offers = self._lays_aside = plan.offers_items
         self.whole_batches = plan.order.keeps_places
@@ -276,7 +282,7 @@ class HostWorker(Worker):
         self._longest_ns = max(cost_ns, self._longest_ns * 0.999)
 
     def _deliver(
-        self, each: _Unread, samples: list[Any], error: BaseException | None = None
+        self, each: _Unread, samples: list[object], error: BaseException | None = None
     ) -> None:
         names: list[Any] = [each.key if error is None else item_of(each.key)]
         if each.record.bound:
@@ -286,7 +292,7 @@ class HostWorker(Worker):
 
     # ---- items that this worker runs itself
 
-    def _run_items(self, lease: Claim, record: BatchRecord, keys: list[Any]) -> None:
+    def _run_items(self, lease: Claim, record: BatchRecord, keys: Keys) -> None:
         """Have a reader give items, run their transforms, and deliver them."""
         host, position, count = self._host, record.first + lease.k, lease.count
         slot, epoch = record.epoch_slot, record.epoch
@@ -309,7 +315,7 @@ class HostWorker(Worker):
                 )
         host.release()
 
-    def _samples(self, record: BatchRecord, position: int, keys: list[Any]) -> Ran:
+    def _samples(self, record: BatchRecord, position: int, keys: Keys) -> Ran:
         """The samples of items, until one raises for good; fewer if the reader ends."""
         samples: list[Any] = []
         while len(samples) < len(keys):
@@ -335,7 +341,7 @@ class HostWorker(Worker):
         return samples, None
 
     def _read(
-        self, record: BatchRecord, position: int, keys: list[Any]
+        self, record: BatchRecord, position: int, keys: Keys
     ) -> tuple[list[Any], BaseException | None]:
         """The items that a reader gives for some keys, and what the next one raised."""
         host, slot, epoch = self._host, record.epoch_slot, record.epoch
@@ -345,7 +351,7 @@ class HostWorker(Worker):
             )
         return taken or ([], error)
 
-    def _run_unbound_items(self, record: BatchRecord, position: int, keys: list[Any]) -> None:
+    def _run_unbound_items(self, record: BatchRecord, position: int, keys: Keys) -> None:
         """Have a reader give items for any places; those that do not exist leave theirs to others."""
         while keys:
             items, error = self._read(record, position, keys)
@@ -368,3 +374,24 @@ class HostWorker(Worker):
             made = [] if error is not None else [sample]
             self.writer.deliver_free(position, [item_of(keys[0])], made, error)
             position, keys = position + 1, keys[1:]
+
+
+class ReadingWorker(HostWorker):
+    """A thread beside the workers: it has its readers give items, and offers all of them."""
+
+    def step(self) -> bool:
+        return self._lacks_stock() and self._read_ahead()
+
+    @property
+    def _is_worth(self) -> bool:
+        return True
+
+    def takes_part(self) -> bool:
+        return True
+
+    def rest(self, seen: int, timeout_s: float) -> bool:
+        return self.events.wait(seen, _LOOK_S if self._stock else timeout_s)
+
+    @property
+    def is_empty(self) -> bool:
+        return False

@@ -6,19 +6,17 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from minato._support.threads import start_thread
 from minato.batching.blobs import ErrorTransport, wrapped
-from minato.workers.hosting import HostWorker
+from minato.workers.hosting import ReadingWorker
 from minato.workers.reading import Host
-from minato.workers.shared_state import ActiveWorkers, SharedState
+from minato.workers.shared_state import SharedState
 from minato.workers.worker_process import WorkerContext
 
 __all__ = ["MainReader"]
 
-_LOOK_S = 0.002
-"""How long the thread sleeps while enough items are offered: nothing wakes it when workers have claimed some."""
 _GRACE_S = 4.0
 """How long the end of a loader waits for the thread, which a dataset may hold up."""
 
@@ -27,44 +25,6 @@ class _Pool(Protocol):
     def wait(self, seen: int, timeout_s: float) -> None: ...
 
     def check(self) -> None: ...
-
-
-class _Always:
-    """The active workers, and this thread, which is none of them."""
-
-    def __init__(self, workers: ActiveWorkers) -> None:
-        self._workers = workers
-
-    @property
-    def count(self) -> int:
-        """Number of active workers, and one: each of the others takes items."""
-        return self._workers.count + 1
-
-    def is_active(self, number: int) -> bool:
-        """True."""
-        return True
-
-
-class _Reading(HostWorker):
-    """Has its reader give items, and offers all of them to the workers."""
-
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._active = _Always(self._active)
-
-    def step(self) -> bool:
-        return self._lacks_stock() and self._read_ahead()
-
-    @property
-    def _is_worth(self) -> bool:
-        return True
-
-    def rest(self, seen: int, timeout_s: float) -> bool:
-        return self.events.wait(seen, _LOOK_S if self._stock else timeout_s)
-
-    @property
-    def is_empty(self) -> bool:
-        return False
 
 
 class MainReader:
@@ -116,7 +76,7 @@ def _run(
         host = Host(plan, number, state.board, alone=False, binds=plan.seeds_samples, here=True)
         host.initialise()
         transport = ErrorTransport((BaseException,), wrapped("reader thread"))
-        worker = context.worker(ledger, state, transport, host=host, kind=_Reading)
+        worker = context.worker(ledger, state, transport, host=host, kind=ReadingWorker)
         worker.loop(lambda: True)
         worker.close()
     except BaseException as error:

@@ -281,7 +281,7 @@ class Reader:
                 self._ended(self.at)
         return taken
 
-    def _saw(self, ordinal: int, items: list[Any]) -> None:
+    def _saw(self, ordinal: int, items: list[object]) -> None:
         """Take items into the checksums, the first of which has this ordinal."""
         for i in range(-ordinal % _DIGEST_EVERY, len(items), _DIGEST_EVERY):
             self.digest = zlib.crc32(digest_of(items[i]), self.digest)
@@ -343,6 +343,10 @@ class Reader:
             item = next(self._items)
         except StopIteration:
             self._ended(self.at)
+            raise RuntimeError(
+                f"reader {self.number} has ended after {self.at} items, and an earlier run delivered more: its data have "
+                "changed, so that what is left is unknown"
+            ) from None
         except catches:
             self._failed(self.at)
             if self.died:
@@ -411,11 +415,11 @@ class _Generators:
         torch.default_generator.set_state(torch.from_numpy(_decoded(state, np.uint8).copy()))
 
 
-def _encoded(words: np.ndarray[Any, Any]) -> str:
+def _encoded(words: np.ndarray) -> str:
     return base64.b64encode(words.tobytes()).decode()
 
 
-def _decoded(text: str, kind: Any) -> np.ndarray[Any, Any]:
+def _decoded(text: str, kind: type[np.generic]) -> np.ndarray[Any, Any]:
     return np.frombuffer(base64.b64decode(text), kind)
 
 
@@ -441,7 +445,7 @@ def announced(number: int, num_workers: int, base_seed: int, dataset: object) ->
             withdraw_worker(before)
 
 
-def seed_generators(seed: int, of_numpy: Any) -> None:
+def seed_generators(seed: int, of_numpy: list[int]) -> None:
     """Seed the three global generators as torch does in a worker."""
     random.seed(seed)
     if torch.version.cuda or torch.version.hip:
@@ -751,7 +755,7 @@ class Host:
             raise
 
 
-def _copied(dataset: Any, count: int) -> Any:
+def _copied(dataset: object, count: int) -> Any:
     try:
         return copy.deepcopy(dataset)
     except Exception as error:

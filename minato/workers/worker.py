@@ -75,7 +75,7 @@ class Worker:
         self._number = ledger.number
         self._shared = state
         self.events = state.work
-        self._active: Any = state.active
+        self._active = state.active
         self.read_indices = writer.indices.read
         self._fetcher = self.fetcher = fetcher
         self.runner = runner
@@ -113,12 +113,12 @@ class Worker:
             A function that sleeps until there may be something, and returns whether to go on; it does not refer to a
             worker that has nothing in flight. None: the loader shuts down or its process ends.
         """
-        ledger, events, active = self.ledger, self.events, self._active
+        ledger, events = self.ledger, self.events
         checked_ns, owner = now_ns(), os.getpid()
         if self._was_inactive:
             self._was_inactive, self.idle_since = False, checked_ns
         while True:
-            if not active.is_active(self._number):
+            if not self.takes_part():
                 self.resume_all()
                 self._was_inactive = True
                 return functools.partial(self._shared.wait_until_active, self._number, parent_lives)
@@ -140,7 +140,7 @@ class Worker:
             if draining and self.idle:
                 return None
             ledger.notify_idle()
-            if not active.is_active(self._number):
+            if not self.takes_part():
                 continue
             self._lacks_room = not ledger.waiting
             sleep = self._sleep()
@@ -335,10 +335,14 @@ class Worker:
             return 1
         return max(min(int(self._run_ns / mean_ns), share), int(_LEAST_RUN_NS / mean_ns), 1)
 
+    def takes_part(self) -> bool:
+        """Whether it is one of the active workers now."""
+        return self._active.is_active(self._number)
+
     @property
     def num_workers(self) -> int:
         """Number of active workers."""
-        return max(int(self._active.count), 1)
+        return max(self._active.count, 1)
 
     def fair_share(self) -> int:
         """The most samples that leave as many for each other worker: at the end of an epoch none has to idle."""
