@@ -344,8 +344,8 @@ class Reader:
         except StopIteration:
             self._ended(self.at)
             raise RuntimeError(
-                f"reader {self.number} has ended after {self.at} items, and an earlier run delivered more: its data have "
-                "changed, so that what is left is unknown"
+                f"reader {self.number} has ended after {self.at} items, and an earlier run delivered more: its data "
+                "have changed, so that what is left is unknown"
             ) from None
         except catches:
             self._failed(self.at)
