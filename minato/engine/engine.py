@@ -54,6 +54,8 @@ _READ_COSTS_EVERY_NS = 10_000_000
 _READ_COSTS_SHARE = 500
 """Costs are read again after this time, and after this multiple of the time that the last reading took."""
 _BATCH_RECORDS = 2048
+_BATCHES_OFFERED = 7
+"""Batches of an iterable dataset for each worker, besides the one that it runs, whose items may be offered to others."""
 _POSITIONS = 1 << 16
 """Samples that can be in flight: 4 MiB of ledger, whose pages are touched as they are used."""
 
@@ -576,6 +578,10 @@ def _window(plan: Plan) -> PrefetchWindow:
     concurrent_batches = -(-reads // plan.largest_batch)
     if worker.begins_lists:
         concurrent_batches = plan.first * LEAST_LISTS
+    if worker.offers_items:
+        concurrent_batches = plan.first * _BATCHES_OFFERED
+        if not worker.order.keeps_places:  # an item that is late by max_lag batches may turn out not to exist
+            concurrent_batches = min(concurrent_batches, worker.order.max_lag // 2)
     # A window of more batches than the ledger holds would never be full: they would be opened one by one.
     most = min(_BATCH_RECORDS, _num_positions(plan) // plan.largest_batch)
     if not worker.order.keeps_places:

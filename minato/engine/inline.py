@@ -367,6 +367,8 @@ class InlineEngine:
                 self._batch = batch = _Batch(drawn, self._position)
             if not batch.is_empty:
                 self._make(batch)
+                if batch.missing and self._is_single:
+                    self._has_ended = True
                 if batch.is_made:
                     return batch
             self._drop(batch)
@@ -612,7 +614,6 @@ class InlineEngine:
             return
         missing = batch.size - len(samples)
         if missing:
-            self._has_ended = self._is_single
             batch.missing = batch.size if self._drops_short else missing
             if batch.missing == batch.size:
                 return

@@ -251,11 +251,11 @@ class Reader:
             self.taken = []
             self._from = first
         taken = self.taken
+        if taken:  # the call is repeated
+            self.at = max(self.at, ordinals[len(taken) - 1] + 1)
         while len(taken) < count and self._items is not None:
             done = len(taken)
             wanted = ordinals[done]
-            if done:
-                self.at = max(self.at, ordinals[done - 1] + 1)
             if self.at < wanted:
                 self._skip(wanted, catches)
                 continue
