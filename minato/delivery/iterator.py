@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, Protocol
@@ -126,7 +127,7 @@ class BatchIterator(TorchIterator):
         self._is_untouched = True  # no batch of the epoch was asked for
         if not self._source.begin(self._epoch, self._epoch.batches(self._sampler_iter)):
             self._epoch.prefetches_next = False
-        self._epoch.has_begun()
+        self._epoch.has_begun(None if self._persistent_workers else weakref.ref(self))
 
     def _reset(self, loader: object, first_iter: bool = False) -> None:
         if os.getpid() != self._owner:

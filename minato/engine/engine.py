@@ -55,7 +55,7 @@ _READ_COSTS_SHARE = 500
 """Costs are read again after this time, and after this multiple of the time that the last reading took."""
 _BATCH_RECORDS = 2048
 _BATCHES_OFFERED = 7
-"""Batches of an iterable dataset for each worker, besides the one that it runs, whose items may be offered to others."""
+"""Batches of an iterable dataset for each worker, besides the one that it runs: their items may go to any worker."""
 _POSITIONS = 1 << 16
 """Samples that can be in flight: 4 MiB of ledger, whose pages are touched as they are used."""
 
@@ -580,7 +580,9 @@ def _window(plan: Plan) -> PrefetchWindow:
         concurrent_batches = plan.first * LEAST_LISTS
     if worker.offers_items:
         concurrent_batches = plan.first * _BATCHES_OFFERED
-        if not worker.order.keeps_places:  # an item that is late by max_lag batches may turn out not to exist
+        if (
+            not worker.order.keeps_places
+        ):  # an item that is late by max_lag batches may turn out not to exist
             concurrent_batches = min(concurrent_batches, worker.order.max_lag // 2)
     # A window of more batches than the ledger holds would never be full: they would be opened one by one.
     most = min(_BATCH_RECORDS, _num_positions(plan) // plan.largest_batch)

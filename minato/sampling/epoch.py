@@ -107,6 +107,7 @@ class Epoch:
         seed: From which the randomness of its samples starts.
         dataset_states: The states of the workers' copies of a map-style dataset; None if they have none.
         readers: The readers of an iterable dataset, or None.
+        iterator: The iterator that has begun it; None: no other takes its place.
         has_started: Whether its iterator has begun it; until then, an interrupted ``iter()`` begins it once more.
         replaces: The epoch in whose place it begins, because ``set_epoch`` came after ``iter()``; None: in no other's.
         is_resumed: Whether it began with a state.
@@ -131,6 +132,7 @@ class Epoch:
         self.dataset_states: DatasetStates | None = None
         self.readers: EpochReaders | None = None
         self.has_started = False
+        self.iterator: weakref.ref[object] | None = None
         self.replaces: Epoch | None = None
         self.is_resumed = state is not None
         self.sampler_epoch: int | None = None
@@ -148,11 +150,15 @@ class Epoch:
         """Whether samplers get their states again to repeat an epoch: one that has the position of its last iterator
         repeats it in the iterator after the one that goes on from there. Two values: not yet known."""
 
-    def has_begun(self) -> None:
+    def has_begun(self, iterator: weakref.ref[object] | None = None) -> None:
         """Note that its iterator has begun it, and the epoch that the sampler has now.
 
         Some samplers count on when they are exhausted, which may be already.
+
+        Args:
+            iterator: As the attribute.
         """
+        self.iterator = iterator
         self.sampler_epoch = epoch_of(self._spec.index_sampler)
         self.has_started, self.replaces = True, None
 
@@ -367,6 +373,8 @@ class Position:
             progress = last.progress.part or last.progress
             if progress.has_advanced():
                 self._loaded = None
+            elif last.iterator is not None and last.iterator() is not None:
+                return None  # the rest is that iterator's, as long as it is there
         return self._loaded
 
     def _may_predict(self) -> bool:

@@ -760,6 +760,7 @@ class Around(Shared):
         self.at, self.rounds = state["at"], state["rounds"]
 
 
+@pytest.mark.filterwarnings("ignore:.*deliver the same items")  # one dataset is not split
 @pytest.mark.parametrize(
     "options",
     mostly_slow(
