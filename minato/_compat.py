@@ -765,3 +765,13 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
 )
 """All of them; those of ``transforms/rng_memory.py`` are private memory, which it verifies itself."""
+
+
+def state_is_inexact(dataset: object) -> bool:
+    """Whether the state of an iterable dataset loses items: that of Hugging Face's shuffle leaves out its buffer."""
+    stage = vars(dataset).get("_ex_iterable") if hasattr(dataset, "__dict__") else None
+    while stage is not None:
+        if type(stage).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        stage = getattr(stage, "ex_iterable", None)
+    return False

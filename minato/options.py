@@ -1020,8 +1020,8 @@ def _check_errors(options: Options, is_stream: bool) -> None:
         )
     if is_stream or options.compat == "torch":
         raise ValueError(
-            f"sample_timeout={limit_s} ends and replaces workers, but those of an iterable dataset or of "
-            "compat='torch' hold state that would be lost: use torch's timeout="
+            f"sample_timeout={limit_s} ends and replaces workers: a reader of an iterable dataset would meet the same "
+            "item again, and with compat='torch' workers hold state that would be lost: use torch's timeout="
         )
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minato._compat import fetcher_is_replaced
+from minato._compat import fetcher_is_replaced, state_is_inexact
 from minato._core import spread_seed
 from minato._support.objects import attribute, length_of, takes_lists
 from minato._support.values import plain as plain_value
+from minato.errors import log
 from minato.observe.lateness import Lateness
 from minato.sampling.progress import (
     NOTHING,
@@ -435,6 +436,10 @@ class Position:
         resumed = None if loaded is None else loaded.readers
         if resumed is not None and spec.rereads:
             resumed = {**resumed, "each": [{**each, "state": None} for each in resumed["each"]]}
+        if resumed is not None and loaded is not None and not loaded.finished:
+            kept = sum(each["state"] is not None for each in resumed["each"])
+            way = f"go on from {kept} states of the dataset" if kept else "read it again"
+            log(f"epoch {loaded.epoch} is resumed: {spec.readers} readers {way}")
         if loaded is None and last is not None and last.readers is not None:
             resumed = last.readers.between_epochs()
         readers = EpochReaders(
@@ -528,7 +533,7 @@ class Position:
             )
             if not spec.has_workers and is_stateful(spec.dataset):
                 if spec.streams:
-                    own = spec.persists_datasets
+                    own = spec.persists_datasets and not state_is_inexact(spec.dataset)
                     between = EpochReaders.alone(spec.dataset.state_dict()) if own else None
                 else:
                     plain = DatasetStates.alone(spec.dataset.state_dict())

@@ -26,7 +26,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from minato._compat import ExceptionWrapper, announce_worker, numpy_seed, withdraw_worker
+from minato._compat import (
+    ExceptionWrapper,
+    announce_worker,
+    numpy_seed,
+    state_is_inexact,
+    withdraw_worker,
+)
 from minato._core import now_ns
 from minato._core.segment import anonymous_file
 from minato._fork_safety import forget_in_children
@@ -193,7 +199,8 @@ class Reader:
         self._from = -1  # ordinal of the first taken one
         self._batch = batch
         self._items: Any = None
-        self._dataset_keeps = is_stateful(dataset)
+        # Otherwise it is read again, which is exact.
+        self._dataset_keeps = is_stateful(dataset) and not state_is_inexact(dataset)
 
     def begin(self, start: ReaderState | None, set_epoch: int | None, *, resumes: bool) -> None:
         """Begin an epoch.

@@ -344,3 +344,22 @@ def test_a_timeout_shows_where_the_worker_is() -> None:
         said += [str(error), *getattr(error, "__notes__", ())]
         error = error.__cause__
     assert "wait_for_ever" in "\n".join(said)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_hugging_faces_shuffle_is_resumed_exactly(num_workers: int) -> None:
+    """Its own state leaves out the buffer: the stream is read again."""
+    datasets = pytest.importorskip("datasets")
+
+    def loader() -> Any:
+        table = datasets.Dataset.from_dict({"row": list(range(120))})
+        stream = table.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=50)
+        return DataLoader(stream, 8, num_workers=num_workers)
+
+    expected = [batch["row"].tolist() for batch in loader()]
+    first = loader()
+    got = [batch["row"].tolist() for batch in itertools.islice(first, 5)]
+    later = loader()
+    later.load_state_dict(first.state_dict())
+    got += [batch["row"].tolist() for batch in later]
+    assert got == expected
