@@ -213,7 +213,9 @@ def _readers(
         hosts=1 if in_main_process else 0 if reads_here else most_workers,
         announces=not (in_main_process or reads_here)
         or (in_main_process and spec.options.readers is not None),
-        batch=(spec.sampling.batch_size or 1) if order.keeps_places and ends_batches else 1,
+        batch=(spec.sampling.batch_size or 1)
+        if ends_batches and (order.keeps_places or in_main_process)
+        else 1,
         every=every,
         starts=ReaderStarts(epoch.number, epoch.readers.starts()),
         slots=slots,

@@ -364,12 +364,12 @@ class Progress:
         if self.record is not None:
             self.record.finish()
         self.finished = True
-        self.tell()
+        self.tell(is_over=True)
 
-    def tell(self) -> None:
+    def tell(self, *, is_over: bool = False) -> None:
         """Warn of what the user should know of the readers, each once."""
         readers = self.readers
-        while readers is not None and (news := readers.news()) is not None:
+        while readers is not None and (news := readers.news(is_over)) is not None:
             warn(news)
 
     def drawn(self) -> Tally:

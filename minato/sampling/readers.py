@@ -437,27 +437,31 @@ class EpochReaders:
                 found += [each for each in own if item_of(keys[each - here.start]).ordinal >= end]
         return found
 
-    def news(self) -> str | None:
-        """A sentence about readers that the user should know, each once; None: there is none."""
+    def news(self, is_over: bool) -> str | None:
+        """A sentence about readers that the user should know, each once; None: there is none.
+
+        Args:
+            is_over: Whether the epoch is.
+        """
         alike = self.board.alike() if self.count > 1 and -1 not in self._told else 0
         if alike > 1:
             self._told.add(-1)
             return f"{alike} readers deliver the same items: use readers=1, or split the dataset by get_worker_info()"
-        for reader in range(self.count):
-            end = self.board.end(reader)
-            if end is None or reader in self._told:
-                continue
-            self._told.add(reader)
-            if self.board.has_died(reader):
+        ends = [self.board.end(reader) for reader in range(self.count)]
+        for reader, end in enumerate(ends):
+            if end is not None and reader not in self._told and self.board.has_died(reader):
+                self._told.add(reader)
                 return (
                     f"reader {reader} ended by an exception after {end - 1} items; the rest of its share is missing: a "
                     "generator that has raised cannot go on, so catch the exception inside of it"
                 )
-            if end == 0 and self.count > 1:
-                return (
-                    f"reader {reader} of {self.count} received nothing: the dataset has fewer parts than readers, so "
-                    "give readers= a smaller number"
-                )
+        idle = ends.count(0) if is_over and self.count > 1 and -2 not in self._told else 0
+        if 0 < idle < self.count:
+            self._told.add(-2)
+            return (
+                f"{idle} of {self.count} readers received nothing, the first one reader {ends.index(0)}: the dataset "
+                f"has fewer parts than readers, so give readers={self.count - idle} or less"
+            )
         return None
 
     # ---- states

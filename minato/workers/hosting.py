@@ -389,6 +389,10 @@ class ReadingWorker(HostWorker):
     def takes_part(self) -> bool:
         return True
 
+    @property
+    def num_workers(self) -> int:
+        return super().num_workers + 1
+
     def rest(self, seen: int, timeout_s: float) -> bool:
         return self.events.wait(seen, _LOOK_S if self._stock else timeout_s)
 

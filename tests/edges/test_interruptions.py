@@ -333,8 +333,8 @@ class Numbered:
         self._known: dict[int, Any] = {}
         has_begun = Epoch.has_begun
 
-        def begun(epoch: Epoch) -> None:
-            has_begun(epoch)
+        def begun(epoch: Epoch, iterator: Any = None) -> None:
+            has_begun(epoch, iterator)
             self.interrupter.rest()  # the next one would be another
 
         monkeypatch.setattr(Epoch, "has_begun", begun)

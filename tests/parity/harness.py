@@ -174,7 +174,13 @@ def generator_states(*others: torch.Generator | None) -> tuple[Any, ...]:
 def record_warnings() -> None:
     """Record each warning, except those that depend on versions, and of what torch leaves out silently."""
     warnings.simplefilter("always")
-    warnings.filterwarnings("ignore", r"reader \d+ ended by an exception", minato.MinatoWarning)
+    # torch says nothing of shares that are missing, empty or the same.
+    for text in (
+        r"reader \d+ ended by an exception",
+        r".* readers received nothing",
+        r".* the same items",
+    ):
+        warnings.filterwarnings("ignore", text, minato.MinatoWarning)
     for text in _OF_VERSIONS:
         warnings.filterwarnings("ignore", text, DeprecationWarning)
 

@@ -111,7 +111,7 @@ static void *work(void *argument) {
         uint32_t index, count, seen = mn_event_count_read(&ledger.header->work);
         uint64_t k;
         uint32_t most = collates ? 0 : 1 + (uint32_t)(draw(&state) % RUN);
-        if (!mn_claim(&ledger, worker, most, &index, &k, &count)) {
+        if (!mn_claim(&ledger, worker, most, 0, &index, &k, &count)) {
             mn_notify_idle(&ledger);
             mn_event_count_wait(&ledger.header->work, seen, 1000000);
             continue;

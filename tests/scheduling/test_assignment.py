@@ -44,7 +44,7 @@ def test_a_turn_is_over_when_the_batch_is_open() -> None:
 
 
 def test_a_batch_of_a_reader_is_for_its_host() -> None:
-    hosts = Hosts(3)
+    hosts = Hosts(3, num_workers=3)
     batches = [[key_of(reader, 10**6), key_of(reader, 10**6 + 1)] for reader in range(7)]
     assert [hosts.choose(batch, none_held) for batch in batches] == [1, 2, 3, 1, 2, 3, 1]
     assert hosts.runs_cancelled

@@ -98,7 +98,7 @@ def delivered(kind: Any, case: str, **options: Any) -> list[Any]:
     loader = kind(make(), **{"batch_size": 4, **own, **options})
     with warnings.catch_warnings():
         # Those about readers without items, and readers that have died, have tests of their own.
-        warnings.filterwarnings("ignore", r"reader \d+ ")
+        warnings.filterwarnings("ignore", r"reader \d+ |.* readers received nothing")
         got = [plain(batch) for batch in program(loader)]
     return [*got, random.random(), float(np.random.random()), float(torch.rand(()).item())]
 

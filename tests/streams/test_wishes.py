@@ -149,7 +149,9 @@ def test_one_reader_reads_once_and_all_workers_transform(order: str) -> None:
 @either
 def test_a_reader_without_items_is_told(workers: dict[str, Any]) -> None:
     loader = DataLoader(Split(2), BATCH, readers=3, **workers)
-    with pytest.warns(MinatoWarning, match="reader 0 of 3 received nothing"):
+    with pytest.warns(
+        MinatoWarning, match="1 of 3 readers received nothing, the first one reader 0"
+    ):
         assert sorted(numbers(loader)) == [0, 1]
 
 
