@@ -101,14 +101,20 @@ def test_a_few_deaths() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("kind", "order"), [*itertools.product(KINDS, ORDERS)])
-def test_many_deaths(kind: str, order: str, seed: int) -> None:
-    """All of them together are more than 500."""
-    died = 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_deaths(kind: str) -> None:
+    seeds, died = itertools.count(100), 0
     while died < 11:
-        seed += 100
-        died += check_deaths(seed, kind, order, 8)
+        seed = next(seeds)
+        died += check_deaths(seed, kind, ORDERS[seed % len(ORDERS)], 8)
+
+
+@pytest.mark.stress
+def test_deaths(stress_s: float) -> None:
+    until, seeds = time.monotonic() + stress_s, itertools.count(1000)
+    while time.monotonic() < until:
+        seed = next(seeds)
+        check_deaths(seed, KINDS[seed % len(KINDS)], random.Random(seed).choice(ORDERS), 8)
 
 
 class Different(Split):

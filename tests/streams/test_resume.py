@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -116,10 +117,18 @@ def check_history(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
-@pytest.mark.parametrize("seeds", mostly_slow([range(i, i + 25) for i in range(0, 1000, 25)]))
+@pytest.mark.parametrize("seeds", mostly_slow([range(i, i + 25) for i in range(0, 200, 25)]))
 def test_random_stops(seeds: range) -> None:
     for seed in seeds:
         check_history(seed)
+
+
+@pytest.mark.stress
+@pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
+def test_any_random_stops(stress_s: float) -> None:
+    until, seeds = time.monotonic() + stress_s, itertools.count(200)
+    while time.monotonic() < until:
+        check_history(next(seeds))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
