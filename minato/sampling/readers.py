@@ -283,6 +283,7 @@ class EpochReaders:
         self._last: _Drawn | None = None  # until the log has it
         self._drawn = self._num_batches = 0
         self._told: set[int] = set()
+        self._delivered_before = [0] * count
         self._base: int | None = None
         """Of the only reader, the ordinal of the first item that this run asks for: all others follow. None: there are
         several, or gaps between what is done."""
@@ -292,11 +293,13 @@ class EpochReaders:
     def _resume(self, plain: dict[str, Any]) -> None:
         self.set_epoch = plain["set_epoch"]
         self._turn = self._done_turn = plain["turn"]
-        for known, each in zip(self._known, plain["each"], strict=True):
+        for reader, each in enumerate(plain["each"]):
+            known = self._known[reader]
             known.done = [(first, end) for first, end in each["done"]]
             if each["state"] is not None:
                 known.start = ReaderState(**each["state"])
             known.ahead = tuple(reversed(known.done))
+            self._delivered_before[reader] = known.done[-1][1] if known.done else 0
             if each["end"] is not None and _first_missing(known.done) >= each["end"]:
                 known.end = each[
                     "end"
@@ -454,6 +457,13 @@ class EpochReaders:
                 return (
                     f"reader {reader} ended by an exception after {end - 1} items; the rest of its share is missing: a "
                     "generator that has raised cannot go on, so catch the exception inside of it"
+                )
+            least = self._delivered_before[reader]
+            if end is not None and end < least and -3 not in self._told:
+                self._told.add(-3)
+                return (
+                    f"reader {reader} has ended after {end} items, and an earlier run delivered {least}: the dataset "
+                    "has changed, so items may be missing or have come twice"
                 )
         idle = ends.count(0) if is_over and self.count > 1 and -2 not in self._told else 0
         if 0 < idle < self.count:

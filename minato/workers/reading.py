@@ -350,10 +350,6 @@ class Reader:
             item = next(self._items)
         except StopIteration:
             self._ended(self.at)
-            raise RuntimeError(
-                f"reader {self.number} has ended after {self.at} items, and an earlier run delivered more: its data "
-                "have changed, so that what is left is unknown"
-            ) from None
         except catches:
             self._failed(self.at)
             if self.died:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minato import DataLoader, ErrorPolicy, Readers
+from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers
 from tests.datasets import ORDERS, add_draws
 from tests.selection import mostly_slow
 from tests.streams.streams import (
@@ -243,3 +243,13 @@ def test_epochs_after_a_resumed_one_are_whole() -> None:
         later = resumed(saved(first), make(DatasetState, 3, 4, None, False, **given))
         assert sorted(got + numbers(later)) == list(range(SIZE))
         assert sorted(numbers(later)) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_has_become_shorter_is_told(num_workers: int) -> None:
+    first = DataLoader(Split(SIZE), 4, num_workers=num_workers)
+    assert len(list(itertools.islice(first, 8))) == 8
+    later = DataLoader(Split(20), 4, num_workers=num_workers)
+    later.load_state_dict(first.state_dict())
+    with pytest.warns(MinatoWarning, match="ended after 20 items, and an earlier run delivered 32"):
+        assert list(later) == []
