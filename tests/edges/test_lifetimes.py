@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 import minato
 from minato import DataLoader, Observe, Record, StragglerPolicy
@@ -64,7 +64,9 @@ class Stream(IterableDataset[int]):
         self.known: list[Any] = []
 
     def __iter__(self) -> Iterator[int]:
-        yield from range(60)
+        info = get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from range(number, 60, count)
 
     state_dict = Stateful.state_dict
     load_state_dict = Stateful.load_state_dict

@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -32,7 +32,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import minato
 import minato.engine.engine
@@ -120,24 +120,6 @@ class Stateful(Samples):
         assert state == {"one": 1}
 
 
-class Stream(IterableDataset[Any]):
-    """The same samples, all of them from each worker.
-
-    Args:
-        has_state: Its state goes with each batch.
-    """
-
-    kind = ""
-
-    def __init__(self, has_state: bool = False) -> None:
-        if has_state:
-            self.state_dict = lambda: {"one": 1}
-            self.load_state_dict = print
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(content, range(LENGTH))
-
-
 class Wholes(Samples):
     """The same, fetched as collated batches."""
 
@@ -184,7 +166,7 @@ class Scene:
     """
 
     name: str
-    dataset: Samples | Stream = field(default_factory=Samples)
+    dataset: Samples = field(default_factory=Samples)
     options: dict[str, Any] = field(default_factory=dict)
     cheap: bool = False
     defers: bool = False
@@ -194,10 +176,6 @@ class Scene:
     @property
     def kind(self) -> str:
         return self.dataset.kind
-
-    @property
-    def is_stream(self) -> bool:
-        return isinstance(self.dataset, Stream)
 
 
 ARRIVAL: dict[str, Any] = {
@@ -232,9 +210,6 @@ SCENES = (
     Scene("fast_first", options={**ARRIVAL, "order": "fast_first"}, slow=True),
     Scene("concurrent reads", options={"fetch_concurrency": 2}),
     Scene("concurrent reads, collate_fn", Samples("flaky"), {"fetch_concurrency": 2, **COLLATE}),
-    Scene("stream", Stream(), restarts=False),
-    Scene("stream, collate_fn", Stream(), COLLATE, restarts=False),
-    Scene("stream with a state", Stream(has_state=True), restarts=False),
     Scene("dataset with a state", Stateful(), restarts=False),
     Scene("deferred", options=DEFER, defers=True),
     Scene("deferred, error", Samples("flaky"), DEFER, defers=True),
@@ -246,6 +221,7 @@ class Stage:
     """In the place of the workers' processes: two workers that are steps of this program."""
 
     processes = ()
+    threads = ()
 
     def __init__(self, plan: Any, context: Any, state: Any, *others: Any) -> None:
         self.context = context
@@ -343,7 +319,7 @@ class World:
         self.arena = memoryview(self.stage.context.store.segment.array)
         self.stage.worker = self.stage.make(1, scene)
         self.got: Counter[int] = Counter()
-        for _ in range(0 if scene.is_stream else DELIVERED):
+        for _ in range(DELIVERED):
             self.got.update(check(next(self.iterator), scene.kind))
         # A copy of this process has none of its threads, so each makes a worker anew.
         self.stage.worker.close()
@@ -356,14 +332,13 @@ class World:
         return [self.arena[slot.start : slot.start + IMAGE_BYTES] for slot in taken]
 
     def _go_on_to_the_error(self) -> None:
-        """Compare the batches that come before it, each of the worker whose turn it is where there is a stream."""
+        """Compare the batches that come before it."""
         self.stage.lost = True
-        workers = 2 if self.scene.is_stream else 1
         delivered = sum(self.got.values()) // SIZE
         with pytest.raises(RuntimeError, match=LOST):
             for number in range(delivered, 2 * BATCHES):
                 indices = check(next(self.iterator), self.scene.kind)
-                first = number // workers * SIZE
+                first = number * SIZE
                 assert indices == list(range(first, first + SIZE))
 
     def image(self) -> tuple[bytes, list[bytes]]:
