@@ -294,6 +294,7 @@ class InlineEngine:
         self._has_ended = self._is_single and readers.board.end(0) is not None
         self._is_plain = not (plan.announces or self._runs_items or self._failures is not None)
         host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
+        host.make_readers()
         host.initialise()
         if not plan.announces:
             host.begin(0, 0, epoch.number)

@@ -301,9 +301,8 @@ class EpochReaders:
             known.ahead = tuple(reversed(known.done))
             self._delivered_before[reader] = known.done[-1][1] if known.done else 0
             if each["end"] is not None and _first_missing(known.done) >= each["end"]:
-                known.end = each[
-                    "end"
-                ]  # the others end by themselves: a generator may have more to do there
+                # The others end by themselves: a generator may have more to do there.
+                known.end = each["end"]
 
     def starts(self) -> list[ReaderState | None]:
         """The states from which the readers go on in this epoch, or begin it; None: as they are."""

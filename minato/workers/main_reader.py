@@ -74,7 +74,7 @@ def _run(
     try:
         plan, ledger = context.plan, state.worker_ledger(number)
         host = Host(plan, number, state.board, alone=False, binds=plan.seeds_samples, here=True)
-        host.initialise()
+        host.make_readers()
         transport = ErrorTransport((BaseException,), wrapped("reader thread"))
         worker = context.worker(ledger, state, transport, host=host, kind=ReadingWorker)
         worker.loop(lambda: True)

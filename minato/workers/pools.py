@@ -339,11 +339,11 @@ class ThreadPool(WorkerPool):
         """Make worker ``number``, in its thread."""
         plan = self.context.plan
         host = host_of(plan, number, self.state)
-        if host is not None:
+        if host is not None and host.has_readers:
             failure = initialise(plan, number, host)
         else:
             with announced(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset):
-                failure = initialise(plan, number)
+                failure = initialise(plan, number, host)
         errors = ErrorTransport((BaseException,), wrapped(f"worker thread {number}"))
         ledger = self.state.worker_ledger(number)
         return self.context.worker(ledger, self.state, errors, failure, host=host)

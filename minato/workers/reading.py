@@ -53,6 +53,8 @@ _DIGEST_EVERY, _FIRST_ITEMS = 16, 8
 """One item of this number is taken into a checksum; the first ones, by which readers are compared."""
 _TELL_NS = 10_000_000_000
 """Time between two messages of a reader that skips."""
+_LONGEST_S = 300.0
+"""How long a thread waits for another one that has worker info; the first items of many readers may take minutes."""
 _UNBOUNDED = 1 << 60
 _SLICES = (slice(8),) * 64
 _MOST_DIGESTED, _MOST_PARTS = 64, 16
@@ -438,9 +440,27 @@ forget_in_children(_renew_lock)
 
 
 @contextmanager
+def announcing() -> Iterator[None]:
+    """Have worker info to oneself, as no other thread of this process changes it.
+
+    Raises:
+        RuntimeError: Another thread keeps it: its first item waits for something, maybe for this thread.
+    """
+    if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
+        raise RuntimeError(
+            f"another thread is within __iter__ or the first item of its reader for {_LONGEST_S:.0f} seconds, and "
+            "get_worker_info() answers one thread at a time: use worker processes"
+        )
+    try:
+        yield
+    finally:
+        _ANNOUNCED.release()
+
+
+@contextmanager
 def announced(number: int, num_workers: int, base_seed: int, dataset: object) -> Iterator[None]:
     """Have torch's ``get_worker_info()`` describe this worker thread; one at a time, as torch keeps one record."""
-    with _ANNOUNCED:
+    with announcing():
         before = announce_worker(number, num_workers, base_seed + number, dataset)
         try:
             yield
@@ -510,10 +530,20 @@ class Host:
         self.catches: Kinds = (Exception,)
 
     @property
+    def has_readers(self) -> bool:
+        """Whether it hosts any; a worker without runs transforms only."""
+        return len(self._numbers) > 0
+
+    @property
     def _keeps_generators(self) -> bool:
         return self._readers_plan.announces and not self._is_thread
 
-    def _make_readers(self) -> None:
+    def make_readers(self) -> None:
+        """Give each reader its copy of the dataset.
+
+        Raises:
+            TypeError: It cannot be copied.
+        """
         plan, readers = self._plan, self._readers_plan
         original = plan.pipeline.dataset
         copies = [original if self._may_use(number) else None for number in self._numbers]
@@ -532,14 +562,8 @@ class Host:
         return self._owns_process and number == self._numbers[0]
 
     def initialise(self) -> None:
-        """Make the readers, give each its seeds, and call ``worker_init_fn`` for it.
-
-        Raises:
-            TypeError: The dataset cannot be copied.
-            Exception: Raised by ``worker_init_fn``.
-        """
+        """Give each reader its seeds, and call ``worker_init_fn`` for it, which may raise."""
         plan = self._plan
-        self._make_readers()
         if not self._readers_plan.announces:
             return
         for number in self._numbers:
@@ -589,10 +613,12 @@ class Host:
         number = item_of(key).reader
         if self._active == number or number not in self._readers:
             return nullcontext()
-        if self._is_thread and self._readers_plan.announces:
+        if self._is_thread:
             # torch keeps one record of worker info, which threads can only have one after the other.
-            is_begun = self._epochs.get(number) == (slot, epoch)
-            return nullcontext() if is_begun else self._identity(number, fresh=True)
+            if self._epochs.get(number) == (slot, epoch):
+                return nullcontext()
+            announces = self._readers_plan.announces
+            return self._identity(number, fresh=True) if announces else announcing()
         return self._identity(number) if self._swaps else nullcontext()
 
     @property

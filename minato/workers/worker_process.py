@@ -309,12 +309,17 @@ def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Excep
     """Prepare worker ``number``; returns its error, which becomes that of its first sample.
 
     Args:
-        host: Its readers, each of which is prepared as one of torch's workers.
+        host: Its readers, each of which is prepared as one of torch's workers. A worker without any is one itself.
     """
     owner = os.getpid()
     failure: Exception | None = None
+    if host is not None:
+        try:
+            host.make_readers()
+        except TypeError as error:  # the dataset cannot be copied
+            return error
     try:
-        if host is not None:
+        if host is not None and host.has_readers:
             host.initialise()
         elif plan.init_fn is not None:
             plan.init_fn(number)

@@ -365,3 +365,29 @@ def test_hugging_faces_shuffle_is_resumed_exactly(num_workers: int) -> None:
     later.load_state_dict(first.state_dict())
     got += [batch["row"].tolist() for batch in later]
     assert got == expected
+
+
+class Noted:
+    """Notes for which numbers it is called as ``worker_init_fn``."""
+
+    def __init__(self) -> None:
+        self.called = shared_integers(8)
+
+    def __call__(self, number: int) -> None:
+        self.called[number] += 1
+
+
+@pytest.mark.parametrize("method", ["process", "thread"])
+@pytest.mark.parametrize(
+    ("readers", "num_workers", "called"),
+    [(1, 3, 3), (5, 2, 5), (Readers(1, where="main"), 2, 2)],
+)
+def test_each_worker_and_each_reader_is_initialised(
+    readers: Any, num_workers: int, called: int, method: str
+) -> None:
+    """A worker without readers is a worker, whose threads a program may limit there."""
+    noted = Noted()
+    options: dict[str, Any] = {"num_workers": num_workers, "workers": method, "readers": readers}
+    loader = DataLoader(Split(SIZE), BATCH, worker_init_fn=noted, transforms=[int], **options)
+    assert sorted(numbers(loader)) == list(range(SIZE))
+    assert list(noted.called) == [1] * called + [0] * (8 - called)
