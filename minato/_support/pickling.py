@@ -775,7 +775,9 @@ def refuse_unguarded() -> NoReturn:
 
 
 def is_unguarded() -> bool:
-    """Whether this thread runs a line of the main module that is not under the guard."""
+    """Whether this thread runs a line of the main module that is not under the guard, in a file that others import."""
+    if getattr(sys.modules["__main__"], "__file__", None) is None:
+        return False  # as with ``python -c``
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":

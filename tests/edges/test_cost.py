@@ -221,6 +221,7 @@ def test_a_state_that_nobody_asked_for_is_taken_as_often_as_it_is_cheap(
     readers = ReaderPlan(1, 1, True, 1, every, ReaderStarts(0, [None]), slots)
     plan = worker_plan()._replace(pipeline=pipeline, readers=readers)
     host = Host(plan, 0, board, alone=False, binds=False)
+    host.make_readers()
     host.initialise()
     for i in range(2001):
         items = host.take([key_of(0, i)], 0, 0).items
@@ -244,6 +245,7 @@ def test_states_that_precede_what_is_delivered_are_kept(monkeypatch: pytest.Monk
     readers = ReaderPlan(1, 1, True, 1, 1, ReaderStarts(0, [None]), slots)
     plan = worker_plan()._replace(pipeline=pipeline, readers=readers)
     host = Host(plan, 0, board, alone=False, binds=False)
+    host.make_readers()
     host.initialise()
 
     def newest(ordinal: int) -> int:

@@ -122,6 +122,22 @@ def test_a_killed_server_is_started_again() -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_server_of_a_program_without_a_file_is_started_again() -> None:
+    """No process imports that program, so a guard says nothing there."""
+    program = (
+        "import os, signal, minato\n"
+        "from multiprocessing import forkserver\n"
+        "loader = minato.DataLoader(range(24), 4, num_workers=2, multiprocessing_context='forkserver')\n"
+        "first = sum(len(batch) for batch in loader)\n"
+        "os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)\n"
+        "print(first, sum(len(batch) for batch in loader))\n"
+    )
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ran.stdout == "24 24\n", ran.stderr
+
+
+@pytest.mark.slow
 def test_server_and_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = write(tmp_path, SCRIPT)
     with subprocess.Popen(
