@@ -470,6 +470,11 @@ class LoaderState:
                 f"the state holds those of the dataset in {len(known['each'])} workers, and this loader has {copies}: "
                 "which worker gives which samples of such a dataset depends on their number, so use the same"
             )
+        each = (plain["readers"] or {}).get("each")
+        if (each is None and not plain["finished"] and spec.streams) or (
+            each is not None and len(each) != spec.readers
+        ):
+            raise ValueError(f"the state is damaged: it is not about {spec.readers} readers")
         found = copy.deepcopy({name: plain[name] for name in ("loader", *parts)})
         if "done" in found:
             done = found["done"]
@@ -528,34 +533,32 @@ def _is_int64(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
 
 
-def _are_dataset_states(value: object) -> bool:
-    if value is None:
-        return True
+def _are_each(value: object, fits: Callable[[Any], bool]) -> bool:
+    """Whether a part of a state is about each of several that take turns."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("each"), list)
         and _is_count(value.get("turn"))
         and value["turn"] < max(len(value["each"]), 1)
-        and all(
-            isinstance(each, dict)
-            and each.keys() == vars(DatasetState()).keys()
-            and _is_count(each["batches"])
-            for each in value["each"]
-        )
+        and all(map(fits, value["each"]))
     )
+
+
+def _are_dataset_states(value: object) -> bool:
+    return value is None or _are_each(value, _is_dataset_state)
+
+
+def _is_dataset_state(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != vars(DatasetState()).keys():
+        return False
+    return _is_count(value["batches"])
 
 
 def _are_readers(value: object) -> bool:
     if value is None:
         return True
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("each"), list)
-        and _is_count(value.get("turn"))
-        and value["turn"] < max(len(value["each"]), 1)
-        and (value.get("set_epoch") is None or _is_int64(value["set_epoch"]))
-        and all(_is_reader(each) for each in value["each"])
-    )
+    set_epoch = value.get("set_epoch") if isinstance(value, dict) else None
+    return _are_each(value, _is_reader) and (set_epoch is None or _is_int64(set_epoch))
 
 
 def _is_reader(value: object) -> bool:

@@ -253,3 +253,12 @@ def test_a_dataset_that_has_become_shorter_is_told(num_workers: int) -> None:
     later.load_state_dict(first.state_dict())
     with pytest.warns(MinatoWarning, match="ended after 20 items, and an earlier run delivered 32"):
         assert list(later) == []
+
+
+@pytest.mark.parametrize("readers", [None, {"turn": 0, "set_epoch": None, "each": []}])
+def test_a_state_without_its_readers_is_damaged(readers: Any) -> None:
+    first = DataLoader(Split(SIZE), 4)
+    assert len(list(itertools.islice(first, 2))) == 2
+    state = {**first.state_dict(), "readers": readers}
+    with pytest.raises(ValueError, match="the state is damaged: it is not about 1 readers"):
+        DataLoader(Split(SIZE), 4).load_state_dict(state)
