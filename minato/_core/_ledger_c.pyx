@@ -32,6 +32,7 @@ from minato._core.layout cimport (
     MN_MAGIC,
     MN_MAX_WORKERS,
     MN_NUMBER,
+    MN_SKIP_BLOB,
     MN_STOPPING,
     mn_batch,
     mn_header,
@@ -308,13 +309,18 @@ cdef class Ledger:
         return mn_load_acquire_u64(&mn_at(&self.ledger, position).ticket) & MN_NUMBER != 0
 
     def occupants(self, uint32_t batch):
-        """Position of the sample that lies at each place of a full batch; -1: none does."""
+        """Position of the sample that lies at each place of a full batch; -1: none does, as it was skipped."""
         cdef mn_batch *record = self.batch_at(batch)
-        cdef uint64_t seq, first = mn_load_relaxed_u64(&record.first)
-        return [
-            <int64_t>(mn_load_acquire_u64(&mn_at(&self.ledger, seq).place) & MN_NUMBER) - 1
-            for seq in range(first, first + mn_load_relaxed_u32(&record.count))
-        ]
+        cdef mn_position *there
+        cdef uint64_t seq, place, first = mn_load_relaxed_u64(&record.first)
+        found = []
+        for seq in range(first, first + mn_load_relaxed_u32(&record.count)):
+            there = mn_at(&self.ledger, seq)
+            place = mn_load_acquire_u64(&there.place)
+            if mn_load_relaxed_u64(&there.blob) & MN_KIND_MASK == MN_SKIP_BLOB:
+                place = 0
+            found.append(<int64_t>(place & MN_NUMBER) - 1)
+        return found
 
     def blobs(self, uint32_t batch):
         """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""

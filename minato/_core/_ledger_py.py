@@ -333,9 +333,12 @@ class Ledger:
             return self._ticket(position) & NUMBER != 0
 
     def occupants(self, batch: int) -> list[int]:
-        """Position of the sample that lies at each place of a full batch; -1: none does."""
+        """Position of the sample that lies at each place of a full batch; -1: none does, as it was skipped."""
         with self._lock:
-            return [(self._place(position) & NUMBER) - 1 for position in self._range(batch)]
+            return [
+                -1 if self._is_skipped(place) else (self._place(place) & NUMBER) - 1
+                for place in self._range(batch)
+            ]
 
     def blobs(self, batch: int) -> list[tuple[int, int, int]]:
         """``(kind, offset, nbytes)`` of each place of a full batch; kind 0: it has no blob."""
@@ -359,6 +362,9 @@ class Ledger:
 
     def _set_ticket(self, position: int, word: int) -> None:
         self._positions[position & self._mask]["ticket"] = word
+
+    def _is_skipped(self, place: int) -> bool:
+        return int(self._positions[place & self._mask]["blob"]) & KIND_MASK == SKIP_BLOB
 
     def _place(self, position: int) -> int:
         return int(self._positions[position & self._mask]["place"])

@@ -126,11 +126,11 @@ class RetiringBatches:
             )
             item.num_samples -= missing
         if self.skips:
-            skipped = ledger.skipped(item.record) if self.keeps_places else []
             if self.keeps_places:
+                skipped = ledger.skipped(item.record)
                 records.append(functools.partial(progress.skipped, skipped, start))
             placed = sum(position >= 0 for position in occupants)
-            item.num_samples = min(item.num_samples, placed - len(skipped))
+            item.num_samples = min(item.num_samples, placed)
         return [*records, progress.returns(occupants, start, num_slow)]
 
     def add_returned(self, item: OpenBatch) -> None:

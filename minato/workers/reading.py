@@ -322,7 +322,13 @@ class Reader:
         skip = getattr(self._items, "skip", None)
         if callable(skip):  # what it passes over has no checksum
             self.expected, self.watches = None, False
-            returned = skip(ordinal - self.at)
+            try:
+                returned = skip(ordinal - self.at)
+            except (
+                StopIteration
+            ):  # a reader that is made again may be asked for items after its end
+                self._ended(ordinal)
+                return
             if returned is not None and returned is not self._items:
                 self.fail(ordinal + 1)
                 raise TypeError(

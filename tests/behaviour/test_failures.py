@@ -18,9 +18,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset
 
 import minato
-from minato import SKIP, DataLoader, ErrorPolicy, SampleFailure
+from minato import SKIP, Arrival, DataLoader, ErrorPolicy, SampleFailure
 from minato.workers.error_policy import FailureLog
 from tests.datasets import ORDERS, flat
 from tests.disks import file_size_limit, small_disk
@@ -265,6 +266,37 @@ def test_reproduce(seed: int | None) -> None:
         loader.reproduce(3)
     assert torch.equal(torch.get_rng_state(), state)
     assert np.random.get_state()[1].tolist() == before
+
+
+class Late(Dataset[int]):
+    """One sample raises when its place in a batch is settled, because it is late."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            time.sleep(0.5)
+            raise ValueError("sample 1 is torn")
+        return index
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_late_sample_that_is_skipped_makes_its_batch_a_short_one(drop_last: bool) -> None:
+    loader = DataLoader(
+        *(Late(), 4),
+        drop_last=drop_last,
+        num_workers=2,
+        order=Arrival(max_lag=2),
+        errors="skip",
+    )
+    batches = [batch.tolist() for batch in loader]
+    account = loader.coverage()
+    assert {len(batch) for batch in batches} == ({4} if drop_last else {3, 4})
+    assert len(flat(batches)) == account.delivered.samples == 40 - account.skipped.samples
+    assert account.complete
+    if not drop_last:
+        assert sorted(flat(batches)) == [0, *range(2, 40)]
 
 
 # ---- how many ---------------------------------------------------------------------------------

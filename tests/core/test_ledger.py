@@ -816,6 +816,7 @@ def test_a_skipped_sample_leaves_its_own_place_empty(desk: Desk) -> None:
     assert [kind for kind, _, _ in ledger.blobs(batch)] == [0, codes.SKIP_BLOB, 0]
     assert ledger.settled(batch)
     assert ledger.skipped(batch) == [first + 1]
+    assert ledger.occupants(batch) == [first, -1, first + 2]
 
 
 def test_a_skipped_sample_leaves_a_free_place_to_another(desk: Desk) -> None:

@@ -79,3 +79,17 @@ def test_a_skip_that_returns_another_iterator_is_refused() -> None:
     ):
         reader.take([50])
     assert reader.end == 51
+
+
+class Ending(Moving):
+    """Its ``skip`` tells where it ends."""
+
+    def skip(self, n: int) -> None:
+        super().skip(n)
+        if self.at > 40:
+            raise StopIteration
+
+
+def test_a_skip_past_the_end_ends_the_reader() -> None:
+    reader = begun(Ending())
+    assert (reader.take([50]), reader.end) == ([], 50)
