@@ -15,12 +15,12 @@ from minato.engine.spec import LoaderSpec
 from minato.observe.trace import Tracks
 from minato.options import Options
 from minato.sampling.epoch import Epoch
+from minato.sampling.readers import StateSlots
 from minato.sampling.samplers import largest_batch
 from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_samples import SlowThreshold
 from minato.workers.error_policy import FailureCount, FailureHandler, FailureLog
 from minato.workers.plan import Pipeline, ReaderPlan, ReaderStarts, WorkerPlan
-from minato.workers.reading import StateSlots
 
 __all__ = ["Plan", "base_seed_of"]
 

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import pickle
+import struct
+import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import reduction
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minato._compat import ExceptionWrapper
 from minato._core import SharedWords
-from minato._core.segment import Memory
+from minato._core.segment import Memory, anonymous_file
 from minato._support.items import Item, item_of, key_of
 from minato.sampling.samplers import Source
 
-__all__ = ["EpochReaders", "ReaderBoard", "ReaderState"]
+__all__ = ["EpochReaders", "ReaderBoard", "ReaderState", "StateSlots"]
 
 _LAST = 1 << 60
 """An ordinal after all others."""
@@ -31,6 +37,10 @@ _MOST_AHEAD = 32
 """Batches of a single reader that are drawn together, which costs less than one by one."""
 _WORDS = 5
 """Words on the board for each reader."""
+_REGION = 1 << 36
+"""Bytes between two regions of the file of states, of which only written pages take memory."""
+_HEADER = struct.Struct("<QQQQ")
+_HEADERS = 1 << 20
 Ranges = list[tuple[int, int]]
 """Ranges ``[first, end)`` of ordinals."""
 
@@ -169,6 +179,76 @@ class ReaderState:
     iterator: Any = None
     generators: Any = None
     digest: int = 0
+
+
+class StateSlots:
+    """The latest states of all readers, in a file without a name that hosts write and the training process reads.
+
+    A host keeps the newest state that is not after what was delivered, from which a resumed run goes on, and a newer
+    one, which takes its place once what precedes it was delivered.
+
+    Args:
+        readers: Number of readers.
+        depth: Number of states that are kept of each, 2 or more.
+    """
+
+    def __init__(self, readers: int, depth: int) -> None:
+        self.depth = depth
+        self._readers = readers
+        self._adopt(anonymous_file(0))
+
+    def _adopt(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        descriptor = reduction.DupFd(self._descriptor)
+        return {"depth": self.depth, "readers": self._readers, "descriptor": descriptor}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.depth, self._readers = state["depth"], state["readers"]
+        self._adopt(state["descriptor"].detach())
+
+    def clear(self) -> None:
+        """Drop all states."""
+        os.pwrite(self._descriptor, bytes(self._readers * self.depth * _HEADER.size), 0)
+
+    def write(self, reader: int, i: int, slot: int, ordinal: int, state: bytes) -> None:
+        """Keep a state of a reader as number ``i`` of its states, in an epoch with a slot of the ledger."""
+        region = reader * self.depth + i
+        os.pwrite(self._descriptor, bytes(_HEADER.size), region * _HEADER.size)
+        _write_all(self._descriptor, state, _HEADERS + region * _REGION)
+        known = slot + 1, ordinal, len(state)
+        os.pwrite(self._descriptor, _HEADER.pack(*known, _sum(known)), region * _HEADER.size)
+
+    def newest(self, reader: int, slot: int, ordinal: int) -> Any:
+        """The newest state of a reader in an epoch that is not after an ordinal; None: there is none."""
+        found: tuple[int, int, int] | None = None
+        for i in range(self.depth):
+            region = reader * self.depth + i
+            header = os.pread(self._descriptor, _HEADER.size, region * _HEADER.size)
+            if len(header) < _HEADER.size:
+                continue
+            *known, checked = _HEADER.unpack(header)
+            if known[0] != slot + 1 or checked != _sum(known) or known[1] > ordinal:
+                continue
+            if found is None or known[1] >= found[0]:
+                found = known[1], known[2], region
+        if found is None:
+            return None
+        _, nbytes, region = found
+        return pickle.loads(os.pread(self._descriptor, nbytes, _HEADERS + region * _REGION))
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def _sum(known: Sequence[int]) -> int:
+    return zlib.crc32(repr(tuple(known)).encode()) + 1
 
 
 class _Drawn(NamedTuple):

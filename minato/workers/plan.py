@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch.utils.data import default_collate, default_convert
 
@@ -12,13 +12,10 @@ from minato._support.objects import attribute, takes_lists
 from minato.batching.collate import Bind, Collate
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.options import FetchOptions
-from minato.sampling.readers import ReaderState
+from minato.sampling.readers import ReaderState, StateSlots
 from minato.sampling.resume import DatasetStates
 from minato.scheduling.orders import Order
 from minato.transforms.compose import Transforms
-
-if TYPE_CHECKING:
-    from minato.workers.reading import StateSlots
 
 __all__ = ["Pipeline", "ReaderPlan", "ReaderStarts", "WorkerPlan"]
 

@@ -10,16 +10,12 @@ import base64
 import copy
 import itertools
 import logging
-import os
 import pickle
 import random
-import struct
 import threading
-import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from multiprocessing import reduction
 from types import GeneratorType
 from typing import Any, NamedTuple
 
@@ -34,7 +30,6 @@ from minato._compat import (
     withdraw_worker,
 )
 from minato._core import now_ns
-from minato._core.segment import anonymous_file
 from minato._fork_safety import forget_in_children
 from minato._support.items import item_of, set_skipping
 from minato._support.text import message_of, type_name
@@ -45,7 +40,7 @@ from minato.sampling.resume import is_stateful
 from minato.transforms import rng_memory
 from minato.workers.plan import WorkerPlan
 
-__all__ = ["Host", "Reader", "StateSlots", "Taken", "announced", "seed_generators"]
+__all__ = ["Host", "Reader", "Taken", "announced", "seed_generators"]
 
 _STATE_SHARE = 100
 """States that nobody asked for take at most this part of a worker's time."""
@@ -58,80 +53,6 @@ _LONGEST_S = 300.0
 _UNBOUNDED = 1 << 60
 _SLICES = (slice(8),) * 64
 _MOST_DIGESTED, _MOST_PARTS = 64, 16
-_REGION = 1 << 36
-"""Bytes between two regions of the file of states, of which only written pages take memory."""
-_HEADER = struct.Struct("<QQQQ")
-_HEADERS = 1 << 20
-
-
-class StateSlots:
-    """The latest states of all readers, in a file without a name that hosts write and the training process reads.
-
-    A host keeps the newest state that is not after what was delivered, from which a resumed run goes on, and a newer
-    one, which takes its place once what precedes it was delivered.
-
-    Args:
-        readers: Number of readers.
-        depth: Number of states that are kept of each, 2 or more.
-    """
-
-    def __init__(self, readers: int, depth: int) -> None:
-        self.depth = depth
-        self._readers = readers
-        self._adopt(anonymous_file(0))
-
-    def _adopt(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-
-    def __getstate__(self) -> dict[str, Any]:
-        descriptor = reduction.DupFd(self._descriptor)
-        return {"depth": self.depth, "readers": self._readers, "descriptor": descriptor}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.depth, self._readers = state["depth"], state["readers"]
-        self._adopt(state["descriptor"].detach())
-
-    def clear(self) -> None:
-        """Drop all states."""
-        os.pwrite(self._descriptor, bytes(self._readers * self.depth * _HEADER.size), 0)
-
-    def write(self, reader: int, i: int, slot: int, ordinal: int, state: bytes) -> None:
-        """Keep a state of a reader as number ``i`` of its states, in an epoch with a slot of the ledger."""
-        region = reader * self.depth + i
-        os.pwrite(self._descriptor, bytes(_HEADER.size), region * _HEADER.size)
-        _write_all(self._descriptor, state, _HEADERS + region * _REGION)
-        known = slot + 1, ordinal, len(state)
-        os.pwrite(self._descriptor, _HEADER.pack(*known, _sum(known)), region * _HEADER.size)
-
-    def newest(self, reader: int, slot: int, ordinal: int) -> Any:
-        """The newest state of a reader in an epoch that is not after an ordinal; None: there is none."""
-        found: tuple[int, int, int] | None = None
-        for i in range(self.depth):
-            region = reader * self.depth + i
-            header = os.pread(self._descriptor, _HEADER.size, region * _HEADER.size)
-            if len(header) < _HEADER.size:
-                continue
-            *known, checked = _HEADER.unpack(header)
-            if known[0] != slot + 1 or checked != _sum(known) or known[1] > ordinal:
-                continue
-            if found is None or known[1] >= found[0]:
-                found = known[1], known[2], region
-        if found is None:
-            return None
-        _, nbytes, region = found
-        return pickle.loads(os.pread(self._descriptor, nbytes, _HEADERS + region * _REGION))
-
-
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(descriptor, view, offset)
-        view, offset = view[done:], offset + done
-
-
-def _sum(known: Sequence[int]) -> int:
-    return zlib.crc32(repr(tuple(known)).encode()) + 1
 
 
 class Taken(NamedTuple):

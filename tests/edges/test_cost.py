@@ -16,12 +16,12 @@ from minato import DataLoader
 from minato._support.items import key_of
 from minato._support.objects import Search, nbytes_of
 from minato.engine.copied_objects import large_containers
-from minato.sampling.readers import ReaderBoard, ReaderState
+from minato.sampling.readers import ReaderBoard, ReaderState, StateSlots
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.workers import reading
 from minato.workers.plan import Pipeline, ReaderPlan, ReaderStarts
-from minato.workers.reading import Host, StateSlots
+from minato.workers.reading import Host
 from tests.datasets import Numbers
 from tests.scheduling.fakes import worker_plan
 
