@@ -503,5 +503,6 @@ _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/start-up.md": lambda: {"make_model": make_model},
     "docs/how-to/trainers.md": _trainers,
     "docs/how-to/verify-a-migration.md": _verify,
+    "docs/reference/live.md": lambda: _after_an_epoch(order="arrival"),
     "docs/reference/report.md": lambda: _after_an_epoch(order="arrival"),
 }
