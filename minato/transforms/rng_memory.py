@@ -401,7 +401,7 @@ _TORCH_STATE_BYTES = 5056
 # The same in the first bytes of an object: spans, between which bytes have no meaning, and their content.
 _TORCH_HEAD_BYTES = 512
 _TORCH_SPANS = (0, 13), (16, 4 + 4 * WORDS), (2520, 5), (2528, 9)
-_TORCH_KEPT = struct.Struct(f"=Qi?I{WORDS}If?d?")
+_TORCH_KEPT = struct.Struct(f"=Qi?I{4 * WORDS}sf?d?")
 
 
 @functools.cache
@@ -426,21 +426,21 @@ def _torch_state_offset() -> int | None:
     offsets = []
     for n in (0x1234567, 0x2345678):
         header, normals = (n << 33 | n, n % 89 + 1, True, n % 97), (n % 99, True, n / 4, True)
-        kept = *header, *range(n, n + WORDS), *normals
+        kept = *header, np.arange(n, n + WORDS, dtype=np.uint32).tobytes(), *normals
         probe.set_state(torch.frombuffer(bytearray(_torch_state(kept)), dtype=torch.uint8))
         offsets.append(_find_torch_state(probe._cdata, kept))
     return offsets[0] if offsets[0] == offsets[1] else None
 
 
-def _torch_state(kept: tuple[float, ...]) -> bytes:
+def _torch_state(kept: tuple[Any, ...]) -> bytes:
     """Return the result of ``get_state`` for a state with this content in memory."""
-    seed, left, seeded, position, *words, normal_float, has_float, normal, has_normal = kept
+    seed, left, seeded, position, words, normal_float, has_float, normal, has_normal = kept
     # The memory may be from the middle of a draw in another thread, which draws without the GIL.
     left = max(left, 1)
     position = min(position, WORDS + 1 - left)
     return (
         _TORCH_HEADER.pack(seed, left, seeded, position)
-        + struct.pack(f"={WORDS}Q", *words)
+        + np.frombuffer(words, np.uint32).astype(np.uint64).tobytes()
         + _TORCH_NORMALS.pack(normal, has_normal, normal_float, has_float)
     )
 
@@ -449,7 +449,7 @@ def _torch_spans(address: int) -> list[tuple[int, int]]:
     return [(address + start, nbytes) for start, nbytes in _TORCH_SPANS]
 
 
-def _find_torch_state(address: int, kept: tuple[float, ...]) -> int | None:
+def _find_torch_state(address: int, kept: tuple[Any, ...]) -> int | None:
     seed = struct.pack("=Q", kept[0])
     for offset in range(0, _TORCH_HEAD_BYTES, 8):
         if ctypes.string_at(address + offset, 8) == seed:

@@ -29,7 +29,7 @@ from minato._compat import (
     state_is_inexact,
     withdraw_worker,
 )
-from minato._core import now_ns
+from minato._core import StateSnapshot, now_ns
 from minato._fork_safety import forget_in_children
 from minato._support.items import item_of, set_skipping
 from minato._support.text import message_of, type_name
@@ -309,15 +309,33 @@ class _Generators:
     """The three global generators of this process."""
 
     def __init__(self) -> None:
-        self._all = (
+        self._all: list[Any] = [
             rng_memory.python_generator(),
             rng_memory.numpy_generator(),
             rng_memory.torch_generator(),
-        )
+        ]
+        self._snapshot = StateSnapshot([span for each in self._all for span in each.spans])
+        self._rests = self._present_rests()
 
-    def save(self) -> list[Any]:
-        """Their states."""
-        return [generator.save() for generator in self._all]
+    def _present_rests(self) -> list[Any]:
+        return [None if each.is_whole else each.rest() for each in self._all]
+
+    def keep(self) -> None:
+        """Keep their states, which costs little."""
+        self._snapshot.take()
+        self._rests = self._present_rests()
+
+    def are_kept(self) -> bool:
+        """Whether their states are those that were kept last."""
+        return self._snapshot.holds() and self._rests == self._present_rests()
+
+    def kept(self) -> list[Any]:
+        """The states that were kept last."""
+        copies = iter(self._snapshot.copies())
+        return [
+            ([next(copies) for _ in each.spans], rest)
+            for each, rest in zip(self._all, self._rests, strict=True)
+        ]
 
     def load(self, states: list[Any]) -> None:
         """Set their states."""
@@ -453,6 +471,7 @@ class Host:
         self._ended: set[int] = set()  # readers whose last state is kept
         self._readers: dict[int, Reader] = {}
         self._active: int | None = None
+        self._kept: int | None = None  # whose generators are kept, and not saved
         self.binds = binds
         self.catches: Kinds = (Exception,)
 
@@ -513,22 +532,36 @@ class Host:
             return
         generators = self._generators
         assert generators is not None
-        program = None if self._owns_process else generators.save()
+        program: list[Any] | None = None
+        if not self._owns_process:
+            generators.keep()
+            program = generators.kept()
         before = announce_worker(number, readers.number, seed, reader.dataset)
         self._active = number
         try:
             if fresh:
+                self._leave()
                 seed_generators(seed, numpy_seed(self._plan.base_seed, number))
-            elif number in self._saved:
-                generators.load(self._saved[number])
+            elif self._kept != number or not generators.are_kept():
+                self._leave()
+                if number in self._saved:
+                    generators.load(self._saved[number])
             yield
         finally:
             self._active = None
             if self._swaps:
-                self._saved[number] = generators.save()
+                generators.keep()
+                self._kept = number
             if program is not None:
+                self._leave()
                 generators.load(program)
                 withdraw_worker(before)
+
+    def _leave(self) -> None:
+        """Save the generators of the reader that was active last, which are kept."""
+        if self._kept is not None and self._generators is not None:
+            self._saved[self._kept] = self._generators.kept()
+            self._kept = None
 
     def turn(self, key: int, slot: int, epoch: int) -> AbstractContextManager[None]:
         """Be the reader of an item while it reads; and while its items are made a batch, unless ``binds``.

@@ -595,7 +595,7 @@ def test_every_draw_is_seen_and_undone(twin: str, access: str, change: Callable[
 @pytest.mark.parametrize("position", [0, 1, 325, 624])
 def test_a_state_seen_in_the_middle_of_a_draw_is_a_state(left: int, position: int) -> None:
     """Another thread may be drawing without the GIL: torch must neither refuse nor read behind the words."""
-    kept = 7, left, True, position, *range(rng_memory.WORDS), 0, False, 0.0, False
+    kept = 7, left, True, position, bytes(4 * rng_memory.WORDS), 0, False, 0.0, False
     rng_memory.torch_generator().load([], rng_memory._torch_state(kept))
     state = torch.get_rng_state().numpy()
     new_left, new_position = state[8:12].view(np.int32)[0], state[16:24].view(np.uint64)[0]
