@@ -136,7 +136,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     Args:
         num_workers: Also ``"auto"`` or an ``AutoScale``: the number of active workers follows the load, up while the
-            loop waits and more workers help, down while they idle. Default: ``0``.
+            loop waits and more workers help, down while they idle. An iterable dataset needs ``readers`` then. Default:
+            ``0``.
         pin_memory: Also ``"in_place"``: pinned where the workers write it, without torch's copy. After
             you drop a batch, its memory is reused when the current stream has finished its queued work.
             Default: ``False``.
@@ -158,7 +159,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             training runs, from the pinned memory that the workers write to. Default: host memory.
         readers: How many sequential readers an iterable dataset has. Each is what one of torch's workers is to it, and
             the workers, whatever their number, host them: strict order is torch's with as many workers as readers.
-            Default: ``num_workers``, at least 1.
+            Default: ``num_workers``, at least 1, if that is a number.
         fetch_concurrency: How many samples each worker reads at once: ``dataset[i]`` in as many threads or, if the
             dataset has ``async def __aget__(self, i)``, as coroutines of one thread. The transforms run one after the
             other in the worker's main thread. Default: ``1``.
@@ -776,6 +777,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 self._refuse_data_pipes("observe=Observe(trace=...)")
             if self._session is not None:
                 self._refuse_data_pipes("shared_pool=True")
+            if self._options.readers is not None:
+                self._refuse_data_pipes("readers=")
             return super()._get_iterator()
         parts = self._replaced_parts()
         if parts:

@@ -486,11 +486,12 @@ class AutoScale(_Group):
     """A number of workers that follows the load: ``num_workers=AutoScale(...)``.
 
     Attributes:
-        min: The fewest active workers. Default: 1.
+        min: The fewest active workers; those that host readers are always active. Default: 1.
         max: The most active workers. Default: the cores, or 8 for each but not above 32.
         controller: How the number follows: ``corrected``, or the MinatoLoader paper's formulas as printed: ``paper``,
             or a ``PaperController`` with other constants. Default: ``"corrected"``.
-        start: Workers in the first epoch. Default: one per core, at most 12.
+        start: Workers in the first epoch; up to ``readers`` of them host the readers of an iterable dataset. Default:
+            one per core, at most 12.
 
     Raises:
         ValueError, TypeError: A value is not possible.
@@ -762,7 +763,8 @@ class Readers(_Group):
 
     Attributes:
         count: Number of readers. Each iterates over its own copy of the dataset and is what one of torch's workers is
-            to the dataset: ``get_worker_info()`` gives its number and ``count``. Default: ``num_workers``, at least 1.
+            to the dataset: ``get_worker_info()`` gives its number and ``count``. Default: ``num_workers``, at least 1;
+            with ``num_workers="auto"`` it must be given.
         where: ``"worker"``: workers host the readers. ``"main"``: a thread of the training process reads, for what can
             be neither forked nor pickled, such as a consumer of messages or a database cursor; the workers run the
             transforms. There is one reader then, which reads the dataset itself. Default: ``"worker"``.
@@ -1026,11 +1028,19 @@ def _check_errors(options: Options, is_stream: bool) -> None:
 
 
 def _check_scaling(options: Options, is_stream: bool) -> None:
-    if options.autoscale is not None and (is_stream or options.compat == "torch"):
-        cause = "an iterable dataset" if is_stream else "compat='torch'"
+    if options.autoscale is None:
+        return
+    if options.compat == "torch":
         raise ValueError(
-            f"the number of workers cannot change with {cause}, whose content depends on it: give num_workers as a "
-            "number"
+            "the number of workers cannot change with compat='torch', whose content depends on it: give num_workers as "
+            "a number"
+        )
+    readers = options.readers or Readers()
+    if is_stream and readers.count is None and readers.where == "worker":
+        raise ValueError(
+            "num_workers='auto' or an AutoScale needs readers= with an iterable dataset, whose content depends on "
+            "their number and must not depend on the machine: give readers=4, or readers=1 for a dataset that does not "
+            "divide itself by get_worker_info()"
         )
 
 

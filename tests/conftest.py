@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import gc
 import importlib.metadata
+import itertools
 import os
 import re
 import signal
@@ -111,6 +113,27 @@ def _is_compiled(item: pytest.Item) -> bool:
 def _parameters(item: pytest.Item) -> list[str]:
     callspec = getattr(item, "callspec", None)
     return [] if callspec is None else callspec.id.split("-")
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the number of workers follow a list within its limits, a few milliseconds for each."""
+    from minato.workers import autoscale
+
+    def force(*counts: int) -> None:
+        following = itertools.cycle(counts)
+        monkeypatch.setitem(
+            autoscale.CONTROLLERS,
+            "corrected",
+            lambda state, measured, settings: dataclasses.replace(
+                state, workers=min(max(next(following), settings.least), settings.most)
+            ),
+        )
+        monkeypatch.setattr(autoscale, "_LOOK_NS", 2_000_000)
+        monkeypatch.setattr(autoscale, "_PERIOD_NS", 4_000_000)
+        monkeypatch.setattr(autoscale, "_PERIOD_SAMPLES", 0)
+
+    return force
 
 
 @pytest.fixture

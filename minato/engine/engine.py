@@ -124,9 +124,9 @@ class Engine:
         self._early_start = self._starts_early()
         self._scaler: Scaler | None = None
         self._main_reader: MainReader | None = None
+        pool: Pool = self._scaled_pool() or self._pool
         if worker.reads_in_thread:
-            self._main_reader = MainReader(self._pool, whole, state, worker.most_workers)
-        pool = self._main_reader or self._scaled_pool() or self._pool
+            pool = self._main_reader = MainReader(pool, whole, state, worker.most_workers)
         self._dispatcher = self._dispatch(store, pool, tracer)
         self._failures = plan.failure_count()
         self._pending_error: Postponed | None = None
@@ -191,7 +191,7 @@ class Engine:
 
     def _scaled_pool(self) -> Scaler | None:
         """The pool as the dispatcher sees it where the number of workers changes."""
-        if self._history.autoscale is None:
+        if self._history.autoscale is None or self.plan.spec.scale is None:
             return None
         from minato.workers.autoscale import Scaler
 
@@ -202,6 +202,7 @@ class Engine:
             pool=self._pool,
             window=self._window,
             wait_stats=self._wait_stats,
+            most=self.plan.worker.most_workers,
             resized=None if self._early_start is None else self._early_start.resize,
         )
         return self._scaler

@@ -161,7 +161,7 @@ class EngineFactory:
         in_processes = spec.workers.count > 0 and not spec.in_threads
         arena = self._spare_arenas.take(shared=in_processes)
         num_workers = most_workers = spec.workers.count
-        if history.autoscale is not None:
+        if history.autoscale is not None and spec.scale is not None:
             num_workers, most_workers = history.autoscale.numbers(spec.workers.persistent)
         tracks = None if self._trace is None else self._trace.take()
         plan = Plan.of(

@@ -103,13 +103,12 @@ class History:
     def of(cls, spec: LoaderSpec) -> History:
         """The history of a new loader."""
         options = spec.options
-        scale = options.autoscale
+        scale = spec.scale
         autoscale = None
         if scale is not None:
             from minato.workers.autoscale import AutoscaleState
 
-            count = spec.workers.count
-            autoscale = AutoscaleState.of(scale.controller, count, scale.min, scale.max)
+            autoscale = AutoscaleState.of(scale.controller, *spec.scaled(scale))
         log = EpochLog() if options.observe.stats else None
         return cls(autoscale=autoscale, epoch_log=log, observers=[] if log is None else [log])
 

@@ -180,7 +180,7 @@ def _worker_plan(
         order=order,
         round_robin=options.compat == "torch" and not streams,
         dataset_states=dataset_states,
-        readers=_readers(spec, epoch, in_main_process, most_workers, order) if streams else None,
+        readers=_readers(spec, epoch, in_main_process, order) if streams else None,
         fetching=options.fetch_concurrency,
         stats=bool(options.observe.stats),
         tracks=tracks,
@@ -194,9 +194,7 @@ def base_seed_of(options: Options, epoch: Epoch) -> int:
     return mix_seed(options.seed, epoch.number, 0) >> 2
 
 
-def _readers(
-    spec: LoaderSpec, epoch: Epoch, in_main_process: bool, most_workers: int, order: Order
-) -> ReaderPlan:
+def _readers(spec: LoaderSpec, epoch: Epoch, in_main_process: bool, order: Order) -> ReaderPlan:
     """The readers of an iterable dataset."""
     count, every = spec.sampling.readers, spec.options.snapshot_every_n_steps or None
     ends_batches = spec.options.errors.outcome == "raise"
@@ -210,7 +208,7 @@ def _readers(
         slots = StateSlots(count, depth)
     return ReaderPlan(
         number=count,
-        hosts=1 if in_main_process else 0 if reads_here else most_workers,
+        hosts=1 if in_main_process else spec.hosts,
         announces=not (in_main_process or reads_here)
         or (in_main_process and spec.options.readers is not None),
         batch=(spec.sampling.batch_size or 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minato.options import Options
+from minato.options import AutoScale, Options, StartingWorkers
 from minato.sampling.resume import is_stateful
 from minato.sampling.samplers import SamplingSpec
 from minato.transforms.compose import Transforms
@@ -84,8 +84,29 @@ class LoaderSpec:
     @property
     def max_dataset_states(self) -> int:
         """Largest number of copies of the dataset."""
-        scale = self.options.autoscale
+        scale = self.scale
         return max((scale and scale.max) or 0, self.workers.count, 1)
+
+    @property
+    def hosts(self) -> int:
+        """Number of workers that host the readers of an iterable dataset, and so stay active; 0: none do."""
+        readers = self.options.readers
+        reads_here = readers is not None and readers.where == "main"
+        return 0 if reads_here else min(self.sampling.readers, self.workers.count)
+
+    @property
+    def scale(self) -> AutoScale | None:
+        """The limits of a changing number of workers; None: it is fixed."""
+        count = self.workers.count
+        return count.scale if isinstance(count, StartingWorkers) else None
+
+    def scaled(self, scale: AutoScale) -> tuple[int, int, int]:
+        """Numbers of workers that a scale allows at first, at least and at most."""
+        hosts = self.hosts
+        if hosts and not self.transforms.steps:
+            return hosts, hosts, hosts  # others would have nothing to do
+        first, least, most = scale.limits()
+        return first, max(least, hosts), most
 
     @property
     def in_threads(self) -> bool:

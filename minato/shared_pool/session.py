@@ -172,9 +172,9 @@ class PoolSession:
     def history(self, spec: LoaderSpec) -> History:
         """The history of a new loader: of the workers of all ranks or, where there are none, of nothing."""
         if not self.hosts:
-            first = int(spec.options.num_workers)
-            options = replace(spec.options, observe=Observe(stats=False), num_workers=first)
-            return History.of(replace(spec, options=options))
+            options = replace(spec.options, observe=Observe(stats=False))
+            workers = replace(spec.workers, count=int(spec.workers.count))
+            return History.of(replace(spec, workers=workers, options=options))
         history = History.of(self._scaled(spec))
         if (scale := history.autoscale) is not None:
             scale.settings = replace(scale.settings, cores=available_cores(whole_node=True))
@@ -184,10 +184,10 @@ class PoolSession:
         """The spec with the workers and the memory of all ranks of this node, and no device: each rank has its own."""
         count = self._place.local_count
         budget = spec.options.memory_budget and spec.options.memory_budget * count
-        first = spec.options.num_workers
+        first = spec.workers.count
         pooled = first.times(count) if isinstance(first, StartingWorkers) else first * count
-        options = replace(spec.options, memory_budget=budget, num_workers=pooled, device=None)
-        workers = replace(spec.workers, count=spec.workers.count * count)
+        options = replace(spec.options, memory_budget=budget, device=None)
+        workers = replace(spec.workers, count=pooled)
         return replace(spec, workers=workers, options=options)
 
     def pooled(self, spec: LoaderSpec) -> LoaderSpec:

@@ -270,16 +270,14 @@ class AutoscaleState:
         cls,
         controller: str | PaperController,
         first: int,
-        least: int | None,
-        most: int | None,
-    ) -> AutoscaleState | None:
-        """The state of a new loader; None if the number of its workers is fixed.
+        least: int,
+        most: int,
+    ) -> AutoscaleState:
+        """The state of a new loader.
 
         Args:
             controller: Name of a controller, or constants for ``paper``.
         """
-        if least is None or most is None:
-            return None
         paper, name = PaperController(), controller
         if isinstance(name, PaperController):
             paper, name = name, "paper"
@@ -317,6 +315,7 @@ class Scaler:
     """A pool whose number of active workers it sets, in the consumer's thread, several times a second.
 
     Args:
+        most: The workers of the pool.
         resized: Called with the number of workers when it changes.
     """
 
@@ -328,11 +327,12 @@ class Scaler:
         pool: WorkerPool,
         window: PrefetchWindow,
         wait_stats: ConsumerWait,
+        most: int,
         resized: Callable[[int], None] | None = None,
     ) -> None:
         self._autoscale_state = autoscale_state
-        self._times = [state.meters(number).total for number in range(state.layout.num_workers)]
-        self._settings = replace(autoscale_state.settings, most=len(self._times))
+        self._times = [state.meters(number).total for number in range(most)]
+        self._settings = replace(autoscale_state.settings, most=most)
         self._decide = CONTROLLERS[autoscale_state.controller]
         self._pool = pool
         self._state = state

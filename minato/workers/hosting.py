@@ -144,7 +144,7 @@ class HostWorker(Worker):
         self._stock: deque[tuple[int, int]] = deque()  # positions and sizes of offered items
         self._stock_nbytes = 0
         self._unread: deque[_Unread] = deque()
-        self._num_run, self._num_readers = 0, plan.readers.number if plan.readers else 0
+        self._num_run, self._num_hosts = 0, plan.readers.hosts if plan.readers else 0
         self._offer_ns = self._mean_ns = self._longest_ns = 0.0
 
     def step(self) -> bool:
@@ -196,7 +196,7 @@ class HostWorker(Worker):
             self._stock_nbytes -= stock.popleft()[1]
         others = self.num_workers - 1
         wanted = others * max(self._longest_ns / self._mean_ns, 1.0) if self._mean_ns else others
-        if self._num_readers < self.num_workers:
+        if self._num_hosts < self.num_workers:
             wanted = _MOST_OFFERED  # the others have nothing else to do
         return len(stock) < min(wanted, _MOST_OFFERED) and self._stock_nbytes < _MOST_OFFERED_BYTES
 

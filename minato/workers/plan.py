@@ -145,7 +145,7 @@ class WorkerPlan(NamedTuple):
     def identity(self, number: int) -> tuple[int, int]:
         """Number and number of workers by which a worker knows itself: those of its first reader, if it has one."""
         readers = self.readers
-        if readers is not None and number < min(readers.hosts, readers.number):
+        if readers is not None and number < readers.hosts:
             return number, readers.number
         return number, self.most_workers
 

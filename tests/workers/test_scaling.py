@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -10,41 +9,18 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from minato import AutoScale, DataLoader, PaperController
-from minato.workers import autoscale
-from minato.workers.autoscale import CONTROLLERS, ControllerState
-from tests.datasets import Numbers, Sleepy, Stream, flat, indices, worker_number
+from minato.workers.autoscale import ControllerState
+from tests.datasets import Numbers, Sleepy, flat, indices, worker_number
 from tests.selection import mostly_slow
 
 METHODS = ("process", "thread")
 both_methods = pytest.mark.parametrize("method", METHODS)
 PATIENCE_S = 60.0
 """For what never comes, however busy the machine."""
-
-
-@pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let the number of workers follow a list, a few milliseconds for each."""
-
-    def force(*counts: int) -> None:
-        following = itertools.cycle(counts)
-        monkeypatch.setitem(
-            CONTROLLERS,
-            "corrected",
-            lambda state, measured, settings: replace(
-                state, workers=min(next(following), settings.most)
-            ),
-        )
-        monkeypatch.setattr(autoscale, "_LOOK_NS", 2_000_000)
-        monkeypatch.setattr(autoscale, "_PERIOD_NS", 4_000_000)
-        monkeypatch.setattr(autoscale, "_PERIOD_SAMPLES", 0)
-
-    return force
 
 
 def workers_of(loader: DataLoader[object]) -> int:
@@ -252,9 +228,18 @@ def test_limits_that_contradict_each_other_are_refused(arguments, message):
 
 
 def test_a_content_that_depends_on_the_number_of_workers_keeps_it():
-    for arguments in ({"dataset": Numbers(8), "compat": "torch"}, {"dataset": Stream(3)}):
-        with pytest.raises(ValueError, match="whose content depends on it"):
-            DataLoader(num_workers="auto", **arguments)
+    with pytest.raises(ValueError, match="compat='torch', whose content depends on it"):
+        DataLoader(Numbers(8), num_workers="auto", compat="torch")
+
+
+def test_a_number_that_is_assigned_later_is_fixed():
+    for number in (0, 2):
+        loader = DataLoader(Numbers(20), 4, num_workers="auto")
+        loader.num_workers = number
+        iterator = iter(loader)
+        processes = loader_processes(iterator) if number else []
+        assert len(processes) == number
+        assert flat(indices(iterator)) == list(range(20))
 
 
 def test_the_papers_controller_can_be_had():

@@ -1,0 +1,223 @@
+"""A stream whose number of workers changes: its readers stay where they are, and all content stays."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterDataPipe
+
+from minato import AutoScale, DataLoader, Readers
+from tests.datasets import ORDERS
+from tests.selection import mostly_slow
+from tests.streams.streams import DatasetState, Draws, Split, numbers, plain
+
+SIZE, BATCH, EPOCHS = 240, 4, 2
+HERE = Readers(1, where="main")
+PATIENCE_S = 60.0
+"""For what never comes, however busy the machine."""
+
+
+def slowly(sample: Any) -> Any:
+    time.sleep(0.002)
+    return sample
+
+
+@functools.cache
+def torchs(readers: int, size: int | None, persistent: bool) -> list[Any]:
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"num_workers": readers, "persistent_workers": persistent}
+    loader = TorchLoader(Draws(SIZE), size, multiprocessing_context="fork", **options)
+    return [plain(batch) for _ in range(EPOCHS) for batch in loader]
+
+
+def watched(loader: Any, active: list[int]) -> Iterator[Any]:
+    """The batches of an epoch; notes how many workers are active."""
+    iterator = iter(loader)
+    for batch in iterator:
+        active.append(iterator._source._state.active.count)
+        yield batch
+
+
+SOME: list[tuple[str, str, Any, int | None, bool]] = [
+    ("fork", "strict", 3, BATCH, False),
+    ("fork", "strict", 1, BATCH, True),
+    ("thread", "arrival", 3, BATCH, False),
+    ("fork", "fast_first", 8, BATCH, True),
+    ("fork", "batch", 3, None, False),
+    ("thread", "strict", HERE, None, True),
+    ("fork", "arrival", HERE, BATCH, False),
+    ("forkserver", "strict", 3, BATCH, False),
+    ("spawn", "arrival", 3, BATCH, True),
+]
+ALL = itertools.product(("fork", "thread"), ORDERS, (1, 3, 8, HERE), (BATCH, None), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("method", "order", "readers", "size", "persistent"),
+    mostly_slow(
+        dict.fromkeys(
+            # Only batches can mix.
+            [*SOME, *(each for each in ALL if each[3] or each[1] in ("strict", "batch"))]
+        ),
+        quick=len(SOME) - 1,
+    ),
+)
+def test_content_stays_while_workers_come_and_go(
+    method: str, order: str, readers: Any, size: int | None, persistent: bool, forced: Any
+) -> None:
+    """Strict order is torch's with as many workers as readers; in threads nothing draws."""
+    forced(5, 1, 3, 6, 2)
+    kind = {"workers": method} if method == "thread" else {"multiprocessing_context": method}
+    draws = method != "thread" and readers is not HERE
+    torch.manual_seed(3)
+    loader = DataLoader(
+        *((Draws if draws else Split)(SIZE), size),
+        num_workers=AutoScale(start=2, max=6),
+        readers=readers,
+        order=order,
+        transforms=[slowly],
+        persistent_workers=persistent,
+        **kind,
+    )
+    active: list[int] = []
+    got = [batch for _ in range(EPOCHS) for batch in watched(loader, active)]
+    if draws and order == "strict":
+        assert [plain(batch) for batch in got] == torchs(readers, size, persistent)
+    assert sorted(numbers(got)) == sorted([*range(SIZE)] * EPOCHS)
+    assert len(set(active)) > (2 if method in ("fork", "thread") else 1)  # others start slowly
+    assert min(active) >= (1 if readers is HERE else min(readers, 2))  # those that host
+
+
+@pytest.mark.parametrize("workers", [{}, {"workers": "thread"}])
+@pytest.mark.parametrize(("readers", "start", "expected"), [(3, 2, 2), (2, 4, 2), (1, 1, 1)])
+def test_without_transforms_no_other_worker_has_work(
+    readers: int, start: int, expected: int, workers: Any, forced: Any
+) -> None:
+    forced(6, 1)
+    scale = AutoScale(start=start, min=start, max=6)
+    loader = DataLoader(Split(2000), BATCH, num_workers=scale, readers=readers, **workers)
+    active: list[int] = []
+    assert sorted(numbers(watched(loader, active))) == list(range(2000))
+    assert set(active) == {expected}
+    pool = iter(loader)._source._pool
+    assert len(pool.processes or pool.threads) == expected
+
+
+class Endless(Split):
+    """More than a test takes."""
+
+    def __init__(self) -> None:
+        super().__init__(1_000_000)
+
+
+def tenfold(number: int) -> int:
+    time.sleep(0.01)
+    return number * 10
+
+
+@pytest.mark.parametrize("readers", [1, 2, HERE])
+@pytest.mark.parametrize("workers", [{}, {"workers": "thread"}])
+def test_workers_become_more_while_the_loop_waits_for_transforms(
+    readers: Any, workers: Any
+) -> None:
+    scale = AutoScale(start=1, max=5)
+    options: dict[str, Any] = {"transforms": [tenfold], "readers": readers, **workers}
+    loader = DataLoader(Endless(), BATCH, num_workers=scale, **options)
+    deadline = time.monotonic() + PATIENCE_S
+    active: list[int] = []
+    for _ in watched(loader, active):
+        if active[-1] == 5:
+            return
+        assert time.monotonic() < deadline, loader._history.autoscale
+
+
+def test_workers_that_no_item_is_left_for_become_fewer() -> None:
+    scale = AutoScale(start=5, min=1)
+    options: dict[str, Any] = {"transforms": [slowly], "readers": 2}
+    loader = DataLoader(Endless(), BATCH, num_workers=scale, **options)
+    deadline = time.monotonic() + PATIENCE_S
+    active: list[int] = []
+    for _ in watched(loader, active):
+        time.sleep(0.02)
+        if active[-1] == 2:
+            break
+        assert time.monotonic() < deadline, loader._history.autoscale
+    assert min(active) == 2
+
+
+def under_fire(loader: Any, victim: int) -> Iterator[Any]:
+    """The batches of an epoch, in which a worker is killed twice."""
+    iterator = iter(loader)
+    for number, batch in enumerate(iterator):
+        yield batch
+        if number in (1, 12):
+            os.kill(iterator._source._pool.processes[victim].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
+@pytest.mark.parametrize("victim", [0, 1, 2, 4])
+def test_any_worker_may_die(victim: int, order: str, forced: Any) -> None:
+    """Two host, one comes and goes, one stands by."""
+    forced(2, 4)
+    loader = DataLoader(
+        *(DatasetState(SIZE), BATCH),
+        num_workers=AutoScale(start=2, max=5),
+        readers=3,
+        order=order,
+        transforms=[slowly],
+        multiprocessing_context="fork",
+    )
+    expected = list(DataLoader(DatasetState(SIZE), BATCH, readers=3))
+    with pytest.warns(RuntimeWarning, match="takes its place"):
+        got = list(under_fire(loader, victim))
+    if order == "strict":
+        assert numbers(got) == numbers(expected)
+    assert sorted(numbers(got)) == sorted(numbers(expected))
+
+
+@pytest.mark.parametrize("stream", [Draws, DatasetState])
+def test_a_run_goes_on_with_other_workers(stream: Any, forced: Any) -> None:
+    forced(5, 1, 3, 6, 2)
+    scales = [AutoScale(start=start, max=6) for start in (2, 4, 1)]
+
+    def loader(num_workers: Any) -> Any:
+        options: dict[str, Any] = {"readers": 3, "seed": 5, "transforms": [slowly]}
+        return DataLoader(stream(SIZE), BATCH, num_workers=num_workers, **options)
+
+    expected = [plain(batch) for batch in loader(0)]
+    got: list[Any] = []
+    state: Any = None
+    for scale, taken in zip([*scales, 0], [3, 11, 9, None], strict=True):
+        present = loader(scale)
+        if state is not None:
+            present.load_state_dict(state)
+        got += [plain(batch) for batch in itertools.islice(present, taken)]
+        state = present.state_dict()
+    assert got == expected
+
+
+@pytest.mark.parametrize("scale", ["auto", AutoScale(max=3)])
+@pytest.mark.parametrize("readers", [None, Readers(resume="read")])
+def test_content_may_not_depend_on_the_machine(scale: Any, readers: Any) -> None:
+    with pytest.raises(ValueError, match="needs readers= .* give readers=4, or readers=1 for"):
+        DataLoader(Split(SIZE), num_workers=scale, readers=readers)
+
+
+class Pipe(IterDataPipe[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def test_data_pipes_have_no_readers() -> None:
+    loader = DataLoader(Pipe(), num_workers="auto", readers=2)
+    with pytest.raises(ValueError, match="readers= is not for data pipes"):
+        iter(loader)
