@@ -35,7 +35,7 @@ LINKS = {
     "Options.seed": {"follow from it": "../how-to/randomness.md"},
     "Options.device": {"are returned": "../how-to/gpu.md"},
     "Options.readers": {"sequential readers": "../explanation/readers.md"},
-    "Readers.resume": {"goes on from a loaded state": "../how-to/resume-streams.md"},
+    "Readers.resume": {"continues from a loaded state": "../how-to/resume-streams.md"},
     "Options.fetch_concurrency": {"reads at once": "../how-to/remote-data.md"},
     "Options.cache": {"Stores each sample": "../how-to/caches.md"},
     "Options.compat": {

@@ -135,9 +135,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     are defined in ``minato/options.py``.
 
     Args:
-        num_workers: Also ``"auto"`` or an ``AutoScale``: the number of active workers follows the load, up while the
-            loop waits and more workers help, down while they idle. An iterable dataset needs ``readers`` then. Default:
-            ``0``.
+        num_workers: Also ``"auto"`` or an ``AutoScale``: the number of active workers follows the load. It rises while
+            the loop waits and more workers help, and falls while they idle. An iterable dataset needs
+            ``readers`` then. Default: ``0``.
         pin_memory: Also ``"in_place"``: pinned where the workers write it, without torch's copy. After
             you drop a batch, its memory is reused when the current stream has finished its queued work.
             Default: ``False``.
@@ -145,9 +145,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             before the loop asks for it. Its samples then see what the loop had prepared by then, not what it prepares
             between epochs. Default: ``False``.
         transforms: Callables applied one after the other to ``dataset[i]``, or an object with such a list in its
-            attribute ``transforms``. Torchvision's ``Compose`` counts as the list of its transforms (those of ``v2``
-            take a pair of image and label); any other callable, such as a subclass or the ``Compose`` of another
-            library, is one transform. Default: none.
+            attribute ``transforms``. Torchvision's ``Compose`` counts as the list of its transforms; those of
+            ``v2`` take a pair of image and label. Any other callable, such as the ``Compose`` of another library, is
+            one transform. Default: none.
         order: Which samples a batch holds and when it is returned. ``"strict"``: torch's batches in torch's order.
             ``"batch"``: torch's batches, each as soon as it is complete. ``"arrival"``: samples that are ready go into
             the oldest open batch. ``"fast_first"``: as ``arrival``, but slow samples wait for the newest open batch
@@ -155,21 +155,21 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             late. Default: follows from ``in_order``.
         seed: The permutation of each epoch and the random numbers of each sample follow from it, as functions of (seed,
             epoch, index). Default: torch's generator decides.
-        device: Where batches are returned: their tensors, and objects with torch's ``to``, are copied there while the
-            training runs, from the pinned memory that the workers write to. Default: host memory.
-        readers: How many sequential readers an iterable dataset has. Each is what one of torch's workers is to it, and
-            the workers, whatever their number, host them: strict order is torch's with as many workers as readers.
+        device: Where batches are returned. Their tensors, and objects with torch's ``to``, are copied there while the
+            training runs. The copy is from pinned memory, which the workers write to. Default: host memory.
+        readers: How many sequential readers an iterable dataset has. To the dataset each is one of torch's workers. The
+            workers, whatever their number, host them. Strict order is torch's with as many workers as readers.
             Default: ``num_workers``, at least 1, if that is a number.
         fetch_concurrency: How many samples each worker reads at once: ``dataset[i]`` in as many threads or, if the
             dataset has ``async def __aget__(self, i)``, as coroutines of one thread. The transforms run one after the
             other in the worker's main thread. Default: ``1``.
         cache: Stores each sample after the first of its transforms (by default after all); later epochs do not repeat
             these. Default: none.
-        compat: ``"torch"``: batch k is for worker k mod n, with torch's seeds and one random stream per worker, so that
-            all content is bit for bit torch's. None: samples go to any free worker, and the global generators are
-            seeded for each sample, so content does not depend on the number of workers. Default: none.
-        memory_budget: Bound of the prefetched batches in bytes. Default: a quarter of the memory available at the first
-            iteration, divided by the ranks of the node and the loaders in use.
+        compat: ``"torch"``: batch k is for worker k mod n, with torch's seeds and one random stream per worker. All
+            content is then bit for bit torch's. None: samples go to any free worker, and the global generators are
+            seeded for each sample. Content then does not depend on the number of workers. Default: none.
+        memory_budget: Bound of the prefetched batches in bytes. Default: a quarter of the available memory, divided
+            by the node's ranks and the loaders in use.
         workers: What a worker is: a process, a thread, or an actor in a Ray cluster. Default: ``"process"``.
         errors: What happens when a sample raises. An ``ErrorPolicy`` also holds retries, limits, a log, a timeout, and
             what happens when a worker dies. Default: ``"raise"``.
@@ -178,8 +178,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             worker. Each rank gets its part of the dataset, and as many batches as every other. Default: ``False``.
         observe: What is measured of a run, and where it goes: the report, a trace, metrics. Default: ``True``.
         recording: Writes down the order of the batches, or repeats it. Default: none.
-        snapshot_every_n_steps: A reader of an iterable dataset keeps its state after every n-th batch; ``'auto'``: as
-            often as that takes less than 1 % of its worker's time; 0 or ``None``: never. ``state_dict()`` stays exact:
+        snapshot_every_n_steps: A reader of an iterable dataset keeps its state after every n-th batch. ``'auto'``: as
+            often as that takes less than 1 % of its worker's time. 0 or ``None``: never. ``state_dict()`` stays exact:
             later items are read again on resume. Default: ``"auto"``.
 
     Raises:

@@ -578,7 +578,7 @@ class ErrorPolicy(_Group):
     Attributes:
         on_error: What happens to a sample that raises. ``"raise"``: its batch raises the error, as with torch.
             ``"skip"``: the sample is left out. ``"retry"``: it is tried again, and raises if that does not help. A
-            function is called in the worker with a ``SampleFailure``: the value it returns replaces the sample,
+            function is called in the worker with a ``SampleFailure``. The value it returns replaces the sample,
             ``minato.SKIP`` leaves it out, and an exception is raised. Default: ``"raise"``.
         retries: How often a sample is tried again, with the same random numbers, before ``on_error`` applies. Default:
             2 with ``"retry"``, else 0.
@@ -677,9 +677,9 @@ class SharedPool(_Group):
 
     Attributes:
         on_rank_death: What the other ranks do when the process of one ends. ``"raise"``: a RuntimeError.
-            ``"continue"``: they go on without its part of the dataset. ``"wait"``: they go on, and wait before the next
-            epoch until another process takes its place. Without local rank 0, which hosts the workers, none goes on.
-            Default: ``"raise"``.
+            ``"continue"``: they continue without its part of the dataset. ``"wait"``: they continue, and wait before
+            the next epoch until another process takes its place. Without local rank 0, which hosts the workers, none
+            continues. Default: ``"raise"``.
 
     Raises:
         ValueError: A value is not possible.
@@ -762,14 +762,15 @@ class Readers(_Group):
     """How an iterable dataset is read: ``readers=Readers(...)``.
 
     Attributes:
-        count: Number of readers. Each iterates over its own copy of the dataset and is what one of torch's workers is
-            to the dataset: ``get_worker_info()`` gives its number and ``count``. Default: ``num_workers``, at least 1;
-            with ``num_workers="auto"`` it must be given.
-        where: ``"worker"``: workers host the readers. ``"main"``: a thread of the training process reads, for what can
-            be neither forked nor pickled, such as a consumer of messages or a database cursor; the workers run the
-            transforms. There is one reader then, which reads the dataset itself. Default: ``"worker"``.
-        resume: How a reader goes on from a loaded state. ``"state"``: from the state of the dataset or its iterator, if
-            that has one. ``"read"``: it reads from the beginning of the epoch and drops what was delivered, which is
+        count: Number of readers. Each iterates over its own copy of the dataset, like one of torch's workers:
+            ``get_worker_info()`` gives its number and ``count``. Default: ``num_workers``, at least 1; with
+            ``num_workers="auto"`` it must be given.
+        where: ``"worker"``: workers host the readers. ``"main"``: a thread of the training process reads, and the
+            workers run the transforms. That is for what can be neither forked nor pickled, such as a consumer of
+            messages or a database cursor. There is one reader then, which reads the dataset itself. Default:
+            ``"worker"``.
+        resume: How a reader continues from a loaded state. ``"state"``: from the state of the dataset or its iterator,
+            if that has one. ``"read"``: it reads from the beginning of the epoch and drops what was delivered, which is
             exact even where the dataset's own state is not. Default: ``"state"``.
 
     Raises:
