@@ -588,7 +588,8 @@ class ErrorPolicy(_Group):
             traceback, outcome. Default: none.
         sample_timeout: Seconds that a sample may take before its worker process is ended and replaced. The sample then
             fails with ``minato.SampleTimeoutError``, whose text holds the worker's stack. The limit also holds for a
-            call of ``collate_fn`` and for ``worker_init_fn``, which raise after ``retries`` more tries. Default: none.
+            call of ``collate_fn`` and for ``worker_init_fn``, which raise after ``retries`` more tries, and for each
+            call of the iterator of an iterable dataset, whose reader is read again, twice at most. Default: none.
         on_worker_death: What happens when a worker process dies. ``"restart"``: another replaces it, its samples are
             loaded again, and a warning says so; three deaths on one sample raise. ``"raise"``: torch's RuntimeError at
             once, as always with ``compat="torch"`` and map-style datasets that have a state, whose workers hold state
@@ -1021,10 +1022,15 @@ def _check_errors(options: Options, is_stream: bool) -> None:
             f"sample_timeout={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
             "or more and workers='process'"
         )
-    if is_stream or options.compat == "torch":
+    if options.compat == "torch":
         raise ValueError(
-            f"sample_timeout={limit_s} ends and replaces workers: a reader of an iterable dataset would meet the same "
-            "item again, and with compat='torch' workers hold state that would be lost: use torch's timeout="
+            f"sample_timeout={limit_s} ends workers, and with compat='torch' they hold state that would be lost: use "
+            "torch's timeout="
+        )
+    if is_stream and errors.on_worker_death == "raise":
+        raise ValueError(
+            f"sample_timeout={limit_s} ends workers, whose readers are then read again, and on_worker_death='raise' "
+            "rules that out: leave one of the two out"
         )
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "OPEN",
     "PUBLISHED",
     "RAGGED",
+    "READING",
     "READY",
     "SAMPLE_BLOB",
     "SKIPPED",
@@ -45,9 +46,11 @@ KIND_MASK = 63
 RAGGED, FAILED, TEXTS = 1 << SAMPLE_BLOB, 1 << ERROR_BLOB, 1 << TEXT_BLOB
 ENDED, SKIPPED, STATES = 1 << END_BLOB, 1 << SKIP_BLOB, 1 << STATE_BLOB
 
-# Values of ``step`` if a worker's lease names no position: it collates batch -3 - step, or it starts.
+# Values of ``step`` if a worker's lease names no position: it collates batch -4 - step, or it starts. With a position:
+# a reader of an iterable dataset is asked for that item.
 STARTING = -2
-FIRST_COLLATED = -3
+READING = -3
+FIRST_COLLATED = -4
 
 
 class LeaseState(NamedTuple):
@@ -56,8 +59,8 @@ class LeaseState(NamedTuple):
     Attributes:
         position: Of the sample that it runs; None: it runs none.
         started_ns: When it began that, on ``now_ns``.
-        step: Index of the transform that runs; -1: the dataset itself. Without a position: STARTING, FIRST_COLLATED -
-            the batch that it collates, or -1.
+        step: Index of the transform that runs; -1: the dataset itself, or READING. Without a position: STARTING,
+            FIRST_COLLATED - the batch that it collates, or -1.
     """
 
     position: int | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any, cast
 
@@ -105,10 +105,6 @@ class Engine:
         self._current_work = CurrentWork(self.ledger, indices, worker.pipeline.transforms.names)
         recovery = self._recovery(context)
         self._pool = make_pool(plan, context, state, recovery)
-        workers: Sequence[Any] = self._pool.processes or self._pool.threads
-        self._running_samples = RunningSamples(
-            self._current_work, worker.pipeline.streams, context.stacks, workers
-        )
         self._pickles_plan = worker.in_processes and plan.context.get_start_method() != "fork"
         # A context of another package has a pickler of its own.
         if self._pickles_plan and type(plan.context).__module__ == "multiprocessing.context":
@@ -127,6 +123,13 @@ class Engine:
         pool: Pool = self._scaled_pool() or self._pool
         if worker.reads_in_thread:
             pool = self._main_reader = MainReader(pool, whole, state, worker.most_workers)
+        self._running_samples = RunningSamples(
+            self._current_work,
+            context.stacks,
+            self._pool.processes or self._pool.threads,
+            None if self._main_reader is None else self._main_reader.thread,
+            recommends=context.stacks is not None and plan.options.compat != "torch",
+        )
         self._dispatcher = self._dispatch(store, pool, tracer)
         self._failures = plan.failure_count()
         self._pending_error: Postponed | None = None
@@ -158,7 +161,6 @@ class Engine:
             plan.restarts,
             policy is not None and policy.on_error != "raise",
             self._window if plan.worker.in_processes else None,
-            self._state.board.is_being_read,
         )
         watchdog: SampleWatchdog | None = None
         if plan.worker.method == "process" and (limit_s or plan.spec.workers.timeout_s):

@@ -184,6 +184,7 @@ def _worker_plan(
         fetching=options.fetch_concurrency,
         stats=bool(options.observe.stats),
         tracks=tracks,
+        times_items=spec.workers.timeout_s > 0 or options.errors.sample_timeout is not None,
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from minato._compat import ExceptionWrapper
 from minato._core import SharedWords
 from minato._core.segment import Memory, anonymous_file
-from minato._support.items import Item, item_of, key_of
+from minato._support.items import item_of, key_of
 from minato.sampling.samplers import Source
 
 __all__ = ["EpochReaders", "ReaderBoard", "ReaderState", "StateSlots"]
@@ -108,10 +108,6 @@ class ReaderBoard:
         """The ordinal at which a reader has ended; None: it has not."""
         found = self._load(_WORDS * reader + 1, self.slot)
         return None if found is None else found >> 1
-
-    def is_being_read(self, name: object) -> bool:
-        """Whether this is the name of an item that its reader has not given yet."""
-        return isinstance(name, Item) and self.read(name.reader) <= name.ordinal
 
     def has_died(self, reader: int) -> bool:
         """Whether a reader has ended because its generator had raised."""

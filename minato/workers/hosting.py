@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
+from minato._core.codes import READING
 from minato._support.items import item_of
 from minato.batching.serialization import Store
 from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
 from minato.workers.fetch import Fetcher
 from minato.workers.plan import WorkerPlan
-from minato.workers.reading import Host
+from minato.workers.reading import Host, Taken
 from minato.workers.runner import Ran, Runner
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import ALL_SAMPLES, RUN_NS, Worker
@@ -139,6 +140,7 @@ class HostWorker(Worker):
             runner.cost_estimate.draws = False  # nothing runs that could
         self._drops_short = plan.pipeline.drop_last and plan.pipeline.batched
         self._offers = self._lays_aside = plan.offers_items
+        self._times_items = plan.times_items
         self.whole_batches = plan.order.keeps_places
         self._offered = OfferedItems(ledger, store)
         self._stock: deque[tuple[int, int]] = deque()  # positions and sizes of offered items
@@ -206,11 +208,11 @@ class HostWorker(Worker):
             return False
         started = now_ns()
         batch, record, k, _ = self._unread[0]
-        run = [
-            each
-            for each in itertools.islice(self._unread, _CHUNK)
-            if (each.batch, each.record.first) == (batch, record.first)
-        ]
+        run: list[_Unread] = []
+        for each in itertools.islice(self._unread, _CHUNK):
+            if (each.batch, each.record.first, each.k) != (batch, record.first, k + len(run)):
+                break
+            run.append(each)
         self.runner.enter(record.seed)
         items, error = self._read(record, record.first + k, [each.key for each in run])
         for each, item in zip(run, items, strict=False):
@@ -344,11 +346,20 @@ class HostWorker(Worker):
         self, record: BatchRecord, position: int, keys: Keys
     ) -> tuple[list[Any], BaseException | None]:
         """The items that a reader gives for some keys, and what the next one raised."""
-        host, slot, epoch = self._host, record.epoch_slot, record.epoch
+        host, slot, epoch, lease = self._host, record.epoch_slot, record.epoch, self.ledger.lease
+
+        def begin(i: int) -> None:
+            lease.begin(position + i, now_ns(), READING)
+
+        def take(keys: Keys) -> Taken:
+            lease.step = READING
+            try:
+                return host.take(keys, slot, epoch, begin if self._times_items else None)
+            finally:
+                lease.step = -1
+
         with host.turn(keys[0], slot, epoch):
-            taken, error = self.runner.read(
-                position, epoch, keys, lambda keys: host.take(keys, slot, epoch)
-            )
+            taken, error = self.runner.read(position, epoch, keys, take)
         return taken or ([], error)
 
     def _run_unbound_items(self, record: BatchRecord, position: int, keys: Keys) -> None:

@@ -35,7 +35,8 @@ class MainReader:
         number: Of the thread in the ledger, after those of the workers.
 
     Attributes:
-        end: Ends the thread once the workers have ended; does not refer to the engine.
+        thread: The thread.
+        end: Ends it once the workers have ended; does not refer to the engine.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class MainReader:
         self._pool = pool
         self._failures: list[BaseException] = []
         run = functools.partial(_run, context, state, number, self._failures)
-        self._thread = threading.Thread(target=run, name="minato-reader", daemon=True)
-        self.end: Callable[[], object] = functools.partial(_join, weakref.ref(self._thread))
+        self.thread = threading.Thread(target=run, name="minato-reader", daemon=True)
+        self.end: Callable[[], object] = functools.partial(_join, weakref.ref(self.thread))
 
     def start(self) -> None:
         """Start the thread, after the processes: a fork would copy what it holds at that moment."""
-        start_thread(self._thread)
+        start_thread(self.thread)
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready events exceed ``seen``."""

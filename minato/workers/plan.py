@@ -105,6 +105,7 @@ class WorkerPlan(NamedTuple):
         dataset_states: The states of the workers' copies of a map-style dataset that has a state.
         readers: The readers of an iterable dataset.
         stats: Times are measured for a report, and the slowest samples are kept.
+        times_items: There is a time limit: a lease names each item that a reader is asked for, not the first of some.
     """
 
     pipeline: Pipeline
@@ -121,6 +122,7 @@ class WorkerPlan(NamedTuple):
     fetching: FetchOptions
     stats: bool
     tracks: WorkerTracks | None
+    times_items: bool = False
 
     def tracer(self, number: int) -> Tracer:
         """The tracer of worker ``number``."""

@@ -14,7 +14,7 @@ import pickle
 import random
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import GeneratorType
 from typing import Any, NamedTuple
@@ -104,6 +104,7 @@ class Reader:
         digest: Checksum of what it has given so far: of one item of a few, as that takes time.
         first: Checksum of its first items, if they differ from each other; None: not known yet, or they do not.
         expected: What an earlier reader in its place has given: up to which ordinal, and the checksum of that.
+        on_next: Called before each call of the iterator, with the number of items that ``take`` has; None: it is not.
     """
 
     watches = True
@@ -111,6 +112,7 @@ class Reader:
     digest = 0
     first: int | None = None
     expected: tuple[int, int] | None = None
+    on_next: Callable[[int], None] | None = None
 
     def __init__(self, number: int, dataset: Any, batch: int = 1) -> None:
         self.number = number
@@ -199,7 +201,8 @@ class Reader:
             try:
                 # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
                 # restarts a dataset that is its own iterator.
-                taken.extend(map(next, itertools.repeat(self._items, run)))
+                ask = next if self.on_next is None else self._next
+                taken.extend(map(ask, itertools.repeat(self._items, run)))
             except catches:
                 self._saw(wanted, taken[done:])
                 self._failed(wanted + len(taken) - done)
@@ -210,6 +213,12 @@ class Reader:
             if len(taken) < done + run:
                 self._ended(self.at)
         return taken
+
+    def _next(self, items: Iterator[object]) -> object:
+        """What ``next()`` returns, after ``on_next`` was called."""
+        if self.on_next is not None:
+            self.on_next(len(self.taken))
+        return next(items)
 
     def _saw(self, ordinal: int, items: list[object]) -> None:
         """Take items into the checksums, the first of which has this ordinal."""
@@ -234,7 +243,7 @@ class Reader:
             raise WorkerDiedError(
                 f"reader {self.number} was made again, because its worker died, and gives other items than before: "
                 "have the dataset depend on get_worker_info() and its seed alone, give it a state_dict(), or use "
-                "errors=ErrorPolicy(on_worker_death='raise')"
+                "errors=ErrorPolicy(on_worker_death='raise') without sample_timeout"
             )
         return _UNBOUNDED
 
@@ -243,6 +252,8 @@ class Reader:
         skip = getattr(self._items, "skip", None)
         if callable(skip):  # what it passes over has no checksum
             self.expected, self.watches = None, False
+            if self.on_next is not None:
+                self.on_next(len(self.taken))
             try:
                 returned = skip(ordinal - self.at)
             except (
@@ -276,7 +287,7 @@ class Reader:
         if self.expected is not None:
             self._checked(self.expected)
         try:
-            item = next(self._items)
+            item = self._next(self._items)
         except StopIteration:
             self._ended(self.at)
         except catches:
@@ -603,15 +614,23 @@ class Host:
         """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
         self._begin(self._readers[number], slot, epoch)
 
-    def take(self, keys: Sequence[int], slot: int, epoch: int) -> Taken:
+    def take(
+        self,
+        keys: Sequence[int],
+        slot: int,
+        epoch: int,
+        on_next: Callable[[int], None] | None = None,
+    ) -> Taken:
         """The items with ascending keys of one reader, whose ``turn`` it is.
 
         Args:
             slot: Of the epoch in the ledger.
             epoch: Its number.
+            on_next: Called before each call of the iterator, with the number of items that are there.
         """
         number, first = item_of(keys[0])
         reader, count = self._readers[number], len(keys)
+        reader.on_next = on_next
         if keys[-1] - keys[0] == count - 1:
             ordinals: Sequence[int] = range(first, first + count)
         else:

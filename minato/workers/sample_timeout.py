@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from minato._core import ConsumerLedger, now_ns
-from minato._core.codes import STARTING, LeaseState
+from minato._core.codes import READING, STARTING, LeaseState
 from minato._support.files import anonymous_log
-from minato._support.text import text_of
+from minato._support.items import name_of
 from minato.errors import SampleTimeoutError
 from minato.workers.shared_state import CurrentWork
 
@@ -111,7 +111,7 @@ class SampleWatchdog:
         self._requested = None
 
     def end(self, processes: Sequence[BaseProcess]) -> None:
-        """End the workers whose sample, ``collate_fn`` or ``worker_init_fn`` has exceeded the limit."""
+        """End the workers whose sample, reader, ``collate_fn`` or ``worker_init_fn`` has exceeded the limit."""
         if self._requested is not None and not self._finish(*self._requested):
             return
         self._requested = None
@@ -136,7 +136,7 @@ class SampleWatchdog:
         stack = self.stacks.answer()
         if stack is None:
             return False
-        what = "a sample"
+        what = "The iterator" if lease.step == READING else "a sample"
         if lease.position is None:
             what = "worker_init_fn" if lease.step == STARTING else "collate_fn"
         self._ended[number] = (
@@ -162,15 +162,17 @@ class RunningSamples:
     """Names the samples that the workers run, when torch's ``timeout`` is over.
 
     Attributes:
-        streams: Whether they read an iterable dataset, whose samples have no indices.
         stacks: The file that worker processes write their stacks to; None: they have none.
         workers: The processes, or the threads, by their numbers.
+        reading: The thread that reads for them, whose number is after theirs; None: there is none.
+        recommends: Whether ``sample_timeout`` is possible.
     """
 
     work: CurrentWork
-    streams: bool
     stacks: StackFile | None
     workers: Sequence[BaseProcess | threading.Thread]
+    reading: threading.Thread | None
+    recommends: bool
 
     def __call__(self) -> str:
         """Return a line for each busy worker, at most four, and the remedy; never an error."""
@@ -180,10 +182,12 @@ class RunningSamples:
                 told = self._told(number)
                 if told and len(lines) < _MOST_TOLD:
                     lines.append(f"  worker {number} {told}{self._place(worker)}")
+            if lines and self.recommends:
+                lines.append("  ErrorPolicy(sample_timeout=...) ends such a worker and goes on.")
+            if self.reading is not None and (told := self._told(len(self.workers))):
+                lines.append(f"  the thread of the dataset {told}{self._place(self.reading)}")
         if not lines:
             return "  No worker runs a sample: they start, or wait for the batches that you hold."
-        if self.stacks is not None and not self.streams:
-            lines.append("  ErrorPolicy(sample_timeout=...) ends such a worker and goes on.")
         return "\n".join(lines)
 
     def _told(self, number: int) -> str:
@@ -197,10 +201,8 @@ class RunningSamples:
         sample = self.work.sample(number)
         if sample is None:
             return ""
-        if self.streams:
-            return f"reads the iterable dataset{since}"
         of = "" if sample.transform is None else f", in transform {sample.transform},"
-        return f"runs the sample with index {text_of(sample.index)}{of}{since}"
+        return f"{'reads' if sample.is_read else 'runs'} {name_of(sample.index)}{of}{since}"
 
     def _place(self, worker: BaseProcess | threading.Thread) -> str:
         """Two lines of the program's code that a worker runs: that of the sample, and the innermost."""

@@ -18,7 +18,7 @@ from minato._core import (
     SharedWords,
     WorkerLedger,
 )
-from minato._core.codes import FIRST_COLLATED
+from minato._core.codes import FIRST_COLLATED, READING
 from minato._core.segment import Memory, Segment
 from minato._fork_safety import renew_in_children, starts_worker
 from minato.batching.sample_spec import Handover
@@ -288,6 +288,7 @@ class CurrentSample(NamedTuple):
         transform: Name of the transform that runs; None: the dataset itself.
         started_ns: When the worker began or resumed it, on ``now_ns``.
         occurrence: How often its index came before in the epoch.
+        is_read: Whether it is an item that a reader is asked for.
     """
 
     position: int
@@ -297,6 +298,7 @@ class CurrentSample(NamedTuple):
     transform: str | None
     started_ns: int
     occurrence: int = 0
+    is_read: bool = False
 
 
 class Collation(NamedTuple):
@@ -332,9 +334,8 @@ class CurrentWork:
         index = self.indices.name(next(iter(self.indices.read(batch, k, 1))))
         name = names[step] if 0 <= step < len(names) else None
         (occurrence,) = ledger.occurrences(position, 1) or (0,)
-        return CurrentSample(
-            position, index, record.epoch, record.seed, name, started_ns, occurrence
-        )
+        of_sample = position, index, record.epoch, record.seed, name, started_ns, occurrence
+        return CurrentSample(*of_sample, is_read=step == READING)
 
     def collation(self, number: int) -> Collation | None:
         """The batch that worker ``number`` collates; None: none."""

@@ -323,6 +323,9 @@ class WorkerRecovery:
         starts = self.ledger.lease(number).step == STARTING
         error: Exception | None = None if self.watchdog is None else self.watchdog.cause(number)
         attempts, warning = 0, None
+        if error is not None and sample and sample.is_read:
+            # The item does not exist without this call: its reader is read again, as after any death.
+            exit_code, error = WorkerLoss("was ended", False, False, f" {error}"), None
         if error is not None:
             if sample or collation or starts:
                 where = -1 - collation.first if collation else sample and sample.position
@@ -375,17 +378,19 @@ class WorkerRecovery:
 
 
 class WorkerLoss(NamedTuple):
-    """In place of an exit code: a remote worker no longer answers.
+    """In place of an exit code: a remote worker no longer answers, or a worker was ended because a reader stalled.
 
     Attributes:
         words: Completes a message that starts with "DataLoader worker".
         infrastructure_fault: Whether the dataset and the start cannot be the cause.
         unable: Whether an exception prevented its start.
+        details: Follows the message.
     """
 
     words: str
     infrastructure_fault: bool
     unable: bool
+    details: str = ""
 
 
 class RestartPolicy:
@@ -395,7 +400,6 @@ class RestartPolicy:
         restarts: Whether workers are replaced at all; if not, every death raises torch's error.
         settles: Whether the run continues without a sample on which workers die.
         window: Limits the batches in flight; it shrinks where memory ran out. None: it stays.
-        is_being_read: Whether no reader has given an item yet, which cannot be left out if it ends every process.
     """
 
     def __init__(
@@ -403,12 +407,10 @@ class RestartPolicy:
         restarts: bool,
         settles: bool = False,
         window: PrefetchWindow | None = None,
-        is_being_read: Callable[[object], bool] = lambda index: False,
     ) -> None:
         self._restarts = restarts
         self._settles = settles
         self._window = window
-        self._is_being_read = is_being_read
         self._kills = 0 if window is None else memory_kills()
         # By the sample's position, because indices may be unhashable; between samples by the progress of all workers.
         self._deaths: Counter[tuple[int | None, object]] = Counter()
@@ -455,11 +457,13 @@ class RestartPolicy:
         what = f"DataLoader worker (pid {pid}) {_describe(exit_code)} {_moment(sample, collation, unable)}."
         if self._window is not None:
             what += self._shrink_if_killed(self._window)
+        details = lost.details if lost else ""
         if self._restarts and not unable and times < fatal:
-            return f"{what} Another worker takes its place, and nothing is lost.", None
+            return f"{what} Another worker takes its place, and nothing is lost.{details}", None
         if self._restarts and not unable:
-            what += f" {times} workers died there: it is the likely cause."
-            if sample and self._settles and not self._is_being_read(sample.index):
+            what += f" {times} workers died there: it is the likely cause.{details}"
+            # An item that its reader has not given cannot be left out: no reader gets past it.
+            if sample and self._settles and not sample.is_read:
                 return None, WorkerDiedError(what)
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"

@@ -20,7 +20,7 @@ import torch
 import torch.utils.data
 
 import minato
-from minato import DataLoader, ErrorPolicy
+from minato import DataLoader, ErrorPolicy, Readers
 from tests.datasets import ORDERS, Failing, Held, Journal, Numbers, Samples, flat, indices, outcomes
 from tests.selection import WORKERS, each, mostly_slow
 
@@ -245,8 +245,11 @@ class Waits(Numbers):
 
 
 class Waiting(torch.utils.data.IterableDataset[int]):
+    def __init__(self, seconds: float = 1.5) -> None:
+        self.seconds = seconds
+
     def __iter__(self) -> Iterator[int]:
-        threading.Event().wait(1.5)
+        threading.Event().wait(self.seconds)
         yield 1
 
 
@@ -275,7 +278,19 @@ TIMED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         {"dataset": Numbers(4), "collate_fn": waiting},
         "collates the batch of indices 0, 1 for .* s: .* in waiting, at",
     ),
-    "stream": ({"dataset": Waiting()}, "reads the iterable dataset for .* s: .* in __iter__, at"),
+    "stream": (
+        {"dataset": Waiting()},
+        "worker 0 reads item 0 of reader 0 for .* s: .*, line .* in __iter__, at",
+    ),
+    "stream-transform": (
+        {"dataset": Waiting(0), "transforms": [waiting]},
+        "worker 0 runs item 0 of reader 0.* for .* s: .* in waiting, at",
+    ),
+    "stream-main": (
+        {"dataset": Waiting(), "readers": Readers(1, where="main")},
+        "the thread of the dataset reads item 0 of reader 0 for .* s: .* in __iter__, at",
+    ),
+    "torch": ({"compat": "torch"}, "runs the sample with index 0 for .* s: .* in __getitem__, at"),
     "start": (
         {"worker_init_fn": wait_for_none},
         "runs worker_init_fn for .* s: .* in wait_for_none",
@@ -293,7 +308,7 @@ def test_a_timeout_says_what_runs_and_where(name: str) -> None:
         next(iter(loader))
     (note,) = caught.value.__notes__
     assert re.search(told, note)
-    assert ("sample_timeout" in note) == (name not in ("thread", "stream"))
+    assert ("sample_timeout" in note) == (name not in ("thread", "stream-main", "torch"))
     assert "threading.py, line" in note
     assert len(note.splitlines()) <= 5
 

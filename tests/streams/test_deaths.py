@@ -16,6 +16,7 @@ import pytest
 from torch.utils.data import get_worker_info
 
 from minato import DataLoader, ErrorPolicy
+from minato._support.counters import shared_integers
 from tests.datasets import ORDERS, add_draws
 from tests.streams.streams import (
     RAISES,
@@ -176,6 +177,32 @@ def test_an_item_whose_transform_ends_every_worker_is_skipped(order: str) -> Non
         warnings.simplefilter("always")
         assert sorted(numbers(loader)) == sorted({*range(60)} - {37})
     assert any("1 samples of this epoch were skipped" in str(one.message) for one in told)
+
+
+class DeadlyAgain(Split):
+    """One item ends every process that reads it after another has."""
+
+    read = shared_integers(1, 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers():
+            if number == 38:
+                self.read[0, 0] += 1
+                if self.read[0, 0] > 1:
+                    os._exit(3)
+            yield number
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its place")
+def test_what_a_reader_no_longer_gives_is_not_skipped() -> None:
+    """A transform ends its process, and then the reader does not get past an item that it gave before."""
+    errors = ErrorPolicy(on_error="skip")
+    loader = DataLoader(
+        DeadlyAgain(60), BATCH, num_workers=1, readers=1, transforms=[deadly], errors=errors
+    )
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+        list(loader)
+    assert "item 36 of reader 0. 3 workers died there" in str(caught.value.__cause__)
 
 
 def test_deaths_may_be_errors() -> None:

@@ -1,0 +1,263 @@
+"""``sample_timeout`` with iterable datasets: a stuck transform costs its item, a stuck iterator is read again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minato import DataLoader, ErrorPolicy, Readers, SampleTimeoutError
+from minato._support.counters import shared_integers
+from tests.datasets import ORDERS, TOO_MANY_WORKERS
+from tests.streams.streams import (
+    DatasetState,
+    Draws,
+    IteratorState,
+    Seekable,
+    Split,
+    items,
+    numbers,
+)
+
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+
+SIZE, BATCH, STUCK = 60, 4, (7, 37)
+LIMIT_S, FOREVER_S = 1.0, 100.0
+COUNTS = shared_integers(SIZE, 2)
+"""How often the transform of an item has begun, or ``next()`` has stalled there; how often in another process than
+that of its reader."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    COUNTS[:] = 0
+
+
+@dataclass
+class Read:
+    """An item, and the process that has read it."""
+
+    number: int
+    pid: int
+
+
+class Pids(Split):
+    def __iter__(self) -> Iterator[Read]:
+        for number in self.numbers():
+            yield Read(number, os.getpid())
+
+
+def stuck(item: Read) -> int:
+    COUNTS[item.number, 0] += 1
+    COUNTS[item.number, 1] += item.pid != os.getpid()
+    time.sleep(FOREVER_S if item.number in STUCK else 0.005)
+    return item.number
+
+
+def make(dataset: Any, errors: Any = None, **options: Any) -> Any:
+    policy = {"on_error": "skip", "sample_timeout": LIMIT_S, **(errors or {})}
+    return DataLoader(dataset, BATCH, errors=ErrorPolicy(**policy), **options)
+
+
+# ---- transforms
+
+
+WAYS = [
+    *[("strict", 1, 3), ("strict", 3, 2), ("batch", 1, 1), ("batch", 3, 3)],
+    *[("arrival", 1, 2), ("arrival", 2, 3), ("fast_first", 4, 2), ("fast_first", 1, 3)],
+]
+
+
+@pytest.mark.parametrize(("order", "readers", "workers"), WAYS)
+def test_a_stuck_transform_costs_its_item(
+    order: str, readers: int, workers: int, tmp_path: Path
+) -> None:
+    log, ways = tmp_path / "log", {"order": order, "readers": readers, "num_workers": workers}
+    loader = make(Pids(SIZE), {"log": log}, transforms=[stuck], **ways)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        found = numbers(loader)
+    assert [str(one.message)[:38] for one in told] == ["2 samples of this epoch were skipped a"]
+    expected = [each for each in range(SIZE) if each not in STUCK]
+    assert (found if order in ("strict", "batch") and readers == 1 else sorted(found)) == expected
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {record["exception"] for record in records} == {"minato.errors.SampleTimeoutError"}
+    assert all("in stuck" in record["message"] for record in records)
+    if readers == 1:
+        assert sorted(record["index"] for record in records) == [[0, each] for each in STUCK]
+    assert COUNTS[list(STUCK), 0].tolist() == [1, 1]
+
+
+def stuck_late(item: Any) -> Any:
+    number = int(item[0]) if isinstance(item, list) else item
+    time.sleep(FOREVER_S if number == 37 else 0)
+    return item
+
+
+@pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
+@pytest.mark.parametrize(
+    ("stream", "order"),
+    [(Draws, "strict"), (DatasetState, "batch"), (IteratorState, "arrival"), (Seekable, "strict")],
+)
+def test_the_other_items_are_those_without_a_timeout(stream: Any, order: str) -> None:
+    """Readers go on from a state, skip, or are read again, with the same random numbers."""
+    expected = items(DataLoader(stream(SIZE), BATCH, readers=3, seed=2))
+    loader = make(
+        stream(SIZE), readers=3, num_workers=2, seed=2, order=order, transforms=[stuck_late]
+    )
+    assert sorted(items(loader)) == sorted(each for each in expected if each[0] != 37)
+
+
+def stuck_elsewhere(item: Read) -> int:
+    """Stuck in the first item that another process has read."""
+    if item.pid != os.getpid() and not COUNTS[:, 1].any():
+        COUNTS[item.number, 1] = 1
+        time.sleep(FOREVER_S)
+    COUNTS[item.number, 0] += 1
+    time.sleep(0.005)
+    return item.number
+
+
+@pytest.mark.parametrize(
+    ("order", "where"), [*((order, "worker") for order in ORDERS), ("arrival", "main")]
+)
+def test_an_item_that_was_offered_to_another_worker_is_stuck_there(order: str, where: str) -> None:
+    loader = make(
+        Pids(SIZE),
+        {"on_error": "raise"},
+        order=order,
+        num_workers=2,
+        transforms=[stuck_elsewhere],
+        readers=Readers(1, where=where),
+    )
+    iterator, found = iter(loader), list[int]()
+    with pytest.raises(SampleTimeoutError, match=r"item \d+ of reader 0") as caught:
+        for batch in iterator:
+            found += batch.tolist()
+    assert "in stuck_elsewhere" in str(caught.value)
+    for batch in iterator:
+        found += batch.tolist()
+    missing = {*range(SIZE)} - {*found}
+    assert len(found) == SIZE - len(missing)
+    assert COUNTS[:, 1].nonzero().flatten().tolist()[0] in missing
+    assert len(missing) <= BATCH
+    assert COUNTS[COUNTS[:, 1] == 1, 0].tolist() == [0]
+
+
+def again(number: int) -> int:
+    COUNTS[number, 0] += 1
+    time.sleep(FOREVER_S if number in STUCK and COUNTS[number, 0] < 3 else 0)
+    return number
+
+
+@pytest.mark.filterwarnings("ignore:0 samples of this epoch were skipped and 2 substituted")
+@pytest.mark.parametrize("retries", [1, 2])
+def test_a_stuck_transform_is_tried_again_as_often_as_the_policy_says(retries: int) -> None:
+    errors = {"on_error": lambda failure: -failure.index.ordinal, "retries": retries}
+    found = numbers(make(Split(SIZE), errors, num_workers=2, readers=1, transforms=[again]))
+    replaced = {number: -number for number in STUCK if retries < 2}
+    assert found == [replaced.get(number, number) for number in range(SIZE)]
+    assert COUNTS[list(STUCK), 0].tolist() == [1 + retries] * 2
+
+
+# ---- readers
+
+
+class Stalls(Split):
+    """Stalls before the last item of reader 0, or in ``iter()``, so many times.
+
+    Args:
+        at: The item; -1: ``iter()``.
+    """
+
+    def __init__(self, times: int, at: int = 13) -> None:
+        super().__init__(SIZE)
+        self.times, self.at = times, at
+
+    def stall(self, number: int) -> None:
+        if number == self.at and COUNTS[number, 0] < self.times:
+            COUNTS[number, 0] += 1
+            time.sleep(FOREVER_S)
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = self.numbers()
+        if 13 in numbers:
+            self.stall(-1)
+        return self.items(numbers)
+
+    def items(self, numbers: range) -> Iterator[int]:
+        for number in numbers:
+            self.stall(number)
+            yield number
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("at", [13, -1])
+def test_a_reader_that_stalls_is_read_again(order: str, at: int) -> None:
+    """Two times are borne, and nothing is lost."""
+    ways = {"order": order, "num_workers": 3, "readers": 2}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        found = numbers(make(Stalls(2, at), **ways))
+    assert sorted(found) == [*range(SIZE)]
+    assert len(told) == 2
+    item = "item 13 of reader 0" if at == 13 else "item 0 of reader 0"
+    pattern = (
+        f"was ended while it ran {item}. Another worker takes its place, and nothing is lost. The iterator took more "
+        r"than sample_timeout=1, and .*Its stack:.*in stall"
+    )
+    assert all(re.search(pattern, str(one.message), re.DOTALL) for one in told)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its place")
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_reader_that_always_stalls_is_an_error_with_its_stack(on_error: str) -> None:
+    loader = make(Stalls(99), {"on_error": on_error}, num_workers=2, readers=2)
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+        list(loader)
+    text = str(caught.value.__cause__)
+    assert "while it ran item 13 of reader 0. 3 workers died there" in text
+    assert "in stall" in text
+    assert COUNTS[13, 0] == 3
+
+
+class Slow(Split):
+    """Each item takes a fraction of the limit, all of a batch more than that."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in self.numbers():
+            time.sleep(LIMIT_S / 10)
+            yield number
+
+
+@pytest.mark.parametrize(("order", "workers"), [("strict", 1), ("arrival", 2)])
+def test_the_limit_is_that_of_one_item(order: str, workers: int) -> None:
+    """Not that of a batch, nor of what a reader that is made again passes over."""
+    errors = ErrorPolicy("skip", sample_timeout=LIMIT_S)
+    loader = DataLoader(
+        Slow(40),
+        20,
+        num_workers=workers,
+        readers=1,
+        order=order,
+        errors=errors,
+        transforms=[stuck_late],
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RuntimeWarning)
+        found = numbers(loader)
+    assert sorted(found) == [number for number in range(40) if number != 37]
+    assert [str(one.message)[:38] for one in told] == ["1 samples of this epoch were skipped a"]
+
+
+def test_it_is_refused_where_readers_must_not_be_read_again() -> None:
+    with pytest.raises(ValueError, match="sample_timeout=1.0 .*on_worker_death='raise' rules that"):
+        make(Split(SIZE), {"on_worker_death": "raise"}, num_workers=1)
