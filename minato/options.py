@@ -770,9 +770,9 @@ class Readers(_Group):
             workers run the transforms. That is for what can be neither forked nor pickled, such as a consumer of
             messages or a database cursor. There is one reader then, which reads the dataset itself. Default:
             ``"worker"``.
-        resume: How a reader continues from a loaded state. ``"state"``: from the state of the dataset or its iterator,
-            if that has one. ``"read"``: it reads from the beginning of the epoch and drops what was delivered, which is
-            exact even where the dataset's own state is not. Default: ``"state"``.
+        resume: How a reader continues from a loaded state, or after its worker has died. ``"state"``: from the state of
+            the dataset or its iterator, if that has one. ``"read"``: it reads from the beginning of the epoch and drops
+            what was delivered, which is exact even where the dataset's own state is not. Default: ``"state"``.
 
     Raises:
         ValueError, TypeError: A value is not possible.

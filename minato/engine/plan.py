@@ -218,6 +218,7 @@ def _readers(spec: LoaderSpec, epoch: Epoch, in_main_process: bool, order: Order
         every=every,
         starts=ReaderStarts(epoch.number, epoch.readers.starts()),
         slots=slots,
+        rereads=spec.sampling.rereads,
     )
 
 

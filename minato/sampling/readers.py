@@ -104,9 +104,13 @@ class ReaderBoard:
         """How many ordinals of a reader are used up."""
         return self._load(_WORDS * reader, self.slot) or 0
 
-    def end(self, reader: int) -> int | None:
-        """The ordinal at which a reader has ended; None: it has not."""
-        found = self._load(_WORDS * reader + 1, self.slot)
+    def end(self, reader: int, slot: int | None = None) -> int | None:
+        """The ordinal at which a reader has ended; None: it has not.
+
+        Args:
+            slot: Of an epoch; None: ``slot``.
+        """
+        found = self._load(_WORDS * reader + 1, self.slot if slot is None else slot)
         return None if found is None else found >> 1
 
     def has_died(self, reader: int) -> bool:
@@ -217,23 +221,29 @@ class StateSlots:
         known = slot + 1, ordinal, len(state)
         os.pwrite(self._descriptor, _HEADER.pack(*known, _sum(known)), region * _HEADER.size)
 
+    def written(self, reader: int, slot: int) -> list[int | None]:
+        """The ordinals of the states of a reader in an epoch; None: there is none of this number."""
+        found = (self._header(reader, i, slot) for i in range(self.depth))
+        return [None if each is None else each[0] for each in found]
+
+    def _header(self, reader: int, i: int, slot: int) -> tuple[int, int] | None:
+        """Ordinal and size in bytes of a state; None: there is none."""
+        place = (reader * self.depth + i) * _HEADER.size
+        header = os.pread(self._descriptor, _HEADER.size, place)
+        if len(header) < _HEADER.size:
+            return None
+        *known, checked = _HEADER.unpack(header)
+        return None if known[0] != slot + 1 or checked != _sum(known) else (known[1], known[2])
+
     def newest(self, reader: int, slot: int, ordinal: int) -> Any:
         """The newest state of a reader in an epoch that is not after an ordinal; None: there is none."""
-        found: tuple[int, int, int] | None = None
-        for i in range(self.depth):
-            region = reader * self.depth + i
-            header = os.pread(self._descriptor, _HEADER.size, region * _HEADER.size)
-            if len(header) < _HEADER.size:
-                continue
-            *known, checked = _HEADER.unpack(header)
-            if known[0] != slot + 1 or checked != _sum(known) or known[1] > ordinal:
-                continue
-            if found is None or known[1] >= found[0]:
-                found = known[1], known[2], region
-        if found is None:
+        found = ((self._header(reader, i, slot), i) for i in range(self.depth))
+        usable = [(*each, i) for each, i in found if each is not None and each[0] <= ordinal]
+        if not usable:
             return None
-        _, nbytes, region = found
-        return pickle.loads(os.pread(self._descriptor, nbytes, _HEADERS + region * _REGION))
+        _, nbytes, i = max(usable)
+        place = _HEADERS + (reader * self.depth + i) * _REGION
+        return pickle.loads(os.pread(self._descriptor, nbytes, place))
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

@@ -59,7 +59,7 @@ def _as_it_is(batch: object) -> Any:
 
 @dataclass
 class ReaderStarts:
-    """Where readers begin; the training process changes it before it starts a worker again.
+    """Where readers begin; each epoch changes it for the workers that start later.
 
     Attributes:
         epoch: Number of the epoch that goes on there; others begin with the datasets of these states.
@@ -82,6 +82,7 @@ class ReaderPlan(NamedTuple):
         batch: Number of items in the batches of one reader; 1: single items.
         every: Number of batches after which a reader sends its state; None: never; ``auto``: as often as that is cheap.
         slots: Where the states go; None: the training process asks for them itself.
+        rereads: A reader whose worker has died reads from where the epoch began, whatever states there are.
     """
 
     number: int
@@ -91,6 +92,7 @@ class ReaderPlan(NamedTuple):
     every: int | Literal["auto"] | None
     starts: ReaderStarts
     slots: StateSlots | None = None
+    rereads: bool = False
 
 
 class WorkerPlan(NamedTuple):

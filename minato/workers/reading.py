@@ -612,7 +612,7 @@ class Host:
 
     def begin(self, number: int, slot: int, epoch: int) -> None:
         """Begin an epoch of a reader, which otherwise begins with its first item; raises what ``iter()`` raises."""
-        self._begin(self._readers[number], slot, epoch)
+        self._begin(self._readers[number], slot, epoch, 0)
 
     def take(
         self,
@@ -637,7 +637,7 @@ class Host:
             ordinals = [item_of(key).ordinal for key in keys]
         if self._epochs.get(number) != (slot, epoch):
             try:
-                self._begin(reader, slot, epoch)
+                self._begin(reader, slot, epoch, first)
             except self.catches as error:
                 reader.fail(ordinals[-1] + 1)
                 self._note(reader, slot)
@@ -652,16 +652,21 @@ class Host:
             self._keep_state(reader, slot)
         return Taken(items, error_)
 
-    def _begin(self, reader: Reader, slot: int, epoch: int) -> None:
+    def _begin(self, reader: Reader, slot: int, epoch: int, wanted: int) -> None:
+        """Begin an epoch of a reader, whose first item is ``wanted``."""
         number, starts = reader.number, self._readers_plan.starts
         is_first = number not in self._epochs
         self._epochs[number] = slot, epoch
         self._due_ns[number] = 0
         self._batches[number] = 0
         self._ended.discard(number)
-        self._written[number] = [None] * self._depth
+        slots = self._readers_plan.slots
+        self._written[number] = [] if slots is None else slots.written(number, slot)
         start = starts.states[number] if is_first or starts.epoch == epoch else None
         resumes = starts.epoch == epoch
+        kept = self._kept_state(number, slot, wanted) if is_first else None
+        if kept is not None:
+            start, resumes = kept, True
         if start is not None and start.generators is not None and self._generators is not None:
             self._generators.load_plain(start.generators)
         reader.begin(start, self._board.set_epoch(slot), resumes=resumes)
@@ -670,6 +675,15 @@ class Host:
         if not is_first and not resumes and self._keeps_generators:
             # A reader that is read again from the beginning of the epoch must draw the same.
             self._keep_state(reader, slot, must=True)
+
+    def _kept_state(self, number: int, slot: int, wanted: int) -> ReaderState | None:
+        """The state from which a reader goes on whose worker has died; None: there is none."""
+        slots = self._readers_plan.slots
+        if slots is None or self._readers_plan.rereads:
+            return None
+        end = self._board.end(number, slot)  # where some datasets begin again
+        found = slots.newest(number, slot, wanted if end is None else min(wanted, end - 1))
+        return found if isinstance(found, ReaderState) else None
 
     def _note(self, reader: Reader, slot: int) -> None:
         if reader.expected is None:  # otherwise an earlier reader in its place has said more
@@ -688,11 +702,6 @@ class Host:
             reader.taken = []
 
     # ---- states
-
-    @property
-    def _depth(self) -> int:
-        slots = self._readers_plan.slots
-        return 0 if slots is None else slots.depth
 
     def present(self, number: int) -> ReaderState | None:
         """The present state of a reader of this process; None: it has none, or has not begun."""

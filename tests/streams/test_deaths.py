@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import get_worker_info
 
-from minato import DataLoader, ErrorPolicy
+from minato import DataLoader, ErrorPolicy, Readers
 from minato._support.counters import shared_integers
 from tests.datasets import ORDERS, add_draws
 from tests.streams.streams import (
@@ -212,3 +213,48 @@ def test_deaths_may_be_errors() -> None:
     loader = DataLoader(stream, BATCH, num_workers=2, readers=3, errors=errors)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(under_fire(loader, random.Random(2), 1))
+
+
+class Counted(DatasetState):
+    """It counts what it reads, in any process."""
+
+    read = shared_integers(1, 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            self.read[0, 0] += 1
+            yield number
+
+
+@pytest.mark.parametrize("resume", ["state", "read"])
+def test_a_reader_with_a_state_is_not_read_again_from_its_beginning(resume: str) -> None:
+    stream = Counted(SIZE)
+    before = int(stream.read[0, 0])
+    loader = DataLoader(
+        *(stream, BATCH),
+        num_workers=1,
+        readers=Readers(2, resume=resume),
+        snapshot_every_n_steps=1,
+        multiprocessing_context="fork",  # so that it counts here
+    )
+    iterator = iter(loader)
+    got = [next(iterator) for _ in range(40)]
+    os.kill(iterator._source.workers[0].pid, signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="takes its place"):
+        got += iterator
+    assert sorted(numbers(got)) == list(range(SIZE))
+    again = int(stream.read[0, 0]) - before - SIZE
+    assert again >= 100 if resume == "read" else again < 40
+
+
+def test_what_persistent_readers_draw_is_the_same_after_a_death() -> None:
+    def epochs(deaths: int) -> list[Any]:
+        torch.manual_seed(1)
+        stream = Draws(SIZE)
+        stream.pause_s = 0.001
+        loader = DataLoader(stream, BATCH, num_workers=2, readers=3, persistent_workers=True)
+        return [items(loader), items(under_fire(loader, random.Random(3), deaths)), items(loader)]
+
+    with pytest.warns(RuntimeWarning, match="takes its place"):
+        got = epochs(1)
+    assert got[:2] == epochs(0)[:2]
