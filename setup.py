@@ -135,7 +135,7 @@ def readme(source: str | None) -> str:
     text = Path("README.md").read_text(encoding="utf-8")
     if source is None:
         return text
-    text = re.sub(r"(!\[[^\]]*\]\()(?![a-z]+:|#)", rf"\1{source}/raw/main/", text)
+    text = re.sub(r'((?:src|srcset)=")(?![a-z]+:)', rf"\1{source}/raw/main/", text)
     return re.sub(r"(\]\()(?![a-z]+:|#)", rf"\1{source}/blob/main/", text)
 
 

@@ -29,13 +29,13 @@ Points = list[tuple[int, Spread]]
 """``(size, seconds per unit)``."""
 _LIMIT_S = 120.0
 _LOOK_EVERY_S = 0.01
+ALT = "Speed of each loader relative to torch, as samples, workers, batches and sizes grow"
 HEAD = """\
 # Cost as work grows
 
 Written by `python -m bench.growth`.
 
-![Time per unit against size, both logarithmic](growth.png)
-
+{images}
 One quantity grows while the others stay. Each loader gets the same dataset object and arguments, with workers that
 stay, loaders in turn; the second epoch is measured, and every sample is checked. The exponent is that of the larger
 half of the sizes: 0 is a time per unit that does not depend on the size, 1 one that grows in proportion with it. More
@@ -344,24 +344,32 @@ others. torch raises an error instead.
 ROWS = ("curves", *SECTIONS)
 
 
-def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
-    """Draw all curves."""
-    panels = [
-        chart.Lines(
-            curve.name,
-            f"µs per {curve.unit}",
-            [
-                (
-                    CONTENDERS[name].label if name in CONTENDERS else name,
-                    chart.COLOURS[name],
-                    [(size, 1e6 * one.median) for size, one in points],
-                )
-                for name, points in found[curve.name].items()
-            ],
-        )
-        for curve in CURVES
-    ]
-    chart.lines(panels, path)
+def draw(page: Path) -> None:
+    """Draw the speed on each curve, relative to torch."""
+    tables = chart.tables_of(page)
+
+    def panel(curve: Curve) -> chart.Bars:
+        section = curve.name.capitalize()
+
+        def speed(size: str, loader: str) -> Spread | None:
+            times = [chart.spread_in(tables, section, size, each) for each in (TORCH.label, loader)]
+            if times[0] is None or times[1] is None:
+                return None
+            ratio = times[0].median / times[1].median
+            return Spread(ratio, ratio, ratio)
+
+        sizes = {f"{size:,}": _short(size) for size in curve.sizes}
+        known = {size: label for size, label in sizes.items() if speed(size, TORCH.label)}
+        return chart.Bars(f"{section}: speed, torch = 1", known, speed, chart.times)
+
+    chart.bars([panel(curve) for curve in CURVES], 2, page, "ratios of medians")
+
+
+def _short(size: int) -> str:
+    for unit, factor in (("M", 1e6), ("k", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -370,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
     repeats = report.repeats_of(options)
     whole = options.rows == [*ROWS] and not options.short
     page = report.Page("growth", options.out or (record.PAGES if whole else None))
-    page.add(HEAD.format(repeats=repeats))
+    page.add(HEAD.format(repeats=repeats, images=chart.images("growth", ALT)))
     found = {}
     for curve in CURVES if "curves" in options.rows else ():
         sizes = curve.sizes[:2] if options.short else curve.sizes
@@ -380,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
         if what in options.rows:
             page.add(f"## {section.title}\n\n{section.about}")
             page.add(section.table(what, options.short, repeats, page.say))
-    page.finish((lambda path: draw(found, path)) if found else None)
+    page.finish(draw if found else None)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,19 +15,20 @@ from bench.harness.datasets import (
     lognormal_costs_s,
     straggler_costs_s,
 )
-from bench.harness.loaders import BARE, MINATO_SEED, STANDARD, named
-from bench.harness.suite import Figures, Goal, Row, RowResult, Spread, measure
+from bench.harness.loaders import BARE, MINATO, MINATO_ANY_ORDER, MINATO_SEED, STANDARD, named
+from bench.harness.suite import Goal, Row, Spread, measure
 
 CONTENDERS = named(BARE, *STANDARD.values(), MINATO_SEED)
 AND_BARE = (BARE.name, *STANDARD)
 SEEDED_TOO = (*AND_BARE, MINATO_SEED.name)
+ALT = "Efficiency of each loader on uneven samples, and speed relative to torch on cheap samples"
+AGAIN = "Measured again"
 HEAD = """\
 # Engine benchmark
 
 Written by `python -m bench.macro`; `bench/README.md` states the question of each row.
 
-![Efficiency of each loader](engine.png)
-
+{images}
 Every loader gets the same dataset object, number of workers, `persistent_workers` and shuffles, and every other
 argument at its default. Within one repeat the loaders of a row run one after the other, each time starting with a
 different one. Every run is checked: each sample exactly once, in order where promised. Figures are medians of {repeats}
@@ -53,12 +54,6 @@ memory of dropped batches back to the system, each batch needs fresh pages, whic
 `MALLOC_MMAP_THRESHOLD_=65536` shows that. minato recycles its own memory. Its bookkeeping costs the same for a batch of
 any size, and counts where batches are small.
 """
-BARS = {
-    "torch": "torch DataLoader",
-    "torch-any-order": "torch, in_order=False",
-    "minato": "minato DataLoader",
-    "minato-any-order": "minato, in_order=False",
-}
 SLEEPING = {
     "stragglers": "1 % stragglers\n1 ms / 201 ms",
     "lognormal": "log-normal\nabout 10 ms",
@@ -67,8 +62,8 @@ SLEEPING = {
     "bimodal-105": "every fifth slow\n5 ms / 105 ms",
 }
 COPYING = {
-    "image": "images\n602 KB",
-    "patch": "patches\n49 KB",
+    "image": "images\n602 kB",
+    "patch": "patches\n49 kB",
     "tabular": "rows of 16\nPython floats",
 }
 
@@ -222,39 +217,32 @@ ROWS = {
 }
 
 
-def draw(results: Sequence[RowResult], conditions: Mapping[str, str], path: Path) -> None:
-    """Draw sleeping work against its ideal, and copying work against torch."""
-    measured = {result.row.name: result for result in results}
+def draw(page: Path) -> None:
+    """Draw sleeping work against its ideal, and copying work against torch.
 
-    def spread_of(quantity: str) -> Callable[[str, str], Spread | None]:
-        def value(row: str, loader: str) -> Spread | None:
-            if row not in measured or loader not in measured[row].trials:
-                return None
-            figures: Figures = measured[row].figures(loader)
-            found: Spread | None = getattr(figures, quantity)
-            return found
+    What was measured again since stands for the loader with its defaults alone.
+    """
+    tables = chart.tables_of(page)
+    again = tables.get(AGAIN, {})
 
-        return value
+    def share(row: str, loader: str) -> Spread | None:
+        found = chart.spread_in(tables, row, loader, "efficiency")
+        return found and found.scaled(100)
+
+    def speed(row: str, loader: str) -> Spread | None:
+        if row in again and loader == MINATO.label:
+            return chart.spread_in(tables, AGAIN, row, "× torch")
+        if row in again and loader == MINATO_ANY_ORDER.label:
+            return None
+        return chart.spread_in(tables, row, loader, "× torch")
 
     panels = (
         chart.Bars(
-            "Uneven samples: share of the ideal speed, %",
-            SLEEPING,
-            spread_of("efficiency"),
-            lambda value: f"{100 * value:.0f}",
+            "Uneven samples: share of the ideal speed, %", SLEEPING, share, "{:.0f}".format, 100
         ),
-        chart.Bars(
-            "Cheap samples: speed, torch = 1",
-            COPYING,
-            spread_of("ratio"),
-            lambda value: f"{value:.1f}" if value < 9.95 else f"{value:.0f}",
-        ),
+        chart.Bars("Cheap samples: speed, torch = 1", COPYING, speed, chart.times),
     )
-    note = (
-        f"{conditions['cpu']}, {conditions['usable cores']} cores, torch {conditions['torch']}; the same workers for "
-        "every loader; bars are medians, lines the minimum and maximum"
-    )
-    chart.bars(panels, BARS, note, path)
+    chart.bars(panels, len(panels), page, "bars are medians, lines the minimum and maximum")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -273,12 +261,12 @@ def main(arguments: list[str] | None = None) -> int:
     results = measure(
         [row.short() if options.short else row for row in rows], contenders, repeats, page.say
     )
-    page.add(HEAD.format(repeats=repeats))
+    page.add(HEAD.format(repeats=repeats, images=chart.images("engine", ALT)))
     page.add("## Efficiency\n", report.overview(results, contenders))
     page.say(report.goals(results, contenders))  # for who works on it
     page.add("## Where torch is faster\n", report.losses(results, contenders), NOTE)
     page.add("## All figures\n", *(report.details(result, contenders) for result in results))
-    page.finish(lambda path: draw(results, page.conditions, path))
+    page.finish(draw)
     return 0
 
 

@@ -1,137 +1,206 @@
-"""Charts of a run as PNG: groups of bars with their ranges, and curves."""
+"""Charts of a page, drawn from its tables: groups of bars with their ranges, in a light and a dark version."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.harness.suite import Spread
 
-INK = "#444444"
-COLOURS = {
-    "torch": "#c9ced6",
-    "torch-any-order": "#8f99a8",
-    "minato": "#7fb8e6",
-    "minato-any-order": "#1f6fb2",
-    "ideal": INK,
-}
-
-COLOURS_OF_A_FILE = 48
+COLOURS_OF_A_FILE = 64
 """Enough for smooth letters; such a file is half as large as one with all colours."""
+PANEL_IN = 4.0
+"""Height of a row of panels, in inches."""
+WIDTH_IN = 11.0
+SHARE_OF_A_GROUP = 0.84
+Tables = Mapping[str, Mapping[str, Mapping[str, str]]]
+"""``[heading][first cell of the row][head of the column]``: the first table below each heading of a page."""
+
+
+class Scheme(NamedTuple):
+    """Colours that can be seen on a light or on a dark page.
+
+    Attributes:
+        ink: of letters and axes.
+        bars: of each loader by its name in the tables.
+    """
+
+    ink: str
+    bars: Mapping[str, str]
+
+
+SCHEMES = {
+    "": Scheme(
+        "#444444",
+        {
+            "torch": "#c9ced6",
+            "torch, in_order=False": "#8f99a8",
+            "minato": "#7fb8e6",
+            "minato, in_order=False": "#1f6fb2",
+        },
+    ),
+    "-dark": Scheme(
+        "#dfe3e8",
+        {
+            "torch": "#4d545f",
+            "torch, in_order=False": "#7d8796",
+            "minato": "#5ea8e0",
+            "minato, in_order=False": "#2f7cc4",
+        },
+    ),
+}
+"""By the end of the file's name."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One panel of grouped bars.
+    """One panel of grouped bars, whose axis begins at 0.
 
     Args:
         title: above the panel.
         groups: label of each group by its name.
         value: ``(group, loader)`` to the spread of the bar, or None for no bar.
         text: writes a median above its bar.
+        top: where the axis ends; None: above the highest bar.
     """
 
     title: str
     groups: Mapping[str, str]
     value: Callable[[str, str], Spread | None]
     text: Callable[[float], str]
+    top: float | None = None
 
 
-@dataclass(frozen=True)
-class Lines:
-    """One panel of curves with logarithmic axes.
+def images(name: str, alt: str) -> str:
+    """The two versions of the chart of page ``name``, in Markdown: the reader's colour scheme chooses."""
+    return "\n".join(
+        f"```{{image}} {name}{version}.png\n:alt: {alt}\n:class: {shown}\n```\n"
+        for version, shown in (("", "only-light"), ("-dark", "only-dark"))
+    )
+
+
+def tables_of(page: Path) -> Tables:
+    """The tables of a written page."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        heading = section.partition("\n")[0]
+        lines = re.search(r"(?:^\|.*\|\n)+", section, re.MULTILINE)
+        if lines:
+            head, _, *rows = (
+                [cell.strip() for cell in line[1:-1].split("|")] for line in lines[0].splitlines()
+            )
+            found[heading] = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    return found
+
+
+def spread_in(tables: Tables, heading: str, row: str, column: str) -> Spread | None:
+    """The figure of a cell, ``median (least–greatest)``; None if there is none."""
+    cell = tables.get(heading, {}).get(row, {}).get(column, "")
+    numbers = [float(number.replace(",", "")) for number in re.findall(r"[\d.,]+", cell)]
+    if not numbers:
+        return None
+    median, least, greatest = numbers if len(numbers) > 1 else numbers * 3
+    return Spread(least, median, greatest)
+
+
+def times(ratio: float) -> str:
+    """A ratio to torch above a bar; torch itself needs none."""
+    return "" if ratio == 1 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
+
+
+def bars(panels: Sequence[Bars], columns: int, page: Path, shown: str) -> None:
+    """Draw panels in rows of ``columns``, as ``NAME.png`` and ``NAME-dark.png`` next to the page.
 
     Args:
-        x, y: labels of the axes.
-        curves: ``(label, colour, points)``.
+        shown: what bars and lines are, for the note below.
     """
+    conditions = {name: cells[""] for name, cells in tables_of(page)["Conditions"].items()}
+    note = (
+        f"{conditions['cpu']}, {conditions['usable cores']} cores, torch {conditions['torch']}; the same workers for "
+        f"every loader; {shown}"
+    )
+    for version, scheme in SCHEMES.items():
+        figure = _figure(panels, columns, scheme, note)
+        _save(figure, page.with_name(f"{page.stem}{version}.png"))
 
-    x: str
-    y: str
-    curves: Sequence[tuple[str, str, Sequence[tuple[float, float]]]]
 
-
-def _figure(widths: Sequence[int], rows: int, size: tuple[float, float]) -> tuple[Any, Any]:
+def _figure(panels: Sequence[Bars], columns: int, scheme: Scheme, note: str) -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        rows, len(widths), width_ratios=widths, figsize=size, dpi=140, squeeze=False
-    )
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=7.5)
-    return figure, axes
+    rows = -(-len(panels) // columns)
+    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    with pyplot.rc_context(dict.fromkeys(inks, scheme.ink)):
+        figure, axes = pyplot.subplots(
+            rows,
+            columns,
+            width_ratios=[len(panel.groups) for panel in panels[:columns]],
+            figsize=(WIDTH_IN, PANEL_IN * rows),
+            dpi=140,
+            squeeze=False,
+        )
+        for axis, panel in zip(axes.flat, panels, strict=True):
+            _draw(axis, panel, scheme)
+        handles = {
+            label: handle
+            for axis in axes.flat
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            handles.values(), handles, loc="upper center", ncols=len(handles), frameon=False
+        )
+        figure.text(0.5, 0.01, note, ha="center", fontsize=7.5)
+        figure.tight_layout(rect=(0, 0.03, 1, 1 - 0.3 / (PANEL_IN * rows)))
+    return figure
 
 
-def _save(figure: Any, path: Path, top: float = 1.0) -> None:
+def _draw(axis: Any, panel: Bars, scheme: Scheme) -> None:
+    values = {
+        loader: [(x, panel.value(name, loader)) for x, name in enumerate(panel.groups)]
+        for loader in scheme.bars
+    }
+    shown = {
+        loader: [(x, spread) for x, spread in found if spread is not None]
+        for loader, found in values.items()
+    }
+    there = [loader for loader, found in shown.items() if found]
+    width = SHARE_OF_A_GROUP / max(1, len(there))
+    for place, loader in enumerate(there):
+        spreads = [spread for _, spread in shown[loader]]
+        drawn = axis.bar(
+            [x + (place - (len(there) - 1) / 2) * width for x, _ in shown[loader]],
+            [spread.median for spread in spreads],
+            width * 0.92,
+            color=scheme.bars[loader],
+            label=loader,
+            yerr=[
+                [spread.median - spread.least for spread in spreads],
+                [spread.greatest - spread.median for spread in spreads],
+            ],
+            error_kw={"elinewidth": 0.8, "ecolor": scheme.ink},
+        )
+        axis.bar_label(
+            drawn, [panel.text(spread.median) for spread in spreads], fontsize=7, padding=2
+        )
+    axis.set_xticks(range(len(panel.groups)), list(panel.groups.values()))
+    axis.set_ylim(0, panel.top)
+    axis.set_title(panel.title, fontsize=10, loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=7.5)
+
+
+def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
     from PIL import Image
 
-    figure.tight_layout(rect=(0, 0.03, 1, top))
     drawn = BytesIO()
-    figure.savefig(drawn)
+    figure.savefig(drawn, transparent=True)
     pyplot.close(figure)
-    few_colours = Image.open(drawn).convert("RGB").quantize(COLOURS_OF_A_FILE)
+    few_colours = Image.open(drawn).quantize(COLOURS_OF_A_FILE, Image.Quantize.FASTOCTREE)
     few_colours.save(path, optimize=True)
-
-
-def bars(panels: Sequence[Bars], labels: Mapping[str, str], note: str, path: Path) -> None:
-    """Draw panels side by side; ``labels`` names the loaders in the legend."""
-    figure, axes = _figure([len(panel.groups) for panel in panels], 1, (11.0, 4.0))
-    width = 0.84 / len(labels)
-    for axis, panel in zip(axes.flat, panels, strict=True):
-        for place, (loader, label) in enumerate(labels.items()):
-            offset = (place - (len(labels) - 1) / 2) * width
-            found = [(x + offset, panel.value(name, loader)) for x, name in enumerate(panel.groups)]
-            shown = [(x, spread) for x, spread in found if spread is not None]
-            below = [spread.median - spread.least for _, spread in shown]
-            above = [spread.greatest - spread.median for _, spread in shown]
-            drawn = axis.bar(
-                [x for x, _ in shown],
-                [spread.median for _, spread in shown],
-                width * 0.92,
-                color=COLOURS[loader],
-                label=label,
-                yerr=[below, above],
-                error_kw={"elinewidth": 0.8, "ecolor": INK},
-            )
-            texts = [panel.text(spread.median) for _, spread in shown]
-            axis.bar_label(drawn, texts, fontsize=7.5, padding=2)
-        axis.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
-        axis.set_xticks(range(len(panel.groups)), list(panel.groups.values()))
-        axis.set_title(panel.title, fontsize=10, loc="left")
-    handles, names = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="upper center", ncols=len(labels), frameon=False, fontsize=9)
-    figure.text(0.5, 0.01, note, ha="center", fontsize=7.5, color=INK)
-    _save(figure, path, top=0.925)
-
-
-def lines(panels: Sequence[Lines], path: Path) -> None:
-    """Draw panels in two columns."""
-    figure, axes = _figure([1, 1], -(-len(panels) // 2), (10.0, 7.0))
-    for axis, panel in zip(axes.flat, panels, strict=True):
-        for label, colour, points in panel.curves:
-            x, y = zip(*points, strict=True)
-            axis.plot(x, y, marker="o", markersize=3, color=colour, label=label)
-        values = [y for _, _, points in panel.curves for _, y in points]
-        decades = [
-            10.0 ** math.floor(math.log10(min(values))),
-            10.0 ** math.ceil(math.log10(max(values))),
-        ]
-        axis.set(xscale="log", yscale="log", ylim=decades)
-        for each in (axis.xaxis, axis.yaxis):
-            each.set_major_formatter(
-                lambda value, _: f"{value:,g}" if value < 1e6 else f"{value / 1e6:g} M"
-            )
-            each.set_minor_formatter("")
-        axis.set_xlabel(panel.x, fontsize=8)
-        axis.set_ylabel(panel.y, fontsize=8)
-        axis.legend(fontsize=7, frameon=False)
-    _save(figure, path)

@@ -105,7 +105,7 @@ class Page:
         chart: Callable[[Path], None] | None = None,
         conditions: Mapping[str, str] | None = None,
     ) -> None:
-        """Add the conditions; write the page, and its chart, where there is a folder."""
+        """Add the conditions; write the page where there is a folder, and let ``chart`` draw its charts from it."""
         if _is_program:
             faulthandler.cancel_dump_traceback_later()
         after = {"load average after": record.load_average()}
@@ -114,12 +114,11 @@ class Page:
         if self._out is None:
             return
         self._out.mkdir(parents=True, exist_ok=True)
-        written = [self._out / f"{self._name}.md"]
-        written[0].write_text("\n".join(self._parts))
+        written = self._out / f"{self._name}.md"
+        written.write_text("\n".join(self._parts))
         if chart is not None:
-            written.append(self._out / f"{self._name}.png")
-            chart(written[1])
-        print("written:", *written)
+            chart(written)
+        print("written:", written)
 
     @property
     def conditions(self) -> Mapping[str, str]:

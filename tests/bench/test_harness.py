@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import macro, micro
-from bench.harness import report
+from bench import growth, macro, micro
+from bench.harness import chart, record, report
 from bench.harness.datasets import (
     Ideal,
     SleepingWork,
@@ -22,7 +24,7 @@ from bench.harness.datasets import (
     straggler_costs_s,
 )
 from bench.harness.loaders import Contender
-from bench.harness.suite import Goal, RowResult, ideal_of, in_turn, measure, run_trial
+from bench.harness.suite import Goal, RowResult, Spread, ideal_of, in_turn, measure, run_trial
 from bench.harness.trial import Trial, WrongDeliveryError, check_content, check_labels
 from bench.macro import BALANCED, CONTENDERS, LOGNORMAL, STRAGGLERS
 from tests.selection import mostly_slow
@@ -169,3 +171,24 @@ def test_an_unknown_row_is_refused(capsys):
     with pytest.raises(SystemExit):
         macro.main(["--rows", "nonsense"])
     assert "'nonsense' is none of" in capsys.readouterr().err
+
+
+def test_a_page_has_its_charts_from_its_tables(tmp_path: Path) -> None:
+    for name, draw in (("engine", macro.draw), ("growth", growth.draw)):
+        page = Path(shutil.copy(record.PAGES / f"{name}.md", tmp_path))
+        draw(page)
+        for version in ("", "-dark"):
+            drawn = (tmp_path / f"{name}{version}.png").read_bytes()
+            assert drawn.startswith(b"\x89PNG")
+            assert drawn != (tmp_path / f"{name}.png").read_bytes() or not version
+
+
+def test_a_cell_is_a_median_with_its_range(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n\n## rows\n\n| loader | speed |\n|---|---|\n| a | 1,200 (0.5–2) |\n| b |  |\n"
+    )
+    tables = chart.tables_of(page)
+    assert chart.spread_in(tables, "rows", "a", "speed") == Spread(0.5, 1200, 2)
+    assert chart.spread_in(tables, "rows", "b", "speed") is None
+    assert chart.spread_in(tables, "elsewhere", "a", "speed") is None

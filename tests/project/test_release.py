@@ -110,8 +110,8 @@ def test_the_page_for_the_package_index_has_whole_links(monkeypatch: pytest.Monk
     page = setup["readme"](urls["Source"])
     assert re.findall(r"\]\((?!https://|#).*?\)", page) == []
     assert "](https://example.org/owner/name/blob/main/CHANGELOG.md)" in page
-    images = re.findall(r"!\[.*?\]\((.*?)\)", page)
-    assert images
+    images = re.findall(r'(?:src|srcset)="(.*?)"', page)
+    assert len(images) == 2 * page.count("<picture>") > 0
     assert all(image.startswith("https://example.org/owner/name/raw/main/") for image in images)
 
 
