@@ -60,7 +60,7 @@ cdef class Lease:
 
     @property
     def step(self):
-        """Index of the transform that runs; -1: the dataset itself; below: what ``enter`` says."""
+        """Index of the transform that runs; -1: the dataset itself; below: READING, or what ``enter`` says."""
         return <int64_t>mn_load_relaxed_u64(&self.words[2])
 
     @step.setter

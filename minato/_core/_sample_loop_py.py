@@ -52,7 +52,7 @@ class Lease:
 
     @property
     def step(self) -> int:
-        """Index of the transform that runs; -1: the dataset itself; below: what ``enter`` says."""
+        """Index of the transform that runs; -1: the dataset itself; below: READING, or what ``enter`` says."""
         return self._words[2]
 
     @step.setter
