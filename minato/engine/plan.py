@@ -92,9 +92,9 @@ class Plan:
             spec=spec,
             worker=worker,
             first=num_workers,
-            # A worker that holds state cannot be replaced.
+            # A worker that holds state cannot be replaced, and torch replaces none.
             restarts=errors.on_worker_death == "restart"
-            and not worker.round_robin
+            and options.compat != "torch"
             and worker.dataset_states is None,
             policy=policy,
             batches=batches,
@@ -162,6 +162,11 @@ def _worker_plan(
         raise ValueError(
             "the dataset has a state_dict() of its own, which workers=RayWorkers(...) does not bring back from the "
             "cluster: use workers='process'"
+        )
+    if dataset_states is not None and options.errors.sample_timeout is not None:
+        raise ValueError(
+            f"sample_timeout={options.errors.sample_timeout} ends workers, and the dataset has a state_dict() of its "
+            "own, whose state in a worker would be lost: use torch's timeout="
         )
     streams = spec.sampling.streams
     if not streams and fetcher_is_replaced():

@@ -401,6 +401,7 @@ _TORCH_STATE_BYTES = 5056
 # The same in the first bytes of an object: spans, between which bytes have no meaning, and their content.
 _TORCH_HEAD_BYTES = 512
 _TORCH_SPANS = (0, 13), (16, 4 + 4 * WORDS), (2520, 5), (2528, 9)
+_Kept = tuple[int, int, bool, int, bytes, float, bool, float, bool]
 _TORCH_KEPT = struct.Struct(f"=Qi?I{4 * WORDS}sf?d?")
 
 
@@ -432,7 +433,7 @@ def _torch_state_offset() -> int | None:
     return offsets[0] if offsets[0] == offsets[1] else None
 
 
-def _torch_state(kept: tuple[Any, ...]) -> bytes:
+def _torch_state(kept: _Kept) -> bytes:
     """Return the result of ``get_state`` for a state with this content in memory."""
     seed, left, seeded, position, words, normal_float, has_float, normal, has_normal = kept
     # The memory may be from the middle of a draw in another thread, which draws without the GIL.
@@ -449,7 +450,7 @@ def _torch_spans(address: int) -> list[tuple[int, int]]:
     return [(address + start, nbytes) for start, nbytes in _TORCH_SPANS]
 
 
-def _find_torch_state(address: int, kept: tuple[Any, ...]) -> int | None:
+def _find_torch_state(address: int, kept: _Kept) -> int | None:
     seed = struct.pack("=Q", kept[0])
     for offset in range(0, _TORCH_HEAD_BYTES, 8):
         if ctypes.string_at(address + offset, 8) == seed:

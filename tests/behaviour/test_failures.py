@@ -528,6 +528,22 @@ def test_a_stuck_sample_is_an_error_by_default() -> None:
         next(iterator)
 
 
+class Counting(Flawed):
+    """It has a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_a_worker_whose_state_would_be_lost_is_not_ended() -> None:
+    loader = DataLoader(Counting(), 4, num_workers=2, errors=ErrorPolicy(sample_timeout=1))
+    with pytest.raises(ValueError, match="sample_timeout=1 .* state_dict.* use torch's timeout="):
+        iter(loader)
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_stuck_samples_of_other_start_methods(method: str) -> None:
     loader = DataLoader(

@@ -206,11 +206,13 @@ def test_what_a_reader_no_longer_gives_is_not_skipped() -> None:
     assert "item 36 of reader 0. 3 workers died there" in str(caught.value.__cause__)
 
 
-def test_deaths_may_be_errors() -> None:
-    errors = ErrorPolicy(on_worker_death="raise")
+@pytest.mark.parametrize(
+    "options", [{"errors": ErrorPolicy(on_worker_death="raise")}, {"compat": "torch"}], ids=str
+)
+def test_deaths_may_be_errors(options: dict[str, Any]) -> None:
     stream = Draws(SIZE)
     stream.pause_s = 0.001
-    loader = DataLoader(stream, BATCH, num_workers=2, readers=3, errors=errors)
+    loader = DataLoader(stream, BATCH, num_workers=2, readers=3, **options)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(under_fire(loader, random.Random(2), 1))
 
