@@ -50,9 +50,9 @@ CAUSES = {
 HEAD = """\
 # Everyday jobs
 
-Written by `python -m bench.everyday`. Jobs as people have them, each with torch's loader and minato in turn: the same
-dataset object and the same arguments, everything else at its default. *Short* epochs have {short} batches, and the
-time of a batch includes its share of `iter()`. *Long* epochs have thousands of samples and are shuffled, but for
+Written by `python -m bench.everyday`. Jobs as people have them, each with torch's loader and minato in turn. Both have
+the same dataset object and the same arguments, everything else at its default. *Short* epochs have {short} batches, and
+the time of a batch includes its share of `iter()`. *Long* epochs have thousands of samples and are shuffled, but for
 streams. All times are those of whole epochs, with the start and end of workers that do not persist. *Any order* is
 `in_order=False` for both loaders.
 

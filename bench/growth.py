@@ -35,17 +35,16 @@ HEAD = """\
 
 Written by `python -m bench.growth`.
 
-{images}
-One quantity grows while the others stay. Each loader gets the same dataset object and arguments, with workers that
-stay, loaders in turn; the second epoch is measured, and every sample is checked. The exponent is that of the larger
-half of the sizes: 0 is a time per unit that does not depend on the size, 1 one that grows in proportion with it. More
-than 1 would be a fault. *Ideal* is all sleep divided by the workers. Without sleep it is the calls of `dataset[i]`
-divided by the workers, or one copy of all bytes if that takes longer. Figures are medians of {repeats} repeats,
-with the minimum and maximum in brackets.
+{images} One quantity grows while the others stay. Each loader gets the same dataset object and arguments, with workers
+that stay, loaders in turn. The second epoch is measured, and every sample is checked. The exponent is that of the
+larger half of the sizes. At 0 the time per unit does not depend on the size, at 1 it grows in proportion. More than 1
+would be a fault. *Ideal* is all sleep divided by the workers. Without sleep it is the calls of `dataset[i]` divided by
+the workers, or one copy of all bytes if that takes longer. Figures are medians of {repeats} repeats, with the minimum
+and maximum in brackets.
 """
 MEMORY = """\
-MiB that an epoch of 2048 samples takes at most in the training process and its 4 workers, beyond what was there before;
-batches of 32, and a consumer that takes 5 ms for each. Each page counts once. Shared memory counts as long as a process
+MiB that an epoch of 2048 samples takes at most in the training process and its 4 workers, beyond what was there before.
+Batches hold 32, and the consumer takes 5 ms for each. Each page counts once. Shared memory counts as long as a process
 holds it: torch's batches on their way to the training process are in no process's resident set. minato's memory is
 largely that of batches: of as many as were in flight, and of four more, which it keeps for the next ones.
 """

@@ -47,13 +47,13 @@ classes of JPEGs, over the number of workers. Its script decodes whole images wi
 middle, and makes batches of 16 without shuffling. Here the images are read as training needs them: shuffled, a
 random crop resized to 224 × 224, flipped and, in `float32`, normalised. These figures do not compare with torchdata's.
 
-{samples} JPEGs are cut-outs of two real photographs, {sizes} and {kilobytes:.0f} kB on average (ImageNet's have
-about 110 kB), in the page cache; two workers, batches of {batch}. All loaders but the native pipelines get the same
+{samples} JPEGs in the page cache are cut-outs of two real photographs, {sizes} and {kilobytes:.0f} kB on average
+(ImageNet's have about 110 kB). Two workers make batches of {batch}. All loaders but the native pipelines get the same
 dataset class, which decodes with simplejpeg and resizes with OpenCV, as [Photographs](../how-to/photos.md) teaches.
 
-* *Native*: the pipeline's own decoder and random numbers. TurboLoader reads a TAR archive of the same files.
-  It decodes only the window of the crop, and so does DALI where it can; simplejpeg decodes the whole image, at the
-  scale that the crop needs. TurboLoader takes part in `float32` only.
+* *Native*: the pipeline's own decoder and random numbers. TurboLoader reads a TAR archive of the same files. It decodes
+  only the window of the crop, and so does DALI where it can. The other loaders' simplejpeg decodes the whole image, at
+  the scale that the crop needs. TurboLoader takes part in `float32` only.
 * *datago* decodes whole files in threads of its own and cannot crop at random: the process that takes its samples crops
   and resizes them.
 * *PIL*: the same crops, decoded and resized as torchvision's transforms do it.

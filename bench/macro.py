@@ -41,15 +41,15 @@ repeats, with the minimum and maximum in brackets. A ratio compares runs of the 
 * *Bare processes* are forked and connected by two pipes, and promise neither order nor content
   (`bench/harness/bare.py`). Their loss is what this machine takes from every loader: sleeps that last too long, forks,
   wake-ups.
-* *Time of sleeping work* is the whole run: from before the loader is built to the end of the last epoch, with the start
-  of the workers. *Time of tensors and rows* is that of the epochs after the first.
+* *Time of sleeping work* is the whole run, from before the loader is built to the end of the last epoch. *Time of
+  tensors and rows* is that of the epochs after the first.
 * *Efficiency, later epochs* leaves the first epoch out, and with it the start of workers that persist.
 * *minato, seed=* begins the next epoch early, with workers that persist (`persistent_workers="next_epoch"`).
 * *First batch* is the time from `iter()` to the first batch, workers cold.
 * *Waiting* is the share of the run that the consumer spends waiting for batches.
 """
 NOTE = """\
-Without workers both loaders copy each byte once. torch's speed then depends on the C library: where that gives the
+Without workers both loaders copy each byte once. torch's speed then depends on the C library. Where that gives the
 memory of dropped batches back to the system, each batch needs fresh pages, which the kernel must clear. The variable
 `MALLOC_MMAP_THRESHOLD_=65536` shows that. minato recycles its own memory. Its bookkeeping costs the same for a batch of
 any size, and counts where batches are small.

@@ -25,14 +25,14 @@ RING = """\
 # A ring that loses a node
 
 Written by `python -m bench.remote --rows ring`, with nodes of Cassandra on the machine of the loaders. Rows of
-{kilobytes} kB in {nodes} nodes, each row in {replicas} of them; {workers} worker processes, batches of {batch},
-{count} rows in each epoch, the same dataset for both loaders. After a third of the second epoch a node is *killed*
-(SIGKILL), which ends its connections, or *stopped* (SIGSTOP): then nobody learns that it does not answer any more. It
-is away until the third epoch has ended. Every row came exactly once, and in order, in each epoch. The driver's time
-limit of a request is {request:.0f} s. Medians of {repeats} runs (least and greatest in brackets). The first epoch, with
-the start of the workers, does not count. The nodes share the cores of the machine with the loaders: two nodes leave
-more of them to the workers than three. A node that has just started is slow, until Java has compiled what it executes:
-the page shows pauses, and does not rank the loaders.
+{kilobytes} kB in {nodes} nodes, each row in {replicas} of them; {workers} worker processes, batches of {batch}, {count}
+rows in each epoch. Both loaders have the same dataset. After a third of the second epoch a node is *killed* (SIGKILL),
+which ends its connections, or *stopped* (SIGSTOP). Then nobody learns that it does not answer any more. It is away
+until the third epoch has ended. Every row came exactly once, and in order, in each epoch. The driver's time limit of a
+request is {request:.0f} s. Medians of {repeats} runs (least and greatest in brackets). The first epoch, with the start
+of the workers, does not count. The nodes share the cores of the machine with the loaders: two nodes leave more of them
+to the workers than three. A node that has just started is slow, until Java has compiled what it executes: the page
+shows pauses, and does not rank the loaders.
 """
 LOADERS = (
     Contender("torch", "torch, `__getitems__`", rows.LOADERS["torch"].build, keeps_order=True),

@@ -41,9 +41,9 @@ HEAD = """\
 # The papers' experiments
 
 Written by `python -m bench.papers`, with the data that `make data` fetches. The workloads are the MinatoLoader paper's,
-in `bench/workloads`, on other data: volumes of the head, photographs and spoken phrases that packages ship; a GPU is
-replaced by a loop that sleeps. All loaders get the same dataset object, transforms, workers and order; each sample must
-come exactly once, and in order where that is promised. Times are medians of {repeats} runs, loaders in turn, with the
+in `bench/workloads`, on other data: volumes of the head, photographs and spoken phrases that packages ship. A loop that
+sleeps replaces the GPU. All loaders get the same dataset object, transforms, workers and order. Each sample must come
+exactly once, and in order where that is promised. Times are medians of {repeats} runs, loaders in turn, with the
 minimum and maximum in brackets.
 """
 
@@ -545,7 +545,7 @@ workers, and all that needs a core divided by cores, as measured beforehand.
     "scaling": (
         "Scaling over consumers (figure 9)",
         """\
-One training process for each rank, with workers that sleep as in the segmentation workload, scaled down; the ranks
+One training process for each rank, with workers that sleep as in the segmentation workload, scaled down. The ranks
 share the samples and wait for each other before each step. *One loader for all* is `loader.consumers(n)`: threads of
 one process that share all workers and take batches as they come, without that wait.
 """,
@@ -566,7 +566,7 @@ half of an epoch, 50 % without bias.
         "Costs that decisions make (SpeedyLoader's comparison)",
         """\
 Ranks with 30 workers each, as theirs. A sample sleeps for half of what its random decisions cost by their table 1,
-drawn again in each epoch. The ranks share the samples and take each step together; a step takes as long as the workers
+drawn again in each epoch. The ranks share the samples and take each step together. A step takes as long as the workers
 need for a batch on average. Incomplete batches are left out; workers persist.
 """,
         speedy,

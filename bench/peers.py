@@ -50,24 +50,23 @@ _TRIAL_S = 180.0
 HEAD = """\
 # Other loaders
 
-Written by `make bench-peers`; `bench/peers.py` has a few lines for each loader, with the setting that its
-own documentation gives for a dataset like this. Each runs in an environment and a process of its own, with as many
-workers (processes or threads) as the others; rows, bounds, clocks and checks are those of the [engine
-benchmark](engine.md), and here too every sample must come exactly once and unchanged. Within a repeat the loaders run
-one after the other, each time starting with a different one. Figures are medians of {repeats} repeats, with the minimum
-and maximum in brackets.
+Written by `make bench-peers`; `bench/peers.py` has a few lines for each loader, with the setting that its own
+documentation gives for a dataset like this. Each runs in an environment and a process of its own, with as many workers
+(processes or threads) as the others. Rows, bounds, clocks and checks are those of the [engine benchmark](engine.md):
+every sample must come exactly once and unchanged. Within a repeat the loaders run one after the other, each time
+starting with a different one. Figures are medians of {repeats} repeats, with the minimum and maximum in brackets.
 
 The samples of the first rows sleep, as if they waited for a network. That releases the interpreter's lock, so threads
-are as good as processes there, and start immediately; on work that holds the lock they would wait for each other. In
+are as good as processes there, and start immediately. On work that holds the lock they would wait for each other. In
 `image` there is almost no work, and the figures show the loader itself: threads move nothing between processes. The
 quick start is most of the gain of loaders with threads over minato's processes: twelve forks take about 70 ms here,
 also for bare processes (see the engine benchmark). minato also has threads, and uses processes by default, as torch
 does, because most transforms hold the lock.
 
-WebDataset and LitData read formats of their own through the worker processes of torch's `DataLoader` and schedule as
-it does: for a map-style dataset there is nothing of theirs to measure. `shards` is WebDataset's format, tar files
-that it reads from front to back; the others ask for single samples of the same files, so that they can shuffle them.
-Only LitData reads its format, so it would be measured on other files. Ray Data is not measured: it starts a process per
+WebDataset and LitData read formats of their own through the worker processes of torch's `DataLoader` and schedule as it
+does. For a map-style dataset there is nothing of theirs to measure. `shards` is WebDataset's format, tar files that it
+reads from front to back. The others ask for single samples of the same files, so that they can shuffle them. Only
+LitData reads its format, so it would be measured on other files. Ray Data is not measured: it starts a process per
 worker that imports everything again, which takes minutes on two cores.
 """
 

@@ -49,38 +49,38 @@ _CLIENT_INFO = (
 HEAD = """\
 # Data from far away
 
-Written by `python -m bench.remote --rows objects`. Objects of {kilobytes} kB in a Redis server behind a TCP proxy
-that holds every byte back for half of the round-trip time in each direction. {workers} worker processes, batches of
-{batch}, a consumer that takes every batch at once. Each object is one request, as with an object store. Whole epochs,
-start of the workers included; loaders take turns; every sample is checked. Figures are medians of {repeats} runs
-(least and greatest in brackets). *Ideal*: the most reads that a loader of the table has in flight, divided by the
-round trip, or the link's bandwidth if that is less. Client, proxy and server share the cores of one machine, which
-limits what can be reached at the lowest latency. `minato` and `torch` alone are the defaults: one read at a time in
-each worker. The waits include that for the first batch; with 100 batches or fewer, the P99 is the longest wait.
+Written by `python -m bench.remote --rows objects`. Objects of {kilobytes} kB in a Redis server behind a TCP proxy. It
+holds every byte back for half of the round-trip time in each direction. {workers} worker processes, batches of {batch},
+a consumer that takes every batch at once. Each object is one request, as with an object store. Whole epochs, start of
+the workers included; loaders take turns; every sample is checked. Figures are medians of {repeats} runs (least and
+greatest in brackets). *Ideal*: the most reads in flight of a loader of the table, divided by the round trip, or the
+link's bandwidth if that is less. Client, proxy and server share the cores of one machine, which limits what can be
+reached at the lowest latency. `minato` and `torch` alone are the defaults: one read at a time in each worker. The waits
+include that for the first batch; with 100 batches or fewer, the P99 is the longest wait.
 """
 CAPPED = """\
 The worst connections have four times the round trip of the best ones, and each rises and falls by half within three
 seconds. A batch of 1 MB takes the link 40 ms: no P99 of a loader that uses it fully can be much below it.
 """
 OWN = """\
-As above, but without a common cap: a connection of the middle has 2 MB/s for itself at 150 ms and 0.5 MB/s at 20 ms,
-the worst ones half of that and the best ones twice as much. In strict order a batch waits for its slowest read; in
+As above, but without a common cap. A connection of the middle has 2 MB/s for itself at 150 ms and 0.5 MB/s at 20 ms.
+The worst ones have half of that, the best ones twice as much. In strict order a batch waits for its slowest read; in
 arrival order it is complete when any ten reads have ended.
 """
 HEDGED = """\
 # Hedged reads
 
-Written by `python -m bench.remote --rows hedging`. Objects of {kilobytes} kB as on the page Remote data: a Redis server
-behind a slow network, {workers} worker processes with {reads} reads each, batches of {batch}. *Hedged*:
-`FetchOptions({reads}, hedge_percentile=95)`, a second request for what takes longer than 95 % of a worker's reads.
-*Arrival order*: with `Arrival(256)`. Whole epochs, start and end of the workers included; loaders take turns; every
-sample is checked. Figures are medians of {repeats} runs (least and greatest in brackets).
+Written by `python -m bench.remote --rows hedging`. Objects of {kilobytes} kB in a Redis server behind a slow network,
+as on the page Remote data. There are {workers} worker processes with {reads} reads each, and batches of {batch}.
+*Hedged*: `FetchOptions({reads}, hedge_percentile=95)`, a second request for what takes longer than 95 % of a worker's
+reads. *Arrival order*: with `Arrival(256)`. Whole epochs, start and end of the workers included; loaders take turns;
+every sample is checked. Figures are medians of {repeats} runs (least and greatest in brackets).
 
 ## Figures
 """
 SLOW_START = """\
-Objects that had been requested when a batch of ten arrived, counted by the proxy; and the most of them beyond the first
-batch, per delivered object, over the whole epoch.
+Objects that had been requested when a batch of ten arrived, counted by the proxy. Then the most of them beyond the
+first batch, per delivered object, over the whole epoch.
 """
 
 

@@ -42,17 +42,16 @@ HEAD = """\
 # Rows of Cassandra
 
 Written by `python -m bench.remote --rows cassandra`. Rows of {kilobytes} kB in one node of Cassandra behind a TCP
-proxy that holds every byte back for half of the round-trip time in each direction. {workers} worker processes that
-live for {epochs} epochs, batches of {batch}, a consumer that takes every batch at once. Loaders take turns; every
-sample is checked. The node has answered {warm} reads before the first measurement, since Java compiles what is
-executed often. The first epoch has the start of the workers and their sessions in it. Rows per second: medians of
-{repeats} runs (least and greatest in brackets). *Driver*: one process requests each batch with
-`execute_concurrent_with_args` and collates it, without a loader. Client, proxy and node share the cores of one
-machine, which limits what can be reached at the lowest latency. `torch, __getitems__` requests the rows of a batch
-together: {batch} in each worker. `minato` does so for several batches at once, as many as each worker measures to be
-useful, 128 rows at most. *Ideal*: the most requests that a loader with a fixed number has in flight ({most} in each
-worker), divided by the round trip. Row by row is left out at 150 ms, where four workers cannot read more than 27 rows
-per second.
+proxy. It holds every byte back for half of the round-trip time in each direction. {workers} worker processes that live
+for {epochs} epochs, batches of {batch}, a consumer that takes every batch at once. Loaders take turns; every sample is
+checked. The node has answered {warm} reads before the first measurement, since Java compiles what is executed often.
+The first epoch has the start of the workers and their sessions in it. Rows per second: medians of {repeats} runs (least
+and greatest in brackets). *Driver*: one process requests each batch with `execute_concurrent_with_args` and collates
+it, without a loader. Client, proxy and node share the cores of one machine, which limits what can be reached at the
+lowest latency. `torch, __getitems__` requests the rows of a batch together: {batch} in each worker. `minato` does so
+for several batches at once, as many as each worker measures to be useful, 128 rows at most. *Ideal*: the most requests
+that a loader with a fixed number has in flight ({most} in each worker), divided by the round trip. Row by row is left
+out at 150 ms, where four workers cannot read more than 27 rows per second.
 """
 
 

@@ -31,7 +31,7 @@ brackets.
 
 MiB of the training process and its workers together after an epoch, each page counted once. What the program had before
 it made the dataset does not count. *Objects* is what the dataset takes in the training process before there are
-workers; less is impossible for a loader that leaves the objects as they are.
+workers. Less is impossible for a loader that leaves the objects as they are.
 """
 ACCESS = """\
 ## Access

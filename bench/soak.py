@@ -32,7 +32,7 @@ HEAD = """\
 Written by `python -m bench.soak`. Memory is MiB of the training process and its workers together, each page counted
 once (PSS). Mapped files do not count: their share changes with other programs that map them; descriptors and threads
 are theirs together. Each line runs in a program of its own, with {workers} workers, and is read {readings} times at
-equal distances; the first figure is that after a quarter of the run, the second that at its end. Every sample is
+equal distances. The first figure is that after a quarter of the run, the second that at its end. Every sample is
 counted and summed.
 """
 TITLES = {

@@ -20,8 +20,8 @@ HEAD = """\
 # Worker threads without a GIL
 
 Written by `python -m bench.threads` on a free-threaded Python, where threads run Python code at the same time. The
-samples are mostly Python code that releases no GIL. *num_workers=0* is the main process alone, all others have two
-workers; everything else stays at its default. Loaders take turns; every sample is checked. Figures are medians of
+samples are mostly Python code that releases no GIL. *num_workers=0* is the main process alone; all others have two
+workers. Everything else stays at its default. Loaders take turns; every sample is checked. Figures are medians of
 {repeats} repeats, with the minimum and maximum in brackets. *Ideal*: the calls of `dataset[i]` alone, divided by the
 workers.
 """
