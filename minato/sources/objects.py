@@ -36,9 +36,9 @@ T = TypeVar("T")
 _HEADERS_BYTES = 64 << 10
 """Read-ahead in a tar file."""
 _REFUSED = re.compile(
-    r"status code: 4(?!08|25|29)\d\d|os error (1|2|13|20|21|22|27|28|30|36|40|122)\)"
+    r"status code: 4(?!08|25|29)\d\d|os error (1|2|13|20|21|22|27|28|30|36|40|122)\)|builder error"
 )
-"""In the text of an error: the server or the file system refused the request, and would do so again."""
+"""In the text of an error: the server, the file system or the client refused the request, and would do so again."""
 _SILENCE_S = 300.0
 """How long a child process that lists keys may say nothing; obstore's own time limit of a request is 30 seconds."""
 
@@ -114,7 +114,10 @@ class Objects(KeyedSource):
 
     def describe_error(self, error: Exception) -> str:
         # The rest is a dump of Rust structures, dozens of lines.
-        return super().describe_error(error).partition("\n\nDebug source")[0]
+        text = super().describe_error(error).partition("\n\nDebug source")[0]
+        if "http://" in text and "builder error" in text:
+            text += ": an address without TLS needs client_options={'allow_http': True}"
+        return text
 
     def read_value(self, key: Any) -> bytes:
         part = _part_of(key)

@@ -21,6 +21,7 @@ except ModuleNotFoundError:
     raise missing("minato.sources.parquet", "pyarrow", "parquet") from None
 
 from minato._support.counters import shared_integers
+from minato._support.text import message_of
 from minato.checks import check_shard
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place
@@ -63,6 +64,13 @@ class _RowGroups:
         if self._all is None:
             files = self.files.url if isinstance(self.files, Place) else self.files
             dataset = ds.dataset(files, format="parquet", filesystem=self._filesystem)
+            try:
+                dataset.scanner(columns=self._columns, filter=self._where)
+            except (pa.ArrowException, KeyError) as error:
+                raise ValueError(
+                    f"columns or where: {message_of(error).splitlines()[0]}: the files have the columns "
+                    f"{', '.join(dataset.schema.names)}"
+                ) from error
             self._all = [
                 group
                 for fragment in dataset.get_fragments(self._where)

@@ -182,6 +182,13 @@ def test_what_a_server_refuses_is_asked_for_once() -> None:
         serving.join()
 
 
+def test_an_address_without_tls_is_refused_at_once() -> None:
+    source = Objects("http://127.0.0.1:9/data", retry=Retry(attempts=3, first_s=0.001))
+    with pytest.raises(SourceError, match=r"needs client_options={'allow_http': True}$"):
+        source.get("whole")
+    assert source.retries == 0
+
+
 def test_what_the_file_system_refuses_is_asked_for_once(tmp_path: Path) -> None:
     source = Objects(f"file://{tmp_path}", retry=Retry(attempts=3, first_s=0.001))
     with pytest.raises(SourceError, match="File name too long"):

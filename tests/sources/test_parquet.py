@@ -170,6 +170,16 @@ def test_a_row_group_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> N
         Parquet(path)[0]
 
 
+@pytest.mark.parametrize("wrong", [{"columns": ["price"]}, {"where": ds.field("price") > 3}])
+def test_columns_that_are_not_there_are_named_before_a_read(folder: Path, wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"\bprice\b.*the files have the columns id, x, ragged"):
+        next(iter(ParquetStream(str(folder), **wrong)))
+    with pytest.raises(SourceError, match=r"\bprice\b.*the files have the columns id, x, ragged"):
+        len(Parquet(str(folder), **wrong))
+    parts = ParquetStream(str(folder), ["nested.a", "__filename"])
+    assert set(next(iter(parts))) == {"a", "__filename"}
+
+
 def test_what_cannot_be_opened_or_decoded_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
