@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+from importlib import metadata
 
-__all__ = ["__version__", "commit"]
+__all__ = ["__version__", "commit", "documentation"]
 
 __version__ = "0.1.0.dev0"
 
@@ -24,6 +25,23 @@ if os.path.exists(os.path.join(_package, _THEIRS)):
         "'minato' (access to files) are both installed, and one has overwritten files of the other. Uninstall both "
         "(pip uninstall minato minatoloader), then install the one that you want (pip install minatoloader)"
     )
+
+
+def documentation(page: str) -> str:
+    """Where the reader of a message finds a page, such as ``how-to/photos``.
+
+    Returns:
+        Its address, by the URLs of the installed distribution. A build outside the workflows of a release knows none:
+        there the page's file in the repository.
+    """
+    try:
+        urls = metadata.metadata("minatoloader").get_all("Project-URL", [])
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        urls = []
+    known = dict(url.split(", ", 1) for url in urls)
+    if home := known.get("Documentation"):
+        return f"{home}{page}.html"
+    return f"docs/{page}.md in minato's repository"
 
 
 def commit() -> str:

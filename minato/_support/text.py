@@ -11,7 +11,16 @@ import torch
 
 from minato._support.values import plain
 
-__all__ = ["message_of", "printable", "short", "text_of", "traceback_of", "type_name"]
+__all__ = [
+    "digits",
+    "message_of",
+    "printable",
+    "seconds",
+    "short",
+    "text_of",
+    "traceback_of",
+    "type_name",
+]
 
 _LONGEST = 1000
 """Of a text of an object, in characters."""
@@ -28,6 +37,20 @@ def printable(text: str, *, lines: bool = False) -> str:
         lines: Keep line breaks and tabs; otherwise they become spaces.
     """
     return text if text.isprintable() else text.translate(_IN_LINES if lines else _IN_A_LINE)
+
+
+def digits(value: float) -> str:
+    """A number to three digits, without an exponent from 1000 on: 0.0123, 48.1, 16600."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:.0f}" if abs(rounded) >= 1000 else f"{rounded:.3g}"
+
+
+def seconds(value: float) -> str:
+    """A time to three digits, in the largest unit of which it has one."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if float(f"{value / scale:.3g}") >= 1:
+            return f"{digits(value / scale)} {unit}"
+    return f"{1e9 * value:.0f} ns" if value else "0 s"
 
 
 def text_of(value: object) -> str:

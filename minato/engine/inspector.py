@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from minato._support.text import message_of, text_of, type_name
+from minato._support.text import message_of, seconds, text_of, type_name
 from minato._system import available_cores, environment, local_rank
 from minato.engine.factory import RankSession
 from minato.engine.history import History
@@ -338,12 +338,12 @@ class SlowSamples(NamedTuple):
         if not self.threshold_s:
             return f"No sample is slow ({self.why})."
         lines = [
-            f"Samples above {self.threshold_s:.3g} s are slow ({self.why}): {self.share:.1%} of the latest.",
+            f"Samples above {seconds(self.threshold_s)} are slow ({self.why}): {self.share:.1%} of the latest.",
             f"{self.late_share:.1%} of the samples came in a later batch than their own, "
             f"at most {self.most_late} batches late.",
         ]
         lines += [
-            f"Sample {text_of(each.index)} has run for {each.running_s:.3g} s on worker {each.worker}, "
+            f"Sample {text_of(each.index)} has run for {seconds(each.running_s)} on worker {each.worker}, "
             f"in {each.transform or 'the dataset'}."
             for each in self.running
         ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from minato._core import now_ns
+from minato._support.text import digits, seconds
 
 __all__ = ["Headroom"]
 
@@ -69,16 +70,14 @@ class Headroom:
     def __repr__(self) -> str:
         if not self.replayed_s:
             return f"<Headroom of {self._steps} steps: not timed>"
-        return (
-            f"<Headroom: {1e3 * self.loaded_s:.3g} ms a step, ideal {1e3 * self.replayed_s:.3g} ms>"
-        )
+        return f"<Headroom: {seconds(self.loaded_s)} a step, ideal {seconds(self.replayed_s)}>"
 
     def __str__(self) -> str:
         if not self.replayed_s:
             return "No step was timed: run a training loop over this object first."
         return (
-            f"A step takes {1e3 * self.loaded_s:.3g} ms, and {1e3 * self.replayed_s:.3g} ms with an ideal loader: "
-            f"at most {self.speedup:.3g}× faster."
+            f"A step takes {seconds(self.loaded_s)}, and {seconds(self.replayed_s)} with an ideal loader: "
+            f"at most {digits(self.speedup)}× faster."
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from minato._compat import active_progress_bars
 from minato._core import now_ns
 from minato._fork_safety import at_work, forget_in_children
-from minato._support.text import printable
+from minato._support.text import digits, printable
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog, Totals
 from minato.observe.figures import Gpu
@@ -108,7 +108,7 @@ class Live(Observer):
         seconds = max(now.at_ns - first.at_ns, 1) / 1e9
         added = _added(first.totals.counts, now.totals.counts)
         samples, batches = added["samples"] / seconds, added["batches"] / seconds
-        rate = f"{samples:.3g} samples/s, {batches:.3g} batches/s"
+        rate = f"{digits(samples)} samples/s, {digits(batches)} batches/s"
         if added["bytes"]:
             rate += f", {format_value(added['bytes'] / seconds, 'bytes per s')}"
         yield "throughput", rate
@@ -151,7 +151,7 @@ class Live(Observer):
         return (
             f"{self._name}, epoch {record.epoch}{'' if record.finished else ' (not finished)'}: "
             f"{counts['batches']} batches, {counts['samples']} samples in {format_value(wall_s, 's')}, "
-            f"{counts['samples'] / max(wall_s, 1e-9):.3g} samples/s, "
+            f"{digits(counts['samples'] / max(wall_s, 1e-9))} samples/s, "
             f"waiting {format_value(waited_s / max(wall_s, 1e-9), 'share')}"
         )
 

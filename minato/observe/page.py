@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minato._support.text import printable
+from minato._support.text import digits, printable
 from minato.observe.text import Section, format_value, headline, sections
 
 if TYPE_CHECKING:
@@ -112,9 +112,9 @@ def _tiles(report: Report) -> str:
     run = report.run
     tiles = {
         "waiting": format_value(run.waiting.share, "share"),
-        "samples/s": f"{run.throughput.samples_per_s:.3g}",
+        "samples/s": digits(run.throughput.samples_per_s),
         "workers busy": format_value(run.workers.busy_share, "share"),
-        "estimated speed-up": f"{report.verdict.speedup:.3g}×",
+        "estimated speed-up": f"{digits(report.verdict.speedup)}×",
     }
     return "".join(f"<div><b>{_text(value)}</b>{name}</div>" for name, value in tiles.items())
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from minato._support.text import printable
+from minato._support.text import digits, printable, seconds
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -30,7 +30,7 @@ def lines_of(report: Report) -> list[str]:
     if verdict.advice:
         lines.append(f"Try: {verdict.advice}")
     if verdict.speedup > 1.005:
-        lines.append(f"Estimated speed-up: {verdict.speedup:.3g}×")
+        lines.append(f"Estimated speed-up: {digits(verdict.speedup)}×")
     return [printable(line) for line in lines]
 
 
@@ -55,7 +55,7 @@ def headline(report: Report) -> list[tuple[str, str]]:
         ("training step", per_batch(step_s)),
         (
             "throughput",
-            f"{rates.samples_per_s:.3g} samples/s, {rates.batches_per_s:.3g} batches/s",
+            f"{digits(rates.samples_per_s)} samples/s, {digits(rates.batches_per_s)} batches/s",
         ),
         (
             "workers",
@@ -66,11 +66,12 @@ def headline(report: Report) -> list[tuple[str, str]]:
     if run.stages:
         stage = max(run.stages, key=lambda stage: stage.share)
         share = format_value(stage.share, "share")
-        mean = format_value(stage.mean_s, "s")
-        rows.append(("slowest", f"{stage.name}, {share} of loading, {mean} per sample"))
+        # Not the mean of the timed ones: of cheap samples these are few, and often the first of a file or a group.
+        cost = format_value(stage.share * workers.busy_s / max(rates.samples, 1), "s")
+        rows.append(("slowest", f"{stage.name}, {share} of loading, {cost} per sample"))
     if report.setup.num_workers:
         rows.append(
-            ("prefetch", f"{window.in_flight:.3g} of at most {window.limit} batches in flight")
+            ("prefetch", f"{digits(window.in_flight)} of at most {window.limit} batches in flight")
         )
     return rows
 
@@ -210,28 +211,20 @@ def format_value(value: bool | float | str | None, unit: str) -> str:
     if unit == "share":
         return f"{100 * value:.3g} %" if value < 0.9995 or value > 1.0005 else "100 %"
     if unit == "s":
-        return _seconds(value)
+        return seconds(value)
     if unit == "per s":
         return f"{_scaled(value)}/s"
     if unit.startswith("bytes"):
         return f"{_scaled(value)}B{'/s' if unit != 'bytes' else ''}"
     if isinstance(value, int):
         return f"{value} {unit}".rstrip()
-    return f"{value:.3g} {unit}".rstrip()
-
-
-def _seconds(value: float) -> str:
-    if value == 0:
-        return "0 s"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{1e9 * value:.0f} ns"
+    return f"{digits(value)} {unit}".rstrip()
 
 
 def _scaled(value: float) -> str:
+    value = float(f"{value:.3g}")
     for prefix in _PREFIXES:
         if value < 1000 or prefix == _PREFIXES[-1]:
-            return f"{value:.3g} {prefix}"
+            return f"{digits(value)} {prefix}"
         value /= 1000
     raise AssertionError

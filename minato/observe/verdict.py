@@ -15,7 +15,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from minato._distribution import documentation
 from minato._support.objects import Search, attribute
+from minato._support.text import seconds
 from minato.observe.figures import Period, Setup, Stage, Verdict
 
 __all__ = ["judge", "uses_pil"]
@@ -102,7 +104,7 @@ def judge(setup: Setup, run: Period) -> Verdict:
     first_s = 0.0 if in_main_process else (waiting.start_s + waiting.first_batch_s) * run.epochs
     steady_s = max(lost_s - first_s, 0.0)
     starts_often = run.epochs > 1 and not setup.persistent_workers
-    started = f"It waits {_ms(first_s / max(run.epochs, 1))} for the first batch of an epoch."
+    started = f"It waits {seconds(first_s / max(run.epochs, 1))} for the first batch of an epoch."
     if lost_s < _ENOUGH * wall_s or (steady_s < _ENOUGH * (wall_s - first_s) and not starts_often):
         evidence: tuple[str, ...] = ()
         if lost_s >= _ENOUGH * wall_s:
@@ -129,11 +131,13 @@ def judge(setup: Setup, run: Period) -> Verdict:
 def _transfer(run: Period, costs: _Costs) -> Verdict:
     changes: dict[str, Any] | None = None
     if costs.pinned >= costs.transfer:
-        evidence = f"Copying a batch to pinned memory takes {_ms(costs.pinned)}."
+        evidence = f"Copying a batch to pinned memory takes {seconds(costs.pinned)}."
         advice = "Omit it: pin_memory=False; or use smaller batches."
         changes = {"pin_memory": False}
     else:
-        evidence = f"The training process needs {_ms(costs.transfer)} to receive a finished batch."
+        evidence = (
+            f"The training process needs {seconds(costs.transfer)} to receive a finished batch."
+        )
         advice = (
             "Return tensors or NumPy arrays from the dataset and collate_fn: they are not pickled."
         )
@@ -227,8 +231,7 @@ def _dearest_stage(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     if setup.uses_pil and (largest.kind != "collate" or in_samples >= 0.5):
         advice = (
             "Photographs: have PIL decode fewer pixels (Image.draft), or decode with libjpeg-turbo, resize with OpenCV "
-            "and return uint8; the page Photographs of the documentation has the code. The estimate assumes half of "
-            "the cost."
+            f"and return uint8: {documentation('how-to/photos')} has the code. The estimate assumes half of the cost."
         )
     return Verdict(largest.kind, summary, evidence, advice, None, speedup, stage)
 
@@ -253,10 +256,6 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         )
         return Verdict("order", summary, (), advice, {"order": "batch"}, speedup)
     return Verdict("unknown", "The workers are idle for an unknown reason.")
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
 
 
 # ---- photographs ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from minato import DataLoader
+from minato._support.text import digits, seconds
 from minato.observe.figures import (
     Errors,
     Machine,
@@ -142,6 +143,22 @@ def test_photographs_that_pil_decodes(largest: str) -> None:
     found = verdict({"uses_pil": True}, on_core=0.9, cores=1.0, parts=parts)
     assert found.stage == largest
     assert ("libjpeg-turbo" in found.advice) == (largest != "collate")
+    assert ("photos" in found.advice) == (largest != "collate")
+
+
+def test_times_and_rates_have_no_exponent() -> None:
+    values = (0.0, 0.0123, 48.123, 999.6, 16612.0)
+    assert list(map(digits, values)) == ["0", "0.0123", "48.1", "1000", "16600"]
+    times = (0.0, 2e-9, 5e-5, 0.0399, 0.9996, 1.019, 4000.0)
+    assert list(map(seconds, times)) == [
+        "0 s",
+        "2 ns",
+        "50 µs",
+        "39.9 ms",
+        "1 s",
+        "1.02 s",
+        "4000 s",
+    ]
 
 
 def test_a_source_that_is_waited_for() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
+from email.message import Message
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,26 @@ def test_the_page_for_the_package_index_has_whole_links(monkeypatch: pytest.Monk
     images = re.findall(r'(?:src|srcset)="(.*?)"', page)
     assert len(images) == 2 * page.count("<picture>") > 0
     assert all(image.startswith("https://example.org/owner/name/raw/main/") for image in images)
+
+
+def test_messages_name_pages_by_the_address_of_the_documentation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = re.compile(r"\bdocumentation\([\"'](.*?)[\"']\)")
+    sources = (path.read_text() for path in (ROOT / "minato").rglob("*.py"))
+    pages = [page for text in sources for page in called.findall(text)]
+    assert pages
+    for page in pages:
+        assert (ROOT / f"docs/{page}.md").is_file(), page
+    installed = Message()
+    monkeypatch.setattr(metadata, "metadata", lambda name: installed)
+    assert _distribution.documentation(pages[0]) == f"docs/{pages[0]}.md in minato's repository"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://example.org")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    for name, address in runpy.run_path("setup.py")["home"]().items():
+        installed["Project-URL"] = f"{name}, {address}"
+    assert _distribution.documentation(pages[0]) == f"https://owner.github.io/name/{pages[0]}.html"
 
 
 def test_both_commands_are_the_same() -> None:
