@@ -107,14 +107,13 @@ test-matrix: test-oldest  ## the same with the newest of all, on Python 3.12 and
 stress: build  ## random kills and long runs (SHORT=1: 4 s a test instead of 300 s)
 	$(PY) -m pytest -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),4,300)
 
-lint: build  ## ruff, cython-lint, mypy, stubtest, Cython's performance hints
+lint: build  ## ruff, cython-lint, mypy, stubtest
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint minato
 	$(PY) -m mypy
 	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml --ignore-disjoint-bases \
 	    --allowlist tests/stubtest-allowlist.txt $(COMPILED:%=minato._core.%)
-	$(PY) -m pytest -q tests/project/test_sourcecode.py
 
 format: $(INSTALLED)  ## let ruff rewrite the Python files
 	$(PY) -m ruff check --fix
