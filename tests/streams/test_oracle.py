@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import get_worker_info
 
 from minato import DataLoader
+from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.streams.streams import Draws, Dying, IteratorState, Split, drawing_collate, plain
 
@@ -115,20 +116,18 @@ def test_every_number_of_readers_and_workers(readers: int, num_workers: int) -> 
     assert got == torchs("epochs", readers)
 
 
+POSSIBLE = [
+    each
+    for each in itertools.product(CASES, READERS, WORKERS)
+    if each[2] or "persistent" not in each[0]  # torch has none that persist without workers
+]
+QUICK = [each for each in POSSIBLE if each[1:] in ((3, 2), (3, 0))]
+OTHERS = pairwise((*each, each[1] > each[2]) for each in POSSIBLE)
+
+
 @pytest.mark.parametrize(
     ("case", "readers", "num_workers"),
-    mostly_slow(
-        dict.fromkeys(
-            each
-            for each in (
-                *((case, 3, 2) for case in CASES),
-                *((case, 3, 0) for case in CASES),
-                *itertools.product(CASES, READERS, WORKERS),
-            )
-            if each[2] or "persistent" not in each[0]  # torch has none that persist without workers
-        ),
-        quick=2 * len(CASES) - 2,
-    ),
+    mostly_slow(dict.fromkeys((*QUICK, *(each[:3] for each in OTHERS))), quick=len(QUICK)),
 )
 def test_every_way_to_iterate(case: str, readers: int, num_workers: int) -> None:
     got = delivered(DataLoader, case, num_workers=num_workers, readers=readers)

@@ -39,17 +39,18 @@ WORKERS: dict[str, dict[str, Any]] = {
     "5-processes": {"num_workers": 5},
     "1-thread": {"num_workers": 1, "workers": "thread"},
 }
-EVERYWHERE = mostly_slow(
-    dict.fromkeys(
-        [
-            *itertools.product(("arrival", "strict"), list(WORKERS)[:3]),
-            *(("batch", "2-processes"), ("fast_first", "2-processes")),
-            *itertools.product(ORDERS, WORKERS),
-        ]
-    ),
-    quick=8,
+QUICK = [
+    *itertools.product(("arrival", "strict"), list(WORKERS)[:3]),
+    *(("batch", "2-processes"), ("fast_first", "2-processes")),
+]
+OTHERS = (
+    *(("arrival", "5-processes"), ("strict", "1-thread"), ("batch", "3-threads")),
+    *(("batch", "inline"), ("fast_first", "1-process"), ("fast_first", "3-threads")),
 )
-everywhere = pytest.mark.parametrize(("order", "workers"), EVERYWHERE)
+# Each order with a few kinds of workers, and each kind of workers with some order.
+everywhere = pytest.mark.parametrize(
+    ("order", "workers"), mostly_slow([*QUICK, *OTHERS], quick=len(QUICK))
+)
 
 
 def make(stream: Any, order: str, workers: str, **options: Any) -> Any:
@@ -83,7 +84,10 @@ def content(batches: Any) -> list[tuple[float, ...]]:
     return sorted(tuple(item) for batch in batches for item in batch)
 
 
-@everywhere
+@pytest.mark.parametrize(
+    ("order", "workers"),
+    mostly_slow(dict.fromkeys([*QUICK, *itertools.product(ORDERS, WORKERS)]), quick=len(QUICK)),
+)
 def test_every_item_comes_once(order: str, workers: str) -> None:
     loader = make(Split(SIZE), order, workers, drop_last=False)
     for _ in range(2):
@@ -114,10 +118,11 @@ def test_the_draws_of_transforms_are_the_same_everywhere() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("order", "workers"), [*itertools.product(ORDERS, WORKERS)])
-@pytest.mark.parametrize("readers", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("order", "workers", "readers"), pairwise(itertools.product(ORDERS, WORKERS, (1, 3, 8)))
+)
 def test_the_draws_of_transforms_are_the_same_in_any_order(
-    readers: int, order: str, workers: str
+    order: str, workers: str, readers: int
 ) -> None:
     """In two epochs, and with a batch size that divides nothing."""
     loaders = (
