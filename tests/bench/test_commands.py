@@ -6,7 +6,6 @@ import importlib
 import math
 import tarfile
 import wave
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,11 @@ from bench.workloads import segmentation  # noqa: E402
 from bench.workloads.packages import SCANS  # noqa: E402
 
 pytestmark = [
+    # The experiments set it, which would last for all tests of this process.
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's import
 ]
-
-
-@pytest.fixture(autouse=True)
-def threads_of_torch() -> Iterator[None]:
-    """The experiments set the number of torch's threads, which would last for all tests of this process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
