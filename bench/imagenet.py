@@ -45,7 +45,7 @@ HEAD = """\
 Written by `python -m bench.imagenet`. torchdata publishes a benchmark of its nodes: images per second from a folder of
 classes of JPEGs, over the number of workers. Its script decodes whole images with PIL, crops 224 × 224 pixels from the
 middle, and makes batches of 16 without shuffling. Here the images are read as training needs them: shuffled, a
-random crop resized to 224 × 224, flipped and, in `float32`, normalised. These figures do not compare with torchdata's.
+random crop resized to 224 × 224, flipped and, in `float32`, normalized. These figures do not compare with torchdata's.
 
 {samples} JPEGs in the page cache are cut-outs of two real photographs, {sizes} and {kilobytes:.0f} kB on average
 (ImageNet's have about 110 kB). Two workers make batches of {batch}. All loaders but the native pipelines get the same

@@ -1,4 +1,4 @@
-"""The most common job: decode JPEGs, crop, flip, normalise, with two workers and nothing else to do."""
+"""The most common job: decode JPEGs, crop, flip, normalize, with two workers and nothing else to do."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Simplejpeg(Photographs):
 
 
 class Bytes(Simplejpeg):
-    """The same, left as bytes with the colors last; the training step normalises on its device."""
+    """The same, left as bytes with the colors last; the training step normalizes on its device."""
 
     def tensor(self, image: Any, flipped: bool) -> torch.Tensor:
         import cv2
@@ -204,7 +204,7 @@ ROWS = {
 HEAD = """\
 # JPEGs: the most common job
 
-Written by `python -m bench.jpegs`: JPEGs are decoded, cropped, flipped and normalised, with two workers and nothing
+Written by `python -m bench.jpegs`: JPEGs are decoded, cropped, flipped and normalized, with two workers and nothing
 else to do. The JPEGs are cut-outs of two real photographs, 224 to 640 pixels on a side, in memory; a random crop is
 resized to 224 × 224. Each table decodes in another way; [Photographs](../how-to/photos.md) shows the code. All loaders
 get the same dataset object; everything else stays at its default. Loaders take turns; every sample is checked. Figures

@@ -80,7 +80,7 @@ def random_crop(sample: Any) -> Any:
     return image[:, :, left : left + 3], label
 
 
-def normalise(sample: Any) -> Any:
+def normalize(sample: Any) -> Any:
     image, label = sample
     return image - 0.5, label
 
@@ -117,7 +117,7 @@ def stand_ins(page: str) -> dict[str, Any]:
         "decode": decode,
         "resize": resize,
         "random_crop": random_crop,
-        "normalise": normalise,
+        "normalize": normalize,
         "augment": augment,
     }
     names |= _OF_PAGES.get(page, dict)()
