@@ -9,12 +9,18 @@ compares every batch with what it should hold. Where workers hold state that die
 an error instead, after batches that are right. The pure core is watched at each of its instructions, the compiled one
 by a tracer at each machine instruction of an operation.
 
+Where workers host readers of a stream, what they write beside the ledger is kept, too: the readers' board, the items
+that they offer, and the readers' states. The code that writes it is watched at each line. The other worker does what
+it can, and then another host takes the dead one's place.
+
 Worker threads end with the program only. So do those that stand for Ray's actors, which touch no shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import functools
 import itertools
 import os
@@ -24,15 +30,15 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import minato
 import minato.engine.engine
@@ -40,8 +46,13 @@ from minato._core import ConsumerLedger, WorkerLedger
 from minato._fork_safety import Borrower, starting_worker
 from minato._system import thread_usage
 from minato.batching.blobs import ErrorTransport, wrapped
+from minato.sampling import readers
+from minato.workers import hosting, reading
+from minato.workers.hosting import HostWorker
+from minato.workers.plan import ReaderPlan
 from minato.workers.shared_state import SharedState
 from minato.workers.worker import Worker
+from minato.workers.worker_process import host_of, initialise
 from tests.stress.bare import fork
 from tests.stress.tracee import POSSIBLE, UNTRACEABLE, Tracee
 
@@ -55,13 +66,19 @@ BAD = 7
 IMAGE_BYTES = 1 << 14
 """How much of each slot is kept; the batches are smaller."""
 POSITIONS, RECORDS = 64, 8
+TABLE_BYTES = 64
+"""Of the table of the items of a batch."""
+STATE_BYTES = 1 << 15
+"""How much of each state of a reader is kept; they are smaller."""
 STALLED = 2000
 LOST = "DataLoader worker exited unexpectedly"
 CHANGING = {
     *("attach", "claim", "end", "fill", "fill_run", "note_costs", "allocate", "publish_layout"),
-    *("reserve", "set_ready", "set_result", "skip"),
+    *("offer", "reserve", "set_ready", "set_result", "skip"),
 }
 """Operations of workers that change the ledger."""
+HOSTING = tuple(module.__file__ for module in (hosting, reading, readers))
+"""The code that writes to shared memory beside the ledger."""
 
 
 class Flag:
@@ -127,6 +144,55 @@ class Wholes(Samples):
         return [self[index] for index in indices], "of one piece"
 
 
+class Stream(IterableDataset[Any]):
+    """The same samples, every second one from each of two readers, whose copies have a state."""
+
+    kind = ""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        share = range(info.id, LENGTH, info.num_workers)
+        while self.at < len(share):
+            self.at += 1
+            yield content(share[self.at - 1])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+READ_BATCHES = [
+    [[*range(LENGTH)[number::2]][first : first + SIZE] for first in range(0, LENGTH // 2 + 1, SIZE)]
+    for number in (0, 1)
+]
+"""The batches of each reader in strict order."""
+
+
+def places_of_states(plan: ReaderPlan | None) -> list[tuple[int, int, int]]:
+    """Where the headers and the contents of the states of readers are: descriptor, bytes, and offset."""
+    if plan is None or plan.slots is None:
+        return []
+    descriptor, count = plan.slots._descriptor, plan.number * plan.slots.depth
+    starts = (readers._HEADERS + i * readers._REGION for i in range(count))
+    heads = descriptor, count * readers._HEADER.size, 0
+    return [heads, *((descriptor, STATE_BYTES, start) for start in starts)]
+
+
+class Offering(HostWorker):
+    """It offers all items, however cheap."""
+
+    @property
+    def _is_worth(self) -> bool:
+        return True
+
+
 def collate(samples: Any) -> Any:
     """A collate function of the user's."""
     if type(samples) is tuple:
@@ -166,7 +232,7 @@ class Scene:
     """
 
     name: str
-    dataset: Samples = field(default_factory=Samples)
+    dataset: Samples | Stream = field(default_factory=Samples)
     options: dict[str, Any] = field(default_factory=dict)
     cheap: bool = False
     defers: bool = False
@@ -177,6 +243,10 @@ class Scene:
     def kind(self) -> str:
         return self.dataset.kind
 
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.dataset, Stream)
+
 
 ARRIVAL: dict[str, Any] = {
     "order": minato.Arrival(2),
@@ -184,6 +254,7 @@ ARRIVAL: dict[str, Any] = {
 COLLATE: dict[str, Any] = {"collate_fn": collate}
 SKIP: dict[str, Any] = {"errors": "skip"}
 DEFER: dict[str, Any] = {**ARRIVAL, "transforms": [same]}
+READ: dict[str, Any] = {"readers": 2, "transforms": [same], "prefetch_factor": 2}
 SCENES = (
     Scene("single"),
     Scene("run", cheap=True),
@@ -214,6 +285,8 @@ SCENES = (
     Scene("deferred", options=DEFER, defers=True),
     Scene("deferred, error", Samples("flaky"), DEFER, defers=True),
     Scene("deferred, fast_first", options={**DEFER, "order": "fast_first"}, defers=True),
+    Scene("stream", Stream(), READ),
+    Scene("stream, arrival", Stream(), {**READ, "order": minato.Arrival(4)}),
 )
 
 
@@ -226,25 +299,31 @@ class Stage:
     def __init__(self, plan: Any, context: Any, state: Any, *others: Any) -> None:
         self.context = context
         self.ledger = state.ledger
-        self.worker: Worker | None = None
+        self.workers: list[Worker] = []
         self.stalled = 0
         self.lost = False
         """Whether a worker that is not replaced is dead."""
 
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
-        state = SharedState(self.context.layout)
+        state, context = SharedState(self.context.layout), self.context
         ledger: WorkerLedger = wrap(state.worker_ledger(number))
         told = wrapped(f"worker process {number}", in_process=True)
-        worker = self.context.worker(ledger, state, ErrorTransport((Exception,), told))
+        if scene.is_stream:  # each process has a copy of the dataset
+            pipeline = context.plan.pipeline._replace(dataset=copy.deepcopy(scene.dataset))
+            context = dataclasses.replace(context, plan=context.plan._replace(pipeline=pipeline))
+        host = host_of(context.plan, number, state)
+        assert host is None or initialise(context.plan, number, host) is None
+        errors = ErrorTransport((Exception,), told)
+        worker = context.worker(ledger, state, errors, host=host, kind=Offering)
         if scene.cheap:
             worker.runner.cost_estimate.draws, worker.runner.cost_estimate.mean_ns = False, 1000.0
         return worker
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        assert self.worker is not None
         self.stalled += 1
         assert self.stalled < STALLED, "the epoch does not go on"
-        work(self.worker, 1)
+        for worker in self.workers:
+            work(worker, 1)
 
     def start(self, enough: Any = None) -> None:
         """The workers begin when the consumer waits."""
@@ -284,6 +363,19 @@ def defer(worker: Any, ledger: Any) -> None:
     deferral.is_due = lambda: next(due)
 
 
+class Image(NamedTuple):
+    """Shared memory at one moment.
+
+    Attributes:
+        slots: The slots of batches and of items.
+        states: Headers and contents of the states of readers.
+    """
+
+    words: list[bytes]
+    slots: list[bytes]
+    states: list[bytes]
+
+
 class World:
     """A loader of a scene in the middle of an epoch, just before its first worker begins."""
 
@@ -315,21 +407,41 @@ class World:
         self.ledger.slow_ns = int(scene.slow)
         capacity = self.ledger.capacity
         self.nbytes = ConsumerLedger.nbytes(2, *capacity)
-        self.memory = memoryview(self.stage.context.layout.segment.array)[: self.nbytes]
-        self.arena = memoryview(self.stage.context.store.segment.array)
-        self.stage.worker = self.stage.make(1, scene)
-        self.got: Counter[int] = Counter()
+        layout = self.stage.context.layout
+        shared = memoryview(layout.segment.array)
+        self.memory = [shared[: self.nbytes], shared[layout.offsets[-2] : layout.offsets[-1]]]
+        self.states = places_of_states(self.stage.context.plan.readers)
+        numbers = (0, 1) if scene.is_stream else (1,)
+        self.stage.workers = [self.stage.make(number, scene) for number in numbers]
+        self.batches: list[list[int]] = []
         for _ in range(DELIVERED):
-            self.got.update(check(next(self.iterator), scene.kind))
+            self._take_batch()
         # A copy of this process has none of its threads, so each makes a worker anew.
-        self.stage.worker.close()
-        self.ledger.release(1)
-
-    @functools.cached_property
-    def slots(self) -> list[memoryview]:
+        for number, worker in zip(numbers, self.stage.workers, strict=True):
+            worker.close()
+            self.ledger.release(number)
         iterator: Any = self.iterator
-        taken = [item.slot for item in iterator._source._dispatcher._open]
-        return [self.arena[slot.start : slot.start + IMAGE_BYTES] for slot in taken]
+        taken = iterator._source._dispatcher._open
+        items = [batch.indices_slot for batch in taken if batch.indices_slot is not None]
+        arena = memoryview(self.stage.context.store.segment.array)
+        self.memory += [arena[slot.start : slot.start + TABLE_BYTES] for slot in items]
+        slots = [*items, *(batch.slot for batch in taken)]
+        self.slots = [arena[slot.start : slot.start + IMAGE_BYTES] for slot in slots]
+
+    def _take_batch(self) -> None:
+        self.batches.append(check(next(self.iterator), self.scene.kind))
+        for reader in (self.loader.state_dict()["readers"] or {}).get("each", ()):
+            if (state := reader["state"]) is not None:  # it begins again at its end
+                assert state["dataset"]["at"] in (state["ordinal"], 0), state["ordinal"]
+
+    @property
+    def got(self) -> Counter[int]:
+        return Counter(itertools.chain.from_iterable(self.batches))
+
+    @property
+    def words(self) -> list[bytes]:
+        """Ledger, board, tables of items, and headers of states: what says that the rest is there."""
+        return [*map(bytes, self.memory), *(os.pread(*each) for each in self.states[:1])]
 
     def _go_on_to_the_error(self) -> None:
         """Compare the batches that come before it."""
@@ -341,22 +453,25 @@ class World:
                 first = number * SIZE
                 assert indices == list(range(first, first + SIZE))
 
-    def image(self) -> tuple[bytes, list[bytes]]:
-        return bytes(self.memory), [bytes(slot) for slot in self.slots]
+    def image(self) -> Image:
+        slots = [bytes(slot) for slot in self.slots]
+        return Image(self.words, slots, [os.pread(*each) for each in self.states])
 
-    def restore(self, image: tuple[bytes, list[bytes]]) -> None:
-        self.memory[:] = image[0]
-        for slot, kept in zip(self.slots, image[1], strict=True):
-            slot[:] = kept
+    def restore(self, image: Image) -> None:
+        kept = *image.slots, *image.words[: len(self.memory)]
+        for part, content in zip((*self.slots, *self.memory), kept, strict=True):
+            part[:] = content
+        for (descriptor, nbytes, offset), state in zip(self.states, image.states, strict=True):
+            os.pwrite(descriptor, state.ljust(nbytes, b"\0"), offset)
 
     # ---- the worker that is killed
 
-    def images(self) -> list[tuple[bytes, list[bytes]]]:
+    def images(self) -> list[Image]:
         """Memory after each store of the first worker."""
         found = [self.image()]
 
         def look() -> None:
-            if bytes(self.memory) != found[-1][0]:
+            if self.words != found[-1].words:
                 found.append(self.image())
 
         Flag.up = True
@@ -374,14 +489,17 @@ class World:
         worker = self.stage.make(0, self.scene, wrap)
         if self.scene.defers:
             defer(worker, self.ledger)
-        work(worker, 2 * SIZE if not self.scene.options.get("fetch_concurrency") else 40)
+        many = self.scene.is_stream or self.scene.options.get("fetch_concurrency")
+        work(worker, 40 if many else 2 * SIZE)
         worker.close()
 
     def _step_by_line(self, look: Callable[[], None]) -> None:
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
-            if "_core" not in frame.f_code.co_filename:
+            file = frame.f_code.co_filename
+            if "_core" in file:
+                frame.f_trace_opcodes = True
+            elif file not in HOSTING:
                 return None
-            frame.f_trace_opcodes = True
             look()
             return trace
 
@@ -407,33 +525,39 @@ class World:
 
     # ---- what becomes of the epoch
 
-    def survive(self, image: tuple[bytes, list[bytes]], late: bool) -> None:
+    def survive(self, image: Image, late: bool) -> None:
         """Find the first worker dead, and go on to the end of the epoch.
 
         Args:
             late: The death is found when the other worker has done everything that it could.
         """
         self.restore(image)
-        self.stage.worker = self.stage.make(1, self.scene)
+        self.stage.workers = [self.stage.make(1, self.scene)]
         iterator: Any = self.iterator
         # This copy stands for the consumer itself.
         iterator._owner = iterator._source.arena.owner = os.getpid()
         if late:
-            work(self.stage.worker, 20)
+            work(self.stage.workers[0], 20)
         if not self.scene.restarts:
             self._go_on_to_the_error()
             return
         self.ledger.release(0)
+        if self.scene.is_stream:
+            host = self.stage.make(0, self.scene)
+            host._offers = not late  # otherwise it takes what the dead one has left
+            self.stage.workers.append(host)
         raised: list[str] = []
         while True:
             try:
-                self.got.update(check(next(self.iterator), self.scene.kind))
+                self._take_batch()
             except StopIteration:
                 break
             except ValueError as error:
                 raised.append(str(error))
         missing = set(range(LENGTH)) - set(self.got)
         assert set(self.got.values()) == {1}, f"repeated: {self.got}"
+        if self.scene.is_stream and iterator._source.plan.worker.order.in_order:
+            assert self.batches == list(itertools.chain(*zip(*READ_BATCHES, strict=True)))
         if self.scene.kind == "bad":
             assert missing == {BAD}
         else:
