@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import functools
 import itertools
 import os
 import signal
