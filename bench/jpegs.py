@@ -189,7 +189,7 @@ def _row(name: str, title: str, make: type[Photographs], *more: Contender) -> Ro
 
 
 THREADS = Contender(
-    "minato-threads", "minato, workers='thread'", minato_loader(workers="thread"), keeps_order=True
+    "minato-threads", "minato, threads", minato_loader(workers="thread"), keeps_order=True
 )
 CONTENDERS = {**STANDARD, **named(THREADS)}
 ROWS = {

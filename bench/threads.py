@@ -90,7 +90,7 @@ CONTENDERS = {
     **named(
         Contender(
             "minato-threads",
-            "minato, workers='thread'",
+            "minato, threads",
             minato_loader(workers="thread"),
             keeps_order=True,
         ),

@@ -300,7 +300,7 @@ CLAIMS: list[tuple[str, str, Callable[[], list[float]]]] = [
             "docs/how-to/workers.md",
             rf"^\| {re.escape(samples)} \| {N} \({N}–{N}\) \| {N} \({N}–{N}\) \|",
             both(
-                spread(f"threads.md#{row}", "minato, workers='thread'", "efficiency"),
+                spread(f"threads.md#{row}", "minato, threads", "efficiency"),
                 spread(f"threads.md#{row}", "minato", "efficiency"),
             ),
         )
