@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import platform
+import re
 import sys
 import time
 from collections import Counter
@@ -117,6 +118,26 @@ def test_text(report: Report) -> None:
     screen = io.StringIO()
     rich.console.Console(file=screen, width=200).print(report)
     assert screen.getvalue().splitlines() == lines
+
+
+class Grouped(Numbers):
+    """The first sample of each group of 20 reads it."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 20 == 0:
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def test_the_cost_per_sample_is_that_of_all_of_them() -> None:
+    loader = DataLoader(Grouped(400), batch_size=20)
+    for _ in loader:
+        pass
+    told = re.search(
+        r"slowest  *dataset, .* loading, ([\d.]+) (µs|ms) per sample", str(loader.report())
+    )
+    assert told is not None
+    assert 0.4 < float(told[1]) * {"µs": 1e-3, "ms": 1.0}[told[2]] < 5
 
 
 def test_details_leave_out_what_is_zero(report: Report) -> None:
