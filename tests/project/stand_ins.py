@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import minato
 from minato import DataLoader
@@ -49,6 +49,15 @@ class Images(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((3, 8, 8), float(index)), self.targets[index]
+
+
+class OfImages(IterableDataset[Any]):
+    """The same as a stream, which divides itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        images, reader = Images(), get_worker_info()
+        first, step = (0, 1) if reader is None else (reader.id, reader.num_workers)
+        return (images[index] for index in range(first, len(images), step))
 
 
 class OneBad(Images):
@@ -149,7 +158,9 @@ def delivered(names: dict[str, Any]) -> None:
 
 def _take(loader: Any) -> None:
     taken = [*itertools.islice(loader, BATCHES)]
-    assert len(taken) == min(BATCHES, len(loader)) > 0
+    assert taken
+    if isinstance(loader.dataset, Sized):
+        assert len(taken) == min(BATCHES, len(loader))
     if dist.is_initialized():
         dist.barrier()  # as a training step is: no rank ends while another has yet to begin
     if isinstance(loader, DataLoader):
@@ -503,6 +514,7 @@ _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/start-up.md": lambda: {"make_model": make_model},
     "docs/how-to/trainers.md": _trainers,
     "docs/how-to/verify-a-migration.md": _verify,
+    "docs/how-to/workers.md": lambda: {"stream": OfImages()},
     "docs/reference/live.md": lambda: _after_an_epoch(order="arrival"),
     "docs/reference/report.md": lambda: _after_an_epoch(order="arrival"),
 }
