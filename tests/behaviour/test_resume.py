@@ -760,25 +760,32 @@ class Around(Shared):
         self.at, self.rounds = state["at"], state["rounds"]
 
 
+WHOLE_EPOCHS = pairwise(
+    case
+    for case in itertools.product(
+        (Shared, Steps, Cursors, Anew, Around), (2, 0, 1), ("auto", None, 1)
+    )
+    if case[1] or case[2] == "auto"
+)
+
+
 @pytest.mark.filterwarnings("ignore:.*deliver the same items")  # one dataset is not split
 @pytest.mark.parametrize(
-    "options",
-    mostly_slow(
-        [
-            {},
-            {"num_workers": 2, "persistent_workers": True},
-            {"num_workers": 1, "persistent_workers": True},
-            {"num_workers": 2, "persistent_workers": True, "snapshot_every_n_steps": None},
-            {"num_workers": 1, "persistent_workers": True, "snapshot_every_n_steps": 1},
-        ],
-    ),
+    ("stream", "num_workers", "every"),
+    mostly_slow(sorted(WHOLE_EPOCHS, key=lambda case: case[1] > 0), quick=5),
 )
-@pytest.mark.parametrize("stream", [Shared, Steps, Cursors, Anew, Around])
-def test_whole_epochs_follow_a_state_from_any_moment(stream: Any, options: dict[str, Any]) -> None:
+def test_whole_epochs_follow_a_state_from_any_moment(
+    stream: Any, num_workers: int, every: Any
+) -> None:
     """Of several epochs, with batches that end where a worker's part ends."""
 
     def loader() -> Any:
-        return DataLoader(stream(12), 3, **options)
+        return DataLoader(
+            *(stream(12), 3),
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            snapshot_every_n_steps=every,
+        )
 
     reference = loader()
     epochs = [indices(reference) for _ in range(3)]
