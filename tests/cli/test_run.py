@@ -328,6 +328,7 @@ def test_a_forgotten_guard_is_told_in_a_sentence(tmp_path: Path, method: str) ->
     assert lines[-4].startswith("RuntimeError: DataLoader worker (pid(s) ")
     assert f"{tmp_path / 'train.py'} starts workers when it is imported" in lines[-3]
     assert 'if __name__ == "__main__":' in lines[-2]
+    assert "main()" in lines[-1]
     assert len(lines) <= 6
 
 

@@ -16,7 +16,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,6 @@ import minato
 from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers
 from tests.datasets import Numbers, Samples
 from tests.parity.harness import TORCH_IS_UNTIDY, TorchLoader
-from tests.subprocesses import python
 
 FOUR = Numbers(4)
 PYTHON_SUGGESTS = sys.version_info >= (3, 13)
@@ -552,33 +550,3 @@ def test_no_note_misleads() -> None:
 def test_most_texts_are_better_than_torchs() -> None:
     assert len(MISTAKES) >= 83
     assert sum(mistake.better is True for mistake in MISTAKES.values()) >= 30
-
-
-UNGUARDED = """
-import sys
-import torch
-from {module} import DataLoader
-
-for batch in DataLoader([*range(8)], 2, num_workers=2, multiprocessing_context="{method}"):
-    pass
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_forgotten_guard(tmp_path: Path, method: str) -> None:
-    texts = []
-    for module in ("minato", "torch.utils.data"):
-        script = tmp_path / "train.py"
-        script.write_text(UNGUARDED.format(module=module, method=method))
-        ended = python(script)
-        assert ended.returncode == 1
-        texts.append(ended.stderr)
-    ours, theirs = texts
-    *before, _, path, guard, main = ours.splitlines()
-    assert "RuntimeError: DataLoader worker" in ours
-    assert f"{tmp_path / 'train.py'} starts workers" in path
-    assert 'if __name__ == "__main__":' in guard
-    assert "main()" in main
-    assert len(before) == 3
-    assert len(theirs.splitlines()) > 50
