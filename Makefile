@@ -63,8 +63,9 @@ $(BUILT): $(ENVIRONMENT) $(CORE)
 LARGE_IMPORTS := tests/integrations tests/sources tests/caching tests/behaviour/test_latency.py tests/demo \
     tests/bench/test_commands.py tests/bench/test_workloads.py
 
-# Ray changes the process that it runs in: signal handlers, threads.
+# Ray changes the process that it runs in: signal handlers, threads. Its tests run beside the others: they wait for actors.
 RAY := tests/ray
+RAY_OUT := build/ray.txt
 
 # Tests start hundreds of interpreters: each would compile again what it imports, if bytecode were not kept.
 test test-slow test-pure: export PYTHONDONTWRITEBYTECODE :=
@@ -72,10 +73,14 @@ test test-slow test-pure: export PYTHONDONTWRITEBYTECODE :=
 # Each process takes a contiguous share of the tests, so that most fixtures of a module are made once.
 PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 
+QUICK := "not slow and not stress"
+
 define run_tests
-	$(1) $(PYTEST) -m "not slow and not stress" $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY)
-	$(1) $(PYTEST) -m "not slow and not stress" --dist loadgroup $(LARGE_IMPORTS)
-	$(1) $(PY) -m pytest -m "not slow and not stress" $(RAY)
+	@mkdir -p $(dir $(RAY_OUT))
+	@$(1) $(PY) -m pytest -m $(QUICK) $(RAY) > $(RAY_OUT) 2>&1 & ray=$$!; status=0; set -x; \
+	$(1) $(PYTEST) -m $(QUICK) $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY) \
+	    && $(1) $(PYTEST) -m $(QUICK) --dist loadgroup $(LARGE_IMPORTS) || status=$$?; \
+	wait $$ray || status=$$?; cat $(RAY_OUT); exit $$status
 endef
 
 test: build  ## run the tests but the slow and the random ones (JOBS=2: in two processes)
@@ -95,7 +100,7 @@ SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-na
 test-checked: install  ## tests of the core, compiled with bounds checks, AddressSanitizer and UndefinedBehaviorSanitizer
 	MINATO_CHECKED=1 $(PY) setup.py --quiet build --build-lib $(CHECKED)/lib --build-temp $(CHECKED)/temp
 	PYTHONSAFEPATH=1 PYTHONPATH=$(CHECKED)/lib:. LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(PYTEST) -o pythonpath= -m "not slow and not stress" tests/core
+	    $(PYTEST) -o pythonpath= -m $(QUICK) tests/core
 
 test-oldest:  ## what depends on versions, with the lowest that are allowed (Python 3.11), compiled and pure
 	.ci/versions 3.11 constraints-oldest.txt
