@@ -130,7 +130,7 @@ SAMPLERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("num_workers", mostly_slow([2, 0]))
-@pytest.mark.parametrize("sampler", mostly_slow(SAMPLERS, quick=5))
+@pytest.mark.parametrize("sampler", mostly_slow(SAMPLERS, quick=3))
 def test_strict_gives_the_rest_of_the_same_batches(sampler: str, num_workers: int) -> None:
     def loader() -> Any:
         options = SAMPLERS[sampler]()
@@ -577,9 +577,7 @@ class Both(Cursors):
         self.offset = state["offset"]
 
 
-STREAMS = [Shared, Drawing, Steps, Cursors, Both]
-
-
+STREAMS = [Both, Drawing, Steps, Cursors, Shared]
 STREAMS_FIRST = [(stream, 3, False) for stream in STREAMS]
 STREAM_CASES = pairwise(
     (stream, num_workers, drop_last)
@@ -591,7 +589,7 @@ STREAM_CASES = pairwise(
 
 @pytest.mark.parametrize(
     ("stream", "num_workers", "drop_last"),
-    mostly_slow(dict.fromkeys([*STREAMS_FIRST, *STREAM_CASES]), quick=len(STREAMS)),
+    mostly_slow(dict.fromkeys([*STREAMS_FIRST, *STREAM_CASES]), quick=2),
 )
 def test_iterable_datasets(stream: Any, num_workers: int, drop_last: bool) -> None:
     def loader() -> Any:
@@ -704,8 +702,9 @@ def test_a_state_is_asked_for_as_often_as_it_may_be_wanted(
     assert times <= asked <= times + (1 if num_workers else 0)
 
 
-@pytest.mark.parametrize("every", mostly_slow([3, 2, None, 1]))
-@pytest.mark.parametrize("stream", [Steps, Cursors, Both])
+@pytest.mark.parametrize(
+    ("stream", "every"), mostly_slow(itertools.product([Both, Steps, Cursors], [3, 2, None, 1]))
+)
 def test_rarer_snapshots_resume_at_the_same_batch(stream: Any, every: int | None) -> None:
     def loader() -> Any:
         return DataLoader(stream(31), 3, num_workers=2, snapshot_every_n_steps=every)
