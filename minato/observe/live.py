@@ -118,7 +118,7 @@ class Live(Observer):
         loader = now.totals.loader
         yield "workers", f"{loader.workers}, busy {format_value(busy, 'share')} of their time"
         yield "prefetch", f"{loader.ready} of at most {loader.limit} batches ready"
-        yield "slowest", self._slowest(first, now)
+        yield "slowest", self._slowest(first, now, added)
         machine = now.machine
         used = _added(first.machine.counts, machine.counts)
         yield "machine", _machine_text(machine, used, seconds)
@@ -126,7 +126,7 @@ class Live(Observer):
             gpus = [gpu for gpu in gpus_of(machine, used) if gpu.samples]
             yield "GPUs", "; ".join(map(_gpu_text, gpus))
 
-    def _slowest(self, first: _Look, now: _Look) -> str:
+    def _slowest(self, first: _Look, now: _Look, added: Mapping[str, int]) -> str:
         """The stage that took most time in the last seconds, or else since the workers started."""
         pairs = zip(now.stages, first.stages, strict=False)
         times = [(count - before[0], total - before[1]) for (count, total), before in pairs]
@@ -136,11 +136,11 @@ class Live(Observer):
         if whole_ns <= 0:
             return "–"
         number = max(range(len(times)), key=lambda i: times[i][1])
-        count, total = times[number]
-        return (
-            f"{self._stages[number]}, {format_value(total / whole_ns, 'share')} of the workers' time, "
-            f"{format_value(total / max(count, 1) / 1e9, 's')} per sample"
-        )
+        share = times[number][1] / whole_ns
+        told = f"{self._stages[number]}, {format_value(share, 'share')} of the workers' time"
+        if added["samples"]:  # as in the report: of all samples, not of those that were timed
+            told += f", {format_value(share * added['busy_ns'] / added['samples'] / 1e9, 's')} per sample"
+        return told
 
     def summary(self) -> str:
         """The last epoch in a line."""
