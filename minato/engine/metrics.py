@@ -87,7 +87,7 @@ class EngineMetrics:
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """``(samples, ns)`` of each stage; any thread may call it, because it only reads shared memory."""
-        stages = zip(*([each.dataset, *each.steps] for each in self.meters), strict=True)
+        stages = zip(*([each.source, *each.steps] for each in self.meters), strict=True)
         return tuple(
             (sum(each.count for each in stage), sum(each.total for each in stage))
             for stage in stages

@@ -41,7 +41,7 @@ _ROW = struct.Struct(f"5q{_TEXT}s")
 """Cost in ns, epoch, stage, its time in ns, index; and the text of an index that is no integer."""
 _ROW_WORDS = _ROW.size // 8
 _SLOWEST_NBYTES = KEPT * _ROW.size
-_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "window_full")
+_FIXED = ("total", "cpu", "bytes", "transforms", "dataset", "deferred", "window_full", "reading")
 _COUNT = attrgetter("count")
 
 
@@ -180,6 +180,7 @@ class Meters:
         dataset: Time of ``dataset[i]`` in ns.
         deferred: Time from the deferral of a sample to its resumption, in ns.
         window_full: Idle time in ns in which the prefetch window was full, so that no batch could be opened.
+        reading: Time of each item of a reader in ns, the same for all of one call; not part of ``total``.
         steps: Time of each transform in ns.
         slowest: The slowest samples.
 
@@ -196,14 +197,19 @@ class Meters:
             Histogram(memory[i * HISTOGRAM_NBYTES : (i + 1) * HISTOGRAM_NBYTES])
             for i in range(count)
         ]
-        """In this order: total, cpu, size, transforms, dataset, deferred, window_full, then the steps."""
+        """In this order: total, cpu, size, transforms, dataset, deferred, window_full, reading, then the steps."""
         self.total, self.cpu, self.size, self.transforms, self.dataset, *rest = self.all
-        self.deferred, self.window_full, *self.steps = rest
+        self.deferred, self.window_full, self.reading, *self.steps = rest
         self.slowest = SlowestSamples(memory[count * HISTOGRAM_NBYTES :])
+
+    @property
+    def source(self) -> Histogram:
+        """The time of the dataset for each sample, or of a reader for each item."""
+        return self.reading if self.reading.count else self.dataset
 
     @staticmethod
     def nbytes(num_steps: int) -> int:
-        """Bytes of one worker's meters: about 6 KiB for each transform and 48 KiB for the rest."""
+        """Bytes of one worker's meters: about 6 KiB for each transform and 54 KiB for the rest."""
         return (len(_FIXED) + num_steps) * HISTOGRAM_NBYTES + _SLOWEST_NBYTES
 
 

@@ -211,7 +211,8 @@ def _workers(metrics: Metrics, use: LoaderUse) -> figures.Workers:
     # The clock of a thread does not advance while the thread is queued for a core.
     queued = _ratio(max(counts["queued_ns"], 0), max(counts["ran_ns"], 0))
     on_core = _ratio(_histogram(metrics, "cpu").total, _timed_ns(metrics)) * (1 + queued)
-    if not _timed_ns(metrics):  # whole batches are loaded by one call, which is not timed like this
+    if not _timed_ns(metrics) or _histogram(metrics, "reading").count:
+        # Calls that load a whole batch, or read items, are not timed like this.
         on_core = _ratio(max(counts["ran_ns"], 0) * (1 + queued), busy_ns)
     return figures.Workers(
         count=count,
@@ -278,27 +279,30 @@ def gpus_of(machine: MachineSnapshot, counts: Mapping[str, int]) -> tuple[figure
 
 
 def _stages(metrics: Metrics, steps: Sequence[str]) -> tuple[figures.Stage, ...]:
-    total = _histogram(metrics, "total")
-    busy_ns = max(metrics.counts["busy_ns"], total.total)
+    total, reading = _histogram(metrics, "total"), _histogram(metrics, "reading")
+    busy_ns = max(metrics.counts["busy_ns"], total.total + reading.total)
     if not busy_ns:
         return ()
-    timed_ns = _timed_ns(metrics)
-    named = [("dataset", "source", "dataset")]
-    named += [(name, "transform", f"{number} {name}") for number, name in enumerate(steps)]
+    named = [(name, "transform", f"{number} {name}") for number, name in enumerate(steps)]
     stages = []
+    if reading.count:  # the dataset of the transforms is what readers gave before
+        stages.append(_stage("dataset", "source", reading, reading.total / busy_ns))
+    else:
+        named = [("dataset", "source", "dataset"), *named]
+    timed_ns = sum(_histogram(metrics, key).total for *_, key in named)
     if timed_ns:
         for name, kind, key in named:
             values = _histogram(metrics, key)
             share = values.total / timed_ns * total.total / busy_ns
             stages.append(_stage(name, kind, values, share))
-    else:
+    elif not reading.count:
         stages.append(_stage("samples", "source", total, total.total / busy_ns))
-    rest_ns = busy_ns - total.total
-    mean_s, share = _ratio(rest_ns / 1e9, total.count), rest_ns / busy_ns
+    share, count = 1.0 - sum(stage.share for stage in stages), total.count or reading.count
+    mean_s = _ratio(share * busy_ns / 1e9, count)
     spread_s = mean_s, mean_s, mean_s  # not measured
     return (
         *stages,
-        figures.Stage("collate and copy", "collate", total.count, mean_s, *spread_s, share),
+        figures.Stage("collate and copy", "collate", count, mean_s, *spread_s, max(share, 0.0)),
     )
 
 

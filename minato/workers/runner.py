@@ -441,6 +441,9 @@ class Runner:
             take = _recorded_read(take, self.tracer, epoch)
         results, error = self._run(position, epoch, [keys], take, None)
         self._stages.clear()
+        if results and (count := len(results[0].items)):
+            each = array("q", [self.durations[0] // count]) * count
+            self.meters.reading.record_all(each, count)
         return (results[0] if results else None), error
 
     def collated(

@@ -49,6 +49,7 @@ def test_workers_are_added_up_by_part():
         "dataset",
         "deferred",
         "window_full",
+        "reading",
     )
     assert tuple(profile.run) == (*fixed, "0 Crop", "1 Flip")
     assert profile.run["total"].max == 3032

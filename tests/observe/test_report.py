@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -140,6 +141,34 @@ def test_the_cost_per_sample_is_that_of_all_of_them() -> None:
         cost = re.fullmatch(r"dataset, .*, ([\d.]+) (µs|ms) per sample", told)
         assert cost is not None, told
         assert 0.4 < float(cost[1]) * {"µs": 1e-3, "ms": 1.0}[cost[2]] < 5
+
+
+class SlowStream(Stream):
+    """Each item is waited for; it divides itself."""
+
+    def __iter__(self) -> Iterator[Any]:
+        reader = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if reader is None else (reader.id, reader.num_workers)
+        return map(pause, range(first, self.size, step))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_workers": 2},
+        {"num_workers": 2, "transforms": [abs]},
+        {"num_workers": 2, "readers": 1, "transforms": [abs]},
+        {"num_workers": 0, "transforms": [abs]},
+    ],
+)
+def test_what_a_reader_takes_is_the_time_of_the_dataset(arguments: Any) -> None:
+    loader = DataLoader(SlowStream(60), batch_size=5, **arguments)
+    for _ in loader:
+        pass
+    stages = {stage.name: stage for stage in loader.report().run.stages}
+    assert stages["dataset"].share > 0.6
+    assert stages["dataset"].mean_s >= 0.004
+    assert sum(stage.share for stage in stages.values()) == pytest.approx(1.0)
 
 
 def test_details_leave_out_what_is_zero(report: Report) -> None:
