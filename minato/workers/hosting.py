@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -404,9 +406,10 @@ class ReadingWorker(HostWorker):
     def num_workers(self) -> int:
         return super().num_workers + 1
 
-    def rest(self, seen: int, timeout_s: float) -> bool:
-        return self.events.wait(seen, _LOOK_S if self._stock else timeout_s)
+    def _sleep(self) -> Callable[[int, float], bool]:
+        sleep = super()._sleep()
+        return functools.partial(_briefly, sleep) if self._stock else sleep
 
-    @property
-    def is_empty(self) -> bool:
-        return False
+
+def _briefly(sleep: Callable[[int, float], bool], seen: int, timeout_s: float) -> bool:
+    return sleep(seen, min(timeout_s, _LOOK_S))

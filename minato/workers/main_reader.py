@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from minato._support.threads import start_thread
 from minato.batching.blobs import ErrorTransport, wrapped
@@ -30,6 +30,8 @@ class _Pool(Protocol):
 class MainReader:
     """The pool of workers as the dispatcher sees it, with a thread of this process that reads for them.
 
+    While the thread sleeps it does not refer to this object, which may belong to a cycle through the dataset.
+
     Args:
         context: Makes the thread's part; its plan has the dataset.
         number: Of the thread in the ledger, after those of the workers.
@@ -43,14 +45,34 @@ class MainReader:
         self, pool: _Pool, context: WorkerContext, state: SharedState, number: int
     ) -> None:
         self._pool = pool
+        self._context, self._state, self._number = context, state, number
+        self._worker: ReadingWorker | None = None
         self._failures: list[BaseException] = []
-        run = functools.partial(_run, context, state, number, self._failures)
+        run = functools.partial(_run, weakref.ref(self), state, self._failures)
         self.thread = threading.Thread(target=run, name="minato-reader", daemon=True)
         self.end: Callable[[], object] = functools.partial(_join, weakref.ref(self.thread))
 
     def start(self) -> None:
         """Start the thread, after the processes: a fork would copy what it holds at that moment."""
         start_thread(self.thread)
+
+    def work(self) -> Callable[[], bool] | None:
+        """Read until there is nothing to do, in the thread; returns as ``Worker.work``."""
+        if self._worker is None:
+            self._worker = self._make_worker()
+        rest = self._worker.work(lambda: True)
+        if rest is None:
+            self._worker.close()
+        return rest
+
+    def _make_worker(self) -> ReadingWorker:
+        plan, state, number = self._context.plan, self._state, self._number
+        host = Host(plan, number, state.board, alone=False, binds=plan.seeds_samples, here=True)
+        host.make_readers()
+        transport = ErrorTransport((BaseException,), wrapped("reader thread"))
+        ledger = state.worker_ledger(number)
+        worker = self._context.worker(ledger, state, transport, host=host, kind=ReadingWorker)
+        return cast(ReadingWorker, worker)
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep until the ready events exceed ``seen``."""
@@ -70,16 +92,16 @@ def _join(reference: weakref.ref[threading.Thread]) -> None:
 
 
 def _run(
-    context: WorkerContext, state: SharedState, number: int, failures: list[BaseException]
+    reference: weakref.ref[MainReader], state: SharedState, failures: list[BaseException]
 ) -> None:
     try:
-        plan, ledger = context.plan, state.worker_ledger(number)
-        host = Host(plan, number, state.board, alone=False, binds=plan.seeds_samples, here=True)
-        host.make_readers()
-        transport = ErrorTransport((BaseException,), wrapped("reader thread"))
-        worker = context.worker(ledger, state, transport, host=host, kind=ReadingWorker)
-        worker.loop(lambda: True)
-        worker.close()
+        while (rest := _work(reference)) is not None and rest():
+            pass
     except BaseException as error:
         failures.append(error)
         state.ready.notify()
+
+
+def _work(reference: weakref.ref[MainReader]) -> Callable[[], bool] | None:
+    reader = reference()
+    return None if reader is None else reader.work()

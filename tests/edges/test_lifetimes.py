@@ -20,7 +20,7 @@ import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 import minato
-from minato import DataLoader, Observe, Record, StragglerPolicy
+from minato import DataLoader, Observe, Readers, Record, StragglerPolicy
 from minato.caching import MemoryCache
 from minato.observe import at_exit
 from tests.datasets import TOO_MANY_WORKERS, Numbers
@@ -201,6 +201,19 @@ def test_cycles_through_the_dataset_are_collected(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_more_cycles_are_collected(tmp_path: Path) -> None:
     run(pairwise(ALL), tmp_path)
+
+
+@pytest.mark.parametrize("where", ["worker", "main"])
+def test_a_stream_is_collected_wherever_it_is_read(where: str) -> None:
+    """And whatever the number of workers becomes."""
+
+    def options(persistent: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {"num_workers": minato.AutoScale(max=2), "transforms": [Adds()]}
+        found |= {"readers": Readers(1, where=where), "persistent_workers": persistent}
+        return found | {"multiprocessing_context": "fork"}
+
+    for persistent, batches in itertools.product((False, True), BATCHES):
+        check("Stream", batches, functools.partial(options, persistent), left())
 
 
 def test_a_report_at_exit_keeps_no_dataset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
