@@ -136,6 +136,7 @@ bench: build  ## compare with torch's loader (SHORT=1: smoke run of the first th
 	$(PY) -m bench.micro $(if $(SHORT),--short)
 	$(if $(SHORT),,$(PY) -m bench.ablation --out docs/benchmarks)
 	$(if $(SHORT),,$(PY) -m bench.growth)
+	$(if $(SHORT),,$(PY) -m bench.streams)
 
 data: $(INSTALLED)  ## fetch real volumes, photographs and recordings into build/data (0.5 GB; pip, apt-get)
 	$(PY) -m bench.workloads
