@@ -406,8 +406,8 @@ class ReadingWorker(HostWorker):
     def num_workers(self) -> int:
         return super().num_workers + 1
 
-    def _sleep(self) -> Callable[[int, float], bool]:
-        sleep = super()._sleep()
+    def sleeper(self) -> Callable[[int, float], bool]:
+        sleep = super().sleeper()
         return functools.partial(_briefly, sleep) if self._stock else sleep
 
 

@@ -143,7 +143,7 @@ class Worker:
             if not self.takes_part():
                 continue
             self._lacks_room = not ledger.waiting
-            sleep = self._sleep()
+            sleep = self.sleeper()
             return lambda: sleep(seen, _PATIENCE_S) or parent_lives()
 
     @property
@@ -160,7 +160,7 @@ class Worker:
         """Whether nothing is in flight that could wake it, once ``step`` returns False."""
         return True
 
-    def _sleep(self) -> Callable[[int, float], bool]:
+    def sleeper(self) -> Callable[[int, float], bool]:
         """``rest``, recorded in the trace; without a reference to the worker if that is empty."""
         rest = self.events.wait if self.is_empty else self.rest
         if not self.tracer.enabled:

@@ -900,12 +900,12 @@ def repeated_indices(base: Any, workers: int) -> Any:
 
 
 def rows() -> list[str]:
-    found = re.findall(r"^\| \*\*(.+?)\*\*", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.findall(r"^(?:\| )?\*\*(.+?)\*\*", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return [row.replace("\\", "") for row in found]
 
 
 def test_the_page_lists_what_is_run_here() -> None:
-    assert rows() == [*PATTERNS, *ELSEWHERE]
+    assert sorted(rows()) == sorted([*PATTERNS, *ELSEWHERE])
 
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")

@@ -60,7 +60,7 @@ def test_every_stage_of_a_measured_sample_is_recorded() -> None:
     stage_runner, meters, lease = stepper_of(plus(1), plus(10))
     assert [stage_runner.measured(key) for key in (3, 4)] == [14, 15]
     # Not the total, which the runner knows.
-    assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 2, 2]
+    assert counts(meters) == [0, 2, 2, 2, 2, 0, 0, 0, 2, 2]
     assert meters.size.total == 16
     assert meters.transforms.total == 4
     assert lease.step == 2  # all transforms are done
@@ -87,7 +87,7 @@ def test_the_lease_names_the_stage_that_runs() -> None:
 def test_without_a_chain_the_dataset_is_all_there_is() -> None:
     stage_runner, meters, _ = stepper_of(deferral=(deferral := Defers(0)))
     assert stage_runner.measured(3) == 3
-    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0]
+    assert counts(meters) == [0, 1, 1, 1, 1, 0, 0, 0]
     stage_runner.slow_ns = 1
     assert stage_runner.measured(3) == 3
     assert deferral.asked == []  # nothing is left of it that could wait
@@ -110,7 +110,7 @@ def test_a_slow_sample_is_deferred_between_any_two_stages(way: str) -> None:
     assert found == [(39, 3, value, step, "state") for step, value in enumerate((3, 4, 14))]
     assert sample == 114
     times = int(way == "measured")
-    assert counts(meters) == [0, *[times] * 4, 0, 0, *[times] * 3]
+    assert counts(meters) == [0, *[times] * 4, 0, 0, 0, *[times] * 3]
     assert len(stage_runner.longest) == times
 
 
