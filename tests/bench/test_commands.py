@@ -101,7 +101,7 @@ PROGRAMS: dict[str, tuple[list[str], dict[str, tuple[int, list[str]]]]] = {
         {"streams": (30, ["| minato, order='arrival' |", "### skip", "× torch"])},
     ),
     "sharing": ([], {"sharing": (11, ["| dict, `str` to `int` |"])}),
-    "threads": (["--rows", "short"], {"threads": (8, ["workers='thread'"])}),
+    "threads": (["--rows", "short"], {"threads": (8, ["minato, threads"])}),
 }
 """Arguments of a smoke run; then its pages, with lines of tables at least, and texts that they hold."""
 
