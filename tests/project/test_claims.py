@@ -136,6 +136,20 @@ CLAIMS: list[tuple[str, str, Callable[[], list[float]]]] = [
             ratio(STRAGGLERS, "torch, in_order=False", "minato", "s per epoch"),
         ),
     ),
+    *(
+        (
+            README,
+            rf"{row}\].*?\| {RANGE} \| {X} \|",
+            both(
+                spread(place, "minato", "× torch"),
+                ratio(place, "torch, in_order=False", "minato", "s per epoch"),
+            ),
+        )
+        for row, place in (
+            ("of a stream", "streams.md#transforms"),
+            ("stream of token ids", "streams.md#hugging-face-tokens"),
+        )
+    ),
     (
         README,
         rf"\[3-D segmentation .*?\| {RANGE} \| {X} \|",
