@@ -12,6 +12,7 @@ import itertools
 import pathlib
 import random
 import threading
+import time
 import types
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
@@ -300,7 +301,10 @@ def test_a_list_that_a_thread_changes_is_no_plain_sample() -> None:
 
 
 class Late(Numbers):
-    """Tensors first, and then objects that must stay where they are; counts how often samples run."""
+    """Tensors first, and then objects that must stay where they are; counts how often samples run.
+
+    They cost so much that workers share each batch: one that makes a whole batch finds nothing that must stay.
+    """
 
     def __init__(self, size: int, counts: torch.Tensor) -> None:
         super().__init__(size)
@@ -308,6 +312,7 @@ class Late(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         self.counts[index] += 1
+        time.sleep(0.003)
         return Stuck(index) if index >= 20 else torch.tensor(index)
 
 
