@@ -172,6 +172,7 @@ class ReaderState:
         iterator: Result of the ``state_dict()`` of its iterator, if that is another object; None: it has none.
         generators: The states of its three global generators; None: they follow from its seed.
         digest: Checksum of the items before.
+        ended: Whether the reader has ended there.
     """
 
     ordinal: int = 0
@@ -179,6 +180,7 @@ class ReaderState:
     iterator: Any = None
     generators: Any = None
     digest: int = 0
+    ended: bool = False
 
 
 class StateSlots:
@@ -610,8 +612,9 @@ class EpochReaders:
                 if checks:
                     raise
                 kept = error
-            if end is None:  # the state may be that of its end, which came meanwhile
-                end = self.board.end(reader)
+            # The board may not say so yet.
+            if end is None and isinstance(kept, dict) and kept["ended"]:
+                end = kept["ordinal"]
             each.append({"done": [list(pair) for pair in ranges], "end": end, "state": kept})
         return {"turn": turn, "set_epoch": self.set_epoch, "each": each}
 

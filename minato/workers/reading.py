@@ -165,6 +165,7 @@ class Reader:
             dataset.state_dict() if of_dataset else None,
             iterator.state_dict() if of_iterator else None,
             digest=self.digest,
+            ended=self.end is not None,
         )
 
     def take(self, ordinals: Sequence[int], catches: Kinds = (Exception,)) -> list[Any]:
@@ -647,9 +648,10 @@ class Host:
             items = reader.take(ordinals, self.catches)
         except self.catches as error:
             items, error_ = reader.taken, error
-        self._note(reader, slot)
         if error_ is None:
+            # First: who sees that the reader has ended finds the state of its end.
             self._keep_state(reader, slot)
+        self._note(reader, slot)
         return Taken(items, error_)
 
     def _begin(self, reader: Reader, slot: int, epoch: int, wanted: int) -> None:
