@@ -19,7 +19,6 @@ import psutil
 from minato import DataLoader
 from tests.datasets import Filled
 
-
 SOME_BYTES = 12 << 20
 
 
