@@ -54,9 +54,8 @@ def _run(options: argparse.Namespace) -> None:
     script = options.script
     if not options.is_module and not os.path.exists(script):
         _refuse(f"there is no file {script!r}: check the path", 2)
-    print_at_exit(
-        full=options.full
-    )  # runs after the functions that the script registers with atexit
+    # Runs after the functions that the script registers with atexit.
+    print_at_exit(full=options.full)
     patch()
     sys.argv = [script, *options.arguments]
     module, code = _module(script) if options.is_module else _file(script)

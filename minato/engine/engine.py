@@ -476,9 +476,8 @@ class Engine:
         now = now_ns()
         if now < self._costs_due_ns:
             return
-        began_ns = (
-            thread_time_ns()
-        )  # not the clock, which goes on while other programs have the processor
+        # Not the clock, which goes on while other programs have the processor.
+        began_ns = thread_time_ns()
         elapsed_s = (now - self._started_ns) / 1e9
         if self.slow_threshold.due(sum(meters.total.count for meters in self.meters), elapsed_s):
             times = merged(meters.total for meters in self.meters)
@@ -583,9 +582,8 @@ def _window(plan: Plan) -> PrefetchWindow:
         concurrent_batches = plan.first * LEAST_LISTS
     if worker.offers_items:
         concurrent_batches = plan.first * _BATCHES_OFFERED
-        if (
-            not worker.order.keeps_places
-        ):  # an item that is late by max_lag batches may turn out not to exist
+        # An item that is late by max_lag batches may turn out not to exist.
+        if not worker.order.keeps_places:
             concurrent_batches = min(concurrent_batches, worker.order.max_lag // 2)
     # A window of more batches than the ledger holds would never be full: they would be opened one by one.
     most = min(_BATCH_RECORDS, _num_positions(plan) // plan.largest_batch)

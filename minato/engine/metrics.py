@@ -62,9 +62,8 @@ class EngineMetrics:
         """Read the workers' processor time, if that is due."""
         now = now_ns()
         if now >= self._look_due_ns:
-            began_ns = (
-                thread_time_ns()
-            )  # not the clock, which goes on while other programs have the processor
+            # Not the clock, which goes on while other programs have the processor.
+            began_ns = thread_time_ns()
             self.usage = usage()
             self._look_due_ns = now + max(_LOOK_NS, _LOOK_SHARE * (thread_time_ns() - began_ns))
 

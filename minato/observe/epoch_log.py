@@ -209,10 +209,11 @@ class EpochLog(Observer):
         self._loader, self._loader_wanted = None, False
         self._began_ns = self._entered_ns = self._left_ns = now_ns()
         self._current = EpochRecord(epoch, before=before, after=before, machine=machine)
+        # Last: other threads read the rest if it is there.
         self._live = (
             self._live[0],
             self._current,
-        )  # last: other threads read the rest if it is there
+        )
 
     def started(self) -> None:
         """The workers of the epoch have started."""

@@ -308,9 +308,8 @@ def connected(
                 return channel
             except BaseException as error:
                 channel.close()
-                if isinstance(
-                    error, WrongKeyError
-                ):  # of a server that has ended, while the next one starts
+                # Of a server that has ended, while the next one starts.
+                if isinstance(error, WrongKeyError):
                     what = "listens in the place of local rank 0, and does not know the key in"
                     why = WrongKeyError(f"{process} {what} {folder}")
                 elif not isinstance(error, TimeoutError):

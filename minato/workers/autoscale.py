@@ -168,9 +168,8 @@ def corrected(
     did not raise the throughput, or made the consumer wait, it is reverted, and not repeated for a while.
     """
     if state.trial is not None and not state.settled:
-        return replace(
-            state, why="settle", settled=True
-        )  # half of this period was before the change
+        # Half of this period was before the change.
+        return replace(state, why="settle", settled=True)
     starved = measured.waited_share > _ENOUGH
     state = replace(
         state,

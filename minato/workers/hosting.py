@@ -96,9 +96,8 @@ class OfferedItems:
         if not offset:
             return _MISSING
         item = self._store.peek(offset, int(entry["nbytes"]))
-        self._store.drop(
-            offset
-        )  # in shared memory it stays, for the worker that replaces this one if it dies
+        # In shared memory it stays, for the worker that replaces this one if it dies.
+        self._store.drop(offset)
         return item
 
 

@@ -197,9 +197,8 @@ class ProcessPool(WorkerPool):
                         process.start()
                     return
                 except (EOFError, ConnectionError):
-                    if (
-                        is_unguarded()
-                    ):  # from Python 3.13 on the server itself imports the main module
+                    # From Python 3.13 on the server itself imports the main module.
+                    if is_unguarded():
                         raise unguarded_error(process.pid) from None
                     if not left:
                         raise

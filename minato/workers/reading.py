@@ -257,9 +257,8 @@ class Reader:
                 self.on_next(len(self.taken))
             try:
                 returned = skip(ordinal - self.at)
-            except (
-                StopIteration
-            ):  # a reader that is made again may be asked for items after its end
+            except StopIteration:
+                # A reader that is made again may be asked for items after its end.
                 self._ended(ordinal)
                 return
             if returned is not None and returned is not self._items:

@@ -191,10 +191,11 @@ def test_nothing_is_in_dev_shm_and_no_worker_maps_it(workers: dict[str, Any]) ->
     if not shm.is_dir():
         pytest.skip("there is no /dev/shm")
     if workers["num_workers"]:
+        # So that no worker is done before it is looked at.
         workers = {
             **workers,
             "prefetch_factor": 2,
-        }  # so that no worker is done before it is looked at
+        }
     loader = DataLoader(Filled(40, 1000), 2, **workers)
     before = set(os.listdir(shm))
     iterator = iter(loader)

@@ -122,11 +122,12 @@ def test_each_key_is_counted(twin: ModuleType) -> None:
     assert occurrences.count([0, 3, 4, -1, 1 << 80, "ab"]) is None
     assert occurrences.count([]) is None
     assert occurrences.count([1, 3, 3, 4, -1, 1 << 80, "ab", "abc"]) == [0, 1, 2, 1, 1, 1, 1, 0]
+    # The other kind: by their numbers.
     assert occurrences.count(("ab", b"abc", [0, 0, 0])) == [
         2,
         3,
         4,
-    ]  # the other kind: by their numbers
+    ]
     assert occurrences.count([2]) is None
     assert twin.Occurrences(0, index_hash).count([0, 1, 0]) == [0, 0, 1]
 

@@ -662,9 +662,8 @@ def test_an_overdue_sample_keeps_one_place_of_the_two_taken_for_it(desk: Desk) -
     desk.set_place(0, BOUND | 1)
     new = desk.open(2, bound=False)
     desk.ledger.bind_late(old, new)
-    assert (
-        desk.ticket(0) & 0xFFFF
-    )  # the pure twin finds the first place, the compiled one takes another
+    # The pure twin finds the first place, the compiled one takes another.
+    assert desk.ticket(0) & 0xFFFF
     desk.ledger.release(0)
     assert delivered_exactly_once(desk, [old, new])
 

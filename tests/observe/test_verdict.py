@@ -85,9 +85,8 @@ def test_training_itself() -> None:
     assert "not the bottleneck" in found.summary
     assert found.speedup == pytest.approx(10 / 9.8)
     assert found.changes is None
-    assert (
-        verdict(own_s=9.0, waited_s=1.0, first_s=0.9).bottleneck == "step"
-    )  # but for the one start
+    # But for the one start.
+    assert verdict(own_s=9.0, waited_s=1.0, first_s=0.9).bottleneck == "step"
 
 
 def test_too_few_workers() -> None:

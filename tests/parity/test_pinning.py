@@ -245,9 +245,8 @@ class Images(Tensors):
     """Larger tensors: two of them are a mebibyte."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(
-            np.full(1 << 17, index, np.float32)
-        )  # no forked thread pool of torch's
+        # No forked thread pool of torch's.
+        return torch.from_numpy(np.full(1 << 17, index, np.float32))
 
 
 def wait_for_a_ready_batch(iterator: Any) -> None:

@@ -58,9 +58,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, checkout, ignore=ignored)
     (checkout / "minato/_core/_left_over_c.c").write_text("int left_over;\n")
-    (checkout / "minato/_commit.txt").write_text(
-        "0123456789ab\n"
-    )  # as in an sdist; there is no git
+    # As in an sdist; there is no git.
+    (checkout / "minato/_commit.txt").write_text("0123456789ab\n")
     script = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     run(sys.executable, "-c", script, work, cwd=checkout)
     [archive] = work.glob("minatoloader-*.tar.gz")

@@ -171,9 +171,8 @@ def one_node() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     before = {child.pid for child in psutil.Process().children()}
-    at_sigterm = signal.getsignal(
-        signal.SIGTERM
-    )  # Ray's handler must not be left to later helper processes
+    # Ray's handler must not be left to later helper processes.
+    at_sigterm = signal.getsignal(signal.SIGTERM)
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # paths of sockets must be short
     inside = folder / "ray"
     inside.mkdir()  # Ray writes its address here before it makes the folder

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
 
 from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers
 from minato.sampling.readers import ReaderBoard, StateSlots
+from tests.behaviour.test_resume import Around
 from tests.datasets import ORDERS, add_draws
 from tests.selection import mostly_slow
 from tests.streams.streams import (
@@ -268,29 +268,6 @@ def test_a_state_without_its_readers_is_damaged(readers: Any) -> None:
         DataLoader(Split(SIZE), 4).load_state_dict(state)
 
 
-class Rounds(IterableDataset[int]):
-    """It is its own iterator, and its state says in which round it is."""
-
-    at = rounds = 0
-
-    def __iter__(self) -> Any:
-        self.at = 0
-        return self
-
-    def __next__(self) -> int:
-        if self.at == 12:
-            self.rounds += 1
-            raise StopIteration
-        self.at += 1
-        return 100 * self.rounds + self.at
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at, "rounds": self.rounds}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at, self.rounds = state["at"], state["rounds"]
-
-
 @pytest.mark.parametrize(
     "late", [(StateSlots, "write"), (ReaderBoard, "note_end")], ids=["state", "end"]
 )
@@ -306,7 +283,7 @@ def test_the_end_of_a_reader_and_its_state_are_one(
 
     def loader() -> Any:
         how = {"persistent_workers": True, "multiprocessing_context": "fork"}
-        return DataLoader(Rounds(), 3, num_workers=1, snapshot_every_n_steps=None, **how)
+        return DataLoader(Around(12), 3, num_workers=1, snapshot_every_n_steps=None, **how)
 
     for pause_s in (0.0, 0.05, 0.15, 0.3):
         with monkeypatch.context() as patch:

@@ -247,9 +247,10 @@ class Scene:
         return isinstance(self.dataset, Stream)
 
 
+# With 1, each sample has its own place.
 ARRIVAL: dict[str, Any] = {
     "order": minato.Arrival(2),
-}  # with 1, each sample has its own place
+}
 COLLATE: dict[str, Any] = {"collate_fn": collate}
 SKIP: dict[str, Any] = {"errors": "skip"}
 DEFER: dict[str, Any] = {**ARRIVAL, "transforms": [same]}

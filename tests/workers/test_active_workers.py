@@ -24,9 +24,8 @@ def active_workers() -> ActiveWorkers:
 def test_an_active_worker_does_not_sleep(active_workers):
     active_workers.set_count(1)
     assert active_workers.wait_until_active(0, lambda: False, lambda: True)
-    assert active_workers.wait_until_active(
-        0, lambda: True, lambda: False
-    )  # what is left is its work, too
+    # What is left is its work, too.
+    assert active_workers.wait_until_active(0, lambda: True, lambda: False)
 
 
 def test_a_worker_sleeps_until_it_is_active(active_workers):
