@@ -1,6 +1,6 @@
 # One environment for every target: .venv, with everything pinned in constraints.txt.
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3
 SHORT ?=
 TRAIN ?=
 
@@ -83,7 +83,7 @@ define run_tests
 	wait $$ray || status=$$?; cat $(RAY_OUT); exit $$status
 endef
 
-test: build  ## run the tests but the slow and the random ones (JOBS=2: in two processes)
+test: build  ## run the tests but the slow and the random ones (JOBS=3: in three processes, since many wait)
 	$(call run_tests)
 
 test-slow: build  ## the tests that take more than five seconds
@@ -110,7 +110,7 @@ test-matrix: test-oldest  ## the same with the newest of all, on Python 3.12 and
 	.ci/versions 3.13
 
 stress: build  ## random kills and long runs (SHORT=1: 4 s a test instead of 300 s)
-	$(PY) -m pytest -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),4,300)
+	$(PYTEST) -m stress -o faulthandler_timeout=1200 --stress-s $(if $(SHORT),4,300)
 
 lint: build  ## ruff, cython-lint, mypy, stubtest
 	$(PY) -m ruff check

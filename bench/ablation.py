@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from bench.harness import record, report
 from bench.harness.datasets import (
-    Held,
     Pictures,
     SleepingTransforms,
     SleepingWork,
@@ -47,9 +42,9 @@ MOST = 16
 HEAD = """\
 # Ablation
 
-Written by `python -m bench.ablation`. All loaders of a table get the same dataset object, transforms and, unless their
-name says otherwise, number of workers; everything else stays at its default. Loaders take turns; every sample is
-checked. Figures are medians of {repeats} runs, with the minimum and maximum in brackets; start of the workers
+Written by `python -m bench.ablation`. All loaders of a table get the same dataset object, transforms and number of
+workers, unless their name says otherwise. All else stays at its default. Loaders take turns; every sample is checked.
+Figures are medians of {repeats} runs, with the minimum and maximum in brackets; start of the workers
 included. *Ideal*: all work divided by the workers, or the consumer's own time if that is longer.
 """
 MECHANISMS = """\
@@ -75,7 +70,7 @@ number has settled then.
 MEASURING = """\
 ## What measuring costs
 
-Vectors of 16 numbers that are all there already, in batches of 32, with transforms that do nothing: what is left is the
+Vectors of 16 numbers that are all there already, in batches of 32, with transforms that do nothing. What is left is the
 loader itself, without its measurements (`observe=False`), with them, and with a trace.
 """
 TENSORS = """\
@@ -84,7 +79,6 @@ TENSORS = """\
 Tensors of 16 numbers and a label, in batches of 256. The compiled core finds the fields of a tensor in its memory
 instead of asking torch for four attributes; *without* asks torch. Each figure comes from a process of its own.
 """
-TENSOR_MEMORY, TENSOR_EPOCHS = "minato._core.tensor_memory", 3
 
 
 def _behind(**own: Any) -> Build:
@@ -302,32 +296,15 @@ OVERHEADS = (_measuring("measuring", 2), _measuring("measuring-inline", 0))
 CONTENDERS = {**STANDARD, **named(*FIXED.values(), CHANGING, UNMEASURED)}
 
 
-def tensor_us(direct: bool, workers: int, samples: int) -> float:
-    """In a process of its own: microseconds per sample, with or without direct reading of the fields of tensors."""
-    if not direct:
-        absent: Any = types.ModuleType(TENSOR_MEMORY)
-        absent.find = lambda: None
-        sys.modules[TENSOR_MEMORY] = absent
-    from minato import DataLoader
-
-    persistent = bool(workers)
-    dataset = Held([(row, index) for index, row in enumerate(torch.rand(samples, 16))])
-    loader = DataLoader(dataset, 256, num_workers=workers, persistent_workers=persistent)
-    for epoch in range(TENSOR_EPOCHS + 1):
-        if epoch == 1:  # the first one warms up
-            begun_s = time.perf_counter()
-        if sum(len(labels) for _, labels in loader) != samples:
-            raise RuntimeError("samples were lost")
-    return 1e6 * (time.perf_counter() - begun_s) / (TENSOR_EPOCHS * samples)
-
-
 def tensor_table(samples: int, repeats: int) -> str:
     """With and without, in turn."""
     lines = []
     for workers in (0, 2):
         found: dict[bool, list[float]] = {True: [], False: []}
         for _, direct in in_turn([True, False], repeats):
-            found[direct].append(call("bench.ablation:tensor_us", direct, workers, samples))
+            found[direct].append(
+                call("bench.workloads.tensors:tensor_us", direct, workers, samples)
+            )
         ratios = [a / b for a, b in zip(found[False], found[True], strict=True)]
         cells = [report.spread_text(each, 2) for each in (found[True], found[False], ratios)]
         lines.append([str(workers), *cells])

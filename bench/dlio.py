@@ -115,11 +115,11 @@ HEAD = """\
 
 Written by `python -m bench.dlio`. DLIO {version} generates files and runs its own training loop, in which the
 accelerator is a sleep; this page changes its settings alone. *Accelerator utilisation* is DLIO's figure: the share of
-an epoch, but for its first batch, that the accelerator computes. Per cent: medians of {repeats} runs (least and
-greatest), each the mean of {epochs} epochs. One process, {threads} read threads, which are worker processes. DLIO gives
-every loader an equal array in place of each sample that it reads, so content cannot be checked; the number of steps
-is. These figures are no MLPerf results: sizes, files and times are scaled to this machine, and the files lie in
-the page cache.
+an epoch, but for its first batch, that the accelerator computes; behind it the share of all steps, with the first. Per
+cent: medians of {repeats} runs (least and greatest), each the mean of {epochs} epochs. One process, {threads} read
+threads, which are worker processes. DLIO gives every loader an equal array in place of each sample that it reads, so
+content cannot be checked; the number of steps is. These figures are no MLPerf results: sizes, files and times are
+scaled to this machine, and the files lie in the page cache.
 
 DLIO asks for 0.90 (0.85 where its users' rules say so). `prefetch_size=2` is DLIO's default and gives torch
 `prefetch_factor=1`; 8 gives torch's own default of 2. The plug, `reader.data_loader_classname`, gets minato's default
@@ -156,8 +156,14 @@ def trial(name: str, row: str, short: bool, to: str, epochs: int) -> dict[str, A
         return {}
     summary = json.loads((folder / "output" / "summary.json").read_text())
     output = json.loads((folder / "output" / "0_output.json").read_text())
-    steps = [len(output[str(epoch)]["load"]["block1"]) for epoch in range(1, epochs + 1)]
-    return {"used": summary["metric"]["train_au_percentage"], "steps": steps}
+    records = [output[str(epoch)] for epoch in range(1, epochs + 1)]
+    # Of each step: from its start to its end, and what the accelerator took of that.
+    steps, compute = (
+        [record[name]["block1"] for record in records] for name in ("proc", "compute")
+    )
+    whole = [100 * sum(computed) / sum(step) for step, computed in zip(steps, compute, strict=True)]
+    used = summary["metric"]["train_au_percentage"]
+    return {"used": used, "whole": whole, "steps": list(map(len, steps))}
 
 
 class _Untraced:
@@ -195,9 +201,16 @@ def _stand_in_for_profilers() -> None:
 
 @dataclass
 class Cell:
-    """The mean utilisation of each run of one loader on one workload, or why there is none."""
+    """One loader on one workload.
+
+    Attributes:
+        used: The mean utilisation of each run.
+        whole: The same with the first batches.
+        failed: Why there is none.
+    """
 
     used: list[float]
+    whole: list[float]
     failed: str = ""
 
 
@@ -210,7 +223,7 @@ def measure(python: Path, options: argparse.Namespace, page: report.Page) -> Cel
     epochs = 2 if options.short else EPOCHS
     for row in options.rows:
         workload = sized(WORKLOADS[row], options.short)
-        cells |= {(row, name): Cell([]) for name in options.loaders}
+        cells |= {(row, name): Cell([], []) for name in options.loaders}
         with tempfile.TemporaryDirectory() as folder:
             given = row, options.short, folder, epochs
             run = functools.partial(call, "bench.dlio:trial", python=python, limit_s=_TRIAL_S)
@@ -230,7 +243,9 @@ def measure(python: Path, options: argparse.Namespace, page: report.Page) -> Cel
                     cell.failed = f"steps {found['steps']} in place of {steps} in each epoch"
                     continue
                 cell.used.append(statistics.mean(found["used"]))
-                page.say(f"{row} {repeat + 1} {name}: {cell.used[-1]:.1f} % used")
+                cell.whole.append(statistics.mean(found["whole"]))
+                shown = f"{cell.used[-1]:.1f} % used, {cell.whole[-1]:.1f} % of whole epochs"
+                page.say(f"{row} {repeat + 1} {name}: {shown}")
     return cells
 
 
@@ -257,7 +272,10 @@ def table(cells: Cells, rows: list[str], loaders: Mapping[str, str]) -> str:
 
 
 def _text(cell: Cell) -> str:
-    return "failed" if cell.failed else report.spread_text(Spread.of(cell.used), 1)
+    if cell.failed:
+        return "failed"
+    used, whole = (report.spread_text(Spread.of(each), 1) for each in (cell.used, cell.whole))
+    return f"{used}; {whole}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -40,12 +40,12 @@ HEAD = """\
 
 Written by `python -m bench.gpu`. {where}
 
-Samples are random arrays, filtered in rounds whose number has a heavy tail. {how} Loaders in turn, each with {workers}
-workers; every sample is checked. *Ideal*: all samples divided by the workers, or all steps on a batch that is on the
-device already, if they take longer. *Waited*: steps whose `next()` took more than {waited:g} ms. *Idle*: share of the
-time in which no kernel ran (NVML, 10 Hz). *Overlap*: share of the time of copies to the GPU in which a kernel ran;
-*rate*: bytes copied in that time (trace). *Plain*: the rate of nothing but copies of as much as such a batch holds,
-from memory that torch has pinned.
+Samples are random arrays. Those of *3D U-Net* and *ResNet* are filtered in rounds, whose number has a heavy tail. Those
+of *one layer* are ready. {how} Loaders in turn, each with {workers} workers; every sample is checked. *Ideal*: all
+samples divided by the workers, or all steps on a batch that is on the device already, if they take longer. *Waited*:
+steps whose `next()` took more than {waited:g} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz).
+*Overlap*: share of the time of copies to the GPU in which a kernel ran; *rate*: bytes copied in that time (trace).
+*Plain*: the rate of nothing but copies of as much as such a batch holds, from memory that torch has pinned.
 """
 NO_GPU = """\
 There was no GPU: small networks and data, trained on the CPU that also serves the workers. This says nothing
@@ -183,6 +183,20 @@ class Augmented(Dataset[Any]):
         return index, array
 
 
+class Ready(Dataset[Any]):
+    """The same arrays again and again, which cost nothing but their copy; each comes behind its index."""
+
+    def __init__(self, size: int, shape: tuple[int, ...]) -> None:
+        self.size = size
+        self.arrays = np.random.default_rng(0).random((16, *shape), np.float32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, np.ndarray[Any, Any]]:
+        return index, self.arrays[index % len(self.arrays)]
+
+
 class UNet(nn.Module):
     """A 3D U-Net of two levels, from one channel to one number for each voxel."""
 
@@ -217,6 +231,11 @@ def resnet(width: int) -> nn.Module:
     )
 
 
+def layer(width: int) -> nn.Module:
+    """One layer: a step takes less than the copy of its batch."""
+    return nn.Conv2d(3, width, 1)
+
+
 class _Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -235,6 +254,7 @@ class Training(NamedTuple):
         batch_size: samples in a batch.
         make: the network of a width.
         width: its channels.
+        dataset: its samples, by number and shape.
     """
 
     name: str
@@ -242,14 +262,20 @@ class Training(NamedTuple):
     batch_size: int
     make: Callable[[int], nn.Module]
     width: int
+    dataset: Callable[[int, tuple[int, ...]], Dataset[Any]] = Augmented
 
 
-UNET, RESNET = "3D U-Net", "ResNet"
+UNET, RESNET, LAYER = "3D U-Net", "ResNet", "one layer"
 ON_GPU = (
     Training(UNET, (64, 64, 64), 3, UNet, 32),
     Training(RESNET, (3, 224, 224), 4, resnet, 64),
+    Training(LAYER, (3, 224, 224), 64, layer, 1, Ready),
 )
-ON_CPU = Training(UNET, (16, 16, 16), 3, UNet, 4), Training(RESNET, (3, 64, 64), 4, resnet, 8)
+ON_CPU = (
+    Training(UNET, (16, 16, 16), 3, UNet, 4),
+    Training(RESNET, (3, 64, 64), 4, resnet, 8),
+    Training(LAYER, (3, 64, 64), 4, layer, 1, Ready),
+)
 """Small enough for a processor, which has the workers to serve besides."""
 
 
@@ -409,7 +435,7 @@ def main(arguments: list[str] | None = None) -> int:
     head += ["rate (GB/s)", "memory on the GPU (MiB)"]
     lines = []
     for training in ON_GPU if on_gpu else ON_CPU:
-        dataset = Augmented(batches * training.batch_size, training.shape)
+        dataset = training.dataset(batches * training.batch_size, training.shape)
         least_s, nbytes = ideal_s(training, dataset, options.workers)
         lines.append([training.name, "*ideal*", f"{least_s:.2f}", *[""] * 6])
         runs: dict[str, list[Measured]] = {}
@@ -422,7 +448,7 @@ def main(arguments: list[str] | None = None) -> int:
         if on_gpu:
             rate = plain_copies(nbytes, torch.device("cuda")).rate
             lines.append([training.name, "*plain*", *[""] * 5, f"{1e-9 * rate:.1f}", ""])
-    page.add(report.table(head, lines))
+    page.add("## All figures\n", report.table(head, lines))
     page.finish()
     return 0
 

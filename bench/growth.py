@@ -35,12 +35,13 @@ HEAD = """\
 
 Written by `python -m bench.growth`.
 
-{images} One quantity grows while the others stay. Each loader gets the same dataset object and arguments, with workers
-that stay, loaders in turn. The second epoch is measured, and every sample is checked. The exponent is that of the
-larger half of the sizes. At 0 the time per unit does not depend on the size, at 1 it grows in proportion. More than 1
-would be a fault. *Ideal* is all sleep divided by the workers. Without sleep it is the calls of `dataset[i]` divided by
-the workers, or one copy of all bytes if that takes longer. Figures are medians of {repeats} repeats, with the minimum
-and maximum in brackets.
+{images}
+One quantity grows while the others stay. Each loader gets the same dataset object and arguments, with workers that
+stay, loaders in turn. The second epoch is measured, and every sample is checked. The exponent is that of the larger
+half of the sizes. At 0 the time per unit does not depend on the size, at 1 it grows in proportion. More than 1 would
+be a fault. *Ideal* is all sleep divided by the workers. Without sleep it is the calls of `dataset[i]` divided by the
+workers, or one copy of all bytes if that takes longer. Figures are medians of {repeats} repeats, with the minimum and
+maximum in brackets.
 """
 MEMORY = """\
 MiB that an epoch of 2048 samples takes at most in the training process and its 4 workers, beyond what was there before.
@@ -311,8 +312,8 @@ SECTIONS = {
         "Cold first batch",
         """\
 Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has imported torch and
-minato. With `forkserver`, most of the time is the import of torch by the server, once; with `spawn`, the import by the
-first worker that is ready.
+minato. With `forkserver`, most of the time is the import of torch by the server, once. With `spawn`, it is the
+import by the first worker that is ready.
 """,
         _STARTS,
         [(str(workers), method) for method in METHODS for workers in WORKERS],

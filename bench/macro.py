@@ -15,14 +15,13 @@ from bench.harness.datasets import (
     lognormal_costs_s,
     straggler_costs_s,
 )
-from bench.harness.loaders import BARE, MINATO, MINATO_ANY_ORDER, MINATO_SEED, STANDARD, named
+from bench.harness.loaders import BARE, MINATO_SEED, STANDARD, named
 from bench.harness.suite import Goal, Row, Spread, measure
 
 CONTENDERS = named(BARE, *STANDARD.values(), MINATO_SEED)
 AND_BARE = (BARE.name, *STANDARD)
 SEEDED_TOO = (*AND_BARE, MINATO_SEED.name)
 ALT = "Efficiency of each loader on uneven samples, and speed relative to torch on cheap samples"
-AGAIN = "Measured again"
 HEAD = """\
 # Engine benchmark
 
@@ -218,22 +217,14 @@ ROWS = {
 
 
 def draw(page: Path) -> None:
-    """Draw sleeping work against its ideal, and copying work against torch.
-
-    What was measured again since stands for the loader with its defaults alone.
-    """
+    """Draw sleeping work against its ideal, and copying work against torch."""
     tables = chart.tables_of(page)
-    again = tables.get(AGAIN, {})
 
     def share(row: str, loader: str) -> Spread | None:
         found = chart.spread_in(tables, row, loader, "efficiency")
         return found and found.scaled(100)
 
     def speed(row: str, loader: str) -> Spread | None:
-        if row in again and loader == MINATO.label:
-            return chart.spread_in(tables, AGAIN, row, "× torch")
-        if row in again and loader == MINATO_ANY_ORDER.label:
-            return None
         return chart.spread_in(tables, row, loader, "× torch")
 
     panels = (

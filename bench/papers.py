@@ -528,8 +528,8 @@ times, with other random decisions. The speech workload's light and heavy steps 
         """\
 *Rank* is Spearman's correlation of a sample's bytes on disk with its cost, *R²* that of a straight line. *Found by
 size*: share of the slow samples, the most expensive quarter, that are among the largest quarter; a guess finds 25 %.
-*Of the sample*: share of the variance of costs that lies between samples rather than between several draws of one
-sample (intraclass correlation): no prediction from a sample's size or past can explain more.
+*Of the sample*: share of the variance of costs that lies between samples, not between draws of one sample (intraclass
+correlation). No prediction from a sample's size or past can explain more.
 """,
         size,
     ),
@@ -555,7 +555,7 @@ one process that share all workers and take batches as they come, without that w
         "Accuracy (figure 11)",
         """\
 The handwritten digits of scikit-learn, 360 of them held out. Each eight and nine takes 10 ms to load, all others 0.5
-ms: cost tells the class, the worst case for an order that prefers quick samples. A seed gives all loaders the same
+ms. So cost tells the class, the worst case for an order that prefers quick samples. A seed gives all loaders the same
 first weights and the same shuffles. In brackets half the 95 % confidence interval over seeds (Student's t);
 *difference* is that to torch in order with the same seed. *Early*: share of the eights and nines that come in the first
 half of an epoch, 50 % without bias.

@@ -59,9 +59,9 @@ starting with a different one. Figures are medians of {repeats} repeats, with th
 The samples of the first rows sleep, as if they waited for a network. That releases the interpreter's lock, so threads
 are as good as processes there, and start immediately. On work that holds the lock they would wait for each other. In
 `image` there is almost no work, and the figures show the loader itself: threads move nothing between processes. The
-quick start is most of the gain of loaders with threads over minato's processes: twelve forks take about 70 ms here,
-also for bare processes (see the engine benchmark). minato also has threads, and uses processes by default, as torch
-does, because most transforms hold the lock.
+quick start is most of the gain of loaders with threads over minato's processes: with twelve forked workers the [first
+batch](growth.md) takes longer. minato also has threads. It uses processes by default, as torch does, because most
+transforms hold the lock.
 
 WebDataset and LitData read formats of their own through the worker processes of torch's `DataLoader` and schedule as it
 does. For a map-style dataset there is nothing of theirs to measure. `shards` is WebDataset's format, tar files that it

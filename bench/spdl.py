@@ -102,8 +102,6 @@ def startup(name: str, method: str, mib: int, workers: int, passes: int) -> dict
         taken.append(time.perf_counter() - begun)
         if batch.tolist() != [len(dataset.strings[0])] * len(batch):
             raise ValueError(f"{name} delivered {batch}")
-        if hasattr(iterator, "close"):
-            iterator.close()
         del iterator
         gc.collect()
     return {"cold_s": taken[0], "next_s": taken[1:], "share_s": share_s}

@@ -1,11 +1,19 @@
-"""Iterable datasets: work behind the iterator and within, small items, large states, skipping, Hugging Face."""
+"""Iterable datasets: work behind the iterator and within, small items, states, skipping, Hugging Face, tar files."""
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
+import io
+import itertools
+import shutil
+import tarfile
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +28,13 @@ from bench.harness.datasets import (
     SleepingWork,
     SleepsShare,
     StoredRows,
+    measured_ideal,
     straggler_costs_s,
 )
 from bench.harness.loaders import Build, Contender, minato_loader, named
 from bench.harness.suite import Goal, Row, RowResult, in_turn, measure
 from bench.harness.trial import Trial, WrongDeliveryError, check_labels, unwarned
+from minato.sources.tars import TarShards
 
 BATCH = 32
 SKIPPED = 150
@@ -41,9 +51,13 @@ Loaders take turns in each repeat. Every item is checked: it must come exactly o
 loader promises that. The clock runs from before the loader is built to the end of the epoch. Figures are medians of
 {repeats} repeats, with the minimum and maximum in brackets. *Efficiency* is the ideal time divided by the measured one:
 
-* `transforms`: all work split evenly over the workers. `iterator`: the work of the reader that has the most.
+* `transforms`: all work split evenly over the workers. No loader knows what an item will cost.
+  Giving each item to the worker that is free first reaches {listed:.2f} of the ideal, and {slept:.2f} with sleeps as
+  long as here.
+* `iterator`: the work of the reader that has the most.
 * `state-…`: the same as `iterator`, without the cost of a state.
 * `vectors…`, `hugging-face-…`: the iterator alone, split over the workers.
+* `tar-…`: decoding alone, split over the workers, or over the cores if they are fewer.
 * `skip`: the time to read up to the same place, by the same loader without transforms and without a checkpoint.
 """
 SKIP_HEAD = """\
@@ -175,6 +189,61 @@ class HuggingFace:
         return Ideal((time.perf_counter() - begun) / max(workers, 1))
 
 
+class TarPictures:
+    """JPEGs and their numbers in tar files; WebDataset reads these by itself.
+
+    Args:
+        count: Number of pictures.
+        shares: Sizes of the files in proportion.
+    """
+
+    def __init__(self, count: int, shares: Sequence[int]) -> None:
+        from PIL import Image
+
+        folder = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, folder)
+        self._count = count
+        self._pictures: list[bytes] = []
+        generator = np.random.default_rng(0)
+        for _ in range(16):
+            rough = Image.fromarray(generator.integers(256, size=(64, 64, 3), dtype=np.uint8))
+            written = io.BytesIO()
+            rough.resize((512, 512)).save(written, "jpeg", quality=90)
+            self._pictures.append(written.getvalue())
+        ends = [round(count * each / sum(shares)) for each in itertools.accumulate(shares)]
+        self.files = [str(Path(folder) / f"{i}.tar") for i in range(len(shares))]
+        for file, first, end in zip(self.files, [0, *ends], ends, strict=False):
+            with tarfile.open(file, "w") as archive:
+                for index in range(first, end):
+                    for suffix, data in self._members(index).items():
+                        info = tarfile.TarInfo(f"{index}.{suffix}")
+                        info.size = len(data)
+                        archive.addfile(info, io.BytesIO(data))
+        self.stream = TarShards(self.files)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _members(self, index: int) -> dict[str, bytes]:
+        return {"jpg": self._pictures[index % len(self._pictures)], "cls": b"%d" % index}
+
+    def content(self, index: int) -> Sample:
+        """What ``decoded`` makes of a picture."""
+        return decoded(self._members(index))
+
+    def ideal(self, batch_size: int, workers: int) -> Ideal:
+        """Decoding alone, split over the workers or the cores."""
+        return measured_ideal(self.content, range(self._count), workers, record.usable_cores())
+
+
+def decoded(sample: dict[str, Any]) -> Sample:
+    """The picture of a sample, and its number."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(sample["jpg"])).resize((224, 224))
+    return np.array(picture), int(sample["cls"])
+
+
 # ---- loaders --------------------------------------------------------------------------------
 
 
@@ -200,10 +269,15 @@ def _torchdata(work: Any, arguments: dict[str, Any], seed: int) -> Any:
 
 
 def _webdataset(work: Any, arguments: dict[str, Any], seed: int) -> Any:
-    from webdataset import WebLoader
+    from webdataset import WebDataset, WebLoader
 
     given = {**arguments}
-    return WebLoader(_stream_of(work, given), **given)
+    if not hasattr(work, "files"):
+        return WebLoader(_stream_of(work, given), **given)
+    stream = WebDataset(work.files, shardshuffle=False)
+    for transform in given.pop("transforms"):
+        stream = stream.map(transform)
+    return WebLoader(stream, **given)
 
 
 def _minato(**own: Any) -> Build:
@@ -236,8 +310,20 @@ def _stragglers(count: int) -> list[float]:
     return straggler_costs_s(count, 0.001, 0.2, share=0.01)
 
 
+def listed_s(costs_s: Iterable[float], workers: int) -> float:
+    """Seconds for items in this order, each for the worker that is free first; nothing else takes time."""
+    free_s = [0.0] * workers
+    for cost_s in costs_s:
+        heapq.heappush(free_s, heapq.heappop(free_s) + cost_s)
+    return max(free_s)
+
+
 def _with_state(nbytes: int) -> Callable[[int], Any]:
     return lambda count: Stateful(SleepingWork([0.0002] * count), nbytes)
+
+
+def _tars(*shares: int) -> Callable[[int], Any]:
+    return lambda count: TarPictures(count, shares)
 
 
 def _hugging_face(tokenised: bool) -> Callable[[int], Any]:
@@ -343,11 +429,30 @@ HUGGING_FACE_TOKENS = replace(
     title="a Hugging Face stream of 256 token ids and their mask; batch 32, 2 workers",
     make=_hugging_face(tokenised=True),
 )
+TAR_EVEN = Row(
+    name="tar-even",
+    title="1280 JPEGs of 512 × 512 in four tar files, decoded and made smaller by Pillow; batch 32, 4 workers",
+    make=_tars(1, 1, 1, 1),
+    samples=1280,
+    short_samples=320,
+    batch_size=BATCH,
+    workers=4,
+    epochs=1,
+    loaders=("torch", "torch-any-order", "webdataset", "minato", "minato-arrival"),
+    transforms=(decoded,),
+    goals=(Goal("minato", "ratio to torch", 1.0),),
+)
+TAR_UNEVEN = replace(
+    TAR_EVEN,
+    name="tar-uneven",
+    title="the same where one of the four files is ten times as large as the others",
+    make=_tars(10, 1, 1, 1),
+)
 ROWS = {
     row.name: row
     for row in (
         *(TRANSFORMS, ITERATOR, VECTORS, VECTORS_INLINE, STATE_5, STATE_16, SKIP),
-        *(HUGGING_FACE, HUGGING_FACE_TOKENS),
+        *(HUGGING_FACE, HUGGING_FACE_TOKENS, TAR_EVEN, TAR_UNEVEN),
     )
 }
 
@@ -423,6 +528,8 @@ def main(arguments: list[str] | None = None) -> int:
     page = report.Page("streams", options.out or (record.PAGES if whole else None))
     absent = [name for name, package in PACKAGES.items() if not is_installed(package)]
     contenders = {name: one for name, one in CONTENDERS.items() if name not in absent}
+    # Which file comes first is up to the loader.
+    unordered = {name: replace(one, keeps_order=False) for name, one in contenders.items()}
     results, notes = list[RowResult](), [f"Not installed here: {name}.\n" for name in absent]
     for row in (ROWS[name] for name in options.rows):
         if row.name.startswith("hugging-face") and not is_installed("datasets"):
@@ -431,10 +538,18 @@ def main(arguments: list[str] | None = None) -> int:
             names = [name for name in row.loaders if name in contenders]
             results.append(skipping(page.say, names, repeats))
         else:
+            taking_part = unordered if row.name.startswith("tar-") else contenders
             results += measure(
-                [row.short() if options.short else row], contenders, repeats, page.say
+                [row.short() if options.short else row], taking_part, repeats, page.say
             )
-    page.add(HEAD.format(batch=BATCH, repeats=repeats), SKIP_HEAD.format(count=SKIPPED), *notes)
+    costs_s, excess_s = _stragglers(TRANSFORMS.samples), record.sleep_cost_s(0.001) - 0.001
+    ideal_s = sum(costs_s) / TRANSFORMS.workers
+    listed, slept = (
+        ideal_s / listed_s([cost + each for cost in costs_s], TRANSFORMS.workers)
+        for each in (0.0, excess_s)
+    )
+    head = HEAD.format(batch=BATCH, repeats=repeats, listed=listed, slept=slept)
+    page.add(head, SKIP_HEAD.format(count=SKIPPED), *notes)
     page.add("## Efficiency\n", report.overview(results, contenders))
     page.say(report.goals(results, contenders))  # for who works on it
     page.add("## Where another loader is faster\n", report.losses(results, contenders))

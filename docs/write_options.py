@@ -36,6 +36,7 @@ LINKS = {
     "Options.device": {"are returned": "../how-to/gpu.md"},
     "Options.readers": {"sequential readers": "../explanation/readers.md"},
     "Readers.resume": {"continues from a loaded state": "../how-to/resume-streams.md"},
+    "Readers.ranks": {"the readers are dealt": "../how-to/stream-ranks.md"},
     "Options.fetch_concurrency": {"reads at once": "../how-to/remote-data.md"},
     "Options.cache": {"Stores each sample": "../how-to/caches.md"},
     "Options.compat": {
@@ -43,10 +44,12 @@ LINKS = {
         "seeded for each sample": "../how-to/randomness.md",
     },
     "Options.memory_budget": {"prefetched batches": "../how-to/memory.md"},
-    "Options.workers": {"an actor in a Ray cluster": "../how-to/several-machines.md"},
+    "Options.workers": {
+        "an actor in a Ray cluster": "../how-to/several-machines.md",
+        "a node share": "../how-to/ranks.md",
+    },
     "Options.errors": {"a sample raises": "../how-to/bad-samples.md"},
     "Options.stragglers": {"slow": "../how-to/slow-samples.md#say-what-is-slow"},
-    "Options.shared_pool": {"share one pool of workers": "../how-to/ranks.md"},
     "Options.observe": {
         "the report": "report.md",
         "trace": "../how-to/trace.md",

@@ -15,7 +15,7 @@ try:
     from minato import _compat
     from minato._core import implementation
     from minato._distribution import __version__
-    from minato._support.items import skipping
+    from minato._support.items import resumed_states, skipping
     from minato.errors import (
         SKIP,
         CoverageError,
@@ -30,6 +30,7 @@ try:
     from minato.options import (
         Arrival,
         AutoScale,
+        CostBatches,
         DeviceCopies,
         ErrorPolicy,
         FastFirst,
@@ -63,7 +64,12 @@ if TYPE_CHECKING:
     from minato.observe.live import Live
     from minato.observe.report import Report
     from minato.patching import patch, unpatch
+    from minato.sampling.merging import merge_states
     from minato.sharing import SharedDict, SharedList, share
+    from minato.streams.mix import mix
+    from minato.streams.pack import pack
+    from minato.streams.shards import ShardedDataset
+    from minato.streams.shuffle import shuffle
 
 __all__ = [
     "SKIP",
@@ -71,6 +77,7 @@ __all__ = [
     "AutoScale",
     "Consumer",
     "CostBatchSampler",
+    "CostBatches",
     "Coverage",
     "CoverageError",
     "DataLoader",
@@ -94,6 +101,7 @@ __all__ = [
     "Report",
     "SampleFailure",
     "SampleTimeoutError",
+    "ShardedDataset",
     "SharedDict",
     "SharedList",
     "SharedPool",
@@ -104,12 +112,17 @@ __all__ = [
     "__version__",
     "implementation",
     "is_active",
+    "merge_states",
     "metrics_collector",
+    "mix",
     "numpy_rng",
+    "pack",
     "pad_stack",
     "patch",
     "python_rng",
+    "resumed_states",
     "share",
+    "shuffle",
     "skipping",
     "torch_rng",
     "unpatch",
@@ -121,13 +134,18 @@ _ELSEWHERE = {
     "Live": "minato.observe.live",
     "PadCollate": "minato.batching.collate",
     "Report": "minato.observe.report",
+    "ShardedDataset": "minato.streams.shards",
     "SharedDict": "minato.sharing",
     "SharedList": "minato.sharing",
     "SlowSamples": "minato.engine.inspector",
     "Verdict": "minato.observe.figures",
+    "merge_states": "minato.sampling.merging",
     "pad_stack": "minato.batching.collate",
     "patch": "minato.patching",
+    "mix": "minato.streams.mix",
+    "pack": "minato.streams.pack",
     "share": "minato.sharing",
+    "shuffle": "minato.streams.shuffle",
     "unpatch": "minato.patching",
 }
 _PACKAGES = ("caching", "sources")

@@ -17,6 +17,7 @@ import inspect
 import os
 import pkgutil
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import thread as executor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -177,23 +178,46 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
 # --- torch's workers ------------------------------------------------------------------------
 
 
-def announce_worker(number: int, num_workers: int, seed: int, dataset: Any) -> WorkerInfo | None:
-    """Have ``get_worker_info()`` describe a worker; returns what :func:`withdraw_worker` takes."""
-    before = worker._worker_info
-    worker._worker_info = WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
-    return before
+_announced: dict[int, tuple[WorkerInfo, int, WorkerInfo | None]] = {}
+"""By identity: what is announced, the thread that has done so, and what ``get_worker_info()`` returns afterwards."""
 
 
-def withdraw_worker(before: WorkerInfo | None) -> None:
-    """Have ``get_worker_info()`` answer as before."""
-    worker._worker_info = before
+def worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> WorkerInfo:
+    """What ``get_worker_info()`` returns in a worker."""
+    return WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
+
+
+def be_worker(info: WorkerInfo) -> None:
+    """Have ``get_worker_info()`` describe a worker whose process this is."""
+    worker._worker_info = info
+
+
+def announce_worker(info: WorkerInfo) -> None:
+    """Have ``get_worker_info()`` describe a worker, until :func:`withdraw_worker`.
+
+    Torch keeps one record for all threads. So one that another thread has announced is not what comes back then.
+    """
+    before: WorkerInfo | None = worker._worker_info
+    known = _announced.get(id(before))
+    if known is not None and known[1] != threading.get_ident():
+        before = known[2]
+    _announced[id(info)] = info, threading.get_ident(), before
+    worker._worker_info = info
+
+
+def withdraw_worker(info: WorkerInfo) -> None:
+    """Have ``get_worker_info()`` answer as before; a second call changes nothing."""
+    known = _announced.get(id(info))
+    if known is not None and worker._worker_info is info:
+        worker._worker_info = known[2]
+    _announced.pop(id(info), None)
 
 
 def forget_dataset() -> None:
     """Have ``get_worker_info()`` describe this worker without its dataset."""
     info = worker._worker_info
     if info is not None:
-        announce_worker(info.id, info.num_workers, info.seed, None)
+        be_worker(worker_info(info.id, info.num_workers, info.seed, None))
 
 
 def numpy_seed(base_seed: int, number: int) -> list[int]:
@@ -539,12 +563,13 @@ def _has_all(thing: object, names: Iterable[str]) -> bool:
 
 
 def _worker_info_is_known() -> bool:
-    before = announce_worker(3, 4, 5, None)
+    own = worker_info(3, 4, 5, None)
+    announce_worker(own)
     try:
         info = torch.utils.data.get_worker_info()
         return info is not None and (info.id, info.num_workers, info.seed) == (3, 4, 5)
     finally:
-        withdraw_worker(before)
+        withdraw_worker(own)
 
 
 def _storages_are_known() -> bool:
@@ -769,9 +794,30 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 
 def state_is_inexact(dataset: object) -> bool:
     """Whether the state of an iterable dataset loses items: that of Hugging Face's shuffle leaves out its buffer."""
-    stage = vars(dataset).get("_ex_iterable") if hasattr(dataset, "__dict__") else None
-    while stage is not None:
+    stages: list[Any] = []
+    if hasattr(dataset, "__dict__"):
+        stages.append(vars(dataset).get("_ex_iterable"))
+    while stages:
+        stage = stages.pop()
         if type(stage).__name__ == "BufferShuffledExamplesIterable":
             return True
-        stage = getattr(stage, "ex_iterable", None)
+        stages += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else []
+        stages += getattr(stage, "ex_iterables", ())
     return False
+
+
+def applies_state_later(dataset: object) -> bool:
+    """Whether a stream of Hugging Face: a loaded state counts from its next first item on, in each later epoch, too."""
+    return hasattr(dataset, "__dict__") and "_starting_state_dict" in vars(dataset)
+
+
+def forget_loaded_state(dataset: object) -> None:
+    """Have the next epoch of a stream begin at its beginning, if a state was loaded for an earlier one."""
+    if applies_state_later(dataset):
+        vars(dataset)["_starting_state_dict"] = None
+
+
+def is_split_by_rank(dataset: object) -> bool:
+    """Whether a stream is one rank's share already: by Hugging Face's ``split_dataset_by_node``, or by a trainer."""
+    share = vars(dataset).get("_distributed") if hasattr(dataset, "__dict__") else None
+    return share is not None or type(dataset).__name__ == "IterableDatasetShard"

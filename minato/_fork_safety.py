@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import signal
@@ -53,7 +54,8 @@ def renew_in_children(owner: T, renew: Callable[[T], None]) -> None:
     A lock that another thread holds during a fork is never released in the child.
     """
     key = id(owner)
-    _renewed[key] = weakref.ref(owner, lambda _: _renewed.pop(key, None)), renew
+    _renewed[key] = weakref.ref(owner), renew
+    weakref.finalize(owner, _renewed.pop, key, None).atexit = False
 
 
 # ---- calls of libraries ----
@@ -223,8 +225,16 @@ def end_copy(owner: int | None, error: BaseException | None) -> None:
 
 # ---- signals ----
 
+_getsignal: Callable[[int], Any] = importlib.import_module("_signal").getsignal
+"""``signal.getsignal``, which looks each handler up in an enum: 100 times slower."""
 _deferred: dict[int, Any] = {}
 """Handlers of the signals that are deferred at present, by number."""
+_arrived: set[int] = set()
+"""The signals that have come meanwhile."""
+
+
+def _defer(number: int, frame: object) -> None:
+    _arrived.add(number)
 
 
 @contextmanager
@@ -239,34 +249,48 @@ def signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or _deferred:
         yield
         return
-    arrived: set[int] = set()
     try:
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
+        for number in range(1, signal.NSIG):
+            handler = _getsignal(number)
             if callable(handler):
                 _deferred[number] = handler
-                signal.signal(number, lambda number, _: arrived.add(number))
+                signal.signal(number, _defer)
         yield
     finally:
-        _restore(arrived)
+        _restore()
 
 
-def _restore(arrived: set[int]) -> None:
+def _restore() -> None:
     """Install the handlers again and run those of signals that have arrived; all run, even if some raise."""
     try:
         while _deferred:
             number, handler = next(iter(_deferred.items()))
-            signal.signal(number, handler)
+            if _getsignal(number) is _defer:  # not one that the block has installed
+                signal.signal(number, handler)
             _deferred.pop(number, None)
-        while arrived:
-            signal.raise_signal(arrived.pop())
+        while _arrived:
+            _run(_arrived.pop())
     finally:
-        if _deferred or arrived:
-            _restore(arrived)
+        if _deferred or _arrived:
+            _restore()
+
+
+def _run(number: int) -> None:
+    handler = _getsignal(number)
+    if callable(handler):
+        # Not by a signal, of which Python would tell an event loop a second time (``signal.set_wakeup_fd``).
+        handler(number, sys._getframe())
+    else:
+        signal.raise_signal(number)
+
+
+def _forget_arrived() -> None:
+    _arrived.clear()  # they are the parent's
+    _restore()
 
 
 # A forked child has its handlers at once.
-forget_in_children(lambda: _restore(set()))
+forget_in_children(_forget_arrived)
 
 
 # ---- around each fork ----

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ _NUMA_NODES = Path("/sys/devices/system/node")
 _DISKS = Path("/sys/block")
 _DISK_COUNTERS = Path("/proc/diskstats")
 _SECTOR_BYTES = 512
+FIRST_PID = os.getpid()
+"""Of the process that has imported this module; forked children have it, too."""
 
 
 def _psutil() -> Any:
@@ -251,6 +254,26 @@ def local_rank() -> int:
             return rank
     ranks = _on_this_node_alone()
     return 0 if ranks is None else ranks[0]
+
+
+def file_of_process(path: str) -> str:
+    """The file that this process writes where the environment gives one name to all processes of a program.
+
+    Local rank 1 gets ``NAME.rank1.json``, a child process ``NAME.pid1234.json``.
+    """
+    stem, suffix = os.path.splitext(os.path.abspath(path))
+    rank, pid = local_rank(), os.getpid()
+    is_child = pid != FIRST_PID or parent_process() is not None
+    return f"{stem}{f'.rank{rank}' if rank else ''}{f'.pid{pid}' if is_child else ''}{suffix}"
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """Rank of this process and number of ranks: those of torch.distributed, else of the environment, else 0 of 1."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    rank, ranks = _number_in("RANK"), _number_in("WORLD_SIZE")
+    return (0, 1) if rank is None or ranks is None or not 0 <= rank < ranks else (rank, ranks)
 
 
 def _number_in(variable: str) -> int | None:

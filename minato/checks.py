@@ -12,9 +12,10 @@ from typing import NoReturn
 
 import torch
 
+from minato._compat import is_split_by_rank
 from minato._support.text import message_of, text_of, type_name
 from minato._support.values import integer_of, number_of, plain
-from minato.errors import add_note
+from minato.errors import add_note, warn
 
 __all__ = [
     "as_path",
@@ -23,6 +24,7 @@ __all__ = [
     "check_number",
     "check_platform",
     "check_shard",
+    "check_undivided",
     "check_whole",
     "did_you_mean",
     "explain_dataset",
@@ -30,6 +32,8 @@ __all__ = [
     "refuse_class",
 ]
 
+_RANK_ATTRIBUTES = (("rank", "world_size"), ("rank", "num_replicas"), ("rank", "ranks"))
+"""What a dataset that divides itself by rank usually calls its rank and the number of ranks."""
 _NO_DATASET = re.compile(r"has no len\(\)|is not subscriptable")
 """Python's words for an object without a method that datasets have."""
 
@@ -111,6 +115,27 @@ def check_shard(shard: object) -> tuple[int, int]:
         if rank is not None and ranks is not None and rank < ranks:
             return rank, ranks
     raise ValueError(f"shard={text_of(shard)} is not possible: give (rank, number of ranks)")
+
+
+def check_undivided(dataset: object) -> None:
+    """A dataset whose readers are dealt among ranks must not divide itself by rank; warn if it may.
+
+    Raises:
+        ValueError: It does.
+    """
+    if is_split_by_rank(dataset):
+        raise ValueError(
+            f"the dataset, a {type_name(dataset)}, is the share of one rank already, and Readers(ranks=...) would "
+            "divide it once more: give the whole dataset, or leave ranks out"
+        )
+    for rank, ranks in _RANK_ATTRIBUTES:
+        count = getattr(dataset, ranks, None)
+        if isinstance(getattr(dataset, rank, None), int) and isinstance(count, int) and count > 1:
+            warn(
+                f"the dataset, a {type_name(dataset)}, has {ranks}={count}, and Readers(ranks=...) deals its readers "
+                "among ranks: if it also divides itself by rank, leave ranks out, or items are missing"
+            )
+            return
 
 
 def check_whole(name: str, value: object, least: int | None) -> int | None:

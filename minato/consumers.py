@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minato._fork_safety import renew_in_children
+from minato._support.threads import living
 from minato.checks import check_device, check_whole
 from minato.delivery.device import Accelerator, accelerator_of, copy_batch, memory_pinner
 from minato.delivery.iterator import BatchIterator
@@ -92,14 +93,15 @@ class Group:
             return member
 
     def _fetching(self) -> bool:
-        return self._fetcher is not None and self._fetcher.is_alive()
+        return self._fetcher is not None and bool(living(self._fetcher))
 
     def _others(self) -> list[_Member]:
         """Members of an epoch that is not over, whose threads live."""
         if self._over:
             return []
-        here = (each for each in self._members if each.epoch == self._epoch)
-        return [each for each in here if each.thread.is_alive()]
+        here = [each for each in self._members if each.epoch == self._epoch]
+        running = living(*(each.thread for each in here))
+        return [each for each in here if each.thread in running]
 
     def next(self, member: _Member) -> Any:
         """The next batch for a member.
@@ -151,8 +153,9 @@ class Group:
         if outcome is None:
             self._over, self._batches = True, iter(())
         else:
-            # A member with a batch may not have woken up yet; the one that fetches has none.
-            next(member for member in self._waiting if not member.inbox).inbox.append(outcome)
+            # Others may not have woken up yet: those with a batch, and those of the last epoch.
+            waiting = (each for each in self._waiting if each.epoch == self._epoch)
+            next(member for member in waiting if not member.inbox).inbox.append(outcome)
             del outcome  # an error's traceback holds this frame
 
     def leave(self, member: _Member) -> None:
@@ -161,6 +164,7 @@ class Group:
             self._members.remove(member)
             if member.epoch == self._epoch:
                 self._left_over.extend(member.inbox)
+                member.inbox.clear()  # its thread may still wait
             self._changed.notify_all()
 
 

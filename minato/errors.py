@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Final, NoReturn, TypeVar
 
 __all__ = [
+    "CLOSED",
     "SKIP",
     "UNGUARDED",
     "CoverageError",
@@ -35,6 +36,9 @@ __all__ = [
 
 UNGUARDED = 250
 """Exit code of a worker whose main module starts workers itself."""
+
+CLOSED = "the loader of this iterator was closed before the end of the epoch: call iter(loader) to start again"
+"""Why the iterator of an epoch whose workers were ended cannot go on."""
 
 E = TypeVar("E", bound=BaseException)
 
@@ -166,7 +170,7 @@ class Postponed:
 
     def __init__(self, error: Exception) -> None:
         add_note(error, f"raised earlier:\n{''.join(traceback.format_tb(error.__traceback__))}")
-        self._error = error.with_traceback(None)
+        self._error = BaseException.with_traceback(error, None)  # by no method of its class
 
     def reraise(self) -> NoReturn:
         """Raise the exception."""

@@ -21,6 +21,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    default_convert,
     get_worker_info,
 )
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
@@ -40,7 +41,14 @@ from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made
 from minato._support.objects import is_own_class
 from minato._support.text import text_of, type_name
 from minato._system import environment
-from minato.checks import check_platform, check_whole, explain_dataset, path_in, refuse_class
+from minato.checks import (
+    check_platform,
+    check_undivided,
+    check_whole,
+    explain_dataset,
+    path_in,
+    refuse_class,
+)
 from minato.engine.spec import LoaderSpec, WorkerSpec
 from minato.errors import add_note, log, shortened, warn
 from minato.options import (
@@ -51,6 +59,7 @@ from minato.options import (
     OWN_NAMES,
     Arrival,
     AutoScale,
+    CostBatches,
     DeviceCopies,
     ErrorPolicy,
     FastFirst,
@@ -66,8 +75,9 @@ from minato.options import (
     TorchArguments,
     Unbound,
     advice,
+    refuse_beside_cost_batches,
 )
-from minato.sampling.epoch import Epoch, Position
+from minato.sampling.epoch import Epoch, EpochPosition
 from minato.sampling.progress import Coverage
 from minato.sampling.replay import RecordedOrder
 from minato.sampling.samplers import (
@@ -76,6 +86,7 @@ from minato.sampling.samplers import (
     independent,
     next_sampler,
     set_sampler_epoch,
+    with_own_epochs,
 )
 from minato.transforms.compose import TransformingCollate, Transforms
 from minato.workers.error_policy import FailureLog, SampleFailure
@@ -132,7 +143,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     All arguments of torch's class have torch's meaning and defaults
     (https://docs.pytorch.org/docs/stable/data.html); the following are minato's own, or take more values here. They
-    are defined in ``minato/options.py``.
+    are defined in ``minato/options.py``. ``batch_size`` may also be a ``CostBatches``: batches are closed by the cost
+    of their samples, once these are loaded, and ``len(loader)`` is unknown.
 
     Args:
         num_workers: Also ``"auto"`` or an ``AutoScale``: the number of active workers follows the load. It rises while
@@ -170,12 +182,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             seeded for each sample. Content then does not depend on the number of workers. Default: none.
         memory_budget: Bound of the prefetched batches in bytes. Default: a quarter of the available memory, divided
             by the node's ranks and the loaders in use.
-        workers: What a worker is: a process, a thread, or an actor in a Ray cluster. Default: ``"process"``.
+        workers: What a worker is: a process, a thread, or an actor in a Ray cluster. ``SharedPool()``: processes that
+            the ranks of a node share under ``torchrun``: each sample goes to any free one. Each rank gets its part of
+            the dataset, and as many batches as every other. Default: ``"process"``.
         errors: What happens when a sample raises. An ``ErrorPolicy`` also holds retries, limits, a log, a timeout, and
             what happens when a worker dies. Default: ``"raise"``.
         stragglers: When a sample counts as slow. Default: ``StragglerPolicy(percentile=75)``.
-        shared_pool: The ranks of a node share one pool of workers under ``torchrun``: each sample goes to any free
-            worker. Each rank gets its part of the dataset, and as many batches as every other. Default: ``False``.
         observe: What is measured of a run, and where it goes: the report, a trace, metrics. Default: ``True``.
         recording: Writes down the order of the batches, or repeats it. Default: none.
         snapshot_every_n_steps: A reader of an iterable dataset keeps its state after every n-th batch. ``'auto'``: as
@@ -193,7 +205,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def __init__(
         self,
         dataset: Dataset[T_co] | _Indexed[T_co],
-        batch_size: int | None = 1,
+        batch_size: int | CostBatches | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
@@ -222,12 +234,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         cache: Cache | None = None,
         compat: Literal["torch"] | None = None,
         memory_budget: int | str | None = None,
-        workers: Literal["process", "thread"] | RayWorkers = "process",
+        workers: Literal["process", "thread"] | SharedPool | RayWorkers = "process",
         errors: Literal["raise", "skip", "retry"]
         | Callable[[SampleFailure], Any]
         | ErrorPolicy = "raise",
         stragglers: StragglerPolicy | None = None,
-        shared_pool: bool | SharedPool = False,
         observe: bool | Observe = True,
         recording: Record | Replay | None = None,
         snapshot_every_n_steps: int | Literal["auto"] | None = "auto",
@@ -260,9 +271,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             has_batch_sampler=batch_sampler is not None,
             is_stream=isinstance(dataset, IterableDataset),
             in_threads=_starts_threads(multiprocessing_context),
+            is_single=batch_sampler is None
+            and (batch_size is None or isinstance(batch_size, CostBatches)),
             dataset_name=type_name(dataset),
         )
         self._options = options = Options.of(given, torchs)
+        if options.deals_readers:
+            check_undivided(dataset)
         self._transforms = Transforms.of(transforms)
         if cache is not None:
             from minato.engine.caching import check_cache
@@ -271,7 +286,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         # A method of a subclass with the name of an option stays what it is.
         own = (name for name in OWN_NAMES if not hasattr(type(self), name))
         vars(self).update({name: given[name] for name in own})
-        self._position = Position()
+        self._position = EpochPosition()
         self._open_iterators: list[weakref.ref[Any]] = []
         self._replay = RecordedOrder(str(recording.path)) if isinstance(recording, Replay) else None
         recorder = None
@@ -297,6 +312,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 dataset, shuffle, sampler, batch_sampler, drop_last, seed
             )
         self._session: RankSession | None = session
+        self._cost_batches: CostBatches | None = None
+        if isinstance(batch_size, CostBatches):
+            from minato.batching.collate import PadCollate
+
+            refuse_beside_cost_batches(options, torchs)
+            self._cost_batches, batch_size = batch_size, None
+            collate_fn = PadCollate() if collate_fn is None else collate_fn
         self._engines = EngineFactory(session=session, trace=recorder)
         shuffles = shuffle and sampler is None and batch_sampler is None
         if seed is not None and shuffles and not isinstance(dataset, IterableDataset):
@@ -358,9 +380,18 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __len__(self) -> int:
+        if vars(self).get("_cost_batches") is not None:
+            raise TypeError(
+                "the number of batches is unknown: CostBatches closes them by what was loaded"
+            )
+        return super().__len__()
+
     def __iter__(self) -> TorchIterator:
-        # A generator that is left early closes what it delegates to by "yield from", and with it the workers.
-        if getattr(getattr(self, "_iterator", None), "has_ended", False):
+        iterator = getattr(self, "_iterator", None)
+        # A program may have ended its workers. Those that persist may have read ahead of a state, with which their
+        # datasets begin again.
+        if getattr(iterator, "has_ended", False) or (is_made(self) and self._position.has_state):
             self._iterator = None
         try:
             iterator = super().__iter__()
@@ -383,7 +414,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         log("%r is closed", self, level=logging.DEBUG)
         for each in self._open_iterators:
             iterator = each()
-            end = getattr(iterator, "close", None) or getattr(iterator, "_shutdown_workers", None)
+            end = getattr(iterator, "shut_down", None) or getattr(
+                iterator, "_shutdown_workers", None
+            )
             if end is not None:  # torch's own iterator of a data pipe without workers has neither
                 end()
         self._inspector().close_views()
@@ -425,7 +458,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         A batch counts as done when ``next()`` has returned it, or raised the error of one of its samples. The state is
         plain data that ``json`` can write, apart from what the ``state_dict()`` of a sampler or dataset of your own
         puts there; later batches do not change it. It costs no worker a step and can be taken at any time, before the
-        first iteration too. With ``shared_pool=True`` it is about this rank's part: each rank keeps its own.
+        first iteration too. With ``workers=SharedPool()`` it is about this rank's part: each rank keeps its own.
 
         Raises:
             ValueError: The dataset keeps a state, and the order or the worker threads leave open which samples it
@@ -450,8 +483,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """Resume where a state was taken: the next ``iter()`` yields what was left of its epoch.
 
         The number of workers and their kind may change, except with datasets that are iterable or have a state of
-        their own. An empty dictionary means the beginning. With ``shared_pool=True`` all ranks, as many as
-        before, load the states that they saved at the same step.
+        their own. An empty dictionary means the beginning. With ``workers=SharedPool()`` all ranks load the states that
+        they saved at the same step. If their number changes, all load one result of ``minato.merge_states``.
 
         Raises:
             ValueError: The state belongs to another dataset length, sampler, batch size, order or seed, or is none.
@@ -507,6 +540,16 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         return self._inspector().live()
 
+    @property
+    def is_padding(self) -> bool:
+        """Whether the batch that ``next()`` returned last stands for one that this rank lacks.
+
+        See ``epoch_end="pad"`` of :class:`Readers`. A trainer that asks for a batch ahead of its step sees it one batch
+        early.
+        """
+        last = self._position.last
+        return last is not None and last.progress.is_padding
+
     def watch_gpus(self) -> None:
         """Record the use of the GPUs from now on, as ``Observe(stats="gpu")`` does from the start.
 
@@ -517,7 +560,10 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     @property
     def metrics_url(self) -> str | None:
-        """Address of the loader's metrics; None without ``Observe(metrics=...)``, and before the first iteration."""
+        """Address of the loader's metrics; None without ``Observe(metrics=...)`` or ``MINATO_METRICS_PORT``.
+
+        Also before the first iteration, once it is closed, and in a forked child.
+        """
         return self._inspector().metrics_url
 
     @made_only
@@ -635,8 +681,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
                 vars(self).update(order=order)
             if attr == "multiprocessing_context":
                 given = vars(self).get("workers", self._options.workers)
-                in_threads = given == "process" and _starts_threads(val)
-                self._options = replace(self._options, workers="thread" if in_threads else given)
+                self._options = self._options.in_context(given, _starts_threads(val))
             if attr == "collate_fn":
                 self._set_collate(val)
                 return
@@ -651,10 +696,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def __getstate__(self) -> dict[str, Any]:
         if not is_made(self):
             return self.__dict__
-        # A copy must not write to the same arenas; what was measured is not worth sending.
+        # A copy must not write to the same arenas, nor go on in these epochs; what was measured is not worth sending.
         engines, history = self._engines.fresh(), self._fresh_history()
         fresh = {"_engines": engines, "_history": history, "_open_iterators": []}
-        return {**self.__dict__, **fresh}
+        fresh["sampler"], fresh["batch_sampler"] = with_own_epochs(self.sampler, self.batch_sampler)
+        return {**self.__dict__, **fresh, "_position": copy.copy(self._position)}
 
     @made_only
     def _rebuilt(self, dataset: Any, **arguments: Any) -> DataLoader[Any]:
@@ -665,14 +711,16 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         if self._session is not None:
             raise ValueError(
-                "shared_pool=True divides the dataset among the ranks by itself: do not prepare the loader, or leave "
-                "shared_pool out"
+                "workers=SharedPool(...) divides the dataset among the ranks by itself: do not prepare the loader, or "
+                "leave it out"
             )
+        if self._options.deals_readers:
+            dataset = self.dataset  # that of the wrapper would divide it once more
         if arguments.get("num_workers", 0) > 0:
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
                 arguments.setdefault(name, getattr(self, name))
         loader: DataLoader[Any] = DataLoader(dataset, **arguments)
-        kept = ("name", "_options", "_transforms", "_replay", *OWN_NAMES)
+        kept = ("name", "_options", "_transforms", "_replay", "_cost_batches", *OWN_NAMES)
         vars(loader).update({name: vars(self)[name] for name in kept if name in vars(self)})
         loader._engines = self._engines.fresh()
         loader._history = self._history  # so this loader's report covers what the wrapper iterates
@@ -689,7 +737,13 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 
     def _spec(self) -> LoaderSpec:
         """This loader as it is now; its attributes may change between epochs. The same one while they stay."""
-        own = is_iterable(self), index_sampler(self), is_batched(self), fetcher_is_replaced()
+        own = (
+            is_iterable(self),
+            index_sampler(self),
+            is_batched(self),
+            fetcher_is_replaced(),
+            *self._dealt,
+        )
         parts = *_SPEC_PARTS(self), *own
         kept, spec = self._engines.spec
         if spec is None or self._session is not None or not all(map(operator.is_, parts, kept)):
@@ -702,6 +756,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         collate_fn: Any = self.collate_fn
         is_ours = issubclass(type(collate_fn), TransformingCollate)
         inside = collate_fn.inside if is_ours and self._transforms.steps else collate_fn
+        if self._cost_batches is not None:
+            inside = default_convert
         sampling = SamplingSpec(
             dataset=self.dataset,
             streams=is_iterable(self),
@@ -718,9 +774,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             record_order=str(recording.path) if isinstance(recording, Record) else None,
             replay=self._replay,
             rank=None if self._session is None else self._session.place,
+            pooled=None if self._session is None else self._session.ranks,
             readers=self._num_readers(),
+            dealt=self._dealt,
             persists_datasets=persistent or self._reads_itself,
             rereads=options.readers is not None and options.readers.resume == "read",
+            by_cost=self._cost_batches is not None,
         )
         workers = WorkerSpec(
             count=self.num_workers,
@@ -745,6 +804,12 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
     def _reads_itself(self) -> bool:
         """Whether the program's own dataset is iterated, with its generators, as torch does without workers."""
         return self.num_workers == 0 and self._options.readers is None
+
+    @property
+    def _dealt(self) -> tuple[int, int]:
+        """Rank and number of ranks among which the readers of an iterable dataset are dealt."""
+        readers = self._options.readers
+        return (0, 1) if readers is None else readers.dealt()
 
     def _num_readers(self) -> int:
         """Number of readers of an iterable dataset; 0: it is map-style."""
@@ -776,7 +841,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             if self._options.observe.trace is not None:
                 self._refuse_data_pipes("observe=Observe(trace=...)")
             if self._session is not None:
-                self._refuse_data_pipes("shared_pool=True")
+                self._refuse_data_pipes("workers=SharedPool(...)")
             if self._options.readers is not None:
                 self._refuse_data_pipes("readers=")
             return super()._get_iterator()
@@ -859,9 +924,23 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         """
         from minato.delivery.iterator import BatchIterator
 
-        make_source = functools.partial(engines.source, spec, history)
+        wrap: Callable[[Any], Any] | None = None
         may_pin = self._options.target is None
         pins_ahead = self._session is None and self.num_workers > 0
+        if self._cost_batches is not None:
+            from minato.engine.measured_batches import MeasuredBatches
+
+            if spec.keeps_dataset_states:
+                raise ValueError(
+                    "the dataset has a state_dict() of its own, which belongs to no batch while samples wait for "
+                    "theirs: with CostBatches leave the state out of the dataset"
+                )
+            collate: Any = self.collate_fn
+            if issubclass(type(collate), TransformingCollate):
+                collate = collate.collate_fn
+            wrap = functools.partial(MeasuredBatches, batches=self._cost_batches, collate=collate)
+            pins_ahead = False
+        make_source = functools.partial(engines.source, spec, history, wrap)
         return BatchIterator(loader or self, make_source, epochs, may_pin, pins_ahead)
 
     def _separate_batches(self) -> Iterator[Any]:
@@ -877,7 +956,9 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
         options = self._options
         errors = replace(options.errors, log=None)
         stragglers = replace(options.stragglers, history=None)
-        silent = replace(options, errors=errors, stragglers=stragglers)
+        # No rank waits for this epoch of another one.
+        readers = options.readers and replace(options.readers, epoch_end="drop")
+        silent = replace(options, errors=errors, stragglers=stragglers, readers=readers)
         own = {"index_sampler": sampler, "generator": generator, "record_order": None}
         spec = replace(spec, sampling=replace(spec.sampling, **own), options=silent)
 
@@ -903,7 +984,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
 class _Epochs:
     """The epochs of one iterator; holds no loader."""
 
-    def __init__(self, spec: LoaderSpec, engines: EngineFactory, position: Position) -> None:
+    def __init__(self, spec: LoaderSpec, engines: EngineFactory, position: EpochPosition) -> None:
         self._spec = spec
         self._engines = engines
         self._position = position
@@ -912,7 +993,8 @@ class _Epochs:
     def begin(self, loader: Any) -> Epoch:
         persists = not self._is_new and loader._iterator is not None
         if not self._is_new:
-            self._spec, self._engines = loader._spec(), loader._engines
+            before, self._spec, self._engines = self._spec, loader._spec(), loader._engines
+            _check_dealt(before, self._spec)
             self._position = loader._position
         self._is_new = False
         return self._engines.epoch(self._spec, self._position, persists=persists)
@@ -920,6 +1002,16 @@ class _Epochs:
     def again(self, epoch: Epoch) -> Epoch | None:
         """Begin an epoch again if ``set_epoch`` has chosen another one since; None if it has not."""
         return self._engines.again(self._spec, self._position, epoch)
+
+
+def _check_dealt(before: LoaderSpec, now: LoaderSpec) -> None:
+    """Raise RuntimeError if workers that stay host the readers of another rank."""
+    old, new = before.sampling.dealt, now.sampling.dealt
+    if old != new:
+        raise RuntimeError(
+            f"this process is rank {new[0]} of {new[1]} now, and the persistent workers have the readers of rank "
+            f"{old[0]} of {old[1]}: initialise torch.distributed before the first iteration, or call loader.close()"
+        )
 
 
 class _Twin:
@@ -979,6 +1071,8 @@ def torch_arguments(loader: TorchDataLoader[object], *, own: bool = True) -> dic
     """
     given = {name: getattr(loader, name) for name in _ALIKE if hasattr(loader, name)}
     ours = is_made(loader)
+    if ours and (cost_batches := vars(loader).get("_cost_batches")) is not None:
+        given["batch_size"] = cost_batches
     if ours and own:
         given.update({name: vars(loader)[name] for name in OWN_NAMES if name in vars(loader)})
         if cast("DataLoader[Any]", loader)._options.begins_next_epoch:

@@ -21,8 +21,8 @@ import torch
 
 from minato._support.counters import Counters
 from minato._support.text import message_of, short, text_of, type_name
-from minato._support.values import integer_of
-from minato._system import available_cores
+from minato._support.values import integer_of, number_of
+from minato._system import available_cores, rank_and_ranks
 from minato.checks import (
     as_path,
     check_choice,
@@ -62,6 +62,8 @@ IN_PLACE = "in_place"
 NEXT_EPOCH = "next_epoch"
 """The value of ``persistent_workers`` with which idle workers begin the next epoch."""
 
+_SINGLE_MAX_LAG = 1024
+"""For loaders of single samples, which are much less than batches: with fewer, workers wait for a slow one."""
 DEFAULT_MAX_LAG = 32
 """Batches; about what a few workers finish during a sample that takes a hundred times as long as the others."""
 _MIXING = ("arrival", "fast_first")
@@ -286,14 +288,6 @@ def _stragglers(name: str, value: object) -> StragglerPolicy:
     return value or StragglerPolicy()
 
 
-def _shared_pool(name: str, value: object) -> SharedPool | None:
-    if value is None or isinstance(value, SharedPool):
-        return value
-    if not isinstance(value, bool):
-        raise _wrong_type(name, value, "give True, False or a SharedPool")
-    return SharedPool() if value else None
-
-
 def _fetch(name: str, value: object) -> FetchOptions:
     if isinstance(value, FetchOptions):
         return value
@@ -301,8 +295,10 @@ def _fetch(name: str, value: object) -> FetchOptions:
 
 
 def _workers(name: str, value: object) -> Any:
+    if isinstance(value, SharedPool):
+        return value
     if not isinstance(value, RayWorkers):
-        others = "RayWorkers(...)"
+        others = "SharedPool(), RayWorkers(...)"
         if integer_of(value) is not None:
             others += f"; did you mean num_workers={text_of(value)}?"
         check_choice(name, value, ("process", "thread"), others)
@@ -336,13 +332,14 @@ class Arrival(_Group):
     """Samples that are ready go into the oldest open batch: ``order=Arrival(max_lag=8)``.
 
     Attributes:
-        max_lag: How many batches later than in strict order a sample may be returned. Default: ``32``.
+        max_lag: How many batches later than in strict order a sample may be returned. Default: ``32``; of single
+            samples ``1024``.
 
     Raises:
         ValueError, TypeError: A value is not possible.
     """
 
-    max_lag: int = option(DEFAULT_MAX_LAG, "batches, 0 or more", _whole(0))
+    max_lag: int | None = option(None, "batches, 0 or more", _whole(0))
 
 
 @dataclass(frozen=True)
@@ -350,13 +347,14 @@ class FastFirst(_Group):
     """As :class:`Arrival`, but slow samples wait for the newest open batch: ``order=FastFirst(max_lag=8)``.
 
     Attributes:
-        max_lag: How many batches later than in strict order a sample may be returned. Default: ``32``.
+        max_lag: How many batches later than in strict order a sample may be returned. Default: ``32``; of single
+            samples ``1024``.
 
     Raises:
         ValueError, TypeError: A value is not possible.
     """
 
-    max_lag: int = option(DEFAULT_MAX_LAG, "batches, 0 or more", _whole(0))
+    max_lag: int | None = option(None, "batches, 0 or more", _whole(0))
 
 
 @dataclass(frozen=True)
@@ -675,7 +673,7 @@ class StragglerPolicy(_Group):
 
 @dataclass(frozen=True)
 class SharedPool(_Group):
-    """One pool of workers for the ranks of a node: ``shared_pool=SharedPool(...)``.
+    """One pool of workers for the ranks of a node: ``workers=SharedPool(...)``.
 
     Attributes:
         on_rank_death: What the other ranks do when the process of one ends. ``"raise"``: a RuntimeError.
@@ -763,6 +761,9 @@ class FetchOptions(_Group):
 class Readers(_Group):
     """How an iterable dataset is read: ``readers=Readers(...)``.
 
+    By default each rank of a job has ``count`` readers, whatever its rank. With ``ranks`` all ranks together have
+    ``count`` readers: rank q has the readers q, q + ranks, … Then ``seed`` is 0 by default.
+
     Attributes:
         count: Number of readers. Each iterates over its own copy of the dataset, like one of torch's workers:
             ``get_worker_info()`` gives its number and ``count``. Default: ``num_workers``, at least 1; with
@@ -774,20 +775,120 @@ class Readers(_Group):
         resume: How a reader continues from a loaded state, or after its worker has died. ``"state"``: from the state of
             the dataset or its iterator, if that has one. ``"read"``: it reads from the beginning of the epoch and drops
             what was delivered, which is exact even where the dataset's own state is not. Default: ``"state"``.
+        ranks: Number of ranks among which the readers are dealt. ``"auto"``: that of torch.distributed once it is
+            initialised, else the environment's ``WORLD_SIZE``. The dataset must not divide itself by rank. Default:
+            they are not dealt.
+        epoch_end: What a rank does whose readers have ended before those of others. ``"drop"``: its epoch ends.
+            ``"shortest"``: the epoch of all ranks ends with it, and what others have left is not read. ``"repeat"``: it
+            reads its own items again, from the start of the epoch, until the last rank ends. ``"pad"``: it returns
+            copies of its last batch, for which ``loader.is_padding`` is true. Default: ``"drop"``.
+        rank: Rank of this process, with ``ranks`` as a number. Default: that of torch.distributed, else ``RANK``.
 
     Raises:
-        ValueError, TypeError: A value is not possible.
+        ValueError, TypeError: A value or a combination is not possible.
     """
 
     count: int | None = option(None, "1 or more", _whole(1))
     where: str = option("worker", '`"worker"`, `"main"`', _one_of("worker", "main"))
     resume: str = option("state", '`"state"`, `"read"`', _one_of("state", "read"))
+    ranks: int | str | None = option(None, '1 or more, `"auto"`', _whole(1, other="auto"))
+    epoch_end: str = option(
+        "drop",
+        '`"drop"`, `"shortest"`, `"repeat"`, `"pad"`',
+        _one_of("drop", "shortest", "repeat", "pad"),
+    )
+    rank: int | None = option(None, "below `ranks`", _whole(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = f"ranks={self.ranks!r}"
+        if self.ranks is not None and (self.count is None or self.where == "main"):
+            raise ValueError(
+                f"{given} deals the readers, whose number must be the same in all ranks: give it, as in "
+                f"Readers(64, {given}), without where='main'"
+            )
+        if self.rank is not None and not isinstance(self.ranks, int):
+            raise ValueError(f"rank={self.rank} needs the number of ranks: give ranks= as a number")
+        if self.epoch_end != "drop" and self.ranks is None:
+            raise ValueError(
+                f"epoch_end={self.epoch_end!r} is about readers that are dealt among ranks: give ranks='auto' too"
+            )
+        self.dealt()
+
+    def dealt(self) -> tuple[int, int]:
+        """Rank and number of ranks among which the readers are dealt, at present.
+
+        Raises:
+            ValueError: A rank has no reader, or is not among the ranks.
+        """
+        if self.ranks is None:
+            return 0, 1
+        rank, ranks = rank_and_ranks()
+        if isinstance(self.ranks, int):
+            rank, ranks = rank if self.rank is None else self.rank, self.ranks
+        if rank >= ranks:
+            raise ValueError(f"rank={rank} is not below ranks={ranks}: count them from 0")
+        if cast(int, self.count) < ranks:
+            raise ValueError(
+                f"Readers({self.count}) leaves {ranks - cast(int, self.count)} of {ranks} ranks without a reader: give "
+                "at least as many readers as ranks"
+            )
+        return rank, ranks
 
 
 def _readers(name: str, value: object) -> Readers | None:
     if value is None or isinstance(value, Readers):
         return value
     return Readers(check_whole(name, value, 1))
+
+
+# ---- batches ----------------------------------------------------------------------------------
+
+
+def _cost(name: str, value: object) -> float:
+    number = number_of(value)
+    if number is None or not number > 0:
+        raise ValueError(f"{name}={text_of(value)} is no cost: give a number above 0")
+    return float(number)
+
+
+def _padding(name: str, value: object) -> float:
+    number = number_of(value)
+    if number is None or not 0 < number < 1:
+        raise ValueError(f"{name}={text_of(value)} is no share: give a number between 0 and 1")
+    return float(number)
+
+
+@dataclass(frozen=True)
+class CostBatches(_Group):
+    """Batches that are closed by the cost of their samples, once these are loaded: ``batch_size=CostBatches(...)``.
+
+    The loader loads single samples, in its ``order``. They wait in groups of similar cost until a batch is full.
+    ``collate_fn`` then gets the list of its samples, in the training process; by default it is ``PadCollate()``.
+    Samples that wait are not delivered: a state has them still to come. Where the costs are known in advance, use
+    :class:`CostBatchSampler`, whose batches workers build.
+
+    Attributes:
+        max_cost: Largest cost of a batch: the number of its samples times the largest of their costs. Default: must be
+            given.
+        cost: A function that returns the cost of a sample, such as its number of tokens; or the key of the field whose
+            length it is. Default: the sample's own length.
+        max_padding: Largest share of a batch that may be padding. Default: ``0.2``.
+        max_size: Largest number of samples in a batch. Default: no limit.
+        max_wait: Number of samples that may arrive while one waits; its batch is closed then. Default: ``1024``.
+        padded: ``False``: a batch costs the sum of its samples' costs, and may hold samples of any cost, as nothing is
+            padded. Default: ``True``.
+
+    Raises:
+        ValueError, TypeError: A value is not possible.
+    """
+
+    max_cost: float = option(None, "above 0", _cost)
+    cost: Any = option(None, "function, key")
+    max_padding: float = option(0.2, "between 0 and 1", _padding)
+    max_size: int | None = option(None, "1 or more", _whole(1))
+    max_wait: int = option(1024, "0 or more", _whole(0))
+    padded: bool = option(True, "`True`, `False`", _one_of(True, False))
 
 
 # ---- all options ----------------------------------------------------------------------------
@@ -798,6 +899,7 @@ class TorchArguments(NamedTuple):
 
     Attributes:
         in_threads: Whether the processes of ``multiprocessing_context`` are threads.
+        is_single: Whether single samples are loaded.
         dataset_name: The default of ``Observe.name``.
     """
 
@@ -805,6 +907,7 @@ class TorchArguments(NamedTuple):
     has_batch_sampler: bool
     is_stream: bool
     in_threads: bool = False
+    is_single: bool = False
     dataset_name: str = "dataset"
 
 
@@ -834,14 +937,13 @@ class Options(_Group):
     cache: Any = option(None, "`DiskCache(…)`, `MemoryCache(…)`")
     compat: str | None = option(None, '`None`, `"torch"`', _one_of(None, "torch"))
     memory_budget: int | None = option(None, 'bytes, 100 or more; `"8GB"`, `"512MiB"`', _bytes)
-    workers: str | RayWorkers = option(
-        "process", '`"process"`, `"thread"`, a `RayWorkers`', _workers
+    workers: str | SharedPool | RayWorkers = option(
+        "process", '`"process"`, `"thread"`, a `SharedPool`, a `RayWorkers`', _workers
     )
     errors: ErrorPolicy = option(
         "raise", '`"raise"`, `"skip"`, `"retry"`, a function, an `ErrorPolicy`', _errors
     )
     stragglers: StragglerPolicy = option(None, "a `StragglerPolicy`", _stragglers)
-    shared_pool: SharedPool | None = option(False, "`True`, `False`, a `SharedPool`", _shared_pool)
     observe: Observe = option(True, "`True`, `False`, an `Observe`", _observe)
     recording: Record | Replay | None = option(None, "a `Record`, a `Replay`", _recording)
     snapshot_every_n_steps: int | Literal["auto"] | None = option(
@@ -866,13 +968,29 @@ class Options(_Group):
         options = cls(**given)
         if options.observe.name is None:
             options = replace(options, observe=replace(options.observe, name=torchs.dataset_name))
-        if torchs.in_threads and options.workers == "process":
-            options = replace(options, workers="thread")
+        options = options.in_context(options.workers, torchs.in_threads)
         _check_recording(options, torchs.is_stream)
         options = _with_defaults(options, torchs)
         for check in _CHECKS:
             check(options, torchs.is_stream)
         return options
+
+    def in_context(self, workers: str | SharedPool | RayWorkers, in_threads: bool) -> Options:
+        """The options with workers of a ``multiprocessing_context``.
+
+        Args:
+            workers: As given.
+            in_threads: Whether its processes are threads.
+
+        Raises:
+            ValueError: There are none to share.
+        """
+        if in_threads and isinstance(workers, SharedPool):
+            raise ValueError(
+                "workers=SharedPool(...) shares processes, and those of this multiprocessing_context are threads: give "
+                "'fork', 'spawn' or 'forkserver', or leave it out"
+            )
+        return replace(self, workers="thread" if in_threads and workers == "process" else workers)
 
     @property
     def name(self) -> str:
@@ -908,12 +1026,24 @@ class Options(_Group):
     @property
     def worker_kind(self) -> Literal["process", "thread", "ray"]:
         """What a worker is."""
-        return "ray" if isinstance(self.workers, RayWorkers) else cast(Any, self.workers)
+        if isinstance(self.workers, RayWorkers):
+            return "ray"
+        return "thread" if self.workers == "thread" else "process"
+
+    @property
+    def shared_pool(self) -> SharedPool | None:
+        """How the ranks of a node share the workers; None if each has its own."""
+        return self.workers if isinstance(self.workers, SharedPool) else None
 
     @property
     def actor_options(self) -> Mapping[str, Any]:
         """Options of each Ray actor."""
         return self.workers.actor_options if isinstance(self.workers, RayWorkers) else {}
+
+    @property
+    def deals_readers(self) -> bool:
+        """Whether the readers of an iterable dataset are dealt among ranks."""
+        return self.readers is not None and self.readers.ranks is not None
 
     @property
     def seeds_samples(self) -> bool:
@@ -951,10 +1081,12 @@ def _check_recording(options: Options, is_stream: bool) -> None:
 
 
 def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
-    in_order, max_lag, given = torchs.in_order, DEFAULT_MAX_LAG, cast(Any, options.order)
+    in_order, given = torchs.in_order, cast(Any, options.order)
+    max_lag = _SINGLE_MAX_LAG if torchs.is_single else DEFAULT_MAX_LAG
     order: str | None = given
     if isinstance(given, (Arrival, FastFirst)):
-        order, max_lag = "arrival" if isinstance(given, Arrival) else "fast_first", given.max_lag
+        order = "arrival" if isinstance(given, Arrival) else "fast_first"
+        max_lag = max_lag if given.max_lag is None else given.max_lag
     whole = torchs.is_stream or options.compat == "torch"
     if options.replays:
         in_order, order = True, "strict"
@@ -973,7 +1105,10 @@ def _with_defaults(options: Options, torchs: TorchArguments) -> Options:
             f"order={order!r} mixes batches, but with compat='torch' each batch is one worker's: use order='batch' to "
             "get each of them as soon as it is complete"
         )
-    return replace(options, order=order, max_lag=max_lag)
+    seed = options.seed
+    if seed is None and options.deals_readers:
+        seed = 0  # torch's generator may differ between ranks
+    return replace(options, order=order, max_lag=max_lag, seed=seed)
 
 
 def _check_readers(options: Options, is_stream: bool) -> None:
@@ -1018,7 +1153,7 @@ def _check_errors(options: Options, is_stream: bool) -> None:
     limit_s = errors.sample_timeout
     if limit_s is None:
         return
-    if options.num_workers == 0 or options.workers != "process":
+    if options.num_workers == 0 or options.worker_kind != "process":
         raise ValueError(
             f"sample_timeout={limit_s} needs worker processes, because nothing else can be ended: use num_workers=1 "
             "or more and workers='process'"
@@ -1083,9 +1218,6 @@ def _check_sharing(options: Options, is_stream: bool) -> None:
         "num_workers=0, with which there are no workers to share: use 1 or more": (
             options.num_workers == 0
         ),
-        f"workers={options.workers!r}, whose batches other processes cannot see: use 'process'": (
-            options.workers != "process"
-        ),
         "compat='torch', where each batch is one worker's: leave it out": options.compat == "torch",
         f"on_error={on_error!r}, with which ranks might get different numbers of batches: use 'raise' or 'retry'": (
             on_error not in ("raise", "retry")
@@ -1096,7 +1228,26 @@ def _check_sharing(options: Options, is_stream: bool) -> None:
         f"pin_memory={IN_PLACE!r}, as only torch knows when all ranks' copies are over: use device=, or "
         "pin_memory=True": options.pin_memory == IN_PLACE,
     }
-    _refuse("shared_pool=True", refused)
+    _refuse("workers=SharedPool(...)", refused)
+
+
+def refuse_beside_cost_batches(options: Options, torchs: TorchArguments) -> None:
+    """Refuse what goes with batches of the sampler only.
+
+    Raises:
+        ValueError: It was given.
+    """
+    refused = {
+        "batch_sampler=, which makes the batches itself: use sampler=": torchs.has_batch_sampler,
+        "device=, which would copy samples one by one: use pin_memory=True": options.device
+        is not None,
+        "workers=SharedPool(...), where each rank has a given number of batches: leave it out": (
+            options.shared_pool is not None
+        ),
+        "recording=, which records batches of the sampler: leave it out": options.recording
+        is not None,
+    }
+    _refuse("batch_size=CostBatches(...)", refused)
 
 
 def _check_ray(options: Options, is_stream: bool) -> None:
@@ -1149,7 +1300,17 @@ DEFAULTS = {each.name: each.default for each in fields(Options) if each.metadata
 OPTION_NAMES = tuple(DEFAULTS)
 OWN_NAMES = tuple(name for name in OPTION_NAMES if name not in WIDENED)
 GROUPS = (
-    *(Arrival, AutoScale, DeviceCopies, ErrorPolicy, FastFirst, FetchOptions, Observe, RayWorkers),
+    *(
+        Arrival,
+        AutoScale,
+        CostBatches,
+        DeviceCopies,
+        ErrorPolicy,
+        FastFirst,
+        FetchOptions,
+        Observe,
+        RayWorkers,
+    ),
     *(Readers, Record, Replay, SharedPool, StragglerPolicy),
 )
 
@@ -1185,7 +1346,8 @@ def _advice_on_name(name: str, names: Iterable[str], told: str) -> str:
     for group in GROUPS:
         if any(each.name == name and each.init for each in fields(group)):
             values = ((each.name, str(each.metadata.get("values"))) for each in fields(Options))
-            holder = next(of for of, text in values if f"`{group.__name__}`" in text)
+            holders = (of for of, text in values if f"`{group.__name__}`" in text)
+            holder = next(holders, "batch_size")
             return f"{name}= belongs to a group: {holder}=minato.{group.__name__}({name}=...)"
     nearest = did_you_mean(name, names).removeprefix("; did you mean ")
     is_told = not nearest or "Did you mean" in told  # by Python, from 3.13 on

@@ -46,6 +46,7 @@ from minato._support.objects import (
     name_of,
     path_of,
 )
+from minato._support.pickling import ViewPickler
 from minato.errors import log
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def share(dataset: T) -> T:
     Looked through are the attributes of the object, of datasets and dataclasses that it holds, and of what short lists,
     tuples and dictionaries hold. Each list or tuple of 1,000 items or more becomes a :class:`SharedList`, each such
     dictionary a :class:`SharedDict`, each array of 64 KiB or more an array that is read-only. Tensors and single
-    strings stay: reading them writes nothing next to their data.
+    strings stay: reading them writes nothing next to their data. Arrays in a mapped file (``np.memmap``) stay too:
+    forked workers share its pages.
 
     The memory has no name, is the same for all workers, however they are started, and is freed with its last user.
     With Ray there is one copy for each node. Other pickles, such as those of ``torch.save``, hold the content.
@@ -104,12 +106,14 @@ def share(dataset: T) -> T:
     forms: dict[int, Any] = {}
     for node, layout in zip(found, layouts, strict=True):
         value = node.thing
+        form: Any
         if type(value) is np.ndarray:
-            form: Any = view_of(memory, value.dtype, layout, value.shape)
+            form, size = view_of(memory, value.dtype, layout, value.shape), value.size
         else:
-            form = _attached(SharedDict if type(value) is dict else SharedList, memory, layout)
+            kind = SharedDict if type(value) is dict else SharedList
+            form, size = _attached(kind, memory, layout), len(value)
         forms[id(value)] = form
-        log("shared %s: %d items", path_of(node), len(value))
+        log("shared %s: %d items", path_of(node), size)
     _replace(holders, forms)
     return cast(T, forms.get(id(dataset), dataset))
 
@@ -151,8 +155,18 @@ def _is_large(value: Any, least: int = LEAST_ITEMS) -> bool:
     kind = type(value)
     if issubclass(kind, np.ndarray):
         nbytes = np.ndarray.nbytes.__get__(value)
-        return nbytes >= min(LEAST_ARRAY_NBYTES, least) and shared_base(value) is None
+        return nbytes >= min(LEAST_ARRAY_NBYTES, least) and not _is_mapped(value)
     return any(issubclass(kind, base) and base.__len__(value) >= least for base in _CONTAINERS)
+
+
+def _is_mapped(array: np.ndarray) -> bool:
+    """Whether an array views shared memory, or a file, whose pages all processes share."""
+    if shared_base(array) is not None:
+        return True
+    base: Any = array
+    while (kind := type(base)) is memoryview or issubclass(kind, np.ndarray):
+        base = base.obj if kind is memoryview else np.ndarray.base.__get__(base)
+    return issubclass(kind, mmap.mmap)
 
 
 def _check(node: Node) -> None:
@@ -304,6 +318,10 @@ class SharedList(_Shared, Sequence[T]):
             return NotImplemented
         return len(self) == len(other) and all(map(_equal, self, other))
 
+    def copy(self) -> list[T]:
+        """A list of all items, which can be changed."""
+        return [*self]
+
     def __add__(self, other: Iterable[T]) -> list[T]:
         return [*self, *other]
 
@@ -372,6 +390,10 @@ class SharedDict(_Shared, Mapping[K, V]):
         """All pairs of key and value, in order."""
         return _Items(self)
 
+    def copy(self) -> dict[K, V]:
+        """A dictionary of all items, which can be changed."""
+        return dict(self.items())
+
     def pairs(self) -> tuple[SharedList[K], SharedList[V]]:
         """The lists of keys and values."""
         return self._keys, self._values
@@ -428,7 +450,8 @@ def _attached(kind: type[S], memory: ReadOnlyMemory, layout: object) -> S:
 
 def _equal(one: object, other: object) -> bool:
     if isinstance(one, (np.ndarray, torch.Tensor)):
-        return type(one) is type(other) and bool(np.all(np.asarray(one == other)))
+        alike = type(one) is type(other) and one.shape == other.shape
+        return alike and bool(np.all(np.asarray(one == other)))
     return bool(one == other)
 
 
@@ -453,7 +476,7 @@ _COMES_BACK = (
 """Objects that come back the same, or with equal content."""
 
 
-class _ItemPickler(pickle.Pickler):
+class _ItemPickler(ViewPickler):
     """Refuses objects that would come back unequal. Called for all but plain objects."""
 
     def reducer_override(self, value: object) -> Any:
@@ -462,7 +485,7 @@ class _ItemPickler(pickle.Pickler):
             raise TypeError(
                 f"a {type(value).__qualname__}, which equals only itself: each access would return another one"
             )
-        return NotImplemented
+        return super().reducer_override(value)
 
 
 def _failure(item: object) -> Exception | None:
@@ -571,7 +594,7 @@ class _Writer:
 
     def _append(self, content: np.ndarray) -> int:
         start = self._align()
-        self._file.write(content.data)
+        self._file.write(content.reshape(-1).view(np.uint8).data)  # not all dtypes have buffers
         return start
 
     def _align(self) -> int:

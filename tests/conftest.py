@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,11 +34,11 @@ MAKER = re.compile(r"(?:sem\.mp-|torch_)(\d+)[-_]")
 """Names of multiprocessing's semaphores, with the prefix below, and of torch's shared memory: who made them."""
 PIDS = {os.getpid()}
 """This process and those that it has started: other programs use ``/dev/shm`` meanwhile."""
-LEFTOVER_GRACE_S = 10.0
+LEFTOVER_GRACE_S = 30.0
 """How long a test's processes and threads may take to end once the test has returned."""
 KILL_GRACE_S = 5.0
 """How long processes that failed tests have left may take to end at the end of all tests."""
-EXIT_LIMIT_S = 60.0
+EXIT_LIMIT_S = 180.0
 """How long the interpreter may take to end after the last test."""
 
 LIBRARY_THREADS = {"event_loop"}
@@ -93,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "sources" in item.path.parts:
             item.add_marker(pytest.mark.xdist_group("servers"))  # one process starts them
         if item.get_closest_marker("stress") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(3 * stress_s + 60))
+            item.add_marker(pytest.mark.timeout(3 * stress_s + 240))
     if config.getoption("--no-extensions"):
         compiled = [item for item in items if _is_compiled(item)]
         config.hook.pytest_deselected(items=compiled)
@@ -155,7 +156,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a child process, a thread or an entry of ``/dev/shm`` behind.
+    """Fail a test that leaves a child process, a thread, an entry of ``/dev/shm`` or a reader's worker info behind.
 
     A test that failed already is not blamed twice: its traceback keeps its objects alive.
     """
@@ -169,6 +170,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         *(f"process {pid}: {_describe(pid)}" for pid in _processes() - processes),
         *(f"thread {thread.name}" for thread in _threads() - threads),
         *(f"/dev/shm/{name}" for name in _shared_memory() - entries),
+        *_worker_info(),
     ]:
         if time.monotonic() > deadline:
             pytest.fail("left behind:\n  " + "\n  ".join(leftovers), pytrace=False)
@@ -246,6 +248,13 @@ def _recorded(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], N
             PIDS.add(process.pid)
 
     return wrapper
+
+
+def _worker_info() -> list[str]:
+    """What ``get_worker_info()`` would tell the next test, in which a stream would yield a part of its items."""
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    info = getattr(worker, "_worker_info", None)
+    return [] if info is None else [f"worker info {info}"]
 
 
 def _shared_memory() -> set[str]:

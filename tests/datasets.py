@@ -324,19 +324,16 @@ class Held(Numbers):
 
 
 class Roll:
-    """Called by every sample of a dataset: a worker process goes on when so many of them are there."""
+    """Called by every sample: a worker, process or thread, goes on when so many of them are there."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._there = multiprocessing.Value("i", 0)
-        self._is_there = False
+        # By thread, without a lock that a killed worker could keep.
+        self._there = shared_integers(1024)
 
     def __call__(self) -> None:
-        if not self._is_there:
-            self._is_there = True
-            with self._there:
-                self._there.value += 1
-        wait_until(lambda: self._there.value >= self._workers)
+        self._there[threading.get_native_id() % len(self._there)] = 1
+        wait_until(lambda: int(self._there.sum()) >= self._workers)
 
 
 def tally(batches: Iterable[Iterable[Any]]) -> Counter[Any]:

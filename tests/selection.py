@@ -1,13 +1,15 @@
-"""Which parameters of a test run in ``make test``, and which only in ``make test-slow``."""
+"""Which parameters of a test run in ``make test``, in ``make test-slow``, and under ``make stress``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
-__all__ = ["WORKERS", "each", "each_of", "mostly_slow"]
+__all__ = ["WORKERS", "each", "each_of", "mostly_slow", "numbers_for"]
 
 
 def each_of(workers: dict[str, dict[str, Any]]) -> Any:
@@ -37,3 +39,9 @@ def mostly_slow(values: Iterable[Any], quick: int = 1) -> list[Any]:
         )
         for number, value in enumerate(values)
     ]
+
+
+def numbers_for(seconds: float, first: int) -> Iterator[int]:
+    """The integers from ``first`` on, as many as a stress test has time for."""
+    until = time.monotonic() + seconds
+    return itertools.takewhile(lambda _: time.monotonic() < until, itertools.count(first))

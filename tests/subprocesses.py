@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = Path(__file__).parent / "isolated"
-TIMEOUT_S = 100
+TIMEOUT_S = 200
 
 
 def command(script: str, *arguments: object) -> list[str]:
@@ -136,9 +138,26 @@ def session(leader: int) -> list[int]:
     return found
 
 
-def wait_for_end(leader: int, timeout_s: float = 4.0) -> list[int]:
-    """Wait until a session is empty; returns the processes that do not end."""
+def wait_for_end(leader: int, timeout_s: float = 20.0) -> list[int]:
+    """Wait until a session is empty, for less time than work would take; returns the processes that do not end."""
     deadline = time.monotonic() + timeout_s
     while (left := session(leader)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
+
+
+def free_port() -> int:
+    """A port that is likely to stay free until a program listens there: the system gives it to no connection."""
+    lowest = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    end = int(lowest.read_text().split()[0]) if lowest.exists() else 32768
+    while True:
+        port = secrets.choice(range(end // 2, end))
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("localhost", port))
+            return port
+
+
+def children(program: str, method: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``children.py``, whose children find each other at a free port."""
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    return python(SCRIPTS / "children.py", program, method, **place, **variables)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd import profiler
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 from torch.utils.data._utils import collate
 
 from minato import _compat
@@ -247,9 +249,10 @@ def test_shared_integers_that_torch_cannot_map(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def in_a_worker() -> Iterator[None]:
-    before = _compat.announce_worker(0, 1, 1, None)
+    info = _compat.worker_info(0, 1, 1, None)
+    _compat.announce_worker(info)
     yield
-    _compat.withdraw_worker(before)
+    _compat.withdraw_worker(info)
 
 
 @pytest.mark.usefixtures("in_a_worker")
@@ -387,3 +390,28 @@ def test_memory_is_left_alone_if_asked_for() -> None:
     assert not any(without.values())
     assert batches == expected
     assert expected[:3] == expected[3:]
+
+
+def test_worker_info_that_other_threads_announce_meanwhile_does_not_stay() -> None:
+    mine, theirs = _compat.worker_info(0, 2, 1, None), _compat.worker_info(1, 2, 1, None)
+
+    def other(do: Callable[[Any], None]) -> None:
+        thread = threading.Thread(target=do, args=(theirs,))
+        thread.start()
+        thread.join()
+
+    # What one has found when it began is another's, which has ended since.
+    for first, second in itertools.permutations([lambda do: do(mine), other]):
+        first(_compat.announce_worker)
+        second(_compat.announce_worker)
+        first(_compat.withdraw_worker)
+        assert get_worker_info() is not None
+        second(_compat.withdraw_worker)
+        assert get_worker_info() is None
+    inner = _compat.worker_info(7, 8, 1, None)
+    _compat.announce_worker(mine)
+    _compat.announce_worker(inner)
+    _compat.withdraw_worker(inner)
+    assert get_worker_info() is mine
+    _compat.withdraw_worker(mine)
+    assert get_worker_info() is None

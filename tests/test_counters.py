@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -66,6 +67,7 @@ def test_a_pickle_holds_what_was_counted() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
 def test_the_memory_never_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # of what earlier tests have left
     opened = os.listdir("/proc/self/fd")
     monkeypatch.setattr("torch.UntypedStorage._share_fd_cpu_", None)
     integers = shared_integers(4, 8)

@@ -137,7 +137,7 @@ def test_workers_end_with_the_epoch(workers: dict[str, Any]) -> None:
     iterator = iter(loader)
     assert len(indices(iterator)) == 4
     assert multiprocessing.active_children() == []
-    assert not any("minato" in thread.name for thread in threading.enumerate())
+    wait_until(lambda: not any("minato" in thread.name for thread in threading.enumerate()))
     assert next(iterator, None) is None
 
 

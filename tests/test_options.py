@@ -264,7 +264,6 @@ def test_a_device_is_a_string_or_torchs() -> None:
     [
         ({"is_stream": True}, "an iterable dataset, whose samples have no indices"),
         ({"num_workers": 0}, "num_workers=0, with which there are no workers to share: use 1"),
-        ({"workers": "thread"}, "workers='thread', whose batches"),
         ({"compat": "torch"}, "compat='torch', where each batch is one worker's"),
         ({"errors": "skip"}, "on_error='skip', with which ranks might get different numbers"),
         (
@@ -278,15 +277,16 @@ def test_a_device_is_a_string_or_torchs() -> None:
     ],
 )
 def test_what_a_shared_pool_does_not_go_with(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=f"shared_pool=True does not go with {words}"):
-        options(shared_pool=True, **{"num_workers": 2, **given})
+    with pytest.raises(ValueError, match=rf"workers=SharedPool\(\.\.\.\) does not go with {words}"):
+        options(workers=SharedPool(), **{"num_workers": 2, **given})
 
 
-def test_a_shared_pool_is_a_flag_or_its_settings() -> None:
+def test_a_shared_pool_is_a_kind_of_workers() -> None:
     with pytest.raises(ValueError, match="on_rank_death='never' is not possible: choose one of"):
         SharedPool("never")
-    assert options(shared_pool=True).shared_pool == SharedPool("raise")
-    assert options(shared_pool=SharedPool("wait")).shared_pool == SharedPool("wait")
+    given = options(workers=SharedPool())
+    assert (given.shared_pool, given.worker_kind) == (SharedPool("raise"), "process")
+    assert options(workers=SharedPool("wait")).shared_pool == SharedPool("wait")
 
 
 def test_metrics_need_stats() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
+import math
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -143,6 +147,42 @@ def test_objects_that_compare_by_value() -> None:
     assert shared[2] is Color.RED
 
 
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
+def test_arrays_of_other_shapes_are_not_equal(make: Any) -> None:
+    shapes = [(), (1,), (3,), (1, 3), (0,)]
+    for one, other in itertools.product(shapes, shapes):
+        assert (SharedList([make(one)]) == [make(other)]) == (one == other)
+
+
+CODES = [*np.typecodes["AllInteger"], *"?efdgFDG", "S3", "U3", "V5", "M8[s]", "m8[ns]", ">i4"]
+
+
+@pytest.mark.parametrize("code", [*CODES, "i4,M8[s]"])
+def test_arrays_come_back_equal(code: str) -> None:
+    dtype = np.dtype(code)
+    for shape in ((), (7,), (0, 3), (2, 3)):
+        content = bytes(i % 2 for i in range(math.prod(shape) * dtype.itemsize))
+        array = np.ndarray(shape, dtype, content or b"0")
+        for each in (array, array.copy(order="F")):
+            shared = minato.share(each)
+            assert (shared.dtype, shared.shape) == (dtype, shape)
+            assert shared.tobytes() == content
+
+
+def test_what_a_file_maps_stays(tmp_path: Path) -> None:
+    dataset: Any = Files()
+    np.save(tmp_path / "array.npy", dataset.features)
+    mapped = np.load(tmp_path / "array.npy", mmap_mode="r")
+    with (tmp_path / "array.npy").open("rb") as file:
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    kept = {"mapped": mapped, "view": np.asarray(mapped)[5:], "bytes": np.frombuffer(buffer, "u1")}
+    dataset.parts = dict(kept)
+    minato.share(dataset)
+    assert all(dataset.parts[name] is array for name, array in kept.items())
+    assert isinstance(dataset.paths, SharedList)
+    assert minato.share(mapped) is mapped
+
+
 @pytest.mark.parametrize(
     ("items", "message"),
     [
@@ -198,6 +238,8 @@ def test_a_shared_list_is_a_sequence() -> None:
     assert [*reversed(items)] == ["b", "a", "b"]
     assert items + ["c"] == ["b", "a", "b", "c"] == [*"ba"] + SharedList(["b", "c"])
     assert items == ("b", "a", "b")
+    copies: Any = items.copy(), SharedDict({"a": 1}).copy()
+    assert copies == (["b", "a", "b"], {"a": 1})
     assert items != ["b"]
     assert items != "bab"
     assert copy.deepcopy(items) is items
@@ -329,6 +371,7 @@ def test_no_worker_has_a_copy(method: str) -> None:
 
 
 def test_the_memory_is_freed_with_its_last_user() -> None:
+    gc.collect()  # what earlier tests have left
     before, descriptors = Segment.num_living(), psutil.Process().num_fds()
     shared = minato.share({"paths": ["x"] * N, "more": list(range(N))})
     words = shared["paths"]
@@ -342,7 +385,15 @@ def test_the_memory_is_freed_with_its_last_user() -> None:
     assert psutil.Process().num_fds() == descriptors
 
 
+def test_a_view_costs_what_it_shows() -> None:
+    rows = list(torch.arange(100_000).view(1000, 100))
+    shared: Any = minato.share([{"row": row} for row in rows])
+    assert all(torch.equal(one["row"], row) for one, row in zip(shared, rows, strict=True))
+    assert len(shared._memory.array) < 2 * 800_000
+
+
 def test_an_array_keeps_the_memory() -> None:
+    gc.collect()  # what earlier tests have left
     before = Segment.num_living()
     row = minato.share(np.arange(1000).reshape(10, 100))[3]
     assert type(row) is np.ndarray

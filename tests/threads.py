@@ -1,9 +1,29 @@
-"""Running functions side by side, in daemon threads: one that hangs fails its test alone."""
+"""Functions side by side, in daemon threads: one that hangs fails its test alone; and where the main thread is."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
+
+from tests.datasets import wait_until
+
+
+def wait_for_main(file: str, function: str) -> None:
+    """Wait until the main thread is inside a function, which another thread is to disturb there.
+
+    Args:
+        file: The end of the name of its file.
+    """
+    main = threading.main_thread().ident or 0
+
+    def is_inside() -> bool:
+        stack = traceback.walk_stack(sys._current_frames()[main])
+        codes = [frame.f_code for frame, _ in stack]
+        return any(code.co_filename.endswith(file) and code.co_name == function for code in codes)
+
+    wait_until(is_inside)
 
 
 def run_together(*works: Callable[[], object], limit_s: float) -> None:

@@ -58,6 +58,7 @@ from minato._core.ledger cimport (
     mn_fill_skipped,
     mn_is_claimed,
     mn_is_collating,
+    mn_layout_of,
     mn_ledger,
     mn_ledger_map,
     mn_ledger_nbytes,
@@ -69,6 +70,7 @@ from minato._core.ledger cimport (
     mn_reoffer,
     mn_reopen_places,
     mn_reserve,
+    mn_reserve_fields,
     mn_retire,
     mn_set_ready,
     mn_set_result,
@@ -258,7 +260,7 @@ cdef class Ledger:
         found.indices_nbytes = mn_load_relaxed_u64(&record.indices_nbytes)
         found.epoch_slot = mn_load_relaxed_u32(&record.epoch_slot)
         found.flags = mn_load_relaxed_u64(&record.flags)
-        found.layout = mn_load_acquire_u64(&record.layout)
+        found.layout = mn_layout_of(record)
         found.result = mn_load_acquire_u64(&record.result)
         found.result_nbytes = mn_load_relaxed_u64(&record.result_nbytes)
         found.used_nbytes = mn_load_relaxed_u64(&record.cursor) - mn_load_relaxed_u64(&record.slot)
@@ -387,18 +389,18 @@ cdef class WorkerLedger(Ledger):
         """How far claims in turn have come: all before this position are taken."""
         return mn_load_acquire_u64(&self.ledger.header.head) & MN_NUMBER
 
-    def reserve(self, uint64_t position, uint32_t count=1, bint slow=False):
+    def reserve(self, uint64_t position, uint32_t count=1, bint to_newest=False):
         """Take places for finished samples: at most ``count``, from a position on."""
         cdef uint64_t place, end
         cdef uint32_t batch, taken = 1
-        place = mn_reserve(&self.ledger, position, slow)
+        place = mn_reserve(&self.ledger, position, to_newest)
         batch = mn_load_relaxed_u32(&mn_at(&self.ledger, place).batch)
         end = mn_load_relaxed_u64(&self.batch_at(batch).first) + mn_load_relaxed_u32(&self.batch_at(batch).count)
         # A sample whose place lies elsewhere keeps it, until it is reserved again.
         while (
             taken < count
             and place + taken < end
-            and mn_reserve(&self.ledger, position + taken, slow) == place + taken
+            and mn_reserve(&self.ledger, position + taken, to_newest) == place + taken
         ):
             taken += 1
         return place, batch, taken
@@ -460,8 +462,16 @@ cdef class WorkerLedger(Ledger):
 
     def allocate(self, uint32_t batch, uint64_t nbytes):
         """Arena offset of ``nbytes`` fresh bytes in the batch's slot, aligned to 64."""
+        self.batch_at(batch)
+        return self.allocated(batch, mn_allocate(&self.ledger, batch, nbytes))
+
+    def reserve_fields(self, uint32_t batch, uint64_t nbytes):
+        """Arena offset of ``nbytes`` for the batch's fields; 0: a layout is published already."""
+        self.batch_at(batch)
+        return self.allocated(batch, mn_reserve_fields(&self.ledger, batch, nbytes))
+
+    cdef uint64_t allocated(self, uint32_t batch, uint64_t offset) except? 0:
         cdef mn_batch *record = self.batch_at(batch)
-        cdef uint64_t offset = mn_allocate(&self.ledger, batch, nbytes)
         if offset == UINT64_MAX:
             raise MemoryError(
                 slot_overflow(mn_load_relaxed_u64(&record.slot_end) - mn_load_relaxed_u64(&record.slot))

@@ -67,11 +67,14 @@ OFFERED = 0x3FFF << 48
 """Of a free ticket: not only the owner of its batch may claim it."""
 NUMBER = (1 << 48) - 1
 
+RESERVED = 1
+"""Bit of a batch's layout: none is published, and the other bits are the bytes reserved for its fields."""
+
 ALIGNMENT = 64
 """Of whatever is written to a slot; the kind of a blob lies below it."""
 
 _MAGIC = 0x6F74616E696D
-_VERSION = 4
+_VERSION = 5
 _HINTS, _MOST_AHEAD = 256, 65535
 STOPPING, DRAINING = 1, 2
 _INT64 = 1 << 63
@@ -166,7 +169,7 @@ class BatchRecord:
         count: Number of its samples.
         bound: Whether each sample has its own place in it.
         indices_offset: Arena offset of its pickled indices; 0: the positions hold them.
-        layout: Arena offset of the layout of its fields; 0: none yet.
+        layout: Arena offset of the published layout of its fields; 0: none yet.
         flags: 1 << kind for each kind of blob at its places.
         result: Arena offset of the collated batch, with its kind in the low bits; 0: the fields are the result.
         used_nbytes: Bytes of its slot that are in use.
@@ -186,6 +189,12 @@ class BatchRecord:
     result: int
     result_nbytes: int
     used_nbytes: int
+
+
+def _layout_of(record: np.void) -> int:
+    """Arena offset of the published layout of a batch; 0: none yet."""
+    layout = int(record["layout"])
+    return 0 if layout & RESERVED else layout
 
 
 class Ledger:
@@ -291,7 +300,7 @@ class Ledger:
                 indices_nbytes=int(record["indices_nbytes"]),
                 epoch_slot=int(record["epoch_slot"]),
                 flags=int(record["flags"]),
-                layout=int(record["layout"]),
+                layout=_layout_of(record),
                 result=int(record["result"]),
                 result_nbytes=int(record["result_nbytes"]),
                 used_nbytes=int(record["cursor"]) - int(record["slot"]),
@@ -483,7 +492,7 @@ class WorkerLedger(Ledger):
         with self._lock:
             if self._header["orphaned"] != self._header["orphans_checked"]:
                 for index in range(len(self._batches)):
-                    if self._complete(index) == MUST_COLLATE:
+                    if self._publish_if_full(index) == MUST_COLLATE:
                         return Claim(index, 0, 0)
                 self._header["orphans_checked"] = self._header["orphaned"]
             tail = int(self._header["tail"])
@@ -545,22 +554,24 @@ class WorkerLedger(Ledger):
         """How far claims in turn have come: all before this position are taken."""
         return int(self._header["head"])
 
-    def reserve(self, position: int, count: int = 1, slow: bool = False) -> tuple[int, int, int]:
+    def reserve(
+        self, position: int, count: int = 1, to_newest: bool = False
+    ) -> tuple[int, int, int]:
         """Take places for finished samples: at most ``count``, from a position on.
 
         Args:
-            slow: Take the newest open places, unless the consumer is waiting for a batch.
+            to_newest: Take the newest open places, unless the consumer is waiting for a batch.
 
         Returns:
             ``(place, batch, taken)``: the first place, its batch, and how many of the samples got it and those after it
             in this batch; at least one.
         """
         with self._lock:
-            place = self._reserve(position, slow)
+            place = self._reserve(position, to_newest)
             batch = int(self._positions[place & self._mask]["batch"])
             most, taken = min(count, self._range(batch).stop - place), 1
             # A sample whose place lies elsewhere keeps it, until it is reserved again.
-            while taken < most and self._reserve(position + taken, slow) == place + taken:
+            while taken < most and self._reserve(position + taken, to_newest) == place + taken:
                 taken += 1
             return place, batch, taken
 
@@ -595,7 +606,7 @@ class WorkerLedger(Ledger):
             for i in range(count):
                 self._positions[(place + i) & self._mask]["place"] = FILLED | (position + i + 1)
                 self._set_ticket(position + i, DONE | (place + i + 1))
-            return self._complete(int(self._positions[place & self._mask]["batch"]))
+            return self._publish_if_full(int(self._positions[place & self._mask]["batch"]))
 
     def fill_run(self, batch: int, k: int, count: int) -> int:
         """``fill`` for samples k … k+count-1 of a batch whose samples have their own places."""
@@ -616,7 +627,7 @@ class WorkerLedger(Ledger):
                 there["blob"] = SKIP_BLOB
                 there["place"] = FILLED | (position + 1)
                 self._set_ticket(position, DONE)
-                return batch, self._complete(batch)
+                return batch, self._publish_if_full(batch)
             self._set_ticket(position, DONE)
             batch = int(self._positions[position & self._mask]["batch"])
         self.notify_idle()  # it may have been what the consumer waits for
@@ -659,10 +670,30 @@ class WorkerLedger(Ledger):
             record["cursor"] = offset + rounded
             return offset
 
+    def reserve_fields(self, batch: int, nbytes: int) -> int:
+        """Arena offset of ``nbytes`` for the batch's fields; 0: a layout is published already.
+
+        Workers that begin a batch together get the same room, at the slot's start.
+
+        Raises:
+            MemoryError: The slot's address range is too small.
+        """
+        with self._lock:
+            record = self._batches[batch]
+            start, room = int(record["slot"]), -(-nbytes // ALIGNMENT) * ALIGNMENT | RESERVED
+            if int(record["cursor"]) == start:
+                offset = self.allocate(batch, nbytes)
+                if not record["layout"]:
+                    record["layout"] = room
+                return offset
+            if int(record["layout"]) == room:
+                return start
+            return 0 if _layout_of(record) else self.allocate(batch, nbytes)
+
     def publish_layout(self, batch: int, offset: int) -> int:
         """Offer a layout for the batch; returns the offset of the one that holds, the first offered."""
         with self._lock:
-            if not self._batches[batch]["layout"]:
+            if not _layout_of(self._batches[batch]):
                 self._batches[batch]["layout"] = offset
             return int(self._batches[batch]["layout"])
 
@@ -704,17 +735,17 @@ class WorkerLedger(Ledger):
                 return position
         return None
 
-    def _reserve(self, position: int, slow: bool) -> int:
+    def _reserve(self, position: int, to_newest: bool) -> int:
         """The place of a finished sample, which takes one if it has none."""
         ticket = self._ticket(position)
         place = ticket & NUMBER
         if not place:
-            take = self._take_newest if slow and not self.waiting else self._take_oldest
+            take = self._take_newest if to_newest and not self.waiting else self._take_oldest
             place = take(self._epoch_slot_of(position), position)
             self._set_ticket(position, ticket | place)
         return place - 1
 
-    def _complete(self, batch: int) -> int:
+    def _publish_if_full(self, batch: int) -> int:
         """If the batch is full, win the right to publish it, and publish it if nothing is left to do."""
         record = self._batches[batch]
         # The last place is most often the last one to be filled.
@@ -730,7 +761,7 @@ class WorkerLedger(Ledger):
         if (
             flags & (FAILED | ENDED)
             or record["result"]
-            or (record["layout"] and not flags & (RAGGED | SKIPPED))
+            or (_layout_of(record) and not flags & (RAGGED | SKIPPED))
         ):
             self._set_state(batch, READY)
             self._ready.notify()

@@ -221,7 +221,7 @@ def _is_plain(x: object) -> bool:
         and not x.requires_grad
         and not x.is_neg()
         and not x.is_conj()
-        and (x.data_ptr() != 0 or x.numel() == 0)
+        and (x.numel() == 0 or x.untyped_storage().data_ptr() != 0)
     )
 
 

@@ -1,4 +1,7 @@
-/* The ledger's records in shared memory: fixed widths, no pointers, one writer or one atomic word each. */
+/* The ledger's records in shared memory: fixed widths, no pointers.
+ *
+ * The comment of a word ends with who writes it: T, the training process; W, workers. Several writers of one word compare
+ * and swap, or hold what says that it is theirs. */
 #ifndef MINATO_LAYOUT_H
 #define MINATO_LAYOUT_H
 
@@ -6,7 +9,7 @@
 #include <stddef.h>
 
 #define MN_MAGIC 0x6f74616e696dULL /* "minato" */
-enum { MN_LAYOUT_VERSION = 4, MN_EPOCH_SLOTS = 8, MN_HINTS = 256, MN_MOST_AHEAD = 65535 };
+enum { MN_LAYOUT_VERSION = 5, MN_EPOCH_SLOTS = 8, MN_HINTS = 256, MN_MOST_AHEAD = 65535 };
 enum { MN_MAX_WORKERS = 4096 }; /* as many as have a number in mn_batch.state */
 
 /* The lower 4 bits of mn_batch.state */
@@ -22,6 +25,9 @@ enum { MN_STOPPING = 1, MN_DRAINING = 2 };
 /* Of whatever is written to a slot; the kind of a blob lies below it. */
 #define MN_ALIGNMENT 64ULL
 
+/* Bit of mn_batch.layout: no layout is published. */
+#define MN_RESERVED 1ULL
+
 /* States of a ticket and of a place, in the upper two bits of their words. */
 #define MN_FREE 0ULL
 #define MN_OFFERED (0x3FFFULL << 48) /* of a free ticket: not only the owner of its batch may claim it */
@@ -36,40 +42,40 @@ enum { MN_STOPPING = 1, MN_DRAINING = 2 };
 
 /* An epoch in flight: a sample takes a place of its own epoch. */
 typedef struct {
-    mn_u64 cursor; /* version << 48 | first position that may have an open place */
-    mn_u64 limit;  /* position after the epoch's last one so far */
+    mn_u64 cursor; /* version << 48 | first position that may have an open place; T, W */
+    mn_u64 limit;  /* position after the epoch's last one so far; T */
 } mn_epoch_slot;
 
 typedef struct {
-    mn_u64 magic;
+    mn_u64 magic; /* this and the next five: T, once */
     uint32_t version;
     uint32_t compiled; /* 1: written by the compiled backend */
     uint32_t num_workers;
     uint32_t batch_capacity;
     uint64_t position_capacity; /* a power of two */
-    mn_u64 slow_ns;           /* a sample that took longer is slow (`fast_first`) */
-    mn_u32 shutdown; /* 1: leave now, 2: leave when nothing is left to claim */
-    mn_u32 orphaned; /* events after which a full batch may have no worker that publishes it */
-    mn_u64 waiting; /* 1 while the consumer waits for a batch */
-    mn_u32 orphans_checked; /* events up to which all batches have been checked */
+    mn_u64 slow_ns;  /* a sample that took longer is slow; T */
+    mn_u32 shutdown; /* 1: leave now, 2: leave when nothing is left to claim; T */
+    mn_u32 orphaned; /* events after which a full batch may have no worker that publishes it; T */
+    mn_u64 waiting;  /* 1 while the consumer waits for a batch; T */
+    mn_u32 orphans_checked; /* events up to which all batches have been checked; W */
     uint32_t reserved;
-    mn_u64 head; /* version << 48 | first position that may have a free ticket */
+    mn_u64 head; /* version << 48 | first position that may have a free ticket; W, and T for what it offers again */
     uint64_t pad_head[7];
-    mn_u64 tail; /* position after the last opened one */
+    mn_u64 tail; /* position after the last opened one; T */
     uint64_t pad_tail[7];
-    mn_event_count work; /* workers sleep here for tickets */
+    mn_event_count work; /* workers sleep here for tickets; T, W */
     uint64_t pad_work[7];
-    mn_event_count ready; /* the consumer sleeps here for a batch */
+    mn_event_count ready; /* the consumer sleeps here for a batch; T, W */
     uint64_t pad_ready[7];
     mn_epoch_slot epoch_slots[MN_EPOCH_SLOTS];
-    mn_u32 hints_used; /* entries of the table from the start on that were ever written */
+    mn_u32 hints_used; /* entries of the table from the start on that were ever written; T */
     uint32_t pad_hints[15];
-    mn_u64 hints[MN_HINTS]; /* samples to start early: by how many samples << 48 | position + 1; 0: none */
+    mn_u64 hints[MN_HINTS]; /* samples to start early: by how many << 48 | position + 1; 0: none; T, W clear them */
 } mn_header;
 
-/* One sample in flight. `ticket` and `place` are the only truth about it: both sides change them, by
- * compare-and-swap. The training process writes the other words before it frees the ticket, except `blob`,
- * `blob_nbytes` and `cost_ns`, which belong to the worker that holds the ticket. */
+/* One sample in flight. `ticket` and `place` are the only truth about it; T, W. T writes the other words before it frees
+ * the ticket. Then `cost_ns` belongs to the worker that holds the ticket, `blob` and `blob_nbytes` to the one that holds
+ * the place, until that is filled; what a dead worker held, and places that nobody fills, to T. */
 typedef struct {
     mn_u64 ticket; /* state << 62 | worker << 48 | place + 1 */
     mn_u64 place;  /* state << 62 | ticket's position + 1; while open, its own position + 1 */
@@ -82,18 +88,19 @@ typedef struct {
     mn_u32 occurrence; /* how often its index came before in the epoch */
 } mn_position;
 
+/* T writes all words before it opens the batch. */
 typedef struct {
-    mn_u64 state; /* generation << 16 | worker << 4 | OPEN, COLLATING, READY or CLOSED */
+    mn_u64 state; /* generation << 16 | worker << 4 | OPEN, COLLATING, READY or CLOSED; T, W */
     mn_u64 first; /* its first position */
     mn_u32 count;
     mn_u32 epoch_slot;
     mn_u64 slot;   /* arena offset of its slot */
-    mn_u64 cursor; /* next free byte in the slot */
-    mn_u64 layout; /* arena offset of the published layout, 0: none yet */
-    mn_u64 flags; /* 1 << kind for each kind of blob at its places, once it is full */
-    mn_u64 hint; /* generation << 32 | places before it are known to be filled */
-    mn_u64 result; /* arena offset of the collated batch | kind, 0: the fields are the result */
-    mn_u64 result_nbytes;
+    mn_u64 cursor; /* next free byte in the slot; W */
+    mn_u64 layout; /* arena offset of the published layout; before: bytes of the room at the slot's start | RESERVED; W */
+    mn_u64 flags; /* 1 << kind for each kind of blob at its places; W that finds it full */
+    mn_u64 hint; /* generation << 32 | places before it are known to be filled; W */
+    mn_u64 result; /* arena offset of the collated batch | kind, 0: the fields are the result; W that collates */
+    mn_u64 result_nbytes; /* W, with the result */
     mn_u64 indices; /* arena offset of pickled indices, 0: the positions hold them */
     mn_u64 indices_nbytes;
     mn_u64 epoch;

@@ -112,8 +112,14 @@ static inline int mn_all_filled(const mn_ledger *ledger, mn_batch *batch, uint64
     return 1;
 }
 
+/* Arena offset of the published layout, 0: none yet. */
+static inline uint64_t mn_layout_of(mn_batch *batch) {
+    uint64_t layout = mn_load_acquire_u64(&batch->layout);
+    return layout & MN_RESERVED ? 0 : layout;
+}
+
 /* If the batch is full, win the right to publish it, and publish it if nothing is left to do. */
-static inline int mn_complete(const mn_ledger *ledger, uint32_t worker, uint32_t index) {
+static inline int mn_publish_if_full(const mn_ledger *ledger, uint32_t worker, uint32_t index) {
     mn_batch *batch = mn_batch_at(ledger, index);
     uint64_t state = mn_load_acquire_u64(&batch->state);
     if ((state & 15) != MN_OPEN || !mn_all_filled(ledger, batch, state))
@@ -129,7 +135,7 @@ static inline int mn_complete(const mn_ledger *ledger, uint32_t worker, uint32_t
         flags |= (uint64_t)1 << (mn_load_relaxed_u64(&mn_at(ledger, place)->blob) & MN_KIND_MASK);
     mn_store_relaxed_u64(&batch->flags, flags);
     if (flags & (MN_FAILED | MN_ENDED) || mn_load_acquire_u64(&batch->result) ||
-        (mn_load_acquire_u64(&batch->layout) && !(flags & (MN_RAGGED | MN_SKIPPED)))) {
+        (mn_layout_of(batch) && !(flags & (MN_RAGGED | MN_SKIPPED)))) {
         mn_store_release_u64(&batch->state, (state & ~(uint64_t)0xFFFF) | MN_READY);
         mn_event_count_notify(&ledger->header->ready, INT_MAX);
         return MN_PUBLISHED;
@@ -143,7 +149,7 @@ static inline int mn_adopt(const mn_ledger *ledger, uint32_t worker, uint32_t *i
     uint32_t seen = mn_load_acquire_u32(&header->orphaned);
     uint32_t orphans_checked = mn_load_acquire_u32(&header->orphans_checked);
     for (uint32_t i = 0; i < header->batch_capacity; i++) {
-        if (mn_complete(ledger, worker, i) == MN_MUST_COLLATE) {
+        if (mn_publish_if_full(ledger, worker, i) == MN_MUST_COLLATE) {
             *index = i;
             return 1;
         }
@@ -423,14 +429,14 @@ static inline void mn_end(const mn_ledger *ledger, uint32_t worker, uint64_t sam
     mn_store_relaxed_u64(&record->idle_ns, mn_load_relaxed_u64(&record->idle_ns) + idle_ns);
 }
 
-/* Take a place for a finished sample; `slow`: the newest open one, unless the consumer is waiting. */
-static inline uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, int slow) {
+/* Take a place for a finished sample; `to_newest`: the newest open one, unless the consumer is waiting. */
+static inline uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, int to_newest) {
     mn_position *record = mn_at(ledger, position);
     uint32_t epoch_slot = mn_load_relaxed_u32(&mn_batch_at(ledger, mn_load_relaxed_u32(&record->batch))->epoch_slot);
     uint64_t word = mn_load_acquire_u64(&record->ticket);
     uint64_t place = word & MN_NUMBER;
     if (place == 0) {
-        uint64_t taken = slow && !mn_load_acquire_u64(&ledger->header->waiting)
+        uint64_t taken = to_newest && !mn_load_acquire_u64(&ledger->header->waiting)
                              ? mn_take_newest(ledger, epoch_slot, position)
                              : mn_take_oldest(ledger, epoch_slot, position);
         mn_cas_seq_cst_u64(&record->ticket, word, word | taken);
@@ -455,7 +461,7 @@ static inline int mn_fill(const mn_ledger *ledger, uint32_t worker, uint64_t pos
         mn_store_seq_cst_u64(&mn_at(ledger, place)->place, MN_FILLED | (position + 1));
         mn_settle(ledger, worker, position, place);
     }
-    return mn_complete(ledger, worker, index);
+    return mn_publish_if_full(ledger, worker, index);
 }
 
 /* Say that a sample has no result; one without a place leaves it to another. `*index`: the batch of its place, or
@@ -471,7 +477,7 @@ static inline int mn_skip(const mn_ledger *ledger, uint32_t worker, uint64_t pos
             mn_store_relaxed_u64(&there->blob, MN_SKIP_BLOB);
             mn_store_seq_cst_u64(&there->place, MN_FILLED | (position + 1));
             mn_cas_seq_cst_u64(&record->ticket, word, MN_DONE);
-            return mn_complete(ledger, worker, *index);
+            return mn_publish_if_full(ledger, worker, *index);
         }
         *index = mn_load_relaxed_u32(&record->batch);
         if (mn_cas_seq_cst_u64(&record->ticket, word, MN_DONE)) {
@@ -510,11 +516,36 @@ static inline uint64_t mn_allocate(const mn_ledger *ledger, uint32_t index, uint
     }
 }
 
+/* Arena offset of room for the batch's fields; 0: a layout is published already; UINT64_MAX: the slot is too small.
+ *
+ * Workers that begin a batch together get the same room, at the slot's start: each at its own would spread batches over
+ * as many times their memory, in pages that earlier batches have not touched. */
+static inline uint64_t mn_reserve_fields(const mn_ledger *ledger, uint32_t index, uint64_t nbytes) {
+    mn_batch *batch = mn_batch_at(ledger, index);
+    uint64_t start = mn_load_relaxed_u64(&batch->slot);
+    uint64_t size = mn_load_relaxed_u64(&batch->slot_end) - start;
+    uint64_t rounded = (nbytes + MN_ALIGNMENT - 1) / MN_ALIGNMENT * MN_ALIGNMENT;
+    if (nbytes <= size && rounded <= size && mn_cas_seq_cst_u64(&batch->cursor, start, start + rounded)) {
+        mn_cas_seq_cst_u64(&batch->layout, 0, rounded | MN_RESERVED);
+        return start;
+    }
+    uint64_t layout = mn_load_acquire_u64(&batch->layout);
+    if (layout == (rounded | MN_RESERVED))
+        return start;
+    /* One that has yet to say what it has reserved, or died before, is not waited for. */
+    return layout & MN_RESERVED || !layout ? mn_allocate(ledger, index, nbytes) : 0;
+}
+
 /* Offer a layout for the batch; returns the offset of the one that holds, the first offered. */
 static inline uint64_t mn_publish_layout(const mn_ledger *ledger, uint32_t index, uint64_t offset) {
     mn_batch *batch = mn_batch_at(ledger, index);
-    mn_cas_seq_cst_u64(&batch->layout, 0, offset);
-    return mn_load_acquire_u64(&batch->layout);
+    for (;;) {
+        uint64_t seen = mn_load_acquire_u64(&batch->layout);
+        if (seen && !(seen & MN_RESERVED))
+            return seen;
+        if (mn_cas_seq_cst_u64(&batch->layout, seen, offset))
+            return offset;
+    }
 }
 
 /* ---- The consumer ------------------------------------------------------------------------------------ */

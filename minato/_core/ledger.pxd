@@ -36,13 +36,15 @@ cdef extern from "ledger.h" nogil:
     void mn_end(
         const mn_ledger *ledger, uint32_t worker, uint64_t samples, uint64_t busy_ns, uint64_t idle_ns
     )
-    uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, bint slow)
+    uint64_t mn_reserve(const mn_ledger *ledger, uint64_t position, bint to_newest)
     void mn_attach(const mn_ledger *ledger, uint64_t place, uint64_t blob, uint64_t blob_nbytes)
     int mn_fill(const mn_ledger *ledger, uint32_t worker, uint64_t position, uint64_t place, uint32_t count)
     int mn_skip(const mn_ledger *ledger, uint32_t worker, uint64_t position, uint32_t *index)
     void mn_set_result(const mn_ledger *ledger, uint32_t index, uint64_t result, uint64_t nbytes)
     void mn_set_ready(const mn_ledger *ledger, uint32_t index, uint64_t result, uint64_t nbytes)
     uint64_t mn_allocate(const mn_ledger *ledger, uint32_t index, uint64_t nbytes)
+    uint64_t mn_reserve_fields(const mn_ledger *ledger, uint32_t index, uint64_t nbytes)
+    uint64_t mn_layout_of(mn_batch *batch)
     uint64_t mn_publish_layout(const mn_ledger *ledger, uint32_t index, uint64_t offset)
 
     uint64_t mn_tail(const mn_ledger *ledger)

@@ -126,6 +126,8 @@ cdef inline bint is_plain(const Torch *torch, const Node *node, object x) except
         and not x.requires_grad
         and not x.is_neg()
         and not (node.is_complex and x.is_conj())
+        # of a zero tensor this raises; the address of its row is the row's offset
+        and (node.nbytes == 0 or x.untyped_storage().data_ptr() != 0)
     )
 
 
@@ -149,12 +151,14 @@ cdef inline bint write_tensor(
         return False
     if moves is not NULL and node.nbytes >= moves.kept_nbytes:
         aside.append(x)
+    elif node.nbytes == 0:  # its address may be NULL, from which not even nothing may be copied
+        pass
     elif moves is not NULL and is_one_run(node, &view):
         held.append(x)
         moves.next.dst = place
         moves.next.src = <char *> view.data + view.byte_offset
         moves.next.nbytes = node.nbytes
         moves.next += 1
-    elif node.nbytes and place is not NULL:
+    elif place is not NULL:
         write_described(node, &view, place)
     return True

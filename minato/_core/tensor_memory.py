@@ -122,13 +122,9 @@ def _gradients() -> list[int]:
 
 def _dtypes() -> tuple[list[int], dict[torch.dtype, int]]:
     """Places of numbers that are the same for tensors of one dtype and differ from those of others; and the numbers."""
-    dtypes = [
-        dtype
-        for dtype in {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
-        if not str(dtype).startswith(
-            ("torch.q", "torch.complex32", "torch.bcomplex32")
-        )  # torch warns of these
-    ]
+    warned_of = ("torch.q", "torch.complex32", "torch.bcomplex32")
+    known = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+    dtypes = [dtype for dtype in known if not str(dtype).startswith(warned_of)]
     tensors = [torch.empty(0, dtype=dtype, device="cpu") for dtype in (*dtypes, *dtypes)]
     halves = [struct.unpack(f"={4 * _IMPL_WORDS}H", _bytes(x)) for x in tensors]
     columns = [column[: len(dtypes)] for column in zip(*halves, strict=True)]

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 from minato._support.text import text_of
 
-__all__ = ["Item", "item_of", "key_of", "name_of", "set_skipping", "short_name_of", "skipping"]
+__all__ = [
+    "Item",
+    "announced_reader",
+    "item_of",
+    "key_of",
+    "name_of",
+    "next_of",
+    "resumed_states",
+    "set_announce",
+    "set_resumed",
+    "set_skipping",
+    "short_name_of",
+    "skipping",
+]
+
+T = TypeVar("T")
+
 
 _ORDINAL_BITS = 40
 
@@ -52,7 +70,15 @@ class _Skipping(threading.local):
     is_on = was_asked = False
 
 
-_skipping = _Skipping()
+class _Resumed(threading.local):
+    states: Sequence[Any] = ()
+
+
+class _Announcing(threading.local):
+    announce: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+_skipping, _resumed, _announcing = _Skipping(), _Resumed(), _Announcing()
 
 
 def skipping() -> bool:
@@ -68,3 +94,40 @@ def set_skipping(is_on: bool) -> bool:
     """Set what ``skipping`` returns in this thread; returns whether it was asked since the last call."""
     was_asked, _skipping.was_asked, _skipping.is_on = _skipping.was_asked, False, is_on
     return was_asked
+
+
+def resumed_states() -> list[Any]:
+    """Of all readers, the states of their iterators with which the epoch goes on that begins in this thread.
+
+    An iterable dataset may ask for them within ``__iter__``, where a reader without a state must know what others know.
+
+    Returns:
+        For each reader what ``state_dict()`` of its iterator returned, or None if it has no state. Empty outside of
+        ``__iter__``, and if an epoch begins.
+    """
+    return list(_resumed.states)
+
+
+def set_resumed(states: Sequence[object]) -> None:
+    """Set what ``resumed_states`` returns in this thread."""
+    _resumed.states = states
+
+
+def announced_reader() -> AbstractContextManager[None]:
+    """Have ``get_worker_info()`` describe the reader that is read in this thread, where it does not do so anyway."""
+    return _announcing.announce()
+
+
+def set_announce(announce: Callable[[], AbstractContextManager[None]]) -> None:
+    """Set what ``announced_reader`` calls in this thread."""
+    _announcing.announce = announce
+
+
+def next_of(items: Iterator[T], *, drops: bool) -> T:
+    """What ``next()`` returns for a dataset that keeps or drops the item, whatever the loader does with its own."""
+    before = _skipping.is_on, _skipping.was_asked
+    _skipping.is_on = drops
+    try:
+        return next(items)
+    finally:
+        _skipping.is_on, _skipping.was_asked = before

@@ -58,6 +58,7 @@ __all__ = [
     "Purpose",
     "SidePickler",
     "Snapshot",
+    "ViewPickler",
     "advise",
     "check_picklable",
     "dumps",
@@ -87,7 +88,7 @@ _ADVICE = (
 
 _TORCH_REDUCTIONS = "torch.multiprocessing.reductions"
 _KEEPS_ARRAYS = pickle.DEFAULT_PROTOCOL >= 5
-"""Whether arrays from torch's workers stay read-only, and in their byte order: from Python 3.14 on."""
+"""Whether arrays from torch's workers stay read-only, permuted, and in their byte order: from Python 3.14 on."""
 _KNOWN_REDUCERS = ("multiprocessing", "torch")
 """Packages whose reducers need no own pickle for each child, or say so by an exception."""
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -207,12 +208,24 @@ class _Pieces(list[Any]):
     write = list.append
 
 
+class ViewPickler(pickle.Pickler):
+    """Keeps of a tensor that views a larger one what it sees: pickle would store all of the larger one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if plain and not (value.is_quantized or value.requires_grad or value.__dict__):
+            nbytes: int = value.untyped_storage().nbytes()
+            if nbytes > 2 * value.nbytes:
+                return value.clone().__reduce_ex__(5)
+        return NotImplemented
+
+
 class SidePickler(pickle.Pickler):
     """Pickles arrays and CPU tensors as out-of-band buffers; strides and shared storages are kept.
 
     Args:
         purpose: ``"sample"``: everything arrives as it is. ``"result"``: arrays arrive as from torch's workers,
-            before Python 3.14 writable and in native byte order.
+            before Python 3.14 writable, contiguous, and in native byte order.
         reducers: How objects of some types are reduced; others as :mod:`pickle` does.
     """
 
@@ -240,7 +253,12 @@ class SidePickler(pickle.Pickler):
         if isinstance(value, np.ndarray):
             if self._purpose == "sample":
                 return _reduce_exactly(value)
-            ordinary = _KEEPS_ARRAYS or (value.flags.writeable and value.dtype.isnative)
+            flags = value.flags
+            ordinary = _KEEPS_ARRAYS or (
+                (flags.c_contiguous or flags.f_contiguous)
+                and flags.writeable
+                and value.dtype.isnative
+            )
             return NotImplemented if ordinary else value.__reduce_ex__(4)
         dtype: torch.dtype | None = None
         if isinstance(value, torch.storage.TypedStorage):
@@ -517,15 +535,22 @@ class _Bytes:
 
 
 def _reduce_exactly(array: np.ndarray) -> Any:
-    """Pickle an array with its strides, and its type where several are of one size; its own pickle keeps neither."""
+    """Pickle an array with its strides and its exact dtype, of which its own pickle does not keep all."""
     flags, dtype = array.flags, array.dtype
     known = dtype.num in _KNOWN_TYPES or dtype.isbuiltin != 1
-    whole = flags.c_contiguous or flags.f_contiguous
-    if type(array) is not np.ndarray or dtype.hasobject or (whole and known):
+    whole = (flags.c_contiguous or flags.f_contiguous) and not (
+        1 in array.shape  # whose strides NumPy ignores, and torch refuses
+        and array.nbytes
+        and any(step < 0 or step % array.itemsize for step in array.strides)
+    )
+    # NumPy pickles dates in another way, which forgets that an array is read-only.
+    kept = whole and known and dtype.isnative and dtype.kind not in "mM"
+    if type(array) is not np.ndarray or dtype.hasobject or kept:
         return NotImplemented
-    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    sizes = zip(array.shape, array.strides, strict=True)
+    steps = [(n - 1) * step for n, step in sizes if array.size]
     before = -sum(step for step in steps if step < 0)
-    nbytes = sum(map(abs, steps)) + array.itemsize
+    nbytes = sum(map(abs, steps)) + array.itemsize * min(array.size, 1)
     if nbytes > 2 * array.nbytes and nbytes > _SPARSE_BYTES:
         return NotImplemented
     start = array.__array_interface__["data"][0] - before

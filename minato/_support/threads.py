@@ -1,13 +1,18 @@
-"""Starting threads; whether the interpreter exits, which ends them."""
+"""Starting threads; which run; what runs when the process ends; whether the interpreter exits, which ends threads."""
 
 from __future__ import annotations
 
 import _thread
 import atexit
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import parent_process, util
 from threading import Thread
 from types import BuiltinFunctionType
 
-__all__ = ["exiting", "start_thread", "threads_are_real"]
+__all__ = ["at_end", "ends_by_exception", "exiting", "living", "start_thread", "threads_are_real"]
 
 
 def threads_are_real() -> bool:
@@ -39,10 +44,48 @@ def start_thread(thread: Thread) -> None:
         raise raised from None
 
 
+def living(*threads: Thread) -> set[Thread]:
+    """Return those of the threads that run.
+
+    ``Thread.is_alive`` says so, too. But if a signal's handler raises within it, Python before 3.13 takes a thread that
+    runs for one that has ended, from then on.
+    """
+    running, main = set(threading.enumerate()), threading.main_thread()
+    # The main thread stays in the list when it has ended. Handlers run in no other.
+    if main is not threading.current_thread() and not main.is_alive():
+        running.discard(main)
+    return running.intersection(threads)
+
+
+_BEFORE_DAEMONS = 10
+"""Priority of finalizers that multiprocessing calls before it ends daemon processes, such as workers."""
+
+
+def at_end(function: Callable[[], object]) -> Callable[[], object]:
+    """Call a function when this process ends, the latest one first; returns what cancels that.
+
+    A process that multiprocessing forks calls no function of ``atexit``, and a spawned one does so after the end of its
+    workers. Children that are forked otherwise may call the function, too.
+    """
+    if parent_process() is None:
+        atexit.register(function)
+        return partial(atexit.unregister, function)
+    return util.Finalize(None, function, exitpriority=_BEFORE_DAEMONS).cancel
+
+
+def ends_by_exception() -> bool:
+    """Whether an exception ends this process, asked in a function of :func:`at_end`."""
+    if parent_process() is None:
+        return hasattr(sys, "last_value")  # Python has printed it
+    # One of multiprocessing is not printed yet; the last one may be of a notebook that has forked this process.
+    raised = sys.exc_info()[1]
+    return raised.code not in (None, 0) if isinstance(raised, SystemExit) else raised is not None
+
+
 _exit_began = False
 
 
-@atexit.register
+@atexit.register  # not at_end(): threads of a child of multiprocessing go on then, and workers are replaced for them
 def _begin_exit() -> None:
     global _exit_began
     _exit_began = True

@@ -10,16 +10,26 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from minato._core import now_ns
 from minato._core.limits import address_space_advice
 from minato._core.segment import Segment
 from minato._fork_safety import Loans, check_owner
 from minato.errors import warn
 
-__all__ = ["Arena", "ArenaCache", "DeviceEvent", "MemoryPinner", "PinnedSlots", "Slot"]
+__all__ = [
+    "Arena",
+    "ArenaCache",
+    "DeviceEvent",
+    "DeviceTimes",
+    "MemoryPinner",
+    "PinnedSlots",
+    "Slot",
+]
 
 _RESERVE_BYTES = 1 << 42
 """Address space of the first arena of a process, which has 128 TiB. Address space takes no memory."""
@@ -39,8 +49,9 @@ _SPARE_SLOTS = 4
 """Free slots that keep their pages, beyond the number in flight."""
 _KEPT_BYTES = 1 << 22
 """Free slots that take less than this together keep their pages: to give them back costs more than they do."""
-_FADING = 0.95
-"""Decay of the number in flight with each batch, as it falls at the end of an epoch and rises again."""
+_FADING = 0.999
+"""Decay of the number in flight with each batch. It falls at the end of an epoch and rises again at once: pages that go
+back in between cost more than the batches (a page fault for each 4 KiB, and pinning)."""
 
 _GROWTH = 1.5
 """A slot that was pinned for a smaller batch is pinned again for at least this multiple of its pinned size."""
@@ -65,6 +76,14 @@ class _Lease(weakref.ref[Any]):
     __slots__ = ("slot", "used_bytes")
 
 
+@dataclass
+class DeviceTimes:
+    """What the training process has spent on a device, in ns: pinning slots, and queueing copies from them."""
+
+    pinning_ns: int = 0
+    queueing_ns: int = 0
+
+
 class Arena:
     """Recycles slots, so that batches are written to pages that are already in memory.
 
@@ -82,6 +101,7 @@ class Arena:
         shared: Whether other processes can write to it.
         owner: The process that acquires slots. A forked child that did so too would write to the same memory.
         pinned_slots: Pins delivered slots for a device; None without one.
+        device_times: Of the device that batches go to.
         given_back: Free slots whose pages went back to the system, for processes that may have pinned them. The shared
             pool takes them out. None: no other process maps the arena.
     """
@@ -101,6 +121,7 @@ class Arena:
         self._needed = 0.0
         self.num_slots = 0
         self.pinned_slots: PinnedSlots | None = None
+        self.device_times = DeviceTimes()
         self.given_back: list[Slot] | None = None
 
     @property
@@ -212,7 +233,7 @@ class Arena:
     def pin_slots(self, pinner: MemoryPinner) -> None:
         """Pin slots from now on, if they are not pinned already."""
         if self.pinned_slots is None:
-            self.pinned_slots = PinnedSlots(pinner, self.segment)
+            self.pinned_slots = PinnedSlots(pinner, self.segment, self.device_times)
 
     def trim(self, in_flight: int) -> None:
         """Return pages to the system: those of half of the free slots beyond the recent number in flight.
@@ -302,8 +323,11 @@ class PinnedSlots:
     Each slot is pinned as one range, as no copy can read two ranges at once.
     """
 
-    def __init__(self, pinner: MemoryPinner, segment: Segment) -> None:
+    def __init__(
+        self, pinner: MemoryPinner, segment: Segment, times: DeviceTimes | None = None
+    ) -> None:
         self._pinner = pinner
+        self._times = times or DeviceTimes()
         self._address = segment.address
         self._owner = os.getpid()
         self._pinned: dict[int, int] = {}  # bytes, by the slot's start
@@ -323,6 +347,7 @@ class PinnedSlots:
         pinned = self._pinned.get(slot.start, 0)
         if nbytes <= pinned or not self._works:
             return
+        began_ns = now_ns()
         self.unlock(slot)
         pages = -(-max(nbytes, int(_GROWTH * pinned)) // mmap.PAGESIZE)
         nbytes = min(pages * mmap.PAGESIZE, slot.end - slot.start)
@@ -336,6 +361,7 @@ class PinnedSlots:
             )
         else:
             self._pinned[slot.start] = nbytes
+        self._times.pinning_ns += now_ns() - began_ns
 
     def unlock(self, slot: Slot) -> None:
         """Unpin a free slot, before its pages are returned to the system or pinned again."""

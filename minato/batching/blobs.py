@@ -34,6 +34,7 @@ __all__ = [
     "exception_of",
     "noted",
     "raise_sample_error",
+    "reported",
     "slot_overflow_error",
     "wrapped",
 ]
@@ -121,7 +122,7 @@ def _unwrapped(wrapper: ExceptionWrapper) -> BaseException:
         if not isinstance(raised, (Exception, wrapper.exc_type)):
             raise  # the handler of a signal has raised it
         traceback.clear_frames(raised.__traceback__)  # torch's own frames
-        return raised.with_traceback(None)
+        return BaseException.with_traceback(raised, None)
     raise AssertionError(wrapper)
 
 
@@ -155,6 +156,18 @@ def slot_overflow_error(slot: Slot) -> SampleError:
     return SampleError(MemoryError(slot_overflow(slot.end - slot.start)))
 
 
+def reported(error: BaseException) -> Exception:
+    """Return an exception of user code, or a RuntimeError in place of one that is no Exception.
+
+    Raised in the training loop, that would end the program, a generator or a task, and not report a bad sample.
+    """
+    if isinstance(error, Exception):
+        return error
+    ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
+    ended.__cause__ = error
+    return ended
+
+
 def wrapped(worker: str, in_process: bool = False) -> Callable[..., ExceptionWrapper]:
     """Return a function that puts an exception into torch's wrapper, so that text and traceback read as torch's.
 
@@ -166,10 +179,8 @@ def wrapped(worker: str, in_process: bool = False) -> Callable[..., ExceptionWra
     def wrap(error: BaseException, explanation: str = "") -> ExceptionWrapper:
         if in_process and isinstance(error, KeyboardInterrupt):
             raise error
-        if in_process and not isinstance(error, Exception):
-            # Raised in the training loop it would end the program, a generator or a task, and not report a bad sample.
-            ended = RuntimeError(f"{type(error).__name__} was raised, as if to end the worker")
-            ended.__cause__, error = error, ended
+        if in_process:
+            error = reported(error)
         where = f"in DataLoader {worker}"
         if explanation:  # before the traceback; torch adds the last full stop
             where += f".\n{explanation.removesuffix('.')}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -278,7 +279,7 @@ class PadCollate:
                 for mask, of in self.masks.items():
                     lengths = torch.tensor([len(each[of]) for each in samples])
                     batch[mask] = torch.arange(batch[of].shape[1]) < lengths[:, None]
-            return batch
+            return _like(first, batch)
         if isinstance(first, (list, tuple)):
             parts = [self._collated(part, name) for part in zip(*samples, strict=True)]
             return type(first)(*parts) if hasattr(first, "_fields") else parts
@@ -286,3 +287,16 @@ class PadCollate:
             value = self.value.get(name, 0) if isinstance(self.value, Mapping) else self.value
             return pad_stack(samples, value, self.multiple_of)[0]
         return collate_in_own_memory(samples)
+
+
+def _like(first: Mapping[object, object], batch: dict[object, object]) -> object:
+    """The fields of a batch in a mapping of the first sample's class, where torch makes one."""
+    try:
+        if not isinstance(first, MutableMapping):
+            made: Callable[[object], object] = type(first)
+            return made(batch)
+        clone = copy.copy(first)
+        clone.update(batch)
+    except TypeError:
+        return batch
+    return clone

@@ -345,16 +345,23 @@ class LayoutRecord(NamedTuple):
 
 
 def share_layout(
-    ledger: WorkerLedger, segment: Segment, batch: int, record: LayoutRecord
+    ledger: WorkerLedger, segment: Segment, batch: int, count: int, layout: Layout
 ) -> LayoutRecord:
-    """Offer a layout for a batch; returns the one that all workers use, which is the first that was offered."""
-    data = record.layout.to_bytes()
-    head = record.fields, record.num_samples, len(data), crc32(data)
+    """Reserve the fields of a batch of ``count`` samples and offer their layout; returns the first that was offered.
+
+    Raises:
+        MemoryError: They do not fit the batch's slot.
+    """
+    fields = ledger.reserve_fields(batch, layout.fields_nbytes(count))
+    if not fields:
+        return read_layout(segment, ledger.describe(batch).layout)
+    data = layout.to_bytes()
+    head = fields, count, len(data), crc32(data)
     data = _HEAD.pack(*head, crc32(_HEAD.pack(*head, 0)[:-_SUM_BYTES])) + data
     offset = ledger.allocate(batch, len(data))
     segment.write(offset, data)
     first = ledger.publish_layout(batch, offset)
-    return record if first == offset else read_layout(segment, first)
+    return LayoutRecord(fields, count, layout) if first == offset else read_layout(segment, first)
 
 
 def read_layout(segment: Segment, offset: int, slot: Slot | None = None) -> LayoutRecord:

@@ -54,8 +54,16 @@ _KEY_TYPES = (str, int, bool, bytes, type(None))
 
 def rules_hold() -> bool:
     """Return whether torch collates by its own rules, on the CPU: no program has changed that."""
+    if not collates_by_default():
+        return False
+    if not torch_modes():
+        return True
     # A new tensor shows the default device. torch 2.6's get_default_device() knows of no ``with torch.device(...)``.
-    return collates_by_default() and not (torch_modes() and torch.empty(0).device.type != "cpu")
+    try:
+        return torch.empty(0).device.type == "cpu"
+    except RuntimeError:
+        # Such as CUDA in a forked worker: torch's collate function raises it, as the batch's error.
+        return False
 
 
 def describe(sample: object) -> Spec | None:
@@ -130,9 +138,17 @@ def is_plain_tensor(x: torch.Tensor) -> bool:
         and not x.requires_grad
         and not x.is_neg()
         and not x.is_conj()
-        and (x.data_ptr() != 0 or x.numel() == 0)
+        and (x.numel() == 0 or _has_memory(x))
         and not _keeps_its_format(x.dim(), x.stride())
     )
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    try:
+        # A zero tensor, which autograd makes, has none. The address of its row is the row's offset.
+        return x.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _is_plain_array(x: np.ndarray) -> bool:
@@ -165,7 +181,8 @@ _PLAIN, _OTHERS = 0, 1
 _MOST_PARTS = 4096
 """A sample of more parts takes longer to copy than it is worth, and may refer to something large of the dataset."""
 
-_SCALARS = {np.dtype(code).type for code in "?bBhHiIlLqQefdgFDG"}
+_SCALARS = {np.dtype(np.dtype(code).str).type for code in "?bBhHiIlLqQefdgFDG"}
+"""Of several of one size, the one that a pickle keeps."""
 _ATOMS = frozenset(
     {
         *(int, float, bool, complex, str, bytes, type(None), PosixPath),
@@ -174,6 +191,11 @@ _ATOMS = frozenset(
 )
 """Exact types of immutable values whose pickle is exact."""
 _SEQUENCES = (tuple, list)
+_PICKLES = {
+    *("__getnewargs__", "__getnewargs_ex__", "__getstate__"),
+    *("__reduce__", "__reduce_ex__", "__setstate__"),
+}
+"""Methods that say how an object is pickled."""
 _NUMBERS = "?biufcSUmM"
 """Kinds of NumPy's dtypes without objects or fields."""
 _has_names: Callable[[torch.Tensor], bool] = getattr(
@@ -212,6 +234,8 @@ def _is_plain(sample: Any, mutable: set[int]) -> bool:
         if kind is torch.Tensor:
             if not is_plain_tensor(part) or part.__dict__ or _has_names(part):
                 return False
+            if part.is_inference():  # its pickle is an ordinary tensor
+                return False
         elif kind is np.ndarray:
             if part.dtype.kind not in _NUMBERS or part.dtype.metadata:
                 return False
@@ -236,8 +260,13 @@ def _is_plain(sample: Any, mutable: set[int]) -> bool:
 
 
 def _is_plain_namedtuple(kind: type) -> bool:
-    """Return whether ``namedtuple`` or ``NamedTuple`` has made a class; a subclass may have methods of its own."""
-    return bool(kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
+    """Return whether instances of a class are what ``namedtuple`` makes: their items, which arrive as they are."""
+    return (
+        kind.__bases__ == (tuple,)
+        and hasattr(kind, "_fields")
+        and kind.__dictoffset__ == 0
+        and _PICKLES & vars(kind).keys() == {"__getnewargs__"}
+    )
 
 
 class Handover:

@@ -30,7 +30,7 @@ from minato.batching.blobs import (
     raise_sample_error,
 )
 from minato.batching.collate import Collate, RunAgain
-from minato.batching.layout import Layout, LayoutRecord, read_layout, share_layout
+from minato.batching.layout import Layout, read_layout, share_layout
 from minato.batching.rows import Rows
 from minato.batching.sample_spec import Handover, are_plain
 from minato.batching.serialization import DamagedError, Store, StoredIndices, damaged, listed
@@ -178,7 +178,7 @@ class BatchWriter:
             k = place - ledger.describe(batch).first
             if not self._write_rows(batch, k, rows.part(done, count)):
                 break
-            self._publish(batch, ledger.fill(position + done, place, count))
+            self._collate_if_left(batch, ledger.fill(position + done, place, count))
             done += count
         return done
 
@@ -202,7 +202,7 @@ class BatchWriter:
         samples: list[object],
         error: BaseException | None = None,
         *,
-        slow: bool = False,
+        to_newest: bool = False,
         collates: bool = True,
     ) -> None:
         """Deliver samples to free places of any batch, as many together as lie next to each other.
@@ -210,7 +210,7 @@ class BatchWriter:
         Args:
             position: Of the first sample in the ledger; the others follow it.
             error: Exception of the sample after these.
-            slow: They go to the newest batch, where they have no places yet.
+            to_newest: They go to the newest batch, where they have no places yet.
             collates: Whether a batch that is full then is collated here; otherwise another worker finds it.
         """
         ledger, done, count = self._ledger, 0, len(samples)
@@ -218,20 +218,20 @@ class BatchWriter:
         while done < count or error is not None:
             taken = 1
             if error is not None and done == count:
-                place, batch, _ = ledger.reserve(position + done, 1, slow)
+                place, batch, _ = ledger.reserve(position + done, 1, to_newest)
                 self._blobs.attach_error(batch, place, error, indices[done], None)
                 outcome, error = ledger.fill(position + done, place), None
             elif has_skipped and samples[done] is SKIP:
                 batch, outcome = ledger.skip(position + done)
             else:
                 most = 1 if has_skipped else count - done
-                place, batch, taken = ledger.reserve(position + done, most, slow)
+                place, batch, taken = ledger.reserve(position + done, most, to_newest)
                 record, end = ledger.describe(batch), done + taken
                 run, whole = samples[done:end], taken == record.count
                 self._write(batch, place - record.first, indices[done:end], run, whole)
                 outcome = ledger.fill(position + done, place, taken)
             if collates:
-                self._publish(batch, outcome)
+                self._collate_if_left(batch, outcome)
             done += taken
 
     # ---- results of whole batches
@@ -269,7 +269,7 @@ class BatchWriter:
         self._ledger.attach(record.first, END_BLOB, 0)
         self._fill(batch, 0, record.count)
 
-    def publish(self, batch: int) -> None:
+    def collate_and_publish(self, batch: int) -> None:
         """Collate a full batch from the samples that its workers wrote, and publish it."""
         start_ns = self._tracer.now()
         offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
@@ -284,12 +284,12 @@ class BatchWriter:
     # ---- filling
 
     def _fill(self, batch: int, k: int, count: int) -> None:
-        self._publish(batch, self._ledger.fill_run(batch, k, count))
+        self._collate_if_left(batch, self._ledger.fill_run(batch, k, count))
 
-    def _publish(self, batch: int, outcome: int) -> None:
+    def _collate_if_left(self, batch: int, outcome: int) -> None:
         """Publish a batch that the ledger has left to this worker."""
         if outcome == MUST_COLLATE:
-            self.publish(batch)
+            self.collate_and_publish(batch)
 
     def _fill_all(
         self, batch: int, k: int, samples: list[object], indices: Sequence[object] | None = None
@@ -305,7 +305,7 @@ class BatchWriter:
                     self._write(batch, k + first, indices[first:end], run)
                 self._fill(batch, k + first, len(run))
             for i in range(first, end) if skipped else ():
-                self._publish(*self._ledger.skip(position + i))
+                self._collate_if_left(*self._ledger.skip(position + i))
             first = end
 
     # ---- writing; the caller then fills the places
@@ -512,19 +512,13 @@ class BatchWriter:
         fields = self._open.get(batch)
         if fields is not None and fields.generation == generation:
             return fields
-        layout, at = None, now.layout
-        if not at:
+        if now.layout:
+            record = read_layout(self._segment, now.layout)
+        else:
             layout = self._infer(sample)
             if layout is None:
                 return None
-            # The first time that takes long, and another worker may have reserved the fields meanwhile.
-            at = self._ledger.describe(batch).layout
-        if layout is None or at:
-            record = read_layout(self._segment, at)
-        else:
-            offset = self._ledger.allocate(batch, layout.fields_nbytes(count))
-            own = LayoutRecord(offset, count, layout)
-            record = share_layout(self._ledger, self._segment, batch, own)
+            record = share_layout(self._ledger, self._segment, batch, count, layout)
         packer = record.layout.packer(count)
         fields = _Fields(generation, record.layout, packer, record.fields, now.first, count)
         self._open[batch] = fields

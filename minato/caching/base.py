@@ -10,10 +10,9 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
-import torch
-
 from minato._fork_safety import renew_in_children
 from minato._support.counters import Counters
+from minato._support.pickling import ViewPickler
 from minato._support.text import message_of, printable
 from minato.errors import MinatoWarning, warn
 
@@ -153,21 +152,9 @@ class Cache(ABC):
         return CacheReport(*self.counters.totals())
 
 
-class _Pickler(pickle.Pickler):
-    """Keeps of a tensor that views a larger one what it sees: pickle would store all of the larger one."""
-
-    def reducer_override(self, value: Any) -> Any:
-        plain = type(value) is torch.Tensor and value.layout is torch.strided
-        if plain and not (value.is_quantized or value.requires_grad or value.__dict__):
-            nbytes: int = value.untyped_storage().nbytes()
-            if nbytes > 2 * value.nbytes:
-                return value.clone().__reduce_ex__(5)
-        return NotImplemented
-
-
 def _pickled(sample: object) -> bytes:
     to = io.BytesIO()
-    _Pickler(to, 5).dump(sample)
+    ViewPickler(to, 5).dump(sample)
     return to.getvalue()
 
 

@@ -25,6 +25,8 @@ from minato._core import tensor_memory
 from minato._core.limits import explaining_limits, futex_error, soft_limit
 from minato._core.segment import Segment
 from minato._distribution import __version__, commit
+from minato.delivery.device import memory_pinner
+from minato.observe.gpus import has_driver
 from minato.observe.text import format_value
 from minato.transforms import rng_memory
 
@@ -152,7 +154,7 @@ def _private_names() -> Iterator[Finding]:
 
 def machine() -> list[Finding]:
     """The limits of the machine or container, each with a remedy where it limits minato."""
-    return [*_software(), *_cores(), *_process_limits(), *_memory(), _start_method()]
+    return [*_software(), *_cores(), *_process_limits(), *_memory(), _gpus(), _start_method()]
 
 
 def _software() -> Iterator[Finding]:
@@ -303,6 +305,29 @@ def _memory() -> Iterator[Finding]:
         "enlarge it (docker run --shm-size=1g): torch's shared tensors and the locks of multiprocessing use it",
         limits=free < _SPARE_SHM,
     )
+
+
+def _gpus() -> Finding:
+    pinner = memory_pinner()
+    if pinner is None:
+        remedy = "install torch for CUDA (https://pytorch.org/get-started), if training is to use the GPU"
+        lacks = has_driver() and torch.version.cuda is None
+        return (
+            Finding("GPU", "note", "this torch has no CUDA", remedy)
+            if lacks
+            else Finding("GPU", "ok", "none")
+        )
+    names = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+    try:
+        segment = Segment(mmap.PAGESIZE)
+        pinner.lock(segment.address, mmap.PAGESIZE)
+    except OSError as error:
+        remedy = "use pin_memory=True: torch pins a copy of each batch"
+        return Finding(
+            "GPU", "note", f"{names}; batches cannot be pinned in place: {error}", remedy
+        )
+    pinner.unlock(segment.address)
+    return Finding("GPU", "ok", f"{names}; batches are pinned in place")
 
 
 def _start_method() -> Finding:

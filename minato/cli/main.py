@@ -227,15 +227,17 @@ def _imported(place: str) -> ModuleType:
     if path is not None and not path.is_file():
         raise _Refused(f"there is no file {place!r}: check the path")
     name = place if path is None else path.stem  # by which spawned workers import a file
+    if path is not None and "." in name:
+        raise _Refused(f"{place!r} has a dot in its name, and workers cannot import it: rename it")
     folder = os.getcwd() if path is None else str(path.parent)
     sys.path.insert(0, folder)
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise _Refused(
-            f"{place!r} cannot be imported: {error}; check its name and the directory"
-        ) from None
     except (Exception, SystemExit) as error:
+        if run.is_missing(name, error):
+            raise _Refused(
+                f"{place!r} cannot be imported: {error}; check its name and the directory"
+            ) from None
         raise _Refused(f"importing {place!r} raised {type(error).__name__}: {error}") from None
     if path is None or Path(getattr(module, "__file__", None) or "").resolve() == path:
         return module

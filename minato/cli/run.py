@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from minato.observe.at_exit import print_at_exit
 from minato.patching import patch
 
-__all__ = ["add_to", "divided"]
+__all__ = ["add_to", "divided", "is_missing"]
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -58,13 +58,19 @@ def _run(options: argparse.Namespace) -> None:
     print_at_exit(full=options.full)
     patch()
     sys.argv = [script, *options.arguments]
-    module, code = _module(script) if options.is_module else _file(script)
-    vars(module)["__builtins__"] = builtins
-    if sys.version_info < (3, 14):
-        vars(module)["__annotations__"] = {}
-    # It stays: threads and functions at exit look up their classes there, as children do their code.
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
+    try:
+        module, code = _module(script) if options.is_module else _file(script)
+        vars(module)["__builtins__"] = builtins
+        if sys.version_info < (3, 14):
+            vars(module)["__annotations__"] = {}
+        # It stays: threads and functions at exit look up their classes there, as children do their code.
+        sys.modules["__main__"] = module
+        exec(code, vars(module))
+    except BaseException as error:
+        # The script's own error is what the user looks for: only a report follows it.
+        if not isinstance(error, SystemExit) or error.code:
+            print_at_exit(full=options.full, says_none=False)
+        raise
 
 
 def _module(name: str) -> tuple[ModuleType, CodeType]:
@@ -75,13 +81,18 @@ def _module(name: str) -> tuple[ModuleType, CodeType]:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        if not name.startswith(error.name or " "):
+        if not is_missing(name, error):
             raise
         spec = None
     if spec is None:
         _refuse(f"there is no module {name!r} that can be run: check its name and the directory", 1)
     sys.argv[0] = spec.origin or name
     return _of(spec, spec.parent)
+
+
+def is_missing(name: str, error: BaseException) -> bool:
+    """Whether an import failed because there is no such module, or no package of it; else it lacks another module."""
+    return isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
 
 
 def _file(script: str) -> tuple[ModuleType, CodeType]:

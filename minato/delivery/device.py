@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from minato._compat import has_cuda_context
-from minato._core import Ledger
+from minato._core import Ledger, now_ns
 from minato._core.codes import ENDED, ERROR_BLOB, FAILED, KIND_MASK, SKIPPED, STATES
 from minato._support.objects import attribute
-from minato.batching.arena import Arena, DeviceEvent, MemoryPinner, Slot
+from minato.batching.arena import Arena, DeviceEvent, DeviceTimes, MemoryPinner, Slot
 from minato.batching.reader import BatchReader
 from minato.errors import Postponed
 from minato.observe.tracer import NULL_TRACER, Tracer
@@ -182,8 +182,12 @@ class Accelerator:
 class Cuda(Accelerator):
     """A CUDA or ROCm device: copies go to a copy stream.
 
-    torch's allocator reuses the device memory of a dropped batch for a later one. So before copies start, the copy
-    stream waits for the work that is queued on the streams of the training by then.
+    torch's allocator reuses the device memory of a dropped batch for a later one. So before a copy starts, the copy
+    stream waits for the work that is queued on the streams of the training by then. Memory is allocated before that:
+    another thread may queue a step on a batch and drop it at any moment, and this copy may get its memory.
+
+    Subclasses of tensors, and objects with a ``to``, allocate by themselves, after the wait. So only one thread may
+    train on batches with such parts on one device.
 
     Args:
         device: The device; without an index, torch's current one when the first batch is copied. None: the program
@@ -218,24 +222,34 @@ class Cuda(Accelerator):
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        # After the work that the training has queued so far.
         if self._copies is None:
             index = None if self._device is None else self._device.index
             self._copies = _copy_stream(torch.cuda.current_device() if index is None else index)
-        for reader in tuple(self._copies.readers):
-            self._copies.stream.wait_stream(reader)
         with torch.cuda.stream(self._copies.stream):
             yield
+
+    def _wait_for_readers(self) -> None:
+        # For the work that the training has queued so far.
+        assert self._copies is not None
+        for reader in tuple(self._copies.readers):
+            self._copies.stream.wait_stream(reader)
 
     def copy(self, value: Any) -> Any:
         # From pinned memory: what is not pinned yet is pinned first.
         assert self._copies is not None
+        device = self._copies.stream.device
         if isinstance(value, torch.Tensor):
             if value.device.type == "cpu" and value.layout == torch.strided:
                 value = value.pin_memory()  # returns itself if it is pinned
-        elif attribute(value, "pin_memory") is not None:
+                if type(value) is torch.Tensor and not (value.is_quantized or value.is_nested):
+                    if torch.are_deterministic_algorithms_enabled():
+                        self._wait_for_readers()  # as torch then fills what it allocates
+                    target = torch.empty_like(value, device=device)
+                    self._wait_for_readers()
+                    return target.copy_(value, non_blocking=True)
+        elif callable(attribute(value, "pin_memory")):
             value = value.pin_memory()
-        device = self._copies.stream.device
+        self._wait_for_readers()
         try:
             return value.to(device, non_blocking=True)
         except TypeError:
@@ -334,6 +348,7 @@ class DeviceCopier(Copier):
     Args:
         keep: Called for each batch with its slot, the batch in host memory, and the event until which the device may
             read it; None: nothing depends on it.
+        times: Counts the time to queue copies.
         tracer: Records the time to queue copies, and the time until they have run.
     """
 
@@ -342,10 +357,12 @@ class DeviceCopier(Copier):
         accelerator: Accelerator,
         keep: Callable[[Slot, object, DeviceEvent], object] | None = None,
         *,
+        times: DeviceTimes | None = None,
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         self._accelerator = accelerator
         self._keep = keep
+        self._times = times or DeviceTimes()
         self._tracer = tracer
         self._traced: deque[tuple[int, DeviceEvent]] = deque()  # copies that may still run
 
@@ -354,7 +371,9 @@ class DeviceCopier(Copier):
         try:
             host = read()
             keep = None if self._keep is None else functools.partial(self._keep, slot)
+            began_ns = now_ns()
             batch, event = copy_batch(self._accelerator, lambda: host, keep)
+            self._times.queueing_ns += now_ns() - began_ns
         finally:
             self._tracer.slice("send to device", start_ns)
         if self._tracer.enabled:
@@ -382,11 +401,14 @@ def device_copier(
     accelerator = accelerator_of(device)
     if accelerator.pins_memory:
         arena.pin_slots(accelerator)
-    slots = arena.pinned_slots
+    slots, times = arena.pinned_slots, arena.device_times
     if slots is None:
-        return DeviceCopier(accelerator, tracer=tracer)
+        return DeviceCopier(accelerator, times=times, tracer=tracer)
     return DeviceCopier(
-        accelerator, lambda slot, _, end: slots.in_use_until(slot, end), tracer=tracer
+        accelerator,
+        lambda slot, _, end: slots.in_use_until(slot, end),
+        times=times,
+        tracer=tracer,
     )
 
 
@@ -416,11 +438,11 @@ def copy_batch(
 
 
 def move_leaves(data: object, move: Callable[[Any], object]) -> Any:
-    """Return a batch with ``move`` applied to each tensor and each object that has torch's ``to``.
+    """Return a batch with ``move`` applied to each tensor and each object that has a method ``to``, as torch's have.
 
     Containers are rebuilt by the rules of ``torch.utils.data._utils.pin_memory``.
     """
-    if isinstance(data, torch.Tensor) or attribute(data, "to") is not None:
+    if isinstance(data, torch.Tensor) or callable(attribute(data, "to")):
         return move(data)
     if isinstance(data, (str, bytes)):
         return data
@@ -462,7 +484,7 @@ class Pinned(Protocol):
         """Return the pinned batch; raises the exception of its pinning."""
 
 
-class _Unpinned(NamedTuple):
+class Unpinned(NamedTuple):
     """A batch that ``result`` pins."""
 
     pin: Pin
@@ -491,13 +513,13 @@ class PinCopier(Copier):
         try:
             return self._submit(self._pin, batch)
         except RuntimeError:  # the main thread has ended: Python starts no more threads
-            return _Unpinned(self._pin, batch)
+            return Unpinned(self._pin, batch)
 
     def finish(self, started: Pinned) -> Pinned:
         return started
 
     def copy(self, slot: Slot, read: Callable[[], object]) -> Pinned:
-        return _Unpinned(self._pin, read())
+        return Unpinned(self._pin, read())
 
 
 def _current_device() -> int:

@@ -23,7 +23,7 @@ from minato._fork_safety import check_owner
 from minato.batching.arena import MemoryPinner
 from minato.checks import explain_dataset
 from minato.delivery.device import Pin, memory_pinner
-from minato.errors import not_the_end, shortened
+from minato.errors import CLOSED, not_the_end, shortened
 from minato.observe.tracer import in_profile
 from minato.options import IN_PLACE
 from minato.sampling.epoch import Epoch
@@ -51,6 +51,9 @@ class BatchSource(Protocol):
 
     def pin_slots(self, locker: MemoryPinner) -> None:
         """Keep the memory of batches in place, for a device that reads from there."""
+
+    def stop(self) -> None:
+        """Have ``next()``, in any thread, raise RuntimeError rather than wait for workers."""
 
     def shut_down(self) -> Any:
         """End the workers."""
@@ -99,6 +102,10 @@ class BatchIterator(TorchIterator):
                 )
             self._epoch.draw.before_iter()
             super()._reset(loader, first_iter=True)  # as torch, which asks the sampler twice
+        elif self._num_workers < 0:
+            raise AssertionError(
+                "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
         elif self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._pin_memory = self._pin_memory and may_pin
@@ -157,11 +164,16 @@ class BatchIterator(TorchIterator):
         if epoch is not None and self._source is not None:
             self._epoch = epoch
             self._base_seed = epoch.set_base_seed(int(self._base_seed))
-            if self._num_workers > 0 and not self._persistent_workers:
-                self._source.shut_down()  # its workers may have ended with the epoch that they began
+            if self._reads_anew(epoch):
+                self._source.shut_down()  # its workers may also have ended with the epoch that they began
                 self._source = self._made_source()
             self._begin()
         self._is_untouched = False
+
+    def _reads_anew(self, epoch: Epoch) -> bool:
+        """Whether an epoch that begins in another's place needs another source: the other may have read ahead."""
+        stays = self._persistent_workers and epoch.dataset_states is None
+        return epoch.readers is not None or (self._num_workers > 0 and not stays)
 
     def __next__(self) -> Any:
         if os.getpid() != self._owner:
@@ -252,10 +264,7 @@ class BatchIterator(TorchIterator):
         source = self._source
         if source is None:
             if self._is_closed:
-                raise RuntimeError(
-                    "the loader of this iterator was closed before the end of the epoch: call iter(loader) to start "
-                    "again"
-                )
+                raise RuntimeError(CLOSED)
             raise StopIteration
         try:
             given = source.next()
@@ -281,11 +290,20 @@ class BatchIterator(TorchIterator):
         given.is_pinned = True
         source.pinned(now_ns() - start_ns)
 
-    def close(self) -> None:
-        """End the workers; ``next()`` raises RuntimeError afterwards, unless the epoch is over."""
+    def shut_down(self) -> None:
+        """End the workers; ``next()`` raises RuntimeError afterwards, unless the epoch is over.
+
+        Its name is not ``close``, which a generator that is left early calls of what it delegates to by ``yield from``.
+        """
         if os.getpid() != self._owner:
             return  # a forked child has none of the workers
+        self._stop()
         self._in_turn(self._close)
+
+    def _stop(self) -> None:
+        """End the wait of a thread that is in ``next()``: its turn may last as long as a slow sample."""
+        if (source := self._source) is not None:
+            source.stop()
 
     def _close(self) -> None:
         self._is_closed = self._is_closed or self._source is not None
@@ -310,6 +328,11 @@ class BatchIterator(TorchIterator):
 
     def _shutdown_workers(self) -> None:
         # Programs call this method of torch's iterator to end persistent workers early.
+        if os.getpid() == self._owner:
+            self._stop()
+            self._in_turn(self._end)
+
+    def _end(self) -> None:
         if self._source is not None:
             self._ending, self._source = self._source, None
         if self._ending is not None:  # until its end, which may be interrupted

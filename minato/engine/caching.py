@@ -86,13 +86,17 @@ class CachedDataset(Dataset[Any]):
         self._cache = cache
         self._steps = transforms.steps[: _cut(cache, transforms)]
         self._owned: OwnedGenerators | None = None  # made in the process that reads
-        # Computed once, before the workers start: they may change their copies of the dataset.
-        self._prefix = _prefix(cache.version, dataset, self._steps)
+        self._has_looked = False
+        self.begin()
         if attribute(dataset, "__aget__") is not None:
             self.__aget__ = self._aget
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_owned": None}
+        return {**self.__dict__, "_owned": None, "_has_looked": False}
+
+    def begin(self) -> None:
+        """Make the keys of an epoch, before its workers start: they may change their copies of the dataset."""
+        self._prefix = _prefix(self._cache.version, self._dataset, self._steps)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -109,14 +113,15 @@ class CachedDataset(Dataset[Any]):
         place = self._place(index)
         found, sample = self._cache.get(place)
         if not found:
-            sample = self._kept(place, await self._dataset.__aget__(index), self._drawn())
+            before = self._drawn()  # a coroutine has a count of its own
+            sample = self._kept(place, await self._dataset.__aget__(index), before)
         return sample
 
     def _kept(self, place: bytes, sample: object, before: object) -> Any:
         """What the cache keeps of a sample of the dataset; refuses one for which generators have moved since."""
         for step in self._steps:
             sample = step(sample)
-        if before != self._drawn():
+        if before != self._drawn(after=True):
             who, remedy = "the dataset", "move the draws to transforms=, and give the cache after=0"
             if self._steps:
                 who += ", or one of the transforms before the cache,"
@@ -138,18 +143,21 @@ class CachedDataset(Dataset[Any]):
             return self._prefix + hashlib.blake2b(text, digest_size=16).digest()
         return self._prefix + fingerprint(index)
 
-    def _drawn(self) -> Any:
+    def _drawn(self, after: bool = False) -> Any:
         """State that changes with random draws; in a thread without the generators from which others draw, too."""
         if threading.current_thread() is not threading.main_thread():
             return generators_created()
         if self._owned is None:
             self._owned = OwnedGenerators({"dataset": self._dataset, "transforms": self._steps})
-        numpy_parts: Any = np.random.get_state(legacy=True)
+        elif (after and not self._has_looked) or self._owned.moved():
+            self._owned.look()  # a first sample may make generators, and any sample may replace them
+        self._has_looked |= after
         return (
             generators_created(),
+            self._owned.identities,
             pickle.dumps([each.save() for each in self._owned.generators.values()]),
             random.getstate(),
-            [part.tobytes() if hasattr(part, "tobytes") else part for part in numpy_parts],
+            pickle.dumps(np.random.get_state(legacy=False)),  # arrays do not support ==
             torch.random.get_rng_state().numpy().tobytes(),
         )
 

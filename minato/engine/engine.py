@@ -31,7 +31,6 @@ from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
 from minato.sampling.readers import EpochReaders
-from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.batches import BatchStorage, OpenBatch
 from minato.scheduling.dispatcher import ConsumerWait, Dispatcher, Pool, Schedule
@@ -99,7 +98,7 @@ class Engine:
         store = (SharedStore if worker.in_processes else LocalStore)(arena.segment)
         whole = context = WorkerContext(worker, state.layout, store, policy=plan.policy)
         if worker.reads_in_thread:  # the dataset itself stays here
-            worker = worker._replace(pipeline=worker.pipeline._replace(dataset=None))
+            worker = worker._replace(pipeline=worker.pipeline._replace(given=None, dataset=None))
             context = WorkerContext(worker, state.layout, store, policy=plan.policy)
         indices = StoredIndices(self.ledger, store, None if worker.readers is None else item_of)
         self._current_work = CurrentWork(self.ledger, indices, worker.pipeline.transforms.names)
@@ -111,7 +110,7 @@ class Engine:
             context.sent = pickling.for_children(worker)
         track = None if plan.tracks is None else plan.tracks.loop()
         tracer: Tracer = NULL_TRACER if track is None else track
-        self._observers = self._observe(track)
+        self.observers = self._observe(track)
         reader = (make_reader or BatchReader)(self.ledger, arena, store)
         self._num_prefetched = plan.options.to_device if pin is None else 1
         copier = _copier(plan, arena, pin, tracer)
@@ -161,6 +160,7 @@ class Engine:
             plan.restarts,
             policy is not None and policy.on_error != "raise",
             self._window if plan.worker.in_processes else None,
+            plan.spec.workers.persistent,
         )
         watchdog: SampleWatchdog | None = None
         if plan.worker.method == "process" and (limit_s or plan.spec.workers.timeout_s):
@@ -176,7 +176,7 @@ class Engine:
         plan = self.plan
         own: list[Observer] = [] if track is None else [LoopTrack(track)]
         if plan.worker.in_processes and plan.context.get_start_method() == "fork":
-            own.append(CopiedObjects(plan.worker.pipeline.dataset, self._pool))
+            own.append(CopiedObjects(plan.spec.dataset, self._pool))
         return Observers(self._history.observers, own)
 
     def _starts_early(self) -> EarlyStart | None:
@@ -244,6 +244,7 @@ class Engine:
             slow_threshold=self.slow_threshold,
             restart_policy=restart_policy,
             failures=self._failures,
+            device_times=self.arena.device_times,
         )
 
     def _endings(self) -> list[Callable[[], object]]:
@@ -251,15 +252,13 @@ class Engine:
         worker, endings = self.plan.worker, list[Callable[[], object]]()
         if self.plan.shares_budget:
             endings.append(self._window.release_budget)
-        if worker.dataset_states is not None:
-            endings.append(if_alive(DatasetStates.keep_present, worker.dataset_states))
         if self._main_reader is not None:
             endings.append(self._main_reader.end)
         if worker.readers is not None:
             endings.append(functools.partial(_detach, self._hosted))
         if worker.hands_over:
             endings.append(if_alive(History.learn, self._history, self._state.handover))
-        endings.append(self._observers.ending(self._metrics))
+        endings.append(self.observers.ending(self._metrics))
         return endings
 
     # ---- epochs and batches
@@ -275,11 +274,13 @@ class Engine:
         """
         self._pending_error = None  # of an epoch that was abandoned
         self._history.engine = weakref.ref(self)
-        self._observers.begin(epoch.number, epoch.progress, self._metrics)
+        self.observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
             self._failures.begin(epoch.size())
         if epoch.readers is not None:
-            self._host_readers(epoch.number, epoch.readers)
+            self._host_readers(epoch.readers)
+        if self._started and self.plan.spec.cache is not None and self.plan.spec.in_threads:
+            self.plan.worker.pipeline.dataset.begin()  # threads share it with the program
         is_right = self._dispatcher.begin(
             batches,
             epoch=epoch.number,
@@ -295,21 +296,24 @@ class Engine:
         self._dispatcher.refill()
         if not self._started:
             self._start()
-        self._observers.started()
+        self.observers.started()
         return is_right
 
-    def _host_readers(self, number: int, readers: EpochReaders) -> None:
+    def _host_readers(self, readers: EpochReaders) -> None:
         """Have the workers' states go to the readers of an epoch."""
         plan, board = self.plan.worker.readers, self._state.board
         assert plan is not None
         slots = plan.slots
         assert slots is not None
-        if plan.starts.epoch != number:
-            plan.starts.epoch, plan.starts.states = number, readers.starts()
-        slots.clear()
+        slots.begin(readers.starts())
         readers.board, readers.keeps_states = board, True
         readers.state_of = lambda reader, ordinal: slots.newest(reader, board.slot, ordinal)
         self._hosted[:] = [weakref.ref(readers)]
+
+    def stop(self) -> None:
+        """Ask the workers to exit; ``next()`` then raises RuntimeError where it would wait for them."""
+        self._state.stop()
+        self._state.ready.notify()
 
     def shut_down(self) -> None:
         """End the workers; runs by itself when the engine is dropped or the interpreter exits.
@@ -333,11 +337,17 @@ class Engine:
         if outgoing is not None and outgoing.is_given:
             self._settle()
             outgoing = None
-        self._observers.enter()
-        if outgoing is None:
-            self._outgoing = outgoing = self._read(self._find())
-        if (item := self._dispatcher.current) is not None:
-            self._prepare(item, outgoing)
+        self.observers.enter()
+        try:
+            if outgoing is None:
+                self._outgoing = outgoing = self._read(self._find())
+            if (item := self._dispatcher.current) is not None:
+                self._prepare(item, outgoing)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.observers.fail()
+            raise
         return outgoing
 
     def _settle(self) -> None:
@@ -371,9 +381,6 @@ class Engine:
             self._dispatcher.abandon()
             raise
         except StopIteration:
-            if self.plan.worker.dataset_states is not None:
-                # The next epoch begins with the dataset as it is then.
-                self.plan.worker.dataset_states.present = None
             try:
                 if self._failures is not None:
                     self._failures.end()
@@ -382,7 +389,7 @@ class Engine:
                         self._cost_history, self._costs, self.meters, self.slow_threshold.recent
                     )
             finally:
-                self._observers.finish()
+                self.observers.finish()
             raise
         return item
 
@@ -416,9 +423,9 @@ class Engine:
         """Tell the observers that ``next`` returns a batch, or its error."""
         if self._failures is not None:
             self._failures.finished += len(item.indices)
-        if self._observers:
+        if self.observers:
             samples = item.num_samples
-            self._observers.leave(samples, used_bytes, self._snapshot)
+            self.observers.leave(samples, used_bytes, self._snapshot)
 
     def _prepare_workers(self, item: OpenBatch) -> None:
         """Open more batches and supervise the workers; the next call raises an error, because this one has a batch."""
@@ -451,7 +458,7 @@ class Engine:
 
     def pinned(self, duration_ns: int) -> None:
         """Record the time in ns that pinning the last batch took."""
-        self._observers.pinned(duration_ns)
+        self.observers.pinned(duration_ns)
 
     def pin_slots(self, pinner: MemoryPinner) -> None:
         """Pin the memory of batches, for a device that reads from there."""
@@ -502,12 +509,13 @@ class Engine:
         except Exception as error:
             self.shut_down()
             if self._pickles_plan:
-                worker = self.plan.worker
+                spec = self.plan.spec
                 pickling.advise(error)
-                pickling.check_picklable("transforms", worker.pipeline.transforms.steps)
-                pickling.check_picklable("dataset", worker.pipeline.dataset)
-                pickling.check_picklable("collate_fn", worker.pipeline.collate_fn)
-                pickling.check_picklable("worker_init_fn", worker.init_fn)
+                pickling.check_picklable("transforms", spec.transforms.steps)
+                pickling.check_picklable("dataset", spec.dataset)
+                pickling.check_picklable("cache", spec.cache)
+                pickling.check_picklable("collate_fn", spec.collate_fn)
+                pickling.check_picklable("worker_init_fn", spec.workers.init_fn)
             raise
 
     def cancel(self) -> None:
@@ -562,7 +570,7 @@ def _num_positions(plan: Plan) -> int:
 def _assignment(plan: Plan) -> Assignment:
     worker = plan.worker
     if worker.readers is not None:
-        return Hosts(worker.readers.hosts, worker.most_workers)
+        return Hosts(worker.readers.hosts, worker.most_workers, worker.readers.own.step)
     if not worker.round_robin:
         return Assignment()
     return RoundRobin(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from minato.engine.spec import LoaderSpec
-from minato.sampling.epoch import Epoch, Position
-from minato.sampling.progress import Completed, RankProgress
+from minato.sampling.epoch import Epoch, EpochPosition
+from minato.sampling.progress import Completed, Outgoing, RankProgress
 from minato.sampling.resume import DatasetStates
 from minato.transforms.owned import OwnedGenerators
 
@@ -22,13 +23,14 @@ if TYPE_CHECKING:  # all stages: the first iterator loads them
     from minato.engine.engine import Engine
     from minato.engine.history import History
     from minato.engine.inline import InlineEngine
+    from minato.engine.plan import Plan
     from minato.observe.trace import Trace, Tracks
-    from minato.workers.plan import WorkerPlan
 
 __all__ = ["EngineFactory", "RankSession"]
 
 
 AnyEngine: TypeAlias = "Engine | InlineEngine"
+Wrap: TypeAlias = "Callable[[Any], BatchSource]"
 
 
 class RankSession(Protocol):
@@ -37,6 +39,10 @@ class RankSession(Protocol):
     @property
     def place(self) -> str:
         """Text that names this rank and the number of ranks."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that share its pool."""
 
     @property
     def hosts(self) -> bool:
@@ -84,7 +90,7 @@ class EngineFactory:
         self._trace = trace
         self._spare_arenas = ArenaCache()
         self._looked_for_generators = False
-        self._idle: list[tuple[LoaderSpec, InlineEngine]] = []
+        self._idle: list[tuple[LoaderSpec, int, InlineEngine]] = []
         self.told_parts: list[str] = []
         self.spec: tuple[tuple[Any, ...], LoaderSpec | None] = (), None
 
@@ -95,7 +101,7 @@ class EngineFactory:
     def __reduce__(self) -> tuple[Any, ...]:
         return _factory, (self._session, self._trace)
 
-    def epoch(self, spec: LoaderSpec, position: Position, *, persists: bool) -> Epoch:
+    def epoch(self, spec: LoaderSpec, position: EpochPosition, *, persists: bool) -> Epoch:
         """Begin the next epoch.
 
         Args:
@@ -111,13 +117,14 @@ class EngineFactory:
         epoch, state = position.open(whole.sampling, done=done, persists=persists)
         if session is not None:
             own = None if resumes is None else resumes[1]
-            epoch.progress.part = RankProgress(len(spec.sampling.index_sampler), own)
+            epoch.progress.part = RankProgress(epoch.batches_of_rank(), own)
         persist = spec.workers.persistent or spec.workers.count == 0
         if spec.keeps_dataset_states and epoch.dataset_states is None:
             epoch.dataset_states = DatasetStates(spec.max_dataset_states, persist, state)
+        epoch.may_be_replaced = spec.options.seeds_samples
         return epoch
 
-    def again(self, spec: LoaderSpec, position: Position, epoch: Epoch) -> Epoch | None:
+    def again(self, spec: LoaderSpec, position: EpochPosition, epoch: Epoch) -> Epoch | None:
         """Begin an epoch again if ``set_epoch`` has chosen another one since; None if it has not.
 
         With ``compat="torch"`` an epoch is what it was when it began, as with torch.
@@ -128,18 +135,59 @@ class EngineFactory:
         whole = spec if session is None else session.pooled(spec)
         other = position.begin_again(whole.sampling, epoch)
         if other is not None and session is not None:
-            other.progress.part = RankProgress(len(spec.sampling.index_sampler))
+            other.progress.part = RankProgress(other.batches_of_rank())
         return other
 
-    def source(self, spec: LoaderSpec, history: History, epoch: Epoch, **pin: Any) -> BatchSource:
+    def source(
+        self, spec: LoaderSpec, history: History, wrap: Wrap | None, epoch: Epoch, **pin: Any
+    ) -> BatchSource:
         """The source of a new iterator's batches: an engine, or a client of the engine of all ranks.
 
         Args:
+            wrap: Makes another source of an engine of this rank alone; None: that stays as it is.
             pin: ``pin=``, if the engine copies batches to pinned memory.
         """
         if self._session is None:
-            return self.engine(spec, epoch, history=history, **pin)
+            engine: BatchSource = self.engine(spec, epoch, history=history, **pin)
+            if wrap is not None:
+                engine = wrap(engine)
+            readers, dealt = spec.options.readers, spec.sampling.dealt
+            if readers is None or readers.epoch_end == "drop" or dealt[1] == 1:
+                return engine
+            from minato.delivery.rank_ends import EvenEnds
+
+            again = functools.partial(self._repeated, spec, wrap, pin.get("pin"))
+            return EvenEnds(engine, readers.epoch_end, dealt, again, pin.get("pin"))
         return self._session.source(spec, epoch, functools.partial(self.engine, history=history))
+
+    def _repeated(
+        self, spec: LoaderSpec, wrap: Wrap | None, pin: Pin | None, epoch: Epoch
+    ) -> Iterator[Outgoing]:
+        """The batches of an epoch from its start, as often as they are asked for, without any trace of it here."""
+        from minato.engine.history import History
+
+        found = 0
+        while True:
+            factory, position = self.fresh(traced=False), EpochPosition()
+            position.set_epoch(epoch.number)
+            again = factory.epoch(spec, position, persists=False)
+            if again.readers is not None and epoch.readers is not None:
+                again.readers.set_epoch = epoch.readers.set_epoch
+            again.set_base_seed(epoch.base_seed)
+            source: BatchSource = factory.engine(spec, again, history=History.of(spec), pin=pin)
+            if wrap is not None:
+                source = wrap(source)
+            try:
+                source.begin(again, again.batches(iter(())))
+                while (given := _next_of(source)) is not None:
+                    found += 1
+                    taken = Outgoing(given.batch, given.error)
+                    given.batch, given.error, given.is_given = None, None, True
+                    yield taken
+            finally:
+                source.shut_down()
+            if not found:
+                return
 
     def engine(
         self,
@@ -152,8 +200,9 @@ class EngineFactory:
     ) -> AnyEngine:
         """The engine of a new iterator that begins with an epoch."""
         with suppress(IndexError):  # another thread may take it
-            kept, inline = self._idle.pop()
-            if kept is spec:
+            kept, pid, inline = self._idle.pop()
+            # The tracks of a forked child are its own.
+            if kept is spec and (self._trace is None or pid == os.getpid()):
                 return inline
             inline.end()
         from minato.engine.plan import Plan
@@ -175,15 +224,16 @@ class EngineFactory:
             return self._tracked(made, arena, tracks)
         from minato.engine.engine import Engine
 
-        self._warn_of_generators(plan.worker, history)
+        self._warn_of_generators(plan, history)
         engine = Engine(plan, arena, history, make_reader=make_reader, pin=pin)
         return self._tracked(engine, arena, tracks)
 
     def _keep(self, spec: LoaderSpec, engine: InlineEngine) -> bool:
-        """Keep the engine of an iterator that has ended for the next one; False if there is one already."""
-        if self._idle:
+        """Keep the engine of an iterator that has ended for the next one; False if it will not serve another."""
+        # The keys of a cache follow from the dataset as each epoch finds it.
+        if self._idle or spec.cache is not None:
             return False
-        self._idle.append((spec, engine))
+        self._idle.append((spec, os.getpid(), engine))
         return True
 
     def _tracked(self, engine: AnyEngine, arena: Arena, tracks: Tracks | None) -> AnyEngine:
@@ -194,26 +244,34 @@ class EngineFactory:
             engine.afterwards.append(functools.partial(self._trace.give_back, tracks))
         return engine
 
-    def _warn_of_generators(self, worker: WorkerPlan, history: History) -> None:
+    def _warn_of_generators(self, plan: Plan, history: History) -> None:
         """Warn of generators that are not bound to samples."""
+        worker, spec = plan.worker, plan.spec
         if self._looked_for_generators or not worker.seeds_samples:
             return
         self._looked_for_generators = True
-        pipeline = worker.pipeline
         owned = OwnedGenerators(
             {
-                "dataset": pipeline.dataset,
-                **pipeline.transforms.by_name,
-                "collate_fn": pipeline.collate_fn,
+                "dataset": spec.dataset,
+                **spec.transforms.by_name,
+                "collate_fn": spec.collate_fn,
             }
         )
         if worker.method == "thread":
             history.warn_of_generators(owned.names, "worker threads share them")
             return
         if worker.fetching.at_once:
-            reads = OwnedGenerators({"dataset": pipeline.dataset}).names
+            reads = OwnedGenerators({"dataset": spec.dataset}).names
             history.warn_of_generators(reads, "reads of several samples share them")
         history.warn_of_generators(owned.others)
+
+
+def _next_of(source: BatchSource) -> Outgoing | None:
+    """The next batch; None: there are no more."""
+    try:
+        return source.next()
+    except StopIteration:
+        return None
 
 
 def _kept(

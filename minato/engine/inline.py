@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minato._compat import ExceptionWrapper, is_profiling
+from minato._compat import is_profiling
 from minato._core import Lease, now_ns
 from minato._core.codes import Activity
 from minato._support.items import item_of, name_of
@@ -34,7 +34,7 @@ from minato.observe.trace import LoopTrack
 from minato.observe.tracer import NULL_TRACER, Tracer, in_profile
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing, Progress
-from minato.sampling.readers import EpochReaders, ReaderState
+from minato.sampling.readers import EpochReaders
 from minato.sampling.resume import DatasetStates
 from minato.sampling.samplers import LISTS, Drawn, IndexBatches, Recurring
 from minato.transforms.compose import CollateFn, Transforms
@@ -42,7 +42,7 @@ from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
 from minato.workers.error_policy import FailureCount, SampleRetry
 from minato.workers.fetch import Fetcher, fetcher_of
-from minato.workers.plan import ReaderStarts, WorkerPlan
+from minato.workers.plan import WorkerPlan
 from minato.workers.reading import Host
 from minato.workers.reads import InFlight, Read, close_reads, reads_of
 from minato.workers.runner import Runner, StageRunner
@@ -170,7 +170,7 @@ class InlineEngine:
         track = None if plan.tracks is None else plan.tracks.loop()
         self._tracer: Tracer = NULL_TRACER if track is None else track
         own: list[Observer] = [] if track is None else [LoopTrack(track)]
-        self._observers = Observers(history.observers, own)
+        self.observers = Observers(history.observers, own)
         self._builder = BatchBuilder(arena, pipeline.collate())
         device = plan.options.target
         self._copier = None if device is None else device_copier(device, arena, tracer=self._tracer)
@@ -188,6 +188,7 @@ class InlineEngine:
             costs=self._costs,
             slow_threshold=self.slow_threshold,
             failures=self._failures,
+            device_times=arena.device_times,
         )
         self._progress: Progress | None = None
         self._batches = IndexBatches.of(())
@@ -210,9 +211,9 @@ class InlineEngine:
         self._has_ended = False  # the only reader has
         self._runs_items = pipeline.streams and len(pipeline.transforms) > 0
         self._states: DatasetStates | None = None
-        # The first is that of the states, whose epoch is not known yet.
+        # The first is that of the readers, whose epoch is not known yet.
         self.afterwards: list[Callable[[], object]] = [_nothing_to_end]
-        self.afterwards.append(self._observers.ending(self._metrics))
+        self.afterwards.append(self.observers.ending(self._metrics))
         self._end = functools.partial(end_engine, _nothing_to_end, arena, self.afterwards)
         self._finalizer = weakref.finalize(self, self._end)
 
@@ -227,7 +228,7 @@ class InlineEngine:
         """
         epoch.progress.lateness = InOrderLateness()
         self._history.engine = weakref.ref(self)
-        self._observers.begin(epoch.number, epoch.progress, self._metrics)
+        self.observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
             self._failures.begin(epoch.size())
         self._batch = self._tried = None
@@ -238,8 +239,6 @@ class InlineEngine:
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
         self._is_over = False
         self._states = states = epoch.dataset_states
-        if states is not None:
-            self.afterwards[0] = if_alive(DatasetStates.keep_present, states)
         self._counted = states if self.plan.worker.round_robin else None
         if self._counted is not None:
             self._counted.begin()
@@ -249,7 +248,7 @@ class InlineEngine:
                 self.plan = dataclasses.replace(self.plan, worker=worker)
             self._start(epoch)
             self._is_started = True
-        self._observers.started()
+        self.observers.started()
         return True
 
     def _start(self, epoch: Epoch) -> None:
@@ -263,6 +262,7 @@ class InlineEngine:
         if epoch.readers is not None:
             self._host = self._host_readers(epoch, epoch.readers)
         if self._states is not None:
+            # It is asked when a program wants the state; not by a finalizer, which may run while the dataset is in use.
             self._states.present = fetcher.present
         # Another thread binds no generators, and the program may have given the dataset other methods.
         kind = threading.current_thread() is threading.main_thread(), fetcher.takes_lists
@@ -285,8 +285,8 @@ class InlineEngine:
         """Host the readers of an epoch."""
         worker = self.plan.worker
         assert worker.readers is not None
-        starts = ReaderStarts(epoch.number, readers.starts())
-        plan, seed = worker.readers._replace(starts=starts), base_seed_of(self.plan.options, epoch)
+        plan = worker.readers._replace(starts=readers.starts())
+        seed = base_seed_of(self.plan.options, epoch)
         worker = worker._replace(readers=plan, base_seed=seed)
         self.plan = dataclasses.replace(self.plan, worker=worker)
         readers.begin(0)
@@ -294,12 +294,20 @@ class InlineEngine:
         self._has_ended = self._is_single and readers.board.end(0) is not None
         self._is_plain = not (plan.announces or self._runs_items or self._failures is not None)
         host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
-        host.make_readers()
-        host.initialise()
-        if not plan.announces:
-            host.begin(0, 0, epoch.number)
-        readers.state_of = functools.partial(_state_of, weakref.ref(host))
-        self.afterwards[0] = if_alive(EpochReaders.detach, readers)
+        host.keeps_first = len(epoch.progress.held_by) > 0
+        try:
+            host.make_readers()
+            host.initialise()
+            if not plan.announces:
+                host.begin(0, 0, epoch.number)
+        except BaseException:
+            host.be_program()
+            raise
+        # Not weakly: a collection that finds the engine and the host would take the states with it.
+        readers.state_of = host.present
+        # A collection clears references before it calls finalizers; in Python 3.14 only those that have a callback.
+        part = weakref.ref(self._current, _no_callback)
+        self.afterwards[0] = if_alive(_detach, readers, weakref.ref(host), part)
         return host
 
     def _make_runner(self, fetcher: Fetcher) -> None:
@@ -347,11 +355,19 @@ class InlineEngine:
                 self._progress.settle()
             self._position = batch.first + batch.size
             self._batch = batch = None
-        self._observers.enter()
-        if batch is None or not batch.is_made:
-            batch = self._load()
-        if not batch.is_prepared:
-            self._prepare(batch)
+        self.observers.enter()
+        try:
+            if batch is None or not batch.is_made:
+                batch = self._load()
+            if not batch.is_prepared:
+                self._prepare(batch)
+        except StopIteration:
+            raise
+        except BaseException:
+            if self._host is not None:
+                self._host.be_program()
+            self.observers.fail()
+            raise
         return batch
 
     def _load(self) -> _Batch:
@@ -395,8 +411,7 @@ class InlineEngine:
         """End the epoch."""
         if self._progress is not None:
             if self._has_ended:
-                self._progress.settle()
-                self._progress.drop_rest()
+                self._progress.drop_rest(self._position)
             self._progress.finish()
         if self._states is not None:
             self._states.present = None  # the next epoch begins with the dataset as it is then
@@ -410,7 +425,7 @@ class InlineEngine:
                     self._cost_history, self._costs, [self._meters], self.slow_threshold.recent
                 )
         finally:
-            self._observers.finish()
+            self.observers.finish()
         self._is_over = True
 
     def _make(self, batch: _Batch) -> None:
@@ -445,7 +460,7 @@ class InlineEngine:
         """Run the samples of a batch and build it."""
         runner, fetcher, single = self._runner, self._fetcher, self._single
         if not self._is_entered:
-            runner.enter(self._epoch.seed)
+            runner.enter(self._epoch.seed, looks=True)
             self._is_entered = True
         if (
             single is not None
@@ -654,17 +669,17 @@ class InlineEngine:
                 sample, error = self._retry.give_up(
                     batch.first + failed, number, keys[failed], error
                 )
-                samples = [*samples, sample]
+                samples = [*samples, sample] if error is None else samples
             if error is not None:
                 return samples, error
         return samples, None
 
     def _kept(self, batch: _Batch, samples: list[object]) -> bool:
-        """Note which samples were skipped; returns whether others are left."""
+        """Note which samples were skipped; returns whether others are left, or none were there."""
         if SKIP in samples:
             places = enumerate(samples, batch.first)
             batch.skipped = [position for position, sample in places if sample is SKIP]
-        return len(batch.skipped) < len(samples)
+        return not samples or len(batch.skipped) < len(samples)
 
     def _rows(self, fetcher: Fetcher, batch: _Batch) -> Any:
         """A batch of samples that are rows, copied together; None if they must be loaded one by one."""
@@ -748,7 +763,7 @@ class InlineEngine:
         if self._host is not None:
             self._host.release()
         nbytes = self._batch_bytes = self._builder.nbytes
-        self._observers.leave(samples, nbytes, self._snapshot)
+        self.observers.leave(samples, nbytes, self._snapshot)
         if self.arena.num_slots:
             self.arena.trim(1)
         batch.is_prepared = True
@@ -770,11 +785,14 @@ class InlineEngine:
 
     def pinned(self, duration_ns: int) -> None:
         """Record the time in ns that pinning the last batch took."""
-        self._observers.pinned(duration_ns)
+        self.observers.pinned(duration_ns)
 
     def pin_slots(self, pinner: MemoryPinner) -> None:
         """Pin the memory of batches, for a device that reads from there."""
         self.arena.pin_slots(pinner)
+
+    def stop(self) -> None:
+        """Do nothing: ``next()`` runs the samples itself."""
 
     def shut_down(self) -> None:
         """End the engine, unless it is kept for the next iterator."""
@@ -811,12 +829,21 @@ class InlineEngine:
         return [(0, sample, taken_ns)]
 
 
-def _state_of(
-    host: weakref.ref[Host], reader: int, ordinal: int
-) -> ReaderState | ExceptionWrapper | None:
-    """The present state of a reader of this process; None: it has none, or its host is gone."""
-    found = host()
-    return None if found is None else found.present(reader)
+def _detach(
+    readers: EpochReaders, reference: weakref.ref[Host], part: weakref.ref[_Current]
+) -> None:
+    """Keep what is known of readers without their host; with it, where the dataset may be in use.
+
+    Args:
+        part: Of the engine, which is gone before it only where a collection has found both: in the midst of anything.
+    """
+    host = reference()
+    if host is None or (host.is_at_rest and part() is not None):
+        readers.detach()
+
+
+def _no_callback(reference: weakref.ref[_Current]) -> None:
+    """Do nothing."""
 
 
 def _no_state(reader: int, ordinal: int) -> None:

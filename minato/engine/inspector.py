@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from minato.engine.spec import LoaderSpec
 from minato.errors import missing, warn
 from minato.observe.lateness import Lateness
 from minato.options import parse_address
-from minato.sampling.epoch import Position, Seeds
+from minato.sampling.epoch import EpochPosition, Seeds
 from minato.sampling.progress import Coverage
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -47,7 +48,11 @@ class Inspector:
     """
 
     def __init__(
-        self, spec: LoaderSpec, history: History, position: Position, session: RankSession | None
+        self,
+        spec: LoaderSpec,
+        history: History,
+        position: EpochPosition,
+        session: RankSession | None,
     ) -> None:
         self._spec = spec
         self._history = history
@@ -58,8 +63,8 @@ class Inspector:
         """Raise ValueError if several ranks share the workers."""
         if self._session is not None and not self._session.alone:
             raise ValueError(
-                f"{method} is about one rank's own workers, and with shared_pool=True there are none: use a loader "
-                "without it"
+                f"{method} is about one rank's own workers, and with workers=SharedPool(...) there are none: use a "
+                "loader without it"
             )
 
     def _refuse_attached(self, method: str) -> None:
@@ -72,7 +77,9 @@ class Inspector:
         """See ``DataLoader.report``."""
         from minato.observe.report import report_of
 
-        return report_of(self._setup(), self._spec.stages, self._measured())
+        named = getattr(self._spec.dataset, "minato_figures", None)
+        of_dataset: dict[str, float] = named() if callable(named) else {}
+        return report_of(self._setup(), self._spec.stages, self._measured(), of_dataset)
 
     def _setup(self) -> Setup:
         """What a report says about the loader itself."""
@@ -96,9 +103,12 @@ class Inspector:
             prefetch_factor=workers.prefetch_factor if bounded else None,
             persistent_workers=workers.persistent,
             pin_memory=spec.pin_memory,
+            readers=None if options.readers is None else spec.sampling.readers,
+            reads_here=options.readers is not None and options.readers.where == "main",
             cores=available_cores(whole_node=options.shared_pool is not None),
             name=options.name,
             uses_pil=uses_pil([spec.dataset, *spec.transforms.steps]),
+            ranks=1 if self._session is None else len(self._session.ranks),
         )
 
     def live(self) -> Live:
@@ -146,18 +156,17 @@ class Inspector:
             return  # an epoch may last as long as a look at the environment
         _open("the report at the end", self._keep_for_exit, self._history.epoch_log)
         _open("the figures of the machine", self._watch_machine, self._history.epoch_log)
-        rank = local_rank()
-        if environment("MINATO_LIVE") and rank == 0:
+        if environment("MINATO_LIVE") and local_rank() == 0:
             from minato.observe.live import Live
 
             if not any(isinstance(observer, Live) for observer in self._history.observers):
                 _open("the live view", self.live)
-        address, variable = self._spec.options.observe.address, "MINATO_METRICS_PORT"
-        if address is None and (text := environment(variable)) is not None:
-            address = parse_address(text, variable)
-        if address is not None and self.metrics_url is None:
-            self._serve_metrics(address, rank)
-        if address is not None or self._spec.options.observe.stats == "gpu":
+        observe = self._spec.options.observe
+        if observe.address is not None:
+            self._serve_metrics(observe.address)
+        elif (port := environment(variable := "MINATO_METRICS_PORT")) is not None:
+            _open("the metrics", lambda: self._serve_metrics(parse_address(port, variable)))
+        if self.metrics_url is not None or observe.stats == "gpu":
             _open("the figures of the GPUs", self.watch_gpus)
         self._history.views_of = opened
 
@@ -197,26 +206,30 @@ class Inspector:
 
             machine.gpus = gpu_table()
 
-    def _serve_metrics(self, address: tuple[str, int], rank: int) -> None:
+    def _serve_metrics(self, address: tuple[str, int]) -> None:
+        """Serve the metrics, unless they are served already.
+
+        Raises:
+            OSError: The address is not available.
+            RuntimeError: No thread can be started.
+        """
+        if self._history.served_metrics is not None:
+            return
         from minato.observe.metrics import ServedMetrics
 
         host, port = address
-        port += rank if port else 0
-        refused: Exception
+        port += local_rank() if port else 0
         try:
             self._history.served_metrics = ServedMetrics(self.labelled_metrics(), (host, port))
-            return
-        except OSError as error:
-            refused = OSError(
-                error.errno,
-                f"the metrics of a loader cannot be served at {host}:{port}: {error.strerror}; use another port, or "
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or message_of(error)
+            raise OSError(
+                getattr(error, "errno", errno.EINVAL),
+                f"the metrics of a loader cannot be served at {host}:{port}: {reason}; use another port, or "
                 "metrics=0 for any that is free",
-            )
+            ) from None
         except ImportError:
-            refused = missing("serving metrics", "prometheus_client", "metrics")
-        if self._spec.options.observe.address is not None:
-            raise refused from None
-        warn(message_of(refused))
+            raise missing("serving metrics", "prometheus_client", "metrics") from None
 
     def slow_samples(self) -> SlowSamples:
         """See ``DataLoader.slow_samples``."""

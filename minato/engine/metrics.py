@@ -10,6 +10,7 @@ from typing import Protocol
 from minato._core import now_ns
 from minato._core.codes import Activity
 from minato._system import CpuUsage
+from minato.batching.arena import DeviceTimes
 from minato.observe.meters import CostStats, Meters, SlowSample
 from minato.observe.observers import Counts, Metrics
 from minato.scheduling.dispatcher import ConsumerWait
@@ -41,6 +42,7 @@ class EngineMetrics:
 
     Attributes:
         activities: What the workers have done.
+        device_times: What the training process has spent on a device.
         window: Bounds the batches in flight; None without workers, as the two that follow.
         wait_stats: How long the training loop waits for workers.
         restart_policy: Counts deaths.
@@ -52,6 +54,7 @@ class EngineMetrics:
     costs: CostStats
     slow_threshold: SlowThreshold
     failures: FailureCount | None
+    device_times: DeviceTimes
     window: PrefetchWindow | None = None
     wait_stats: ConsumerWait | None = None
     restart_policy: RestartPolicy | None = None
@@ -76,6 +79,8 @@ class EngineMetrics:
             counts.update(self.failures.totals)
         counts.update(self.quick_counts())
         counts["slept_ns"] = 0 if self.wait_stats is None else self.wait_stats.waited_ns
+        counts["pinning_ns"] = self.device_times.pinning_ns
+        counts["queueing_ns"] = self.device_times.queueing_ns
         counts["ran_ns"], counts["queued_ns"] = self.usage.ran_ns, self.usage.queued_ns
         return Metrics(counts, self.costs.run)
 

@@ -20,7 +20,7 @@ from minato.sampling.samplers import largest_batch
 from minato.scheduling.orders import Order, make_order
 from minato.scheduling.slow_samples import SlowThreshold
 from minato.workers.error_policy import FailureCount, FailureHandler, FailureLog
-from minato.workers.plan import Pipeline, ReaderPlan, ReaderStarts, WorkerPlan
+from minato.workers.plan import Pipeline, ReaderPlan, WorkerPlan
 
 __all__ = ["Plan", "base_seed_of"]
 
@@ -87,7 +87,8 @@ class Plan:
             batches = 1
         elif worker.round_robin or spec.workers.bounds_prefetch or _sends_each_state(worker):
             # Each reader has as many as one of torch's workers.
-            batches = max(most_workers, spec.sampling.readers) * (spec.workers.prefetch_factor or 0)
+            batches = max(most_workers, len(spec.sampling.own_readers))
+            batches *= spec.workers.prefetch_factor or 0
         return cls(
             spec=spec,
             worker=worker,
@@ -214,14 +215,15 @@ def _readers(spec: LoaderSpec, epoch: Epoch, in_main_process: bool, order: Order
         slots = StateSlots(count, depth)
     return ReaderPlan(
         number=count,
+        own=spec.sampling.own_readers,
         hosts=1 if in_main_process else spec.hosts,
         announces=not (in_main_process or reads_here)
         or (in_main_process and spec.options.readers is not None),
         batch=(spec.sampling.batch_size or 1)
         if ends_batches and (order.keeps_places or in_main_process)
         else 1,
+        skips=not ends_batches and not spec.sampling.rereads,
         every=every,
-        starts=ReaderStarts(epoch.number, epoch.readers.starts()),
         slots=slots,
         rereads=spec.sampling.rereads,
     )
@@ -241,6 +243,7 @@ def _pipeline(spec: LoaderSpec) -> Pipeline:
         dataset = CachedDataset(dataset, spec.cache, transforms)
         transforms = behind(spec.cache, transforms)
     return Pipeline(
+        given=spec.dataset,
         dataset=dataset,
         transforms=transforms,
         collate_fn=spec.collate_fn,

@@ -92,7 +92,7 @@ class LoaderSpec:
         """Number of workers that host the readers of an iterable dataset, and so stay active; 0: none do."""
         readers = self.options.readers
         reads_here = readers is not None and readers.where == "main"
-        return 0 if reads_here else min(self.sampling.readers, self.workers.count)
+        return 0 if reads_here else min(len(self.sampling.own_readers), self.workers.count)
 
     @property
     def scale(self) -> AutoScale | None:

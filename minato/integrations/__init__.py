@@ -5,6 +5,7 @@ This package imports no trainer. The environment variable ``MINATO_INTEGRATIONS=
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from minato._compat import LIGHTNING_PREDICT_SAMPLER
+from minato._system import FIRST_PID
 
 __all__ = ["connect", "counts_batches"]
 
@@ -26,10 +28,18 @@ def connect() -> None:
     if _connected or os.environ.get("MINATO_INTEGRATIONS") == "0":
         return
     _connected = True
+    hook = _ImportHook(set(_ADAPTERS))
+    sys.meta_path.insert(0, hook)
     for name in _ADAPTERS.keys() & sys.modules.keys():
-        _adapt(sys.modules[name])
-    if later := _ADAPTERS.keys() - sys.modules.keys():
-        sys.meta_path.insert(0, _ImportHook(later))
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if os.getpid() != FIRST_PID and getattr(spec, "_initializing", False):
+            continue  # the thread of the parent that imports it is not in this forked child
+        try:
+            module = importlib.import_module(name)  # waits while another thread imports it
+        except Exception:  # that thread gets it
+            continue
+        if isinstance(module, ModuleType):  # a test may have put something else there
+            hook.adapt(module)
 
 
 _ADAPTERS = {
@@ -40,12 +50,6 @@ _ADAPTERS = {
     "ray.train.v2.torch.train_loop_utils": "install_ray_train",
 }
 """The function of ``trainers`` that adapts a module of a trainer."""
-
-
-def _adapt(module: ModuleType) -> None:
-    from minato.integrations import trainers  # needed with a trainer only
-
-    getattr(trainers, _ADAPTERS[module.__name__])(module)
 
 
 class _ImportHook:
@@ -68,6 +72,17 @@ class _ImportHook:
                     return spec
         return None
 
+    def adapt(self, module: ModuleType) -> None:
+        """Adapt a module that was imported, once."""
+        if module.__name__ not in self._names:
+            return
+        self._names.remove(module.__name__)
+        if not self._names:
+            sys.meta_path.remove(self)
+        from minato.integrations import trainers  # needed with a trainer only
+
+        getattr(trainers, _ADAPTERS[module.__name__])(module)
+
     def _follow(self, loader: Any) -> None:
         execute = loader.exec_module
 
@@ -75,10 +90,7 @@ class _ImportHook:
             execute(module)
             if module.__name__ in self._names:
                 del loader.exec_module
-                self._names.remove(module.__name__)
-                if not self._names:
-                    sys.meta_path.remove(self)
-                _adapt(module)
+                self.adapt(module)
 
         # Replaced on this loader object, which the module keeps: it looks up resources and sources.
         loader.exec_module = exec_module

@@ -48,8 +48,9 @@ class MetricsCallback(Callback):  # type: ignore[misc]  # untyped here: pyprojec
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: object, *more: object) -> None:
-        """Log after every ``log_every_n_steps`` steps."""
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        """Log after every ``log_every_n_steps`` steps; 0: after none, as Lightning does."""
+        every = trainer.log_every_n_steps
+        if every and trainer.global_step % every == 0:
             self._log(trainer)
 
     def on_train_epoch_end(self, trainer: object, pl_module: object) -> None:

@@ -30,6 +30,8 @@ class _Build:
     """A rebuilding of a loader of minato's that is going on."""
 
     make: Callable[..., Any]
+    deals: bool = False
+    """Whether each rank reads its share by itself."""
     done: bool = False
 
 
@@ -45,6 +47,11 @@ def _make_loader(*arguments: Any, **keywords: Any) -> Any:
     return build.make(*arguments, **keywords)
 
 
+def _deals(loader: object) -> bool:
+    """Whether the readers of a loader of ours are dealt among ranks."""
+    return getattr(getattr(loader, "readers", None), "ranks", None) is not None
+
+
 def _rebuilding_alike(
     rebuild: Callable[..., object], loader_at: int = 0, lost: Callable[[], None] = lambda: None
 ) -> Callable[..., Any]:
@@ -56,10 +63,10 @@ def _rebuilding_alike(
 
     @functools.wraps(rebuild)
     def adapted(*arguments: Any, **keywords: Any) -> Any:
-        given = arguments[loader_at] if len(arguments) > loader_at else None
+        given: Any = arguments[loader_at] if len(arguments) > loader_at else None
         given = keywords.get("dataloader", keywords.get("data_loader", given))
         make = getattr(given, "_rebuilt", None)
-        build = None if make is None else _Build(make)
+        build = None if make is None else _Build(make, _deals(given))
         token = _current.set(build)
         try:
             result = rebuild(*arguments, **keywords)
@@ -132,7 +139,13 @@ def _stateful_by_itself(init: Callable[..., None], module: Any) -> Callable[...,
             isinstance(self, module.DataLoaderDispatcher)
             and module.PartialState().num_processes > 1
         )
-        ours = _current.get() is not None and not reads_ahead
+        build = _current.get()
+        ours = build is not None and not reads_ahead
+        if build is not None and reads_ahead and build.deals:
+            raise ValueError(
+                "Readers(ranks=...) has each rank read its share, and dispatch_batches=True has rank 0 read for all: "
+                "give accelerate dispatch_batches=False, or leave ranks out"
+            )
         another = use_stateful_dataloader and not ours
         init(self, dataset, use_stateful_dataloader=another, **keywords)
         self.use_stateful_dataloader = use_stateful_dataloader

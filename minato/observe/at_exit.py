@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 
 from minato._support.files import open_lines, write_atomically
 from minato._support.text import printable
-from minato._system import local_rank
+from minato._support.threads import at_end
+from minato._system import file_of_process, local_rank
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog
 from minato.observe.figures import Setup
@@ -36,6 +36,7 @@ class _AtExit:
     owner: int = 0
     prints: bool = False
     full: bool = False
+    says_none: bool = True
     path: Path | None = None
     refused: bool = False
     kept: dict[int, Callable[[], Report]] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class _AtExit:
                 write_atomically(self.path, _content(reports, self.dropped, self.path.suffix))
             except OSError as error:
                 print(f"minato: MINATO_REPORT={self.path}: {error}", file=sys.stderr)
-        if self.prints and local_rank() == 0:
+        if self.prints and local_rank() == 0 and (reports or self.says_none):
             print(f"\n{_text(reports, self.dropped, full=self.full)}", file=sys.stderr, end="")
 
 
@@ -67,20 +68,21 @@ def _of_this_process() -> _AtExit:
     global _at_exit
     if _at_exit.owner != os.getpid():
         _at_exit = _AtExit(os.getpid())
-        atexit.register(_at_exit.finish)
+        at_end(_at_exit.finish)
     return _at_exit
 
 
-def print_at_exit(*, full: bool = False) -> None:
+def print_at_exit(*, full: bool = False, says_none: bool = True) -> None:
     """Print a line of each loader to stderr when this process ends, and last the report of the one that cost most time.
 
     Under a launcher, only local rank 0 does so.
 
     Args:
         full: The report and all figures of each loader instead.
+        says_none: Whether it also says that no loader ran. The last call decides.
     """
     mine = _of_this_process()
-    mine.prints, mine.full = True, full
+    mine.prints, mine.full, mine.says_none = True, full, says_none
 
 
 def write_at_exit(path: str) -> None:
@@ -90,14 +92,12 @@ def write_at_exit(path: str) -> None:
 
     Args:
         path: A name that ends with ``.json`` has JSON, with ``.html`` a page, any other one text. Local ranks above 0
-            write ``NAME.rank1.json`` and so on.
+            write ``NAME.rank1.json`` and so on, child processes ``NAME.pid1234.json``.
     """
     mine = _of_this_process()
     if mine.path is not None or mine.refused:
         return
-    file, rank = Path(path).absolute(), local_rank()
-    if rank:
-        file = file.with_name(f"{file.stem}.rank{rank}{file.suffix}")
+    file = Path(file_of_process(path))
     begins = {".json": _JSON, ".html": BEGINS}.get(file.suffix, _TEXT)
     try:
         os.close(open_lines(file, begins.encode(), "a file of reports of minato"))

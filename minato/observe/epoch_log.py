@@ -87,6 +87,7 @@ class EpochRecord:
         first_ns: Time in ``next()`` for the first batch.
         waits: Time inside each ``next()``, in ns.
         steps: Time between two of them, in ns.
+        failed_ns: Time inside the calls of ``next()`` that raised.
         pinned_ns: Time to copy batches to pinned memory.
         samples, nbytes: Of the returned batches.
         coverage: Numbers of requested, delivered and outstanding samples.
@@ -105,6 +106,7 @@ class EpochRecord:
     first_ns: int = 0
     waits: Histogram = field(default_factory=Histogram)
     steps: Histogram = field(default_factory=Histogram)
+    failed_ns: int = 0
     pinned_ns: int = 0
     samples: int = 0
     nbytes: int = 0
@@ -117,6 +119,11 @@ class EpochRecord:
     decision: ThresholdDecision | None = None
     held_by_budget: bool = False
     finished: bool = False
+
+    @property
+    def waited_ns(self) -> int:
+        """Time inside ``iter()`` and ``next()``."""
+        return self.start_ns + self.waits.total + self.failed_ns
 
     @property
     def metrics(self) -> Metrics:
@@ -134,6 +141,7 @@ class EpochRecord:
             wall_ns=self.wall_ns,
             start_ns=self.start_ns,
             first_ns=self.first_ns,
+            failed_ns=self.failed_ns,
             pinned_ns=self.pinned_ns,
         )
         lag = EMPTY if self.lateness is None else self.lateness.latest
@@ -194,6 +202,7 @@ class EpochLog(Observer):
         self._source: MetricsSource | None = None  # of the epoch that runs
         self._measured: MetricsSource | None = None  # of the engine that runs
         self._began_ns = self._entered_ns = self._left_ns = 0
+        self._shown = {"wall_ns": 0, "waited_ns": 0}
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
         """An epoch begins; an unfinished one is abandoned."""
@@ -210,10 +219,7 @@ class EpochLog(Observer):
         self._began_ns = self._entered_ns = self._left_ns = now_ns()
         self._current = EpochRecord(epoch, before=before, after=before, machine=machine)
         # Last: other threads read the rest if it is there.
-        self._live = (
-            self._live[0],
-            self._current,
-        )
+        self._live = self._live[0], self._current
 
     def started(self) -> None:
         """The workers of the epoch have started."""
@@ -230,24 +236,38 @@ class EpochLog(Observer):
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
         """``next()`` returns a batch."""
-        self._left_ns = now = now_ns()
-        record = self._current
+        now, record = now_ns(), self._current
         if record is None:
             return
-        waits, use = record.waits, record.use
+        waits, use, state = record.waits, record.use, None
+        is_due, is_wanted = now - self._began_ns >= use.due_ns, self._loader_wanted
+        if is_due or is_wanted:
+            # First: if a signal's handler raises in it, the batch comes again. Until then the loop waits.
+            state, now = loader(), now_ns()
+        self._left_ns = now
         waits.record(now - self._entered_ns)
         record.wall_ns = wall_ns = now - self._began_ns
         record.samples += samples
         record.nbytes += nbytes
-        if wall_ns >= use.due_ns:
+        if state is not None and is_due:
             if waits.count == 1:
                 record.first_ns = now - self._entered_ns
-            use.add(wall_ns, loader(), record.start_ns + waits.total)
-        if self._loader_wanted:
-            self._loader_wanted, self._loader = False, loader()
+            use.add(wall_ns, state, record.waited_ns)
+        if state is not None and is_wanted:
+            self._loader_wanted, self._loader = False, state
+
+    def fail(self) -> None:
+        """``next()`` raises."""
+        record, entered_ns, left_ns = self._current, self._entered_ns, self._left_ns
+        # Otherwise it had left, and was then interrupted.
+        if record is not None and entered_ns > left_ns:
+            self._left_ns = now = now_ns()
+            record.failed_ns += now - entered_ns
+            record.wall_ns = now - self._began_ns
 
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""
+        self._left_ns = now_ns()
         if self._current is not None:
             self._current.pinned_ns += duration_ns
 
@@ -264,6 +284,11 @@ class EpochLog(Observer):
             self._settle()
         if source is self._measured:
             self._forget_source()
+
+    def switched_off(self) -> None:
+        """The epoch that runs is given up: its figures would not change any more. Those before it stay."""
+        self._live = self._live[0], None
+        self._current = self._source = self._progress = self._measured = None
 
     def _forget_source(self) -> None:
         """Take what is left of an engine whose memory may go."""
@@ -296,7 +321,7 @@ class EpochLog(Observer):
         return () if source is None else source.stages()
 
     def totals(self) -> Totals:
-        """Totals over all epochs, and the newest one; changes nothing, so any thread may call it.
+        """Totals over all epochs, and the newest one; any thread may call it, and gets no smaller times than before.
 
         It takes microseconds, however many samples there were.
         """
@@ -309,15 +334,16 @@ class EpochLog(Observer):
                 found = self._with(found, record, counts, running=True)
             self._loader_wanted = True
             if live is self._live:  # else an epoch has ended or begun meanwhile
-                return found
+                # The loop may be between two lines of leave(): what it waits is then in neither place.
+                self._shown = {n: max(found.counts[n], least) for n, least in self._shown.items()}
+                return found._replace(counts={**found.counts, **self._shown})
 
     def _with(
         self, ended: Totals, record: EpochRecord, counts: Mapping[str, int], *, running: bool
     ) -> Totals:
         """Totals over the epochs that have ended, and one more, with the present call of ``next()``."""
-        entered_ns, left_ns = self._entered_ns, self._left_ns
-        wall_ns, waited_ns = record.wall_ns, record.start_ns + record.waits.total
-        if entered_ns > left_ns:
+        wall_ns, waited_ns = record.wall_ns, record.waited_ns
+        if (entered_ns := self._entered_ns) > self._left_ns:
             now = now_ns()
             wall_ns = max(wall_ns, now - self._began_ns)
             waited_ns += max(now - entered_ns, 0)

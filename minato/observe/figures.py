@@ -62,6 +62,12 @@ class Waiting:
     pin_memory_s: float = _figure(
         "s", "copying to pinned memory, after next(); near the step's time: it is the bottleneck"
     )
+    pinning_s: float = _figure(
+        "s", "in next(), pinning the memory of batches in place, once for each part of it"
+    )
+    queueing_s: float = _figure(
+        "s", "in next(), queueing copies to the device; large: the device's own queue is full"
+    )
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Throughput:
     """Batches, samples and bytes, and their rates."""
 
     wall_s: float = _figure("s", "from iter() to the last batch")
-    batches: int = _figure("batches", "that next() returned")
+    batches: int = _figure("batches", "that next() returned, or whose error it raised")
     samples: int = _figure(
         "samples", "in them, without those skipped; of a stream, those requested"
     )
@@ -250,7 +256,9 @@ class SlowSample:
 class Setup:
     """The loader's arguments, as far as a verdict needs them."""
 
-    num_workers: int = _figure("workers", "as the loader was constructed")
+    num_workers: int = _figure(
+        "workers", "as the loader was constructed, of all ranks that share them"
+    )
     worker_method: Literal["process", "thread", "ray"] = _figure("name", "of the workers")
     order: str = _figure("name", "of the batches")
     in_order: bool = _figure("yes or no", "whether batches come in the order of the sampler")
@@ -260,9 +268,14 @@ class Setup:
     prefetch_factor: int | None = _figure("batches", "for each worker, if it was given")
     persistent_workers: bool = _figure("yes or no", "whether workers outlive an epoch")
     pin_memory: bool = _figure("yes or no", "whether batches are copied to pinned memory")
+    readers: int | None = _figure("readers", "of an iterable dataset, if it was given")
+    reads_here: bool = _figure("yes or no", "whether a thread of the training process reads")
     cores: float = _figure("cores", "available to this process")
     name: str = _figure("name", "of the loader")
     uses_pil: bool = _figure("yes or no", "whether the dataset or a transform decodes with PIL")
+    ranks: int = _figure(
+        "ranks", "that share the workers; num_workers= and memory_budget= are per rank"
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["INTERVAL_S", "NBYTES", "Gpu", "GpuTable", "gpu_table", "run", "visible"]
+__all__ = ["INTERVAL_S", "NBYTES", "Gpu", "GpuTable", "gpu_table", "has_driver", "run", "visible"]
 
 INTERVAL_S = 0.1
 _MOST_GPUS = 32
@@ -96,11 +96,16 @@ class GpuTable:
 _present: weakref.ref[GpuTable] | None = None
 
 
+def has_driver() -> bool:
+    """Whether this machine has a driver of NVIDIA's."""
+    return any(path.exists() for path in _DRIVER)
+
+
 def gpu_table() -> GpuTable | None:
     """The table of this process, whose GPUs are sampled until its last reference ends; None without a driver."""
     global _present
     table = None if _present is None else _present()
-    if table is None and any(path.exists() for path in _DRIVER) and hasattr(os, "memfd_create"):
+    if table is None and has_driver() and hasattr(os, "memfd_create"):
         table = _started()
         _present = None if table is None else weakref.ref(table)
     return table

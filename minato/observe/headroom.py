@@ -49,7 +49,7 @@ class Headroom:
 
     @property
     def loaded_s(self) -> float:
-        """Median time of a step with the loader, from one request for a batch to the next; 0: none was timed."""
+        """Median time of a step with the loader, from one request for a batch to the next; 0 if none was timed."""
         return _median(self._loaded_ns)
 
     @property
@@ -59,7 +59,7 @@ class Headroom:
 
     @property
     def speedup(self) -> float:
-        """Speed-up of training by an ideal loader; near 1: the loader is fast enough."""
+        """Speed-up of training by an ideal loader; near 1 if the loader is fast enough."""
         return self.loaded_s / self.replayed_s if self.replayed_s else 1.0
 
     def to_dict(self) -> dict[str, float]:

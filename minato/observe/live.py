@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from minato._compat import active_progress_bars
 from minato._core import now_ns
 from minato._fork_safety import at_work, forget_in_children
-from minato._support.text import digits, printable
+from minato._support.text import digits, message_of, printable, type_name
+from minato._support.threads import at_end, start_thread
 from minato.errors import warn
-from minato.observe.epoch_log import EpochLog, Totals
+from minato.observe.epoch_log import EpochLog, EpochRecord, Totals
 from minato.observe.figures import Gpu
 from minato.observe.machine import MachineSnapshot
 from minato.observe.observers import EpochState, MetricsSource, Observer
@@ -32,6 +33,7 @@ __all__ = ["Live"]
 _RECENT_NS = 5_000_000_000
 """Rates are averages over this time."""
 _DRAW_EVERY_S, _LINE_EVERY_S = 0.25, 5.0
+_JOIN_S = 1.0
 _COST = 0.01
 """Share of a core that drawing may take; expensive views are drawn less often, but once a second."""
 
@@ -58,6 +60,8 @@ class Live(Observer):
         self._log, self._name, self._stages = log, name, stages
         self._source: MetricsSource | None = None
         self._recent: deque[_Look] = deque()
+        self._before: EpochRecord | None = None
+        """The last epoch before the one that is shown."""
         self.title, self.batches, self.began_ns = name, 0, 0
         self.length: int | None = None
         self._observers = observers
@@ -67,7 +71,9 @@ class Live(Observer):
         _board.remove(self)
         self.title = f"{self._name}, epoch {epoch}"
         self._source, self.length, self.began_ns = source, progress.length(), now_ns()
-        self._recent.clear()
+        past = self._log.past
+        self._before = past[-1] if past else None
+        self._recent = deque()  # another one: the thread may still read the one before
         self.rows()
 
     def started(self) -> None:
@@ -84,7 +90,7 @@ class Live(Observer):
         """End the view."""
         if self in self._observers:
             self._observers.remove(self)
-            _board.remove(self, summarize=False)
+        _board.remove(self, summarize=False)
 
     def __enter__(self) -> Live:
         return self
@@ -143,11 +149,13 @@ class Live(Observer):
         return told
 
     def summary(self) -> str:
-        """The last epoch in a line."""
-        record = self._log.past[-1]
+        """The last epoch in a line; empty if its log was switched off meanwhile."""
+        record = self._log.past[-1] if self._log.past else None
+        if record is None or record is self._before:
+            return ""
         counts = record.metrics.counts
         wall_s = counts["wall_ns"] / 1e9
-        waited_s = (counts["start_ns"] + record.waits.total) / 1e9
+        waited_s = record.waited_ns / 1e9
         return (
             f"{self._name}, epoch {record.epoch}{'' if record.finished else ' (not finished)'}: "
             f"{counts['batches']} batches, {counts['samples']} samples in {format_value(wall_s, 's')}, "
@@ -189,6 +197,8 @@ class _Board:
         self._streams: tuple[Any, Any] = (None, None)
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._drawing = threading.RLock()
+        self._ends_with_process = False
 
     def add(self, view: Live) -> None:
         if view in self._views or sys.stderr is None or sys.stderr.closed:
@@ -196,53 +206,95 @@ class _Board:
         self._views.append(view)
         if self._thread is None:
             self._stream, self._streams = sys.stderr, (sys.stdout, sys.stderr)
-            self._panel = _panel_on(self._stream)
-            self._stop = threading.Event()
+            self._panel = panel = _panel_on(self._stream)
+            self._stop = stop = threading.Event()
             self._thread = threading.Thread(
-                target=self._run, args=(self._stop,), name="minato-live", daemon=True
+                target=self._run, args=(panel, stop), name="minato-live", daemon=True
             )
-            self._thread.start()
+            if not self._ends_with_process:
+                at_end(self.close)
+                self._ends_with_process = True
+            try:
+                start_thread(self._thread)
+            except BaseException:
+                self._views.remove(view)
+                self._thread = self._panel = None
+                stop.set()  # a signal's handler may raise after the start
+                _end(panel)
+                raise
 
     def remove(self, view: Live, summarize: bool = True) -> None:
         if view not in self._views:
             return
         self._views.remove(view)
-        if summarize:
-            _quietly(self._print, view.summary())
-        if not self._views:
-            self.close()
+        try:
+            if summarize and (line := view.summary()):
+                _quietly(self._print, line)
+        finally:
+            if not self._views:
+                self.close()
 
     def close(self) -> None:
-        thread, self._thread = self._thread, None
+        """End the thread, which takes the panel away.
+
+        The collection of an iterator may end its epoch in any thread: in the one that draws, or while this one holds
+        what that one waits for.
+        """
+        thread, self._thread, self._panel = self._thread, None, None
         if thread is None:
             return
         self._stop.set()
-        # The collection of an iterator may end its epoch in this thread.
         if thread is not threading.current_thread():
-            thread.join()
-        if self._panel is not None:
-            _quietly(self._panel.stop)
-        self._panel = None
+            thread.join(_JOIN_S)
 
     def forget(self) -> None:
         """Forget everything in a forked child, which writes to the terminal itself: its parent owns the panel."""
         if self._panel is not None:
             sys.stdout, sys.stderr = self._streams
         self._views, self._thread, self._panel = [], None, None
+        self._drawing, self._ends_with_process = threading.RLock(), False
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Neither draw nor print meanwhile: rich erases the panel by the size that it had before.
+
+        Within limits: see ``close``.
+        """
+        is_alone = self._drawing.acquire(timeout=_JOIN_S)
+        try:
+            yield
+        finally:
+            if is_alone:
+                self._drawing.release()
 
     def _print(self, line: str) -> None:
         """Print a line, above the panel or tqdm's progress bars if there are any."""
         line = printable(line)
-        if self._panel is not None:
-            self._panel.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if (panel := self._panel) is not None:
+            with self._alone():
+                panel.console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif active_progress_bars(bars := _tqdm()):
             bars.write(line, file=self._stream)
         else:
             self._stream.write(f"{line}\n")
             self._stream.flush()
 
-    def _run(self, stop: threading.Event) -> None:
-        panel = self._panel
+    def _run(self, panel: RichLive | None, stop: threading.Event) -> None:
+        try:
+            self._draw(panel, stop)
+        except Exception as error:
+            warn(
+                f"the live view ends here, because {type_name(error)} was raised: {message_of(error)}. Batches come as "
+                "before, and the next epoch is shown again"
+            )
+        finally:
+            with at_work():
+                _end(panel)
+            if self._thread is threading.current_thread():
+                self._thread = self._panel = None  # the next view starts another
+
+    def _draw(self, panel: RichLive | None, stop: threading.Event) -> None:
+        """Draw until the last view ends, or nothing can be written."""
         every_s = pause_s = _LINE_EVERY_S if panel is None else _DRAW_EVERY_S
         while not stop.wait(pause_s):
             start_s = time.thread_time()
@@ -253,7 +305,8 @@ class _Board:
                 if stop.is_set():
                     return
                 if panel is not None:
-                    written = _quietly(panel.update, _drawn(shown), refresh=True)
+                    with self._alone():
+                        written = _quietly(panel.update, _drawn(shown), refresh=True)
                 else:
                     written = all(_quietly(self._print, _line(*each)) for each in shown)
                 if not written:
@@ -291,6 +344,12 @@ def _panel_on(stream: TextIO) -> RichLive | None:
         redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
     )
     return panel if _quietly(panel.start) else None
+
+
+def _end(panel: RichLive | None) -> None:
+    if panel is not None:
+        with suppress(Exception):  # the stream may be of any class
+            panel.stop()
 
 
 def _drawn(shown: Sequence[tuple[Live, list[tuple[str, str]]]]) -> RenderableType:
@@ -344,5 +403,4 @@ def _quietly(write: Callable[..., object], *values: object, **options: object) -
 
 
 _board = _Board()
-atexit.register(_board.close)
 forget_in_children(_board.forget)

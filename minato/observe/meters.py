@@ -126,7 +126,8 @@ class SlowestSamples:
         self._shared[row * _ROW_WORDS] = 0  # a concurrent reader must not see half a row
         _ROW.pack_into(self._memory, row * _ROW.size, 0, epoch, stage, stage_ns, *name)
         self._shared[row * _ROW_WORDS] = cost_ns
-        self._row_of.pop(self._names[row], None)
+        if costs[row]:  # an empty row has the name of index 0
+            self._row_of.pop(self._names[row], None)
         self._row_of[name], self._names[row], costs[row] = row, name, cost_ns
         self.floor_ns = max(min(costs), _LEAST_NS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import socket
 import threading
 import time
@@ -135,25 +136,25 @@ _FAMILIES = [
 """Name, kind, labels and meaning of each metric."""
 _Values = dict[str, dict[tuple[str, ...], float]]
 """By name and labels: loaders at one address show the same GPUs."""
-_numbers = itertools.count(2)
-_labelled: weakref.WeakSet[LabelledMetrics] = weakref.WeakSet()
+_labels: weakref.WeakKeyDictionary[EpochLog, str] = weakref.WeakKeyDictionary()
+"""That of each loader, which keeps it for its life."""
 
 
 class LabelledMetrics:
     """The metrics of one loader; keeps neither the loader nor its dataset.
 
     Args:
-        name: The label of the loader; a number is appended if another loader has it.
+        name: The label of the loader, unless it has one; a number is appended if another loader has it.
     """
 
     def __init__(self, log: EpochLog, name: str, stages: Sequence[str]) -> None:
-        given = name = name.encode("utf-8", "backslashreplace").decode()
         self._log, self._stages = log, stages
-        taken = {each.name for each in _labelled if each._log is not log}
-        while name in taken:
-            name = f"{given} {next(_numbers)}"
-        self.name: str = name
-        _labelled.add(self)
+        if log not in _labels:
+            name = name.encode("utf-8", "backslashreplace").decode()
+            names = itertools.chain([name], (f"{name} {n}" for n in itertools.count(2)))
+            taken = {*_labels.values()}
+            _labels[log] = next(each for each in names if each not in taken)
+        self.name = _labels[log]
 
     def add_to(self, found: _Values) -> None:
         """Add the present values; between two epochs only totals over epochs."""
@@ -215,13 +216,19 @@ class ServedMetrics:
     """
 
     def __init__(self, metrics: LabelledMetrics, address: tuple[str, int]) -> None:
-        self._metrics = metrics
+        self._metrics, self._pid = metrics, os.getpid()
+        reference = weakref.ref(metrics)  # first: a collection in between may close the endpoint
         if address not in _endpoints:
             _endpoints[address] = _Endpoint(address)
         endpoint = _endpoints[address]
-        endpoint.loaders.append(weakref.ref(metrics))
-        self.url = endpoint.url
-        self._finalizer = weakref.finalize(metrics, _leave, address)
+        endpoint.loaders.append(reference)
+        self._url = endpoint.url
+        weakref.finalize(metrics, _leave, address)
+
+    @property
+    def url(self) -> str | None:
+        """Where they are served; None in a forked child, which leaves the address to its parent."""
+        return self._url if self._pid == os.getpid() else None
 
 
 class _Handler(WSGIRequestHandler):
@@ -234,6 +241,7 @@ class _Handler(WSGIRequestHandler):
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = _MOST_CLIENTS
+    timeout = 0.5  # in s: the interval of serve_forever(), where the end of the socket wakes nobody
 
     def __init__(self, address: tuple[str, int], serve: WSGIApplication) -> None:
         self._free = threading.Semaphore(_MOST_CLIENTS)
@@ -291,9 +299,8 @@ class _Endpoint:
         self.server = _Server(address, make_wsgi_app(registry))
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self.server.server_port}/metrics"
-        self._thread = threading.Thread(
-            target=self.server.serve_forever, name="minato-metrics", daemon=True
-        )
+        self._is_over = False
+        self._thread = threading.Thread(target=self._serve, name="minato-metrics", daemon=True)
         try:
             start_thread(self._thread)
         except RuntimeError:
@@ -304,15 +311,19 @@ class _Endpoint:
         """The metrics of the loaders that exist."""
         return [each for one in self.loaders if (each := one()) is not None]
 
+    def _serve(self) -> None:
+        with self.server:
+            while not self._is_over:
+                self.server.handle_request()
+
     def close(self) -> None:
-        if threading.current_thread() is self._thread:  # the garbage collector runs in any thread
-            threading.Thread(target=self.close, name="minato-metrics-end", daemon=True).start()
-            return
+        self._is_over = True
         with suppress(OSError):
             self.server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self.server.shutdown()
-        self.server.server_close()
-        self._thread.join(_JOIN_S)
+        # The garbage collector runs in any thread: in this one, or in one that holds a lock of threading's, which this
+        # one needs to serve a client.
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
 
 
 _endpoints: dict[tuple[str, int], _Endpoint] = {}

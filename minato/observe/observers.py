@@ -147,6 +147,9 @@ class Observer:
             loader: Returns the state of the loader; to be called rarely.
         """
 
+    def fail(self) -> None:
+        """``next()`` raises; not the error of a batch, which it returns, nor the end of the epoch."""
+
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""
 
@@ -155,6 +158,9 @@ class Observer:
 
     def end(self, source: MetricsSource) -> None:
         """The engine ends that has this source, and with it its epoch."""
+
+    def switched_off(self) -> None:
+        """A method raised, and none is called any more."""
 
 
 class Observers(Observer):
@@ -204,6 +210,9 @@ class Observers(Observer):
             except Exception as error:
                 self._failed(observer, error)
 
+    def fail(self) -> None:
+        self._call("fail")
+
     def pinned(self, duration_ns: int) -> None:
         self._call("pinned", duration_ns)
 
@@ -233,13 +242,16 @@ class Observers(Observer):
     def _raise_late(self) -> None:
         if self._late is not None:
             error, self._late = self._late, None
-            raise error.with_traceback(None)
+            raise BaseException.with_traceback(error, None)
 
     def _failed(self, observer: Observer, error: Exception) -> None:
         if isinstance(error, Warning):  # it warned, and goes on
             self._late = error
             return
+        if isinstance(error, RecursionError):
+            return  # a collection within the program's recursion ends an iterator
         self._all = tuple(each for each in self._all if each is not observer)
+        observer.switched_off()
         for listed in (self._of_loader, self._own):
             if observer in listed:
                 listed.remove(observer)

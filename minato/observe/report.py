@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +42,11 @@ class Report:
         origin: The program.
         setup: The loader.
         verdict: The bottleneck, and the change to make.
-        run: All epochs together; the prefetch window is that of the last.
+        run: All epochs together; the prefetch window and the active workers are those of the last. The fewest and
+            the most workers are those of ``epochs``.
         epochs: The latest 64, one by one.
         slowest: The twenty slowest samples of the run.
+        dataset: What ``minato_figures()`` of the dataset returned, if it has such a method.
     """
 
     origin: figures.Origin
@@ -52,6 +55,7 @@ class Report:
     run: figures.Period
     epochs: tuple[figures.Period, ...]
     slowest: tuple[figures.SlowSample, ...]
+    dataset: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain data, with ``legend``: unit and reading of each."""
@@ -85,14 +89,31 @@ class Report:
         return Text("\n").join([Text(head, "bold"), *map(Text, rest)])
 
 
-def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Report:
-    """The report of all epochs of a loader so far."""
+def report_of(
+    setup: figures.Setup,
+    steps: Sequence[str],
+    log: EpochLog,
+    dataset: Mapping[str, float] = MappingProxyType({}),
+) -> Report:
+    """The report of all epochs of a loader so far.
+
+    Args:
+        dataset: Figures of its dataset.
+    """
     records = log.records()
     whole = dataclasses.replace(records[-1], epoch=-1) if records else EpochRecord(-1)
     metrics, total = [each.metrics for each in records], Metrics()
     for each in (log.forgotten, *metrics):
         total += each
     run = _period(whole, total, "run", steps)
+    used = [each.use.workers for each in records if each.use.last is not None]
+    fewest, most = (
+        min((low for low, _ in used), default=0),
+        max((high for _, high in used), default=0),
+    )
+    run = dataclasses.replace(
+        run, workers=dataclasses.replace(run.workers, fewest=fewest, most=most)
+    )
     return Report(
         origin=_origin(),
         setup=setup,
@@ -112,6 +133,7 @@ def report_of(setup: figures.Setup, steps: Sequence[str], log: EpochLog) -> Repo
             )
             for each in log.slow
         ),
+        dataset=dict(dataset),
     )
 
 
@@ -170,7 +192,7 @@ def _waited(use: LoaderUse) -> tuple[tuple[float, float], ...]:
 
 def _waiting(metrics: Metrics) -> figures.Waiting:
     counts, waits = metrics.counts, _histogram(metrics, "wait")
-    waited_ns = counts["start_ns"] + waits.total
+    waited_ns = counts["start_ns"] + waits.total + counts["failed_ns"]
     return figures.Waiting(
         total_s=waited_ns / 1e9,
         share=_ratio(waited_ns, counts["wall_ns"]),
@@ -181,6 +203,8 @@ def _waiting(metrics: Metrics) -> figures.Waiting:
         first_batch_s=_ratio(counts["first_ns"] / 1e9, counts["epochs"]),
         starved_s=counts["slept_ns"] / 1e9,
         pin_memory_s=counts["pinned_ns"] / 1e9,
+        pinning_s=counts["pinning_ns"] / 1e9,
+        queueing_s=counts["queueing_ns"] / 1e9,
     )
 
 

@@ -127,6 +127,11 @@ def sections(report: Report) -> list[Section]:
             },
         ),
         _table_of(
+            "Dataset",
+            [each for each in report.dataset.items() if each[1]],
+            {"figure": lambda each: each[0], "value": lambda each: format_value(each[1], "")},
+        ),
+        _table_of(
             "Stages",
             [each for each in run.stages if each.share],
             {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import itertools
@@ -16,7 +15,7 @@ from minato._core import now_ns
 from minato._support.files import open_lines, open_regular, write_all
 from minato._support.text import text_of
 from minato._support.values import integer_of
-from minato._system import environment, local_rank
+from minato._system import environment, file_of_process
 from minato.errors import warn
 from minato.observe.observers import LoaderSnapshot, Observer
 from minato.observe.tracer import REPEATED, SAMPLE, Args, Tracer
@@ -37,17 +36,22 @@ class Trace:
 
     Args:
         path: The file; checked now, and truncated at the first iteration.
+        variable: The environment variable that gave the path to all processes of the program, with its value. Each
+            process to which the loader travels writes a file of its own, which is checked at its first iteration.
 
     Raises:
         ValueError: The file is no trace; it stays unchanged.
         OSError: It cannot be written.
     """
 
-    def __init__(self, path: str, name: str) -> None:
-        self._path = os.path.abspath(path)
+    def __init__(self, path: str, name: str, *, variable: str = "") -> None:
+        self._given, self._variable = os.path.abspath(path), variable
         self._name = name
-        self._begun = False
+        self._begun: str | None = None
+        """The file that was truncated."""
         self._taken: set[int] = set()
+        if variable:
+            return  # the rank, which is part of the name, may not be known yet
         try:
             os.close(self._open())
         except OSError as error:
@@ -56,25 +60,42 @@ class Trace:
                 f"trace={path!r} cannot be written ({error.strerror}): give a file in a directory where you may write",
             ) from None
 
+    @property
+    def _path(self) -> str:
+        return file_of_process(self._given) if self._variable else self._given
+
     def _open(self) -> int:
         return open_lines(self._path, b'[\n{"ph":', "a trace (Observe(trace=...))")
 
-    def take(self) -> Tracks:
-        """Tracks for a new engine; those of an engine that has ended are reused."""
-        if not self._begun:
-            # The tracks will report the error: they cannot be written either.
-            with contextlib.suppress(OSError):
-                descriptor = self._open()
-                try:
-                    os.ftruncate(descriptor, 0)
-                    # An array, which the format allows to stay open.
-                    write_all(descriptor, b"[\n", self._path)
-                finally:
-                    os.close(descriptor)
-                self._begun = True
+    def take(self) -> Tracks | None:
+        """Tracks for a new engine; those of an engine that has ended are reused.
+
+        Returns:
+            None if the file of an environment variable cannot be written or has other content, which is a warning.
+        """
+        path = self._path
+        if self._begun != path:
+            try:
+                self._begin(path)
+            except (OSError, ValueError) as error:
+                if self._variable:
+                    warn(f"a loader is not traced: {self._variable}: {error}")
+                    return None
+                if isinstance(error, ValueError):
+                    raise
+                # The tracks will report the error: they cannot be written either.
         number = next(each for each in range(len(self._taken) + 1) if each not in self._taken)
         self._taken.add(number)
-        return Tracks(self._path, LIMIT_BYTES, os.getpid(), number, self._name)
+        return Tracks(path, LIMIT_BYTES, os.getpid(), number, self._name)
+
+    def _begin(self, path: str) -> None:
+        descriptor = self._open()
+        try:
+            os.ftruncate(descriptor, 0)
+            write_all(descriptor, b"[\n", path)  # an array, which the format allows to stay open
+        finally:
+            os.close(descriptor)
+        self._begun = path
 
     def give_back(self, tracks: Tracks) -> None:
         """An engine has ended."""
@@ -92,20 +113,15 @@ _MOST_TRACES = 16
 def trace_of_environment(name: str) -> Trace | None:
     """The trace that ``MINATO_TRACE`` asks for, in a file for each loader of this process.
 
-    The second loader writes ``NAME-2.json``, local rank 1 ``NAME.rank1.json``. A file that cannot be written, or has
-    other content, is a warning.
+    The second loader writes ``NAME-2.json``, local rank 1 ``NAME.rank1.json``, a child process ``NAME.pid1234.json``. A
+    file that cannot be written, or has other content, is a warning.
     """
     given = environment("MINATO_TRACE")
     if given is None or (number := next(_numbers)) > _MOST_TRACES:
         return None
     stem, suffix = os.path.splitext(given)
-    rank = local_rank()
-    path = f"{stem}{f'-{number}' if number > 1 else ''}{f'.rank{rank}' if rank else ''}{suffix}"
-    try:
-        return Trace(path, name)
-    except (OSError, ValueError) as error:
-        warn(f"a loader is not traced: MINATO_TRACE={given!r}: {error}")
-        return None
+    path = f"{stem}-{number}{suffix}" if number > 1 else given
+    return Trace(path, name, variable=f"MINATO_TRACE={given!r}")
 
 
 class Tracks(NamedTuple):

@@ -6,6 +6,7 @@ for each batch). The other is the workers (their time for a batch, divided by th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Iterable
@@ -39,6 +40,9 @@ _CHEAPER = 0.5
 _PER_CORE, _MOST = 8, 32
 """Limits of the advised number of workers, where they wait for a disk or a network."""
 
+_FIRST_WINDOW = 2
+"""Batches per worker from which a prefetch window grows where ``prefetch_factor`` is omitted."""
+
 
 @dataclass(frozen=True)
 class _Costs:
@@ -47,16 +51,21 @@ class _Costs:
     Attributes:
         whole: From one batch to the next.
         transfer: ``next()`` in the training process, without sleeping.
+        pinning, queueing: The parts of it that a device takes.
         work: Of all workers together.
         source: The share of the workers' time that the dataset takes, 0 to 1.
+        reading: Of each reader, where the dataset has a fixed number of them: no further worker makes it less.
     """
 
     whole: float
     step: float
     pinned: float
     transfer: float
+    pinning: float
+    queueing: float
     work: float
     source: float
+    reading: float
     start: float
 
     @property
@@ -72,23 +81,35 @@ class _Costs:
             start_factor: Number of workers after the change, relative to the present one: their start takes longer.
         """
         busy = (self.work if work is None else work) / max(workers, 1)
-        return max(self.whole / max(max(self.serial, busy) + start_factor * self.start, 1e-9), 1.0)
+        least = max(self.serial, self.reading, busy)
+        return max(self.whole / max(least + start_factor * self.start, 1e-9), 1.0)
 
 
 def _costs_of(setup: Setup, run: Period) -> _Costs:
     waiting, batches = run.waiting, run.throughput.batches
     started_s = waiting.start_s * run.epochs
     transfer_s = max(waiting.total_s - waiting.starved_s - started_s, 0.0)
+    if setup.num_workers == 0:
+        transfer_s = waiting.pinning_s + waiting.queueing_s
     step_s = max(run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s, 0.0)
+    work = run.workers.busy_s / batches
+    source = sum(stage.share for stage in run.stages if stage.kind == "source")
     return _Costs(
         whole=run.throughput.wall_s / batches,
         step=step_s / batches,
         pinned=waiting.pin_memory_s / batches,
-        transfer=transfer_s / batches if setup.num_workers > 0 else 0.0,
-        work=run.workers.busy_s / batches,
-        source=sum(stage.share for stage in run.stages if stage.kind == "source"),
+        transfer=transfer_s / batches,
+        pinning=waiting.pinning_s / batches,
+        queueing=waiting.queueing_s / batches,
+        work=work,
+        source=source,
+        reading=work * source / setup.readers if setup.readers else 0.0,
         start=started_s / batches,
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def judge(setup: Setup, run: Period) -> Verdict:
@@ -123,12 +144,16 @@ def judge(setup: Setup, run: Period) -> Verdict:
         )
     if max(costs.pinned, costs.transfer) >= lost_s / batches / 2:
         return _transfer(run, costs)
+    if not in_main_process and costs.reading >= _BUSY * costs.whole:
+        return _reading(setup, run, costs)
     if in_main_process or run.workers.busy_share >= _BUSY:
         return _workers_busy(setup, run, costs)
     return _workers_idle(setup, run, costs)
 
 
 def _transfer(run: Period, costs: _Costs) -> Verdict:
+    if max(costs.pinning, costs.queueing) >= max(costs.pinned, costs.transfer / 2):
+        return _to_device(costs)
     changes: dict[str, Any] | None = None
     if costs.pinned >= costs.transfer:
         evidence = f"Copying a batch to pinned memory takes {seconds(costs.pinned)}."
@@ -143,7 +168,7 @@ def _transfer(run: Period, costs: _Costs) -> Verdict:
         )
         if run.throughput.nbytes and run.workers.cores_share >= _ALL_CORES:
             evidence += (
-                f" All cores are in use ({run.workers.cores_share:.0%}), so it waits for one."
+                f" All cores are in use ({_percent(run.workers.cores_share)}), so it waits for one."
             )
             advice = (
                 "Leave it a core: fewer workers, fewer threads of the training step (torch.set_num_threads), or fewer "
@@ -155,6 +180,65 @@ def _transfer(run: Period, costs: _Costs) -> Verdict:
     return Verdict("transfer", summary, (evidence,), advice, changes, speedup)
 
 
+def _to_device(costs: _Costs) -> Verdict:
+    summary = "The bottleneck is the transfer of batches to the device."
+    if costs.queueing > costs.pinning:
+        return Verdict(
+            "transfer",
+            summary,
+            (
+                f"The training process needs {seconds(costs.queueing)} to queue the copies of a batch.",
+            ),
+            "If the device is busy, it takes no more, and no loader makes it faster: loader.headroom() measures that.",
+        )
+    return Verdict(
+        "transfer",
+        summary,
+        (f"Pinning memory takes {seconds(costs.pinning)} per batch.",),
+        "A longer run is faster: each part of the memory is pinned once. Batches that the loop keeps take new parts.",
+        None,
+        costs.whole / max(costs.whole - costs.pinning, 1e-9),
+    )
+
+
+def _reading(setup: Setup, run: Period, costs: _Costs) -> Verdict:
+    """All readers read all the time, and other workers cannot."""
+    readers = setup.readers or 1
+    wanted = math.ceil(_MARGIN * costs.reading * readers / max(costs.serial, 1e-9))
+    wanted = min(wanted, _most_workers(setup, run))
+    some = "Its reader reads" if readers == 1 else f"Its {readers} readers read"
+    evidence = (
+        f"{some} for {_percent(costs.reading / costs.whole)} of the time, and other workers cannot."
+    )
+    summary = "The bottleneck is reading the iterable dataset."
+    if wanted <= readers:
+        saved = (1 - _CHEAPER) * costs.reading
+        advice = "Make its iterator cheaper: what transforms= does, all workers do."
+        speedup = costs.whole / max(costs.whole - saved, 1e-9)
+        return Verdict("source", summary, (evidence,), advice, None, speedup, "dataset")
+    changes = {"readers": wanted}
+    if wanted > setup.num_workers:
+        changes["num_workers"] = wanted
+    given = ", ".join(f"{name}={value}" for name, value in changes.items())
+    shared = dataclasses.replace(costs, reading=costs.reading * readers / wanted)
+    return Verdict(
+        "source",
+        summary,
+        (evidence,),
+        f"{given}, if the dataset divides itself by get_worker_info(); else move work from its iterator to "
+        "transforms=.",
+        changes,
+        shared.speedup(max(wanted, setup.num_workers)),
+        "dataset",
+    )
+
+
+def _most_workers(setup: Setup, run: Period) -> int:
+    """The number of workers that this machine can run at a time."""
+    cap = max(int(setup.cores), min(int(_PER_CORE * setup.cores), _MOST))
+    return min(max(int(setup.cores / (run.workers.on_core_share or 1.0)), 1), cap)
+
+
 def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     workers = run.workers
     now = max(workers.count, 1)
@@ -163,10 +247,8 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     in_cluster = setup.worker_method == "ray"
     all_used = max(workers.cores_share, own_share) >= _ALL_CORES and on_core >= _ON_CORE
     crowded = all_used and not in_cluster
-    cap = max(int(setup.cores), min(int(_PER_CORE * setup.cores), _MOST))
-    useful = min(max(int(setup.cores / on_core), 1), cap)
-    wanted = math.ceil(_MARGIN * costs.work / max(costs.serial, 1e-9))
-    wanted = min(wanted, _MOST * now if in_cluster else useful)
+    wanted = math.ceil(_MARGIN * costs.work / max(costs.serial, costs.reading, 1e-9))
+    wanted = min(wanted, _MOST * now if in_cluster else _most_workers(setup, run))
     concurrency = math.ceil(wanted / now)
     may_fetch_more = setup.may_fetch_more and concurrency > setup.fetch_concurrency
     waits = on_core < 0.5 and costs.source >= 0.5 and setup.num_workers > 0
@@ -176,7 +258,7 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
             "source",
             "The bottleneck is the source: its latency, not its bandwidth.",
             (
-                f"Busy workers use a core for {on_core:.0%} of their time: they wait for their reads.",
+                f"Busy workers use a core for {_percent(on_core)} of their time: they wait for their reads.",
             ),
             f"Read several samples concurrently in each worker: fetch_concurrency={concurrency}.",
             {"fetch_concurrency": concurrency},
@@ -184,16 +266,19 @@ def _workers_busy(setup: Setup, run: Period, costs: _Costs) -> Verdict:
             "dataset",
         )
     if not crowded and wanted > setup.num_workers and (wanted > now or setup.num_workers == 0):
-        evidence = f"Busy workers use a core for {on_core:.0%} of their time; there are {setup.cores:g}: more can run."
+        evidence = (
+            f"Busy workers use a core for {_percent(on_core)} of their time; there are {setup.cores:g}: "
+            "more can run."
+        )
         if in_cluster:
             evidence = "Workers run in a cluster, which can run more of them if it has free cores."
-        largest = _largest(run)
+        largest, per_rank = _largest(run), math.ceil(wanted / setup.ranks)
         return Verdict(
             "workers",
             "There are too few workers.",
             (evidence,),
-            f"num_workers={wanted}.",
-            {"num_workers": wanted},
+            f"num_workers={per_rank}.",
+            {"num_workers": per_rank},
             costs.speedup(wanted, start_factor=wanted / now),
             "" if largest is None else largest.name,
         )
@@ -241,15 +326,34 @@ def _workers_idle(setup: Setup, run: Period, costs: _Costs) -> Verdict:
     speedup = costs.speedup(max(workers.count, 1))
     if window.held_by_budget:
         batch_bytes = window.memory_bytes / max(window.in_flight, 1.0)
-        wanted = math.ceil(4 * max(workers.count, 1) * batch_bytes)
+        wanted = math.ceil(max(4 * max(workers.count, 1) * batch_bytes, 2 * window.budget_bytes))
+        wanted = math.ceil(wanted / setup.ranks)
         summary = "The bottleneck is the memory for batches that are prefetched."
         advice = f"memory_budget={wanted}."
         return Verdict("memory", summary, (), advice, {"memory_budget": wanted}, speedup)
-    if setup.prefetch_factor is not None:
+    if setup.reads_here:
+        return Verdict(
+            "source",
+            "The bottleneck is the reader, a thread of the training process.",
+            ("The workers wait for its items.",),
+            "Make its iterator cheaper: what transforms= does, all workers do. The estimate assumes half of its cost.",
+            None,
+            min(speedup, 1 / _CHEAPER),
+            "dataset",
+        )
+    steps, is_full = run.throughput, workers.window_full_share > workers.no_work_share
+    long_ones = costs.step > costs.whole / 4 and steps.step_mean_s > 2 * steps.step_p50_s
+    may_overtake = setup.in_order and workers.count > 1 and run.stragglers.phase != "uniform"
+    if is_full and (long_ones or not may_overtake):
+        factor = 4 * math.ceil(window.limit / max(workers.count, 1))
+        summary = "Uneven steps: the prefetch window is full in a long one, and empty after it."
+        advice = f"Prefetch more batches: prefetch_factor={factor}."
+        return Verdict("memory", summary, (), advice, {"prefetch_factor": factor}, speedup)
+    if setup.prefetch_factor is not None and setup.prefetch_factor <= _FIRST_WINDOW:
         summary = "Too few batches are prefetched."
         advice = f"Omit prefetch_factor={setup.prefetch_factor}: the prefetch window then grows as needed."
         return Verdict("memory", summary, (), advice, {"prefetch_factor": None}, speedup)
-    if setup.in_order:
+    if may_overtake:
         summary = "Slow samples delay the batches behind them."
         advice = (
             "Take batches when they are complete: order='batch', or 'arrival' if batches may mix."

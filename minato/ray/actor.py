@@ -20,6 +20,7 @@ from minato._compat import ExceptionWithTraceback
 from minato._core import Lease, now_ns, run_steps
 from minato._support.objects import nbytes_of
 from minato._support.pickling import SidePickler
+from minato.batching.blobs import reported
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -88,12 +89,14 @@ class SampleServer:
         self._rescanned = False
         self._laps = array("q", bytes(8 * len(self._steps)))
         self._lease = Lease()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         seed_worker(number, spec.num_workers, spec.base_seed, spec.dataset)
         try:
             if spec.worker_init_fn is not None:
                 spec.worker_init_fn(number)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._failure = error
 
     def process_and_node(self) -> tuple[int, str]:
@@ -127,8 +130,10 @@ class SampleServer:
                     break
             failed, parts = False, _pack(value)
             laps_ns += self._laps
-        except Exception as error:
-            failed, parts = True, _pack_error(error)
+        except KeyboardInterrupt:  # it alone ends the actor
+            raise
+        except BaseException as error:
+            failed, parts = True, _pack_error(reported(error))
             laps_ns = [now_ns() - begun_ns]
         cpu_ns = thread_time_ns() - cpu_ns
         return SampleResult(failed, *parts, laps_ns, cpu_ns, size_bytes, self._lease.step)
@@ -159,7 +164,7 @@ def _pickler() -> type[SidePickler]:
 
 def _pack(value: object) -> tuple[bytes, list[Any]]:
     file = io.BytesIO()
-    pickler = _pickler()(file, "result", {})
+    pickler = _pickler()(file, "sample", {})
     pickler.dump(value)
     return file.getvalue(), [np.asarray(raw) for raw in pickler.raws()]
 

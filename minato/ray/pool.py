@@ -152,13 +152,13 @@ class ActorPool(ThreadPool):
 
     def check(self) -> None:
         self._group.check()
+        super().check()
         for number, lost in list(self._lost.items()):
             warning = self._recover(number, lost.pid, lost.loss)
             del self._lost[number]
             self.replace(number)
             if warning is not None:
                 warn(warning)
-        super().check()
 
     def may_leave(self, number: int) -> bool:
         # The loss of an actor was noted before the thread ended, which is replaced.

@@ -14,8 +14,9 @@ from torch.utils.data import Sampler
 from minato._core import mix_seed
 from minato._support.values import items_of, number_of
 from minato.checks import check_choice, check_number, check_shard, check_whole
+from minato.sampling.dealing import Batches
 
-__all__ = ["CostBatchSampler"]
+__all__ = ["CostBatchSampler", "fill_steps"]
 
 _POOL_BATCHES = 50
 """Default size of a pool, in batches."""
@@ -96,7 +97,7 @@ class CostBatchSampler(Sampler[list[int]]):
             mean = float(self._costs.mean()) if len(self._costs) else 0.0
             pool = int(min(_POOL_BATCHES * max(max_cost / mean, 1.0), 1 << 62)) if mean else 1 << 62
         self._pool = pool
-        self._cut: tuple[int, list[list[int]]] | None = None
+        self._cut: tuple[tuple[int, int], list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of ``iter()`` and ``len()``."""
@@ -107,11 +108,13 @@ class CostBatchSampler(Sampler[list[int]]):
         return len(self._all_batches()) // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._all_batches()[self.rank :: self.num_replicas])
+        # Copies: a loader may change the list of a batch.
+        return map(list, self._all_batches()[self.rank :: self.num_replicas])
 
     def _all_batches(self) -> list[list[int]]:
         """Return the batches of all ranks: those of the first step, of the second, and so on."""
-        if self._cut is None or self._cut[0] != self.epoch:
+        key = self.epoch, self.num_replicas
+        if self._cut is None or self._cut[0] != key:
             random = np.random.default_rng(mix_seed(self._seed or 0, self.epoch, 0))
             shuffles = self._seed is not None
             order = random.permutation(self._indices) if shuffles else self._indices
@@ -119,12 +122,12 @@ class CostBatchSampler(Sampler[list[int]]):
             for start in range(0, len(order), self._pool):
                 batches += self._packed(order[start : start + self._pool])
             ranks = self.num_replicas
-            _fill_steps(batches, ranks)
+            fill_steps(batches, ranks)
             steps = np.arange(len(batches) // ranks)
             if shuffles:
                 random.shuffle(steps)
             ordered = [batches[step * ranks : (step + 1) * ranks] for step in steps]
-            self._cut = self.epoch, list(chain.from_iterable(ordered))
+            self._cut = key, list(chain.from_iterable(ordered))
         return self._cut[1]
 
     def _packed(self, indices: np.ndarray) -> list[list[int]]:
@@ -170,7 +173,7 @@ def _checked(costs: object) -> Costs:
     return found
 
 
-def _fill_steps(batches: list[list[int]], ranks: int) -> None:
+def fill_steps(batches: Batches, ranks: int) -> None:
     """Make the number of batches divisible by the number of ranks: halve large ones, or repeat some."""
     while len(batches) % ranks:
         largest = max(range(len(batches)), key=lambda number: len(batches[number]))

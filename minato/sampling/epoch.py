@@ -17,7 +17,7 @@ from minato._compat import fetcher_is_replaced, state_is_inexact
 from minato._core import spread_seed
 from minato._support.objects import attribute, length_of, takes_lists
 from minato._support.values import plain as plain_value
-from minato.errors import log
+from minato.errors import Postponed, log
 from minato.observe.lateness import Lateness
 from minato.sampling.progress import (
     NOTHING,
@@ -31,6 +31,7 @@ from minato.sampling.readers import EpochReaders
 from minato.sampling.replay import OrderRecord, Origin
 from minato.sampling.resume import DatasetStates, LoaderState, SamplerState, is_stateful, signature
 from minato.sampling.samplers import (
+    OTHER_INDICES,
     SEEDED,
     Batch,
     IndexBatches,
@@ -45,10 +46,11 @@ from minato.sampling.samplers import (
     nested,
     next_sampler,
     occurrence_counter,
+    redealt,
     set_sampler_epoch,
 )
 
-__all__ = ["Epoch", "NextEpoch", "Position", "Seeds"]
+__all__ = ["Epoch", "EpochPosition", "NextEpoch", "Seeds"]
 
 _PLAIN_ITERATORS = (GeneratorType, type(iter(range(0))))
 """Of samplers that yield what they know in advance."""
@@ -111,7 +113,9 @@ class Epoch:
         iterator: The iterator that has begun it; None: no other takes its place.
         has_started: Whether its iterator has begun it; until then, an interrupted ``iter()`` begins it once more.
         replaces: The epoch in whose place it begins, because ``set_epoch`` came after ``iter()``; None: in no other's.
+        may_be_replaced: Whether ``set_epoch`` still chooses an epoch in its place: no batch was asked for.
         is_resumed: Whether it began with a state.
+        earlier: What other numbers of ranks completed of it before.
         sampler_epoch: The epoch that the sampler had when the first batches had been drawn.
     """
 
@@ -135,21 +139,40 @@ class Epoch:
         self.has_started = False
         self.iterator: weakref.ref[object] | None = None
         self.replaces: Epoch | None = None
+        self.may_be_replaced = False
         self.is_resumed = state is not None
         self.sampler_epoch: int | None = None
+        self.earlier = () if state is None else state.earlier
+        if self.earlier:
+            length = length_of(spec.dataset)
+            left = redealt(spec.index_sampler, self.earlier, length, spec.batched)
+            spec = replace(spec, index_sampler=left)
         self._spec = spec
         self._state = state
         self._restored = restored
         self._default = None if state is None else torch.default_generator.get_state()
+        self.draw = SamplerState(spec)
+        if state is not None and state.stands_for_all:
+            state = self._state = replace(state, done=self._first_batches(state))
         done = Completed() if state is None else state.done
         self.progress = Progress(number, done)
         self.progress.length = functools.partial(_batches_left, weakref.ref(spec), done.batches)
-        self.draw = SamplerState(spec)
+        if state is not None:
+            self.progress.earlier = state.counted
         if state is None or spec.streams:
             self.draw.before_iter()
         self._restores = (True, False) if self.draw.num_stateful else (True,)
         """Whether samplers get their states again to repeat an epoch: one that has the position of its last iterator
         repeats it in the iterator after the one that goes on from there. Two values: not yet known."""
+
+    def _first_batches(self, state: LoaderState) -> Completed:
+        """What this rank had when another one, which steps with it, had as many batches."""
+        batches = map(_tried(self._maker()), self.draw.redraw(state.draw))
+        first = list(itertools.islice(filter(_is_made, batches), state.done.batches))
+        end = sum(len(batch) or 1 for batch in first)
+        tally = functools.reduce(Tally.plus, map(Tally.of, first), NOTHING)
+        ranges = ((0, end),) if end else ()
+        return Completed(ranges, len(first), tally, earlier=state.done.earlier)
 
     def has_begun(self, iterator: weakref.ref[object] | None = None) -> None:
         """Note that its iterator has begun it, and the epoch that the sampler has now.
@@ -182,6 +205,11 @@ class Epoch:
     def size(self) -> int | None:
         """Number of samples, None if it is unknown."""
         return self._spec.size()
+
+    def batches_of_rank(self) -> int:
+        """Number of batches of each rank, if several share the epoch."""
+        sampler = self._spec.index_sampler
+        return len(sampler.sampler if type(sampler) is InterleavedRanks else sampler)
 
     def predict_next(self) -> NextEpoch | None:
         """The next epoch; None if its indices are unknown, or it must not be prefetched."""
@@ -235,7 +263,7 @@ class Epoch:
             recorded = (Recurring.of(*pair) for pair in spec.replay.batches(self.number))
             return Source(recorded) if state is None else self._after(state, lambda _: recorded)
         if state is not None:
-            make = self._maker()
+            make = _tried(self._maker())
             return self._after(
                 state, lambda restores: map(make, self.draw.redraw(state.draw, restores))
             )
@@ -250,24 +278,25 @@ class Epoch:
         spec, done = self._spec, state.done
         for restores in self._restores:
             left = remaining_batches(drawn(restores), done, spec.mixes_batches, spec.drop_last)
-            if left is not None and len(self._restores) > 1 and restores and not done.batches:
+            is_unsure = len(self._restores) > 1 and restores
+            if left is not None and (is_unsure or self.earlier) and not done.batches:
                 first = [*itertools.islice(left, 1)]
-                left = itertools.chain(first, left) if first else None
+                left = itertools.chain(first, left) if first or self.earlier else None
             if left is not None:
                 self._restores = (restores,)
                 # An interruption ends a generator: then no batch is missing unnoticed.
-                return Source(batch for batch in left)
-        raise ValueError(
-            "the sampler yields other indices than when the state was taken, so the remaining ones are unknown: "
-            "use seed=, give the sampler a generator, or give it state_dict() and load_state_dict()"
-        )
+                return Source((batch for batch in left), _made)
+        raise ValueError(OTHER_INDICES)
 
     def _again(self, state: LoaderState | None, count: int) -> Source:
         """The batches after the first ``count`` remaining ones, drawn again."""
         source = self._source(state)
         before = itertools.islice(source.items, count)
-        made = before if source.make is None else map(source.make, before)
-        if functools.reduce(Tally.plus, map(Tally.of, made), NOTHING) != self.progress.drawn():
+        made = before if source.make is None else map(_tried(source.make), before)
+        if (
+            functools.reduce(Tally.plus, map(Tally.of, filter(_is_made, made)), NOTHING)
+            != self.progress.drawn()
+        ):
             raise RuntimeError(
                 "the sampler was interrupted, and yields other indices when it is asked again, so the remaining ones "
                 "are unknown: call iter(loader) to begin another epoch; with seed=, or a generator, it goes on"
@@ -311,13 +340,35 @@ class Epoch:
         return make if mark is None else lambda indices: mark(make(indices))
 
 
+def _tried(make: Callable[[object], object]) -> Callable[[object], Any]:
+    """``make``, which returns what it would raise: a batch that has no indices must not end an iterator of others."""
+
+    def attempt(given: object) -> object:
+        try:
+            return make(given)
+        except Exception as error:
+            return Postponed(error)
+
+    return attempt
+
+
+def _is_made(batch: object) -> bool:
+    return not isinstance(batch, Postponed)
+
+
+def _made(batch: object) -> object:
+    if isinstance(batch, Postponed):
+        batch.reraise()
+    return batch
+
+
 def _batches_left(reference: weakref.ref[SamplingSpec], done: int) -> int | None:
     """Number of batches after the first ``done``. A log keeps this function, which must keep no dataset."""
     spec = reference()
     return None if spec is None else spec.batches_left(done)
 
 
-class Position:
+class EpochPosition:
     """The epoch of a loader, and the state that its next iterator resumes.
 
     Attributes:
@@ -361,7 +412,7 @@ class Position:
             seeds = None if loaded.finished else seeds
         return None if seeds is None else seeds.of(epoch)
 
-    def without_state(self) -> Position:
+    def without_state(self) -> EpochPosition:
         """A copy at the same epoch, without a state to resume."""
         other = copy.copy(self)
         other._loaded = None
@@ -382,6 +433,11 @@ class Position:
         if self.last is not None and not self.last.prefetches_next:
             self._predicts = False
         return self._predicts
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a state was loaded, and the next iterator begins with it."""
+        return self._pending() is not None
 
     @property
     def resumes(self) -> tuple[int, Completed] | None:
@@ -422,6 +478,8 @@ class Position:
             epoch.dataset_states = last.dataset_states  # its workers keep theirs
         if spec.streams:
             epoch.readers = self._readers(spec, loaded, last if persists else None)
+            if loaded is not None and loaded.finished and self._loaded is not None:
+                self._loaded = replace(self._loaded, readers=epoch.readers.at_start())
         self._begin(epoch, sampler)
         return epoch, None if loaded is None else loaded.dataset_states
 
@@ -434,33 +492,40 @@ class Position:
             last: The epoch before it, if the copies of the dataset stay.
         """
         resumed = None if loaded is None else loaded.readers
-        if resumed is not None and spec.rereads:
-            resumed = {**resumed, "each": [{**each, "state": None} for each in resumed["each"]]}
         if resumed is not None and loaded is not None and not loaded.finished:
-            kept = sum(each["state"] is not None for each in resumed["each"])
-            way = f"go on from {kept} states of the dataset" if kept else "read it again"
-            log(f"epoch {loaded.epoch} is resumed: {spec.readers} readers {way}")
+            kept = sum(resumed["each"][i]["state"] is not None for i in spec.own_readers)
+            goes_on = kept and not spec.rereads
+            way = f"go on from {kept} states of the dataset" if goes_on else "read it again"
+            log(f"epoch {loaded.epoch} is resumed: {len(spec.own_readers)} readers {way}")
         if loaded is None and last is not None and last.readers is not None:
             resumed = last.readers.between_epochs()
-        readers = EpochReaders(
+        goes_on = loaded is not None and not loaded.finished
+        readers = self._made_readers(spec, resumed, goes_on)
+        of_dataset, sets_epoch = _dataset_epoch(spec.dataset), _sets_epoch(spec.dataset)
+        if sets_epoch and not goes_on and self._chosen is not None:
+            readers.set_epoch = self._chosen
+        elif sets_epoch and readers.set_epoch is None:
+            if loaded is not None and goes_on:
+                readers.set_epoch = loaded.epoch
+            elif last is not None and of_dataset != self._dataset_epoch:
+                readers.set_epoch = of_dataset
+            elif last and last.readers and (last.readers.goes_on or not last.progress.finished):
+                readers.set_epoch, readers.is_told = last.readers.set_epoch, True
+        self._dataset_epoch = of_dataset
+        return readers
+
+    def _made_readers(
+        self, spec: SamplingSpec, resumed: dict[str, object] | None, goes_on: bool = False
+    ) -> EpochReaders:
+        return EpochReaders(
             spec.readers,
+            spec.own_readers,
             spec.batch_size or 1,
             in_turn=spec.order == "strict",
             persist=spec.persists_datasets,
             resumed=resumed,
+            goes_on=goes_on,
         )
-        of_dataset, sets_epoch = _dataset_epoch(spec.dataset), _sets_epoch(spec.dataset)
-        if sets_epoch and readers.set_epoch is None:
-            if loaded is not None and not loaded.finished:
-                readers.set_epoch = loaded.epoch
-            elif self._chosen is not None:
-                readers.set_epoch = self._chosen
-            elif last is not None and of_dataset != self._dataset_epoch:
-                readers.set_epoch = of_dataset
-            elif last is not None and last.readers is not None and not last.progress.finished:
-                readers.set_epoch = last.readers.set_epoch  # some may not have begun
-        self._dataset_epoch = of_dataset
-        return readers
 
     def _next(self, sampler: object, persists: bool) -> tuple[int, int]:
         """Number and ``drawn_epoch`` of the next epoch, which starts at its beginning."""
@@ -493,30 +558,62 @@ class Position:
         last = again and (again.replaces or again)
         if again is None or last is None or last.is_resumed or epoch not in (last, again):
             return None
-        of_sampler = epoch_of(sampler)
-        is_moved = of_sampler != last.sampler_epoch
-        chosen = of_sampler if is_moved and of_sampler is not None else self._chosen
-        if again is not last:  # which was interrupted
-            chosen = again.number if chosen is None else chosen
-        elif chosen is None or (chosen == self._number and not is_moved):
-            self._chosen = None
+        chosen = self._instead(spec, last)
+        if chosen is None and again is last:
+            self._chosen, last.may_be_replaced = None, False
             return None
-        assert chosen is not None
-        drawn = last.draw.taken()
-        state = LoaderState({}, chosen, False, drawn, None, last.base_seed, chosen)
+        chosen = again.number if chosen is None else chosen  # that one was interrupted
         _set_seeded(sampler, chosen)
+        drawn = {**last.draw.taken(), "epoch": epoch_of(sampler)}
+        state = LoaderState({}, chosen, False, drawn, None, last.base_seed, chosen)
         other = Epoch(
             spec, chosen, drawn_epoch=chosen, state=state, prefetches_next=last.prefetches_next
         )
         other.dataset_states, other.replaces = last.dataset_states, last
-        if spec.streams:
-            other.readers = self._readers(spec, None, last)
-            other.readers.set_epoch = chosen if _sets_epoch(spec.dataset) else None
+        if last.readers is not None:
+            plain = self._readers_instead(spec, last.readers, chosen)
+            other.readers = self._made_readers(spec, plain)
+            self._dataset_epoch = _dataset_epoch(spec.dataset)
         self._begin(other, sampler)
         return other
 
+    def _instead(self, spec: SamplingSpec, last: Epoch) -> int | None:
+        """The epoch that ``set_epoch`` has chosen in place of one; None: it has not, or the epoch is the same."""
+        of_sampler, readers = epoch_of(spec.index_sampler), last.readers
+        is_moved = of_sampler != last.sampler_epoch
+        chosen = of_sampler if is_moved and of_sampler is not None else self._chosen
+        # The copies of a stream also get the number that would have come by itself.
+        has_it = readers is None or readers.set_epoch == chosen or not _sets_epoch(spec.dataset)
+        return None if chosen == self._number and has_it and not is_moved else chosen
+
+    def _readers_instead(
+        self, spec: SamplingSpec, readers: EpochReaders, chosen: int
+    ) -> dict[str, Any]:
+        """The readers of the epoch that begins in place of another one, which may have read ahead, as plain data."""
+        set_epoch = chosen if _sets_epoch(spec.dataset) else None
+        return {**readers.at_start(), "set_epoch": set_epoch}
+
+    def _state_instead(self, spec: SamplingSpec) -> LoaderState | None:
+        """The state of the epoch that the next batch begins in place of the last one; None if it does not."""
+        last = self.last
+        if last is None or not (last.may_be_replaced and last.has_started) or last.is_resumed:
+            return None
+        chosen = self._instead(spec, last)
+        if chosen is None:
+            return None
+        drawn = {**last.draw.taken(), "epoch": epoch_of(spec.index_sampler)}
+        states, readers = last.dataset_states, last.readers
+        return LoaderState(
+            signature(spec, SamplerState(spec)),
+            *(chosen, False, drawn, None if states is None else states.to_plain()),
+            *(last.base_seed, chosen),
+            readers=None if readers is None else self._readers_instead(spec, readers, chosen),
+        )
+
     def state(self, spec: SamplingSpec) -> dict[str, Any]:
         """The present state as plain data, apart from the ``state_dict()`` of samplers and datasets."""
+        if (instead := self._state_instead(spec)) is not None:
+            return instead.to_plain()
         loaded, chosen = self._pending(), self._choice(spec.index_sampler)
         if loaded is not None:
             epoch = loaded.epoch if chosen is None or not loaded.finished else chosen - 1
@@ -547,7 +644,7 @@ class Position:
         if readers is not None and readers["set_epoch"] is None:
             readers["set_epoch"] = _dataset_epoch(spec.dataset)
         return LoaderState(
-            facts, last.number, False, drawn, plain, *seeds, done, readers
+            facts, last.number, False, drawn, plain, *seeds, done, readers, last.earlier
         ).to_plain()
 
     def load(self, spec: SamplingSpec, state: object, copies: int) -> None:
@@ -560,6 +657,11 @@ class Position:
             TypeError, ValueError: It is no state, or belongs to another loader.
         """
         loaded = LoaderState.opened(state, spec, SamplerState(spec), copies)
+        if loaded.stands_for_all:
+            log(
+                f"the state is that of rank {loaded.loader['dealing']['rank']}, and stands for this rank: each had "
+                f"{loaded.done.batches} batches of epoch {loaded.epoch}"
+            )
         self._may_predict()
         self._loaded = loaded
         self._chosen = self.last = self._seeds = None
@@ -575,7 +677,10 @@ class Position:
         """The coverage of the last epoch's indices."""
         if self.last is not None:
             return self.last.progress.coverage()
-        return Progress(*(self.resumes or (self.epoch,))).coverage()
+        progress = Progress(*(self.resumes or (self.epoch,)))
+        if (loaded := self._pending()) is not None:
+            progress.earlier = loaded.counted
+        return progress.coverage()
 
 
 def _sets_epoch(dataset: object) -> bool:

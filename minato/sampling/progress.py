@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from minato._core import Arrivals, sum_of_hashes
 from minato._support.hashes import index_hash
 from minato._support.items import item_of
-from minato.errors import CoverageError, warn
+from minato.errors import CoverageError, Postponed, not_the_end, warn
 from minato.observe.lateness import Lateness
 from minato.sampling.readers import EpochReaders
 from minato.sampling.replay import OrderRecord
@@ -81,12 +81,14 @@ class Completed(NamedTuple):
         batches: Number of delivered batches.
         delivered: Tally of the delivered indices.
         skipped: Tally of the skipped indices.
+        earlier: Tally of what another number of ranks completed before.
     """
 
     ranges: Ranges = ()
     batches: int = 0
     delivered: Tally = NOTHING
     skipped: Tally = NOTHING
+    earlier: Tally = NOTHING
 
     @property
     def end(self) -> int:
@@ -153,6 +155,13 @@ class Outgoing:
         self.is_given = self.is_pinned = False
         self.records: Sequence[Callable[[], object]] = ()
 
+    @classmethod
+    def of_error(cls, error: Exception) -> Outgoing:
+        """What is given in place of a batch that cannot be opened."""
+        if isinstance(error, StopIteration):
+            error = not_the_end("what the batch is made of", error)
+        return cls(error=error)
+
     def give(self) -> Any:
         """Return the batch, or raise its error, where no signal is handled: not in the main thread."""
         batch, error = self.batch, self.error
@@ -163,6 +172,13 @@ class Outgoing:
             finally:
                 del error  # its traceback holds this frame
         return batch
+
+    def settle(self) -> bool:
+        """Record the batch, if the training loop has it; returns whether it has."""
+        if self.is_given:
+            for record in self.records:
+                record()
+        return self.is_given
 
 
 class Coverage(NamedTuple):
@@ -204,6 +220,8 @@ class Progress:
     Attributes:
         epoch: The same.
         finished: Whether the epoch has ended.
+        is_padding: Whether the last batch stands for one that this rank lacks.
+        held_by: What keeps samples or batches that the engine gave: the epoch does not end with the last of them.
         batches: Number of batches delivered in this run.
         last: The last batch, until it is recorded.
         lateness: Distance of the batches from the sampler's order, and the slow samples in each.
@@ -211,11 +229,13 @@ class Progress:
         length: Returns the number of batches that remain when the epoch begins; None if it is unknown.
         part: Batches of this rank, which a state holds if several ranks share the epoch; None otherwise.
         readers: Those of an iterable dataset, or None.
+        earlier: Tallies of what other ranks delivered and skipped before, if this rank counts it.
     """
 
     def __init__(self, epoch: int, done: Completed | None = None) -> None:
         self.epoch = epoch
-        self.finished = False
+        self.finished = self.is_padding = False
+        self.held_by: set[str] = set()
         self.batches = 0
         self.last: Outgoing | None = None
         self.lateness = Lateness()
@@ -223,6 +243,7 @@ class Progress:
         self.length: Callable[[], int | None] = lambda: None
         self.part: RankProgress | None = None
         self.readers: EpochReaders | None = None
+        self.earlier = NOTHING, NOTHING
         self._before = before = done or Completed()
         self._last_batch: tuple[list[int] | range, int] = [], 0
         self._requested = 0  # batches
@@ -231,10 +252,7 @@ class Progress:
 
     def settle(self) -> None:
         """Record the last batch, if the training loop has it."""
-        last = self.last
-        if last is not None and last.is_given:
-            for record in last.records:
-                record()
+        if self.last is not None and self.last.settle():
             self.last = None
 
     def requested(self, indices: Batch, number: int | None = None) -> None:
@@ -273,6 +291,26 @@ class Progress:
         if self.record is not None:
             self.record.delivered([position - start for position in positions], self.batches)
         return functools.partial(self.delivered, positions, start, self.batches, num_slow)
+
+    def together(
+        self, batches: Iterable[Sequence[Callable[[], object]]]
+    ) -> list[Callable[[], object]]:
+        """Return the records of several batches as those of one.
+
+        Args:
+            batches: The records of each, among them what :meth:`returns` gave for it.
+        """
+        others: list[Callable[[], object]] = []
+        positions, first, num_slow = list[int](), 0, 0
+        for records in batches:
+            for record in records:
+                if isinstance(record, functools.partial) and record.func == self.delivered:
+                    own, first, _, slow = record.args
+                    positions += own
+                    num_slow += slow
+                else:
+                    others.append(record)
+        return [*others, self.returns(positions, first, num_slow)]
 
     def delivered(
         self,
@@ -331,11 +369,10 @@ class Progress:
         """Note that items do not exist."""
         self._arrivals.drop(positions, start)
 
-    def drop_rest(self) -> None:
-        """Note that no item exists of those that were asked for and have not arrived."""
-        arrivals = self._arrivals
-        asked = arrivals.asked[0] - self._before.expected.samples
-        arrivals.drop(range(arrivals.prefix, asked), 0)
+    def drop_rest(self, first: int) -> None:
+        """Note that no item exists of those that were asked for, from one on; what comes before may be held back."""
+        asked = self._arrivals.asked[0] - self._before.expected.samples
+        self._arrivals.drop(range(first, asked), 0)
 
     def finish(self) -> None:
         """Note the end of the epoch.
@@ -343,7 +380,7 @@ class Progress:
         Raises:
             CoverageError: Samples were lost or repeated.
         """
-        if self.finished:
+        if self.finished or self.held_by:
             return
         self.settle()
         arrivals = self._arrivals
@@ -365,6 +402,11 @@ class Progress:
             self.record.finish()
         self.finished = True
         self.tell(is_over=True)
+
+    def cut(self) -> None:
+        """Note the end of the epoch in all ranks, before this one has delivered everything."""
+        self.settle()
+        self.finished = True
 
     def tell(self, *, is_over: bool = False) -> None:
         """Warn of what the user should know of the readers, each once."""
@@ -403,6 +445,8 @@ class Progress:
         requested = Tally(*arrivals.asked).minus(Tally(*arrivals.dropped))
         delivered, skipped = Tally(*arrivals.delivered), Tally(*arrivals.skipped)
         outstanding = requested.minus(delivered).minus(skipped)
+        requested = functools.reduce(Tally.plus, self.earlier, requested)
+        delivered, skipped = map(Tally.plus, (delivered, skipped), self.earlier)
         return Coverage(self.epoch, requested, delivered, skipped, outstanding)
 
     def done(self) -> Completed:
@@ -429,45 +473,73 @@ class RankProgress:
         before: Batches of earlier runs, where an epoch is resumed; None: the epoch begins.
 
     Attributes:
-        before: The same.
+        length, before: The same.
         finished: Whether the rank got all its batches, and the end of the epoch.
+        last: The last batch on its way to the training loop, until it is recorded.
     """
 
     def __init__(self, length: int, before: Completed | None = None) -> None:
         self.before = before
+        self.length = length
         self.finished = False
-        self._length = length
+        self.last: Outgoing | None = None
         done = before or Completed()
-        self._ranges, self._batches, self._tally = list(done.ranges), done.batches, done.delivered
+        self._ranges = list(done.ranges)
+        # Changed at once, whatever a signal's handler raises; ranges beyond the number are not counted.
+        self._got = len(self._ranges), done.batches, done.delivered
 
     def has_advanced(self) -> bool:
         """Whether the rank got a batch in this run, or none was left for it."""
         begun = 0 if self.before is None else self.before.batches
-        return self._batches > begun or self._batches == self._length
+        return self.batches > begun or self.batches == self.length
 
-    def handed(self, part: BatchPart) -> None:
-        """Count a batch that the program gets."""
-        ranges, *tally = part  # a plain tuple from another process
-        self._ranges += ranges
-        self._batches += 1
-        self._tally = self._tally.plus(Tally(*tally))
+    @property
+    def batches(self) -> int:
+        """Number of batches that the rank got in the epoch."""
+        self.settle()
+        return self._got[1]
+
+    def settle(self) -> None:
+        """Record the last batch, if the training loop has it."""
+        if self.last is not None and self.last.settle():
+            self.last = None
+
+    def handed(self, part: BatchPart, number: int | None = None) -> None:
+        """Count a batch that the program gets.
+
+        Args:
+            number: Of the batch, from 0 on in the epoch; a second count of it changes nothing. None: the next one.
+        """
+        count, batches, total = self._got
+        if number is None or number == batches:
+            ranges, *tally = part  # a plain tuple from another process
+            self._ranges[count:] = ranges
+            self._got = len(self._ranges), batches + 1, total.plus(Tally(*tally))
 
     def ended(self) -> None:
         """Note that the epoch has no other batch for this rank."""
-        self.finished = self._batches == self._length
+        self.finished = self.batches == self.length
 
     def done(self) -> Completed:
         """Return what this rank got in the epoch, in this run and earlier ones."""
-        return Completed(_merged(self._ranges), self._batches, self._tally)
+        self.settle()
+        count, batches, tally = self._got
+        return Completed(_merged(self._ranges[:count]), batches, tally)
 
 
 def merged_ranks(parts: Iterable[Completed]) -> Completed:
     """Return what several ranks got together.
 
     Raises:
-        ValueError: Two ranks got the same sample.
+        ValueError: Two ranks got the same sample, or go on after different states.
     """
     parts = list(parts)
+    earlier = {part.earlier for part in parts}
+    if len(earlier) > 1:
+        raise ValueError(
+            "the states that were loaded go on after different states of other ranks: load one merged state in all "
+            "ranks, or in each the state that it saved"
+        )
     ranges = [pair for part in parts for pair in part.ranges]
     together = _merged(ranges)
     if _count(together) != _count(ranges):
@@ -476,7 +548,8 @@ def merged_ranks(parts: Iterable[Completed]) -> Completed:
             "in each rank the state that it saved, all at the same step"
         )
     tally = functools.reduce(Tally.plus, (part.delivered for part in parts), NOTHING)
-    return Completed(together, sum(part.batches for part in parts), tally)
+    batches = sum(part.batches for part in parts)
+    return Completed(together, batches, tally, earlier=next(iter(earlier), NOTHING))
 
 
 def _count(ranges: Iterable[tuple[int, int]]) -> int:
@@ -489,7 +562,7 @@ def remaining_batches(
     """Return the remaining batches of an epoch, out of all that its sampler yields.
 
     Args:
-        batches: All batches of indices.
+        batches: All batches of indices; in place of one that has none, its error.
         done: The complete part of the epoch.
         mixes: Samples may take places in other batches than their own. Then the remaining indices are divided into new
             batches, of the sizes of those not delivered. Otherwise whole batches remain.
@@ -506,6 +579,8 @@ def remaining_batches(
         indices = next(batches, None)
         if indices is None:
             return None
+        if isinstance(indices, Postponed):
+            continue
         complete, others = _split(indices, ordinal, ranges)
         tally = tally.plus(Tally.of(complete))
         if others is not None:

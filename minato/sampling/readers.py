@@ -35,7 +35,7 @@ _SLOT_BITS = 8
 _LOW = (1 << 20) - 1
 _MOST_AHEAD = 32
 """Batches of a single reader that are drawn together, which costs less than one by one."""
-_WORDS = 5
+_WORDS = 6
 """Words on the board for each reader."""
 _REGION = 1 << 36
 """Bytes between two regions of the file of states, of which only written pages take memory."""
@@ -58,7 +58,7 @@ class ReaderBoard:
     """
 
     def __init__(self, buffer: Memory, offset: int, count: int) -> None:
-        self._words = SharedWords(buffer, offset, _WORDS * count + 1)
+        self._words = SharedWords(buffer, offset, _WORDS * count + 2)
         self.count = count
         self.slot = 0
         """Of the epoch whose words count."""
@@ -66,7 +66,7 @@ class ReaderBoard:
     @staticmethod
     def nbytes(count: int) -> int:
         """Bytes for this number of readers: whole cache lines."""
-        return -(-SharedWords.nbytes(_WORDS * count + 1) // 64) * 64
+        return -(-SharedWords.nbytes(_WORDS * count + 2) // 64) * 64
 
     @classmethod
     def alone(cls, count: int) -> ReaderBoard:
@@ -76,22 +76,26 @@ class ReaderBoard:
     def adopt(self, other: ReaderBoard) -> None:
         """Say what another board says."""
         self.slot = other.slot
-        for i in range(_WORDS * self.count + 1):
+        for i in range(_WORDS * self.count + 2):
             self._words.store(i, other._words.load(i))
 
-    def begin(self, slot: int, set_epoch: int | None) -> None:
+    def begin(
+        self, slot: int, set_epoch: int | None, goes_on: bool = False, is_told: bool = False
+    ) -> None:
         """Begin an epoch: nothing is read, nothing has ended.
 
         Args:
-            set_epoch: What ``set_epoch`` returns.
+            set_epoch, goes_on, is_told: What the methods of these names return.
         """
         self.slot = slot
-        for i in range(_WORDS * self.count + 1):
+        for i in range(_WORDS * self.count + 2):
             self._words.store(i, 0)
         if set_epoch is not None:
             self._store(
                 _WORDS * self.count, slot, 2 * set_epoch if set_epoch >= 0 else -2 * set_epoch - 1
             )
+        if goes_on or is_told:
+            self._store(_WORDS * self.count + 1, slot, goes_on + 2 * is_told)
 
     def _load(self, i: int, slot: int) -> int | None:
         word = self._words.load(i) - 1
@@ -132,6 +136,14 @@ class ReaderBoard:
         found = self._load(_WORDS * self.count, slot)
         return None if found is None else -(found + 1) // 2 if found & 1 else found // 2
 
+    def goes_on(self, slot: int) -> bool:
+        """Whether an epoch goes on where an earlier run has stopped."""
+        return bool((self._load(_WORDS * self.count + 1, slot) or 0) & 1)
+
+    def is_told(self, slot: int) -> bool:
+        """Whether ``set_epoch`` was for an epoch before: readers that began then have had the call."""
+        return bool((self._load(_WORDS * self.count + 1, slot) or 0) & 2)
+
     def note_read(self, reader: int, slot: int, ordinal: int) -> None:
         """Set what ``read`` returns in an epoch."""
         self._store(_WORDS * reader, slot, ordinal)
@@ -157,6 +169,19 @@ class ReaderBoard:
         known = [first for first in firsts if first is not None]
         return max((known.count(first) for first in known), default=0)
 
+    def note_jump(self, reader: int, slot: int) -> None:
+        """Have ``has_jumped`` return True in an epoch."""
+        self._store(_WORDS * reader + 5, slot, 1)
+
+    def has_jumped(self, reader: int, slot: int | None = None) -> bool:
+        """Whether a reader has left ordinals out, because an exception ended a batch.
+
+        Args:
+            slot: Of an epoch; None: ``slot``.
+        """
+        found = self._load(_WORDS * reader + 5, self.slot if slot is None else slot)
+        return found is not None
+
     def note_end(self, reader: int, slot: int, ordinal: int, died: bool) -> None:
         """Set what ``end`` and ``has_died`` return in an epoch."""
         self._store(_WORDS * reader + 1, slot, ordinal << 1 | died)
@@ -171,6 +196,7 @@ class ReaderState:
         dataset: Result of the ``state_dict()`` of its copy of the dataset; None: it has none.
         iterator: Result of the ``state_dict()`` of its iterator, if that is another object; None: it has none.
         generators: The states of its three global generators; None: they follow from its seed.
+        before: The same before ``iter()`` was called in this epoch; None: they follow from its seed.
         digest: Checksum of the items before.
         ended: Whether the reader has ended there.
     """
@@ -179,6 +205,7 @@ class ReaderState:
     dataset: Any = None
     iterator: Any = None
     generators: Any = None
+    before: Any = None
     digest: int = 0
     ended: bool = False
 
@@ -211,17 +238,27 @@ class StateSlots:
         self.depth, self._readers = state["depth"], state["readers"]
         self._adopt(state["descriptor"].detach())
 
-    def clear(self) -> None:
-        """Drop all states."""
-        os.pwrite(self._descriptor, bytes(self._readers * self.depth * _HEADER.size), 0)
+    def begin(self, starts: Sequence[ReaderState | None]) -> None:
+        """Drop all states, and keep those with which the readers begin an epoch."""
+        os.pwrite(self._descriptor, bytes(self._readers * (self.depth + 1) * _HEADER.size), 0)
+        for reader, start in enumerate(starts):
+            if start is not None:
+                self.write(reader, self.depth, 0, 0, pickle.dumps(start, 5))
+
+    def starts(self) -> list[ReaderState | None]:
+        """The states with which the readers begin the present epoch; None: as they are."""
+        return [self._read(reader, self.depth, 0) for reader in range(self._readers)]
 
     def write(self, reader: int, i: int, slot: int, ordinal: int, state: bytes) -> None:
         """Keep a state of a reader as number ``i`` of its states, in an epoch with a slot of the ledger."""
-        region = reader * self.depth + i
+        region = self._region(reader, i)
         os.pwrite(self._descriptor, bytes(_HEADER.size), region * _HEADER.size)
         _write_all(self._descriptor, state, _HEADERS + region * _REGION)
         known = slot + 1, ordinal, len(state)
         os.pwrite(self._descriptor, _HEADER.pack(*known, _sum(known)), region * _HEADER.size)
+
+    def _region(self, reader: int, i: int) -> int:
+        return reader * (self.depth + 1) + i
 
     def written(self, reader: int, slot: int) -> list[int | None]:
         """The ordinals of the states of a reader in an epoch; None: there is none of this number."""
@@ -230,7 +267,7 @@ class StateSlots:
 
     def _header(self, reader: int, i: int, slot: int) -> tuple[int, int] | None:
         """Ordinal and size in bytes of a state; None: there is none."""
-        place = (reader * self.depth + i) * _HEADER.size
+        place = self._region(reader, i) * _HEADER.size
         header = os.pread(self._descriptor, _HEADER.size, place)
         if len(header) < _HEADER.size:
             return None
@@ -243,9 +280,15 @@ class StateSlots:
         usable = [(*each, i) for each, i in found if each is not None and each[0] <= ordinal]
         if not usable:
             return None
-        _, nbytes, i = max(usable)
-        place = _HEADERS + (reader * self.depth + i) * _REGION
-        return pickle.loads(os.pread(self._descriptor, nbytes, place))
+        return self._read(reader, max(usable)[2], slot)
+
+    def _read(self, reader: int, i: int, slot: int) -> Any:
+        """A state of a reader in an epoch; None: there is none."""
+        header = self._header(reader, i, slot)
+        if header is None:
+            return None
+        place = _HEADERS + self._region(reader, i) * _REGION
+        return pickle.loads(os.pread(self._descriptor, header[1], place))
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:
@@ -294,6 +337,8 @@ class _Known:
         start: The state from which the epoch goes on here; None: from its beginning.
         following, ahead: As of the last batch that was drawn.
         end: Where the reader has ended, if an earlier run has delivered everything before.
+        has_jumped: Whether it has left ordinals out in an earlier run.
+        delivered_before: The ordinal after all that earlier runs have delivered.
     """
 
     done: Ranges = field(default_factory=list)
@@ -301,6 +346,8 @@ class _Known:
     following: int = 0
     ahead: tuple[tuple[int, int], ...] = ()
     end: int | None = None
+    has_jumped: bool = False
+    delivered_before: int = 0
 
     @property
     def next(self) -> int:
@@ -330,16 +377,19 @@ class EpochReaders:
     """The readers in one epoch: it draws their batches, and knows what each has delivered.
 
     Args:
-        count: Number of readers.
+        count: Number of readers, of all ranks.
+        own: The numbers of this rank's readers; nothing is known of the others.
         size: Number of items in a batch.
         in_turn: The readers take turns, as torch's workers do; otherwise the one with the least work is next.
         persist: Whether the copies of the dataset stay for the next epoch.
-        resumed: Result of ``to_plain``; the epoch resumes it.
+        resumed: Result of ``to_plain``, which the epoch resumes; or of ``between_epochs``, with which it begins.
+        goes_on: Whether it resumes it.
 
     Attributes:
         board: What the hosts say of the readers.
         state_of: Returns states that the hosts have sent.
         set_epoch: With which ``set_epoch`` of each copy of the dataset is called first; None: it is not.
+        is_told: It was for an epoch before: only for readers that did not begin then.
         prefix: Returns the number of the first item of this run that is not done.
         beyond: Returns the numbers of those above it that are done.
         keeps_states: Whether the hosts are workers, which keep states, and must know what is delivered.
@@ -348,16 +398,20 @@ class EpochReaders:
     def __init__(
         self,
         count: int,
+        own: range,
         size: int,
         *,
         in_turn: bool,
         persist: bool,
         resumed: dict[str, Any] | None = None,
+        goes_on: bool = False,
     ) -> None:
-        self.count = count
+        self.goes_on = goes_on
+        self.count, self.own = count, own
         self.board = ReaderBoard.alone(count)
         self.state_of: StateOf = lambda reader, ordinal: None
         self.set_epoch: int | None = None
+        self.is_told = False
         self.prefix: Callable[[], int] = int
         self.beyond: Callable[[], list[int]] = list
         self.keeps_states = False
@@ -365,13 +419,12 @@ class EpochReaders:
         self._in_turn = in_turn
         self._persist = persist
         self._known = [_Known() for _ in range(count)]
-        self._turn = 0  # whose batch is drawn next
-        self._done_turn = 0  # whose batch comes next
+        self._turn = own[0]  # whose batch is drawn next
+        self._done_turn = own[0]  # whose batch comes next
         self._log: deque[_Drawn] = deque()  # what is not done
         self._last: _Drawn | None = None  # until the log has it
         self._drawn = self._num_batches = 0
         self._told: set[int] = set()
-        self._delivered_before = [0] * count
         self._base: int | None = None
         """Of the only reader, the ordinal of the first item that this run asks for: all others follow. None: there are
         several, or gaps between what is done."""
@@ -380,26 +433,39 @@ class EpochReaders:
 
     def _resume(self, plain: dict[str, Any]) -> None:
         self.set_epoch = plain["set_epoch"]
-        self._turn = self._done_turn = plain["turn"]
-        for reader, each in enumerate(plain["each"]):
-            known = self._known[reader]
+        following = (reader for reader in self.own if reader >= plain["turn"])
+        self._turn = self._done_turn = next(following, self.own[0])
+        for known, each in zip(self._known, plain["each"], strict=True):
+            if each is None:  # of another rank
+                continue
             known.done = [(first, end) for first, end in each["done"]]
+            known.has_jumped = each["jumped"]
             if each["state"] is not None:
                 known.start = ReaderState(**each["state"])
             known.ahead = tuple(reversed(known.done))
-            self._delivered_before[reader] = known.done[-1][1] if known.done else 0
-            if each["end"] is not None and _first_missing(known.done) >= each["end"]:
-                # The others end by themselves: a generator may have more to do there.
+            known.delivered_before = known.done[-1][1] if known.done else 0
+            of_iterator = known.start is not None and known.start.iterator is not None
+            ended = each["end"] is not None and _first_missing(known.done) >= each["end"]
+            if ended and not of_iterator:
+                # Others end by themselves: a generator may have more to do there, and an iterator other data.
                 known.end = each["end"]
 
     def starts(self) -> list[ReaderState | None]:
         """The states from which the readers go on in this epoch, or begin it; None: as they are."""
         return [known.start for known in self._known]
 
+    def at_start(self) -> dict[str, Any]:
+        """The state before the first item of the epoch, which begins at its beginning, as plain data."""
+        each: list[Any] = [None] * self.count
+        for reader in self.own:
+            start = self._known[reader].start
+            each[reader] = _plain([], None, None if start is None else vars(start))
+        return {"turn": 0, "set_epoch": self.set_epoch, "each": each}
+
     @staticmethod
     def alone(dataset: object) -> dict[str, Any]:
         """The states that the next epoch starts with, as plain data, given that of the only copy of a dataset."""
-        each: list[Any] = [{"done": [], "end": None, "state": vars(ReaderState(0, dataset))}]
+        each = [_plain([], None, vars(ReaderState(0, dataset)))]
         return {"turn": 0, "set_epoch": None, "each": each}
 
     def detach(self) -> None:
@@ -407,17 +473,19 @@ class EpochReaders:
         board, states = ReaderBoard.alone(self.count), dict[int, Any]()
         board.adopt(self.board)
         for reader, each in enumerate(self.to_plain(checks=False)["each"]):
-            states[reader] = each["state"]
+            states[reader] = each and each["state"]
         self.board = board
         self.state_of = lambda reader, ordinal: _opened(states[reader])
 
     def begin(self, slot: int) -> None:
         """Begin the epoch, in a slot of the ledger."""
         board = self.board
-        board.begin(slot, self.set_epoch)
+        board.begin(slot, self.set_epoch, self.goes_on, self.is_told)
         for reader, known in enumerate(self._known):
             if known.end is not None:
                 board.note_end(reader, slot, known.end, died=False)
+            if known.has_jumped:
+                board.note_jump(reader, slot)
 
     # ---- drawing
 
@@ -462,11 +530,16 @@ class EpochReaders:
             self._complete()
             self._prune()
             drawn = self._known[reader].draw(self._drawn, reader, self._size)
-            keys, turn = drawn.keys(), (reader + 1) % self.count
+            keys, turn = drawn.keys(), self._after(reader)
             number, batches = self._drawn + self._size, self._num_batches + 1
             # All at once: a signal may end this generator at any line, and ``again`` then repeats what was drawn.
             vars(self).update(_last=drawn, _turn=turn, _drawn=number, _num_batches=batches)
             yield keys
+
+    def _after(self, reader: int) -> int:
+        """The reader of this rank that follows another one."""
+        own = self.own
+        return own[(own.index(reader) + 1) % len(own)]
 
     def _complete(self) -> None:
         """Do what follows from the last batch that was drawn; again, if an interruption came before the end."""
@@ -481,10 +554,11 @@ class EpochReaders:
 
     def _choose(self) -> int | None:
         """The reader whose batch is asked for next; None: all have ended."""
-        board, turn, count = self.board, self._turn, self.count
+        board, own = self.board, self.own
+        first, count = own.index(self._turn), len(own)
         chosen, least = None, 0
         for i in range(count):
-            reader = (turn + i) % count
+            reader = own[(first + i) % count]
             end, following = board.end(reader), self._known[reader].next
             if end is not None and following >= end:
                 continue
@@ -504,7 +578,7 @@ class EpochReaders:
             drawn = log[0]
             known = self._known[drawn.reader]
             known.done = _merged(known.done, [(one.start, one.stop) for one in drawn.ordinals])
-            self._done_turn = (drawn.reader + 1) % self.count
+            self._done_turn = self._after(drawn.reader)
             self.board.note_delivered(drawn.reader, _first_missing(known.done))
             log.popleft()
 
@@ -537,27 +611,29 @@ class EpochReaders:
         if alike > 1:
             self._told.add(-1)
             return f"{alike} readers deliver the same items: use readers=1, or split the dataset by get_worker_info()"
-        ends = [self.board.end(reader) for reader in range(self.count)]
-        for reader, end in enumerate(ends):
+        ends = {reader: self.board.end(reader) for reader in self.own}
+        for reader, end in ends.items():
             if end is not None and reader not in self._told and self.board.has_died(reader):
                 self._told.add(reader)
                 return (
                     f"reader {reader} ended by an exception after {end - 1} items; the rest of its share is missing: a "
                     "generator that has raised cannot go on, so catch the exception inside of it"
                 )
-            least = self._delivered_before[reader]
+            least = self._known[reader].delivered_before
             if end is not None and end < least and -3 not in self._told:
                 self._told.add(-3)
                 return (
                     f"reader {reader} has ended after {end} items, and an earlier run delivered {least}: the dataset "
                     "has changed, so items may be missing or have come twice"
                 )
-        idle = ends.count(0) if is_over and self.count > 1 and -2 not in self._told else 0
-        if 0 < idle < self.count:
+        idle = [reader for reader, end in ends.items() if end == 0]
+        # Where there are ranks, some of theirs may have nothing, too.
+        others = self.count - len(idle)
+        if is_over and idle and others and -2 not in self._told:
             self._told.add(-2)
             return (
-                f"{idle} of {self.count} readers received nothing, the first one reader {ends.index(0)}: the dataset "
-                f"has fewer parts than readers, so give readers={self.count - idle} or less"
+                f"{len(idle)} of {len(ends)} readers received nothing, the first one reader {idle[0]}: the dataset has "
+                f"fewer parts than readers, so give readers={others} or less"
             )
         return None
 
@@ -567,17 +643,19 @@ class EpochReaders:
         """The state with which the next epoch starts, as plain data; None: with fresh copies of the dataset."""
         if not self._persist:
             return None
-        each: list[Any] = []
-        for reader in range(self.count):
+        each: list[Any] = [None] * self.count
+        for reader in self.own:
             state = self._known_state(reader, _LAST)
             kept = None
             if state is not None:
-                kept = vars(ReaderState(0, state.dataset, None, state.generators))
-            each.append({"done": [], "end": None, "state": kept})
+                kept = vars(ReaderState(0, state.dataset, before=state.generators))
+            each[reader] = _plain([], None, kept)
         return {"turn": 0, "set_epoch": None, "each": each}
 
     def to_plain(self, checks: bool = True) -> dict[str, Any]:
         """The state in the middle of an epoch as plain data, apart from the results of ``state_dict()``.
+
+        In place of the readers of other ranks there is None.
 
         Args:
             checks: Whether what ``state_dict()`` raises is raised; otherwise it takes the place of the state.
@@ -594,15 +672,15 @@ class EpochReaders:
             done = [_merged(done[0], [pair for pair in ranges if pair[0] < pair[1]])]
         for drawn in log:
             if drawn.number + self._size <= prefix:
-                turn = (drawn.reader + 1) % self.count
+                turn = self._after(drawn.reader)
             numbers = [i for i in beyond if drawn.number <= i < drawn.number + self._size]
             numbers += range(drawn.number, min(prefix, drawn.number + self._size))
             ordinals = [one for each in drawn.ordinals for one in each]
             ranges = [(ordinals[i - drawn.number], ordinals[i - drawn.number] + 1) for i in numbers]
             done[drawn.reader] = _merged(done[drawn.reader], ranges)
-        each: list[Any] = []
-        for reader, ranges in enumerate(done):
-            end = self.board.end(reader)
+        each: list[Any] = [None] * self.count
+        for reader in self.own:
+            ranges, end = done[reader], self.board.end(reader)
             if end is not None:
                 ranges = [(first, min(stop, end)) for first, stop in ranges if first < end]
             try:
@@ -615,7 +693,7 @@ class EpochReaders:
             # The board may not say so yet.
             if end is None and isinstance(kept, dict) and kept["ended"]:
                 end = kept["ordinal"]
-            each.append({"done": [list(pair) for pair in ranges], "end": end, "state": kept})
+            each[reader] = _plain(ranges, end, kept, self.board.has_jumped(reader))
         return {"turn": turn, "set_epoch": self.set_epoch, "each": each}
 
     def _known_state(self, reader: int, ordinal: int) -> ReaderState | None:
@@ -623,9 +701,17 @@ class EpochReaders:
         found, start = self.state_of(reader, ordinal), self._known[reader].start
         if isinstance(found, ExceptionWrapper):
             found.reraise()
-        if isinstance(found, ReaderState) and (start is None or found.ordinal >= start.ordinal):
+        # A later one is of items that are held back.
+        if not isinstance(found, ReaderState) or found.ordinal > ordinal:
+            return start
+        if start is None or found.ordinal >= start.ordinal:
             return found
         return start
+
+
+def _plain(done: Ranges, end: int | None, state: object, jumped: bool = False) -> dict[str, Any]:
+    """What is known of a reader, as plain data."""
+    return {"done": [list(pair) for pair in done], "end": end, "state": state, "jumped": jumped}
 
 
 def _opened(state: object) -> Any:

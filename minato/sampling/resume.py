@@ -9,39 +9,52 @@ import inspect
 import itertools
 import reprlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from minato._compat import ExceptionWrapper
 from minato._support.objects import attribute, is_exactly, length_of
-from minato.sampling.progress import Completed, Tally
+from minato._system import rank_and_ranks
+from minato.errors import warn
+from minato.sampling.dealing import Part, PlainState, Stage, check_same_step
+from minato.sampling.progress import NOTHING, Completed, Tally
 from minato.sampling.readers import ReaderState
 from minato.sampling.samplers import (
     DRAWS_AT_FIRST,
     DRAWS_NOTHING,
+    SEEDED,
+    RankSampler,
     SamplingSpec,
     at_epoch,
+    dealing_of,
     epoch_of,
     nested,
 )
 
 __all__ = [
+    "DIVIDING",
     "DatasetState",
     "DatasetStates",
     "LoaderState",
     "Reported",
     "SamplerState",
+    "check_family",
+    "check_parts",
     "is_stateful",
     "signature",
 ]
 
-_VERSION = 3
+_Plain: TypeAlias = dict[str, Any]
+"""A state, or a part of one, as plain data."""
+_VERSION = 4
 _INT64 = 1 << 63
+_MOST_RANKS, _MOST_SAMPLES = 1 << 20, 1 << 40
 _FAMILY = "minato.DataLoader"
 _WORDS = {
     "place": "its place among ranks that share a pool",
@@ -55,6 +68,11 @@ _WORDS = {
 }
 
 
+DIVIDING = (
+    "use torch.utils.data.DistributedSampler, minato.CostBatchSampler, or a sampler that divides it alike, with their "
+    "attributes rank and num_replicas"
+)
+"""Which samplers' states can be merged."""
 _REMEDIES = {
     "readers": "; give readers={}, which stays the same while num_workers may change",
 }
@@ -96,7 +114,9 @@ class SamplerState:
     def __init__(self, spec: SamplingSpec) -> None:
         self._sampler = spec.index_sampler
         samplers = self._samplers = nested(self._sampler)
-        own = [spec.generator, *(attribute(sampler, "generator") for sampler in samplers)]
+        # Accelerate gives one to a sampler of ours, which does not use it, where there are several processes.
+        users = [sampler for sampler in samplers if not is_exactly(sampler, SEEDED)]
+        own = [spec.generator, *(attribute(sampler, "generator") for sampler in users)]
         distinct = {
             id(one): one for one in own if one is not None and isinstance(one, torch.Generator)
         }
@@ -155,7 +175,7 @@ class SamplerState:
         finally:
             torch.default_generator.set_state(outside)
 
-    def opened(self, plain: dict[str, Any]) -> dict[str, Any]:
+    def opened(self, plain: PlainState) -> PlainState:
         """Return the states that were written as plain data.
 
         Raises:
@@ -303,7 +323,7 @@ class DatasetStates:
         present: Without workers: returns the state of the only copy now, None before it has resumed.
     """
 
-    def __init__(self, count: int, persist: bool, resumed: dict[str, Any] | None = None) -> None:
+    def __init__(self, count: int, persist: bool, resumed: PlainState | None = None) -> None:
         self._persist = persist
         self._resumes = resumed is not None
         resumed = resumed or {"turn": 0, "each": [{}] * count}
@@ -342,18 +362,6 @@ class DatasetStates:
         else:
             self._errors.pop(number, None)
             self.each[number] = state
-
-    def keep_present(self) -> None:
-        """Store the state of the copy in this process, whose iterator is about to be dropped."""
-        present, self.present = self.present, None
-        try:
-            state = present and copy.deepcopy(present())
-        except Exception:
-            where = "in state_dict() at the end of an iterator"
-            self.update(0, ExceptionWrapper(sys.exc_info(), where))
-        else:
-            if state is not None:
-                self.update(0, state)
 
     def between_epochs(self) -> dict[str, Any] | None:
         """The states that the next epoch starts with, as plain data; None if it starts with fresh copies.
@@ -402,6 +410,9 @@ class LoaderState:
         drawn_epoch: Number of the epoch in which the random numbers of samples are drawn from that seed.
         done: The complete part of the epoch.
         readers: Result of ``EpochReaders.to_plain`` or ``between_epochs``; None: there are none, or they start afresh.
+            Those of other ranks are there after they were loaded.
+        earlier: What other numbers of ranks completed of the epoch before.
+        stands_for_all: It is the state of another rank, and this one had as many batches.
     """
 
     loader: dict[str, Any]
@@ -413,15 +424,33 @@ class LoaderState:
     drawn_epoch: int = 0
     done: Completed = _NOTHING_DONE
     readers: dict[str, Any] | None = None
+    earlier: tuple[Stage, ...] = ()
+    stands_for_all: bool = False
+
+    @property
+    def counted(self) -> tuple[Tally, Tally]:
+        """Tallies of what other ranks delivered and skipped before; only rank 0 counts it."""
+        dealing = self.loader.get("dealing")
+        if not self.earlier or not dealing or dealing["rank"] != 0:
+            return NOTHING, NOTHING
+        return _total(stage.delivered for stage in self.earlier), _total(
+            stage.skipped for stage in self.earlier
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """Return a copy as plain data, apart from the ``state_dict()`` of samplers and datasets."""
         plain = copy.deepcopy(vars(self))
         draw, done = plain["draw"], plain.pop("done")
+        del plain["stands_for_all"]
+        plain["earlier"] = [stage.to_plain() for stage in self.earlier]
         for name in {"before_iter", "before_first"} & draw.keys():
             draw[name] = _encoded(draw[name])
+        if (readers := plain["readers"]) is not None:
+            rank, ranks = plain["loader"]["ranks"]
+            own = range(rank, len(readers["each"]), ranks)
+            readers["each"] = [one if i in own else None for i, one in enumerate(readers["each"])]
         if self.finished:
-            del plain["base_seed"], plain["drawn_epoch"]
+            del plain["base_seed"], plain["drawn_epoch"], plain["earlier"]
             return plain
         tallies = {"delivered": list(done.delivered), "skipped": list(done.skipped)}
         ranges = [list(pair) for pair in done.ranges]
@@ -444,25 +473,18 @@ class LoaderState:
         """
         if not isinstance(plain, dict):
             raise TypeError(f"a loader's state is a dictionary, not a {type(plain).__name__}")
-        _check_family(plain)
+        check_family(plain)
         epoch = plain["loader"].get("sampler_epoch")
         with at_epoch(spec.index_sampler, epoch if _is_int64(epoch) else None):
             mine = signature(spec, draw)
-        del mine["sampler_epoch"]
-        for name, value in mine.items():
-            theirs = plain["loader"].get(name)
-            if theirs != value:
-                remedy = _REMEDIES.get(name, "").format(theirs)
-                raise ValueError(
-                    f"the state belongs to another loader: {_WORDS.get(name, name)} was {theirs!r} when it was taken "
-                    f"and is {value!r} here{remedy}"
-                )
-        parts = {**_ALWAYS, **({} if plain.get("finished") is True else _UNFINISHED)}
-        for name, fits in parts.items():
-            if name not in plain:
-                raise ValueError(f"the state is damaged: it has no {name!r}")
-            if not fits(plain[name]):
-                raise ValueError(f"the state is damaged: {name!r} is {reprlib.repr(plain[name])}")
+        _check_signature(plain["loader"], mine)
+        parts = check_parts(plain)
+        stands_for_all = not plain["finished"] and _is_of_another_rank(plain["loader"], mine)
+        if stands_for_all:
+            check_same_step(plain, batches=True)
+        if not plain["finished"]:
+            theirs = plain["loader"].get("saved_in")
+            _warn_of_another_rank(theirs if _are_ranks(theirs) else None, mine["saved_in"])
         drawn = draw.opened(plain["draw"])
         known = plain["dataset_states"]
         if known is not None and len(known["each"]) != copies:
@@ -470,21 +492,128 @@ class LoaderState:
                 f"the state holds those of the dataset in {len(known['each'])} workers, and this loader has {copies}: "
                 "which worker gives which samples of such a dataset depends on their number, so use the same"
             )
-        each = (plain["readers"] or {}).get("each")
-        if (each is None and not plain["finished"] and spec.streams) or (
-            each is not None and len(each) != spec.readers
-        ):
-            raise ValueError(f"the state is damaged: it is not about {spec.readers} readers")
         found = copy.deepcopy({name: plain[name] for name in ("loader", *parts)})
-        if "done" in found:
-            done = found["done"]
+        if spec.streams:
+            _keep_share(found, spec)
+        found["earlier"] = stages = tuple(map(Stage.of, found.get("earlier", ())))
+        if (done := found.get("done")) is not None:
             ranges = tuple((first, end) for first, end in done["ranges"])
             tallies = Tally(*done["delivered"]), Tally(*done["skipped"])
-            found["done"] = Completed(ranges, done["batches"], *tallies)
-        return cls(**{**found, "draw": drawn})
+            earlier = _total(pair for stage in stages for pair in (stage.delivered, stage.skipped))
+            found["done"] = Completed(ranges, done["batches"], *tallies, earlier)
+            if stages and spec.replay is not None:
+                raise ValueError(
+                    "the state is that of another number of ranks, and recording=Replay(...) repeats the batches of "
+                    "one rank: leave it out"
+                )
+        if (plain["loader"].get("dealing") or {}).get("rank", 0) is None:  # it is merged
+            found["loader"] = {**mine, "sampler_epoch": epoch}
+        return cls(**{**found, "draw": drawn, "stands_for_all": stands_for_all})
 
 
-def _check_family(plain: dict[str, object]) -> None:
+def _keep_share(found: _Plain, spec: SamplingSpec) -> None:
+    """Make a state that of this rank, whatever readers it holds; the others are for their ranks to save.
+
+    Raises:
+        ValueError: The state does not hold all of this rank.
+    """
+    facts, readers = found["loader"], found["readers"]
+    if readers is None and not found["finished"]:
+        raise ValueError(f"the state is damaged: it is not about {spec.readers} readers")
+    theirs = facts.get("ranks")
+    facts["ranks"] = list(spec.dealt)
+    if "done" in found and theirs != facts["ranks"]:
+        del found["done"]  # of other readers
+    if readers is None:
+        return
+    each, own = readers["each"], spec.own_readers
+    if len(each) != spec.readers:
+        raise ValueError(f"the state is damaged: it is not about {spec.readers} readers")
+    missing = [i for i in own if each[i] is None]
+    if missing:
+        rank, ranks = spec.dealt
+        saved, count = theirs if _are_ranks(theirs) else (0, 1)
+        raise ValueError(
+            f"the state is that of rank {saved} of {count} and holds its readers alone, and rank {rank} of {ranks} "
+            f"has reader {missing[0]}: merge the states of all ranks with minato.merge_states(...), and load the result"
+        )
+
+
+def _total(tallies: Iterable[tuple[int, int]]) -> Tally:
+    return functools.reduce(Tally.plus, (Tally(*each) for each in tallies), NOTHING)
+
+
+def _check_signature(theirs: PlainState, mine: PlainState) -> None:
+    """Raise ValueError if a state does not belong to a loader.
+
+    Args:
+        theirs, mine: Results of ``signature``; a merged state names no rank.
+    """
+    here, found = mine["dealing"] or {}, theirs.get("dealing") or {}
+    is_merged = bool(found) and found.get("rank") is None
+    if is_merged and not here:
+        raise ValueError(
+            f"the state is merged from those of several ranks, and nobody knows how {mine['sampler']} divides an epoch "
+            f"among ranks: {DIVIDING}"
+        )
+    is_alike = bool(here) and not is_merged and found.get("deals") == here["deals"]
+    if is_alike and found.get("count") != here["count"]:
+        raise ValueError(
+            f"the state is that of rank {found.get('rank')} of {found.get('count')}, and here are {here['count']}: "
+            "merge the states of all ranks by minato.merge_states(), and load the result in each rank"
+        )
+    differs = {name: (theirs.get(name), value) for name, value in mine.items()}
+    for name in ("sampler_epoch", "dealing", "ranks", "saved_in", "by_cost"):
+        del differs[name]
+    if is_merged:
+        for name in ("place", "sampler", "sampler_length", "batch_size"):
+            del differs[name]
+        differs["what ranks get in turn"] = found.get("deals"), here["deals"]
+    order, expected = found.get("order", {}), here.get("order", {})
+    for name in {**order, **expected}:
+        differs[f"the sampler's {name}"] = order.get(name), expected.get(name)
+    for name, (was, now) in differs.items():
+        if was != now:
+            remedy = _REMEDIES.get(name, "").format(was)
+            raise ValueError(
+                f"the state belongs to another loader: {_WORDS.get(name, name)} was {was!r} when it was taken "
+                f"and is {now!r} here{remedy}"
+            )
+
+
+def _is_of_another_rank(theirs: PlainState, mine: PlainState) -> bool:
+    """Whether a state is that of another rank of as many: trainers save that of one rank only."""
+    found, here = theirs.get("dealing") or {}, mine["dealing"] or {}
+    return found.get("rank") is not None and found["rank"] != here.get("rank")
+
+
+def _warn_of_another_rank(theirs: list[int] | None, mine: list[int] | None) -> None:
+    """Say that the state is that of another rank, where each may read its own part of a stream."""
+    if mine is None or theirs is None or theirs == mine or theirs[1] < 2:
+        return
+    warn(
+        f"the state is that of rank {theirs[0]} of {theirs[1]}, and this is rank {mine[0]} of {mine[1]}: if the "
+        "dataset divides itself by rank, items are lost and repeated. Load in each rank the state that it saved, or "
+        "have the loader deal its readers among ranks (readers=Readers(n, ranks='auto')), whose states can be merged"
+    )
+
+
+def check_parts(plain: PlainState) -> Iterable[str]:
+    """Return the names of a state's parts.
+
+    Raises:
+        ValueError: One is missing or damaged; the message names it.
+    """
+    parts = {**_ALWAYS, **({} if plain.get("finished") is True else _UNFINISHED)}
+    for name, fits in parts.items():
+        if name not in plain:
+            raise ValueError(f"the state is damaged: it has no {name!r}")
+        if not fits(plain[name]):
+            raise ValueError(f"the state is damaged: {name!r} is {reprlib.repr(plain[name])}")
+    return parts
+
+
+def check_family(plain: dict[str, object]) -> None:
     """Raise ValueError if a dictionary is no state that this version reads."""
     loader = plain.get("loader")
     if not isinstance(loader, dict) or loader.get("kind") != _FAMILY:
@@ -497,10 +626,15 @@ def _check_family(plain: dict[str, object]) -> None:
             f"the state has version {loader.get('version')!r}, and this minato reads {_VERSION}: resume it with the "
             "minato that wrote it, to the end of the epoch"
         )
+    dealing = loader.get("dealing")
+    if dealing is not None and not _is_dealing(dealing):
+        raise ValueError(
+            f"the state is damaged: 'dealing' of its 'loader' is {reprlib.repr(dealing)}"
+        )
 
 
 def signature(spec: SamplingSpec, draw: SamplerState) -> dict[str, Any]:
-    """Return the facts by which a state belongs to a loader; ``sampler_epoch`` may differ."""
+    """Return the facts by which a state belongs to a loader; those about epoch, rank and cost may differ."""
     sampler = spec.index_sampler
     epoch = epoch_of(sampler)
     sets_epoch = any(callable(getattr(one, "set_epoch", None)) for one in nested(sampler))
@@ -515,13 +649,37 @@ def signature(spec: SamplingSpec, draw: SamplerState) -> dict[str, Any]:
         "sampler_length": length,
         "batched": spec.batched,
         "batch_size": spec.batch_size,
+        "by_cost": spec.by_cost,
         "drop_last": spec.drop_last,
         "order": spec.order,
         "seed": spec.seed,
         "readers": spec.readers,
+        "ranks": list(spec.dealt),
+        "saved_in": list(rank_and_ranks()) if spec.streams and spec.dealt[1] == 1 else None,
         "generators": draw.num_generators,
         "stateful_samplers": draw.num_stateful,
         "sampler_epoch": epoch,
+        "dealing": _dealing(spec),
+    }
+
+
+def _dealing(spec: SamplingSpec) -> dict[str, Any] | None:
+    """Return how the sampler divides the epoch among ranks, which one this is, and which ones share its batches."""
+    dealing = None if spec.streams else dealing_of(spec.index_sampler, spec.batched)
+    if dealing is None:
+        return None
+    kinds = map(type, nested(dealing.divides))
+    # Its order is that of torch's sampler, which the program may give where there is one rank.
+    names = [(DistributedSampler if k is RankSampler else k).__qualname__ for k in kinds]
+    pooled = range(dealing.rank, dealing.rank + 1) if spec.pooled is None else spec.pooled
+    return {
+        "rank": dealing.rank,
+        "count": dealing.ranks,
+        "first": pooled.start,
+        "together": len(pooled),
+        "deals": dealing.deals,
+        "batch_size": dealing.batch_size,
+        "order": {"type": " of ".join(names), **dealing.facts()},
     }
 
 
@@ -561,8 +719,19 @@ def _are_readers(value: object) -> bool:
     return _are_each(value, _is_reader) and (set_epoch is None or _is_int64(set_epoch))
 
 
+def _are_ranks(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(map(_is_count, value))
+        and value[0] < value[1]
+    )
+
+
 def _is_reader(value: object) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"done", "end", "state"}:
+    if value is None:  # of another rank
+        return True
+    if not isinstance(value, dict) or value.keys() != {"done", "end", "state", "jumped"}:
         return False
     state, end = value["state"], value["end"]
     is_state = state is None or (
@@ -570,7 +739,8 @@ def _is_reader(value: object) -> bool:
         and state.keys() == vars(ReaderState()).keys()
         and _is_count(state["ordinal"])
     )
-    return is_state and (end is None or _is_count(end)) and _are_ranges(value["done"])
+    is_end = (end is None or _is_count(end)) and isinstance(value["jumped"], bool)
+    return is_state and is_end and _are_ranges(value["done"])
 
 
 def _are_ranges(value: object) -> bool:
@@ -582,17 +752,61 @@ def _are_ranges(value: object) -> bool:
 
 
 def _is_done(value: object) -> bool:
-    if not isinstance(value, dict) or value.keys() != set(Completed._fields):
-        return False
-    tallies, pairs = (value["delivered"], value["skipped"]), (list, tuple)
-    if not all(isinstance(pair, pairs) and len(pair) == 2 for pair in tallies):
+    if not isinstance(value, dict) or value.keys() != set(Completed._fields) - {"earlier"}:
         return False
     return (
         _is_count(value["batches"])
-        and all(_is_count(samples) for samples, _ in tallies)
-        and all(isinstance(hashed, int) and 0 <= hashed < 2 * _INT64 for _, hashed in tallies)
+        and _is_tally(value["delivered"])
+        and _is_tally(value["skipped"])
         and _are_ranges(value["ranges"])
     )
+
+
+def _is_tally(value: object) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return False
+    samples, hashed = value
+    return _is_count(samples) and isinstance(hashed, int) and 0 <= hashed < 2 * _INT64
+
+
+def _is_dealing(value: object) -> bool:
+    names = {"rank", "count", "first", "together", "deals", "batch_size", "order"}
+    if not isinstance(value, dict) or value.keys() != names:
+        return False
+    rank, count = value["rank"], value["count"]
+    counts = (value[name] for name in ("first", "together", "batch_size"))
+    is_merged = rank is None and count is None
+    is_one = _is_count(rank) and _is_count(count) and rank < count <= _MOST_RANKS
+    return (
+        (is_merged or is_one) and all(map(_is_count, counts)) and isinstance(value["order"], dict)
+    )
+
+
+def _are_stages(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_stage, value))
+
+
+def _is_stage(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != set(Stage._fields):
+        return False
+    return (
+        all(_is_count(value[name]) and value[name] > 0 for name in ("ranks", "batch_size"))
+        and value["ranks"] <= _MOST_RANKS
+        and value["batch_size"] <= _MOST_SAMPLES
+        and (value["known"] is None or value["known"] in range(len(value["parts"])))
+        and isinstance(value["parts"], list)
+        and all(_is_part(part, value["ranks"]) for part in value["parts"])
+        and _is_tally(value["delivered"])
+        and _is_tally(value["skipped"])
+    )
+
+
+def _is_part(value: object, ranks: int) -> bool:
+    if not isinstance(value, dict) or value.keys() != set(Part._fields):
+        return False
+    first, together = value["first"], value["together"]
+    are_ranks = _is_count(first) and _is_count(together) and 0 < together <= ranks - first
+    return are_ranks and _are_ranges(value["ranges"])
 
 
 _ALWAYS: dict[str, Callable[[Any], bool]] = {
@@ -607,5 +821,6 @@ _UNFINISHED: dict[str, Callable[[Any], bool]] = {
     "base_seed": _is_int64,
     "drawn_epoch": _is_int64,
     "done": _is_done,
+    "earlier": _are_stages,
 }
 """Parts of a state in the middle of an epoch."""

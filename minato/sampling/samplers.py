@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -17,24 +18,36 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from minato._compat import EndlessSampler
-from minato._core import Occurrences, mix_seed
+from minato._core import Occurrences, mix_seed, sum_of_hashes
 from minato._support.hashes import index_hash
 from minato._support.objects import attribute, is_exactly, length_of
 from minato._support.text import message_of
 from minato._support.values import integer_of, plain
-from minato.sampling.cost_batches import CostBatchSampler
+from minato.sampling.cost_batches import CostBatchSampler, fill_steps
+from minato.sampling.dealing import (
+    BATCHES,
+    BLOCKS,
+    SAMPLES,
+    Batches,
+    Dealing,
+    Stage,
+    left_batches,
+    left_places,
+)
 from minato.sampling.replay import RecordedOrder
 
 __all__ = [
     "DRAWS_AT_FIRST",
     "DRAWS_NOTHING",
     "LISTS",
+    "OTHER_INDICES",
     "SEEDED",
     "Batch",
     "Drawn",
@@ -42,11 +55,13 @@ __all__ = [
     "InterleavedRanks",
     "RankSampler",
     "Recurring",
+    "Remaining",
     "SamplingSpec",
     "SeededSampler",
     "Source",
     "at_epoch",
     "batch_maker",
+    "dealing_of",
     "drawn_ahead",
     "epoch_of",
     "in_epoch",
@@ -56,17 +71,24 @@ __all__ = [
     "next_sampler",
     "occurrence_counter",
     "ranked",
+    "redealt",
     "sampler_at_rank",
     "set_sampler_epoch",
     "unmarked",
+    "with_own_epochs",
 ]
 
+OTHER_INDICES = (
+    "the sampler yields other indices than when the state was taken, so the remaining ones are unknown: use seed=, "
+    "give the sampler a generator, or give it state_dict() and load_state_dict()"
+)
 _MOST_RESERVED = 1 << 20
 """Samples of a batch for which memory is reserved in advance, where their number is unknown."""
 _MOST_COUNTED = 1 << 28
 """Largest number of a dataset's indices that an array counts."""
 _MOST_AHEAD, _INDICES_AHEAD = 32, 1024
 """Batches that are drawn together, and their indices, which costs less than one by one."""
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +112,12 @@ class SamplingSpec:
             of a sample does not depend on earlier samples.
         replay: The order of the epochs in a file, in place of the sampler's, or None.
         rank: Text that names this rank, if several share a pool, or None.
-        readers: Number of readers of an iterable dataset; 0: it is map-style.
+        pooled: The ranks that share the pool, or None.
+        readers: Number of readers of an iterable dataset, of all ranks; 0: it is map-style.
+        dealt: Rank and number of ranks among which they are dealt.
         persists_datasets: The copies of the dataset stay for the next epoch.
         rereads: A resumed epoch is read from its beginning, whatever state the dataset has.
+        by_cost: The costs of samples decide how many of them make a batch.
     """
 
     dataset: Any
@@ -110,9 +135,18 @@ class SamplingSpec:
     record_order: str | None
     replay: RecordedOrder | None
     rank: str | None
+    pooled: range | None = None
     readers: int = 0
+    dealt: tuple[int, int] = (0, 1)
     persists_datasets: bool = False
     rereads: bool = False
+    by_cost: bool = False
+
+    @property
+    def own_readers(self) -> range:
+        """The numbers of the readers of this rank."""
+        rank, ranks = self.dealt
+        return range(rank, self.readers, ranks)
 
     @property
     def divides_batches(self) -> str | None:
@@ -258,11 +292,57 @@ def _has_rank(sampler: object) -> bool:
 
 
 def sampler_at_rank(sampler: Any, rank: int) -> Any:
-    """Return a copy of a sampler, as another rank has it."""
+    """Return a copy of a sampler, as another rank has it, with generators of its own in the same state."""
+    is_own = attribute(ranked(sampler), "rank") == rank
+    changes = {} if is_own else _own_generators(sampler, {})
     if _has_rank(sampler):
-        return _changed(sampler, rank=rank)
+        return _changed(sampler, **{**changes, "rank": rank})
     name = "batch_sampler" if attribute(sampler, "sampler") is None else "sampler"
-    return _changed(sampler, **{name: sampler_at_rank(getattr(sampler, name), rank)})
+    return _changed(sampler, **{**changes, name: sampler_at_rank(getattr(sampler, name), rank)})
+
+
+def _own_generators(sampler: object, copies: dict[int, object]) -> dict[str, object]:
+    """Return copies of the generators that a sampler holds, and of the samplers that it draws from, by attribute."""
+    found = dict[str, object]()
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        if type(value) in _GENERATORS:
+            found[name] = copy.deepcopy(value, copies)  # two attributes may hold one
+        elif isinstance(value, Sampler):
+            if id(value) not in copies:
+                copies[id(value)] = other = copy.copy(value)
+                vars(other).update(_own_generators(value, copies))
+            found[name] = copies[id(value)]
+    return found
+
+
+def _kept_states() -> Callable[[], None]:
+    """Return a function that gives the default generators the states that they have now."""
+    of_torch, of_numpy = torch.default_generator.get_state(), np.random.get_state(legacy=False)
+    of_python = random.getstate()
+
+    def restore() -> None:
+        torch.default_generator.set_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+    return restore
+
+
+def _drawn_apart(sampler: Iterable[object], begin: Callable[[], object]) -> Iterator[object]:
+    """Yield from a sampler, whose draws from the default generators leave no trace.
+
+    Args:
+        begin: Gives these the states from which it draws its order.
+    """
+    end = _kept_states()
+    try:
+        begin()
+        draw = iter(sampler)
+        first = [*itertools.islice(draw, 1)]
+    finally:
+        end()
+    yield from first
+    yield from draw
 
 
 class InterleavedRanks:
@@ -279,8 +359,17 @@ class InterleavedRanks:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches. Raises ValueError if one rank has fewer batches than another."""
         ended = object()
-        draws = [iter(sampler_at_rank(self.sampler, rank)) for rank in self.ranks]
-        while True:
+        own = attribute(ranked(self.sampler), "rank")
+        samplers = {rank: sampler_at_rank(self.sampler, rank) for rank in self.ranks}
+        # Where nothing is drawn, another thread may use the default generators meanwhile.
+        draws_nothing = all(is_exactly(each, DRAWS_NOTHING) for each in nested(self.sampler))
+        begin: Callable[[], object] = int if draws_nothing else _kept_states()
+        draws = [
+            iter(sampler) if draws_nothing or rank == own else _drawn_apart(sampler, begin)
+            for rank, sampler in samplers.items()
+        ]
+        texts = list[set[str]]()
+        for number in itertools.count():
             step = [next(draw, ended) for draw in draws]
             over = [batch is ended for batch in step]
             if all(over):
@@ -288,9 +377,165 @@ class InterleavedRanks:
             if any(over):
                 raise ValueError(
                     f"rank {self.ranks[over.index(True)]} has fewer batches than rank {self.ranks[over.index(False)]} "
-                    f"by {type(self.sampler).__name__}: with shared_pool=True all ranks must have as many"
+                    f"by {type(self.sampler).__name__}: with workers=SharedPool(...) all ranks must have as many"
+                )
+            if number < 2:  # a single batch may be repeated for ranks that have none
+                texts.append(set(map(str, step)))
+            if number == 1 and len(step) > 1 and texts[0] != texts[1] and max(map(len, texts)) == 1:
+                raise ValueError(
+                    f"{type(self.sampler).__name__} gives all ranks the same batches: with workers=SharedPool(...) "
+                    "local rank 0 draws for all by copies with another rank, so that __iter__ must go by self.rank"
                 )
             yield from step
+
+
+# ---- what is left of an epoch, for other ranks -----------------------------------------------------
+
+
+def dealing_of(index_sampler: Any, batched: bool) -> Dealing | None:
+    """Return how a loader's sampler divides an epoch among ranks, one rank included; None if that is unknown."""
+    size = integer_of(attribute(index_sampler, "batch_size")) if batched else 1
+    numbers = [attribute(index_sampler, name) for name in ("process_index", "num_processes")]
+    if None not in numbers and (inner := attribute(index_sampler, "batch_sampler")) is not None:
+        # Accelerate's, which divides the batches of another one, or each of them
+        rank, count = map(integer_of, numbers)
+        if not (rank is not None and count and _is_plain(inner)):
+            return None
+        is_split = bool(attribute(index_sampler, "split_batches"))
+        size = inner.batch_size // count if is_split else inner.batch_size
+        return Dealing(BLOCKS, inner.sampler, rank, count, size)
+    known = ranked(index_sampler)
+    if known is None:
+        if not (batched and _is_plain(index_sampler)):
+            return None
+        return Dealing(BLOCKS, index_sampler.sampler, 0, 1, index_sampler.batch_size)
+    rank, count = integer_of(known.rank), integer_of(known.num_replicas)
+    if rank is None or not count:
+        return None
+    if known is index_sampler and batched:
+        return Dealing(BATCHES, known, rank, count, 1)
+    if batched and not (_is_plain(index_sampler) and index_sampler.sampler is known):
+        return None
+    return Dealing(SAMPLES, known, rank, count, size or 1)
+
+
+def _is_plain(sampler: object) -> bool:
+    """Whether a sampler makes batches of consecutive indices of another one, as torch's does."""
+    return getattr(type(sampler), "__iter__", None) is BatchSampler.__iter__
+
+
+def redealt(index_sampler: Any, stages: Sequence[Stage], length: int | None, batched: bool) -> Any:
+    """Return a copy of a loader's sampler, or of those of several ranks, that divides what some stages have left.
+
+    Args:
+        length: Of the dataset.
+    """
+    if type(index_sampler) is InterleavedRanks:
+        own = redealt(index_sampler.sampler, stages, length, batched)
+        return InterleavedRanks(own, index_sampler.ranks)
+    dealing = dealing_of(index_sampler, batched)
+    assert dealing is not None, "the state was opened for another sampler"
+    left = Remaining(dealing, stages, length)
+    if index_sampler is dealing.divides:
+        return left
+    if (inner := index_sampler.sampler if _is_plain(index_sampler) else None) is dealing.divides:
+        return _changed(index_sampler, sampler=left)
+    inner = index_sampler.batch_sampler
+    return _changed(index_sampler, batch_sampler=_changed(inner, sampler=left))
+
+
+class Remaining:
+    """What some stages have left of an epoch, in the place of the sampler that divides the epoch or is divided.
+
+    Each rank gets as many samples or batches as any other: the rest that does not divide is dropped, or filled up from
+    the start of what is left, as the sampler does.
+
+    Args:
+        length: Of the dataset.
+    """
+
+    def __init__(self, dealing: Dealing, stages: Sequence[Stage], length: int | None) -> None:
+        self.sampler = dealing.divides
+        self._deals, self._stages = dealing.deals, stages
+        self._drops = dealing.deals == SAMPLES and bool(attribute(self.sampler, "drop_last"))
+        self._length: Any = length
+        if dealing.deals != BLOCKS:
+            self.rank, self.num_replicas = dealing.rank, dealing.ranks
+        if dealing.deals == SAMPLES:
+            own = length_of(attribute(self.sampler, "dataset"))
+            self._length = length if own is None else own
+        elif dealing.deals == BLOCKS:
+            self._length = length_of(self.sampler)
+        self._batches: tuple[int | None, Batches] | None = None
+
+    def __len__(self) -> int:
+        if self._deals == BATCHES:
+            return len(self._all_batches()) // self.num_replicas
+        left = len(self._places()[0])
+        return left if self._deals == BLOCKS else len(self._own(range(left)))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the indices, or the batches, of this rank.
+
+        Raises:
+            ValueError: The sampler does not yield the indices that the stages completed.
+        """
+        if self._deals == BATCHES:
+            return map(list, self._all_batches()[self.rank :: self.num_replicas])
+        order = list(self._undivided())
+        left, taken = self._places()
+        if len(order) != self._length:
+            raise ValueError(OTHER_INDICES)
+        self._check([[order[place] for place in places] for places in taken])
+        rest = [order[place] for place in left]
+        return iter(rest if self._deals == BLOCKS else self._own(rest))
+
+    def _own(self, left: Sequence[object]) -> Sequence[object]:
+        """This rank's part of what is left."""
+        count = self.num_replicas
+        end = len(left) // count * count if self._drops else -(-len(left) // count) * count
+        return [left[place % len(left)] for place in range(self.rank, end, count)]
+
+    def _places(self) -> Any:
+        try:
+            return left_places(self._length, self._stages, self._deals, self._drops)
+        except IndexError:
+            raise ValueError(OTHER_INDICES) from None
+
+    def _undivided(self) -> Iterable[object]:
+        """The order of the epoch before it is divided."""
+        if self._deals == BLOCKS:
+            return cast("Iterable[object]", self.sampler)
+        alone = {"rank": 0, "num_replicas": 1}
+        for name in ("num_samples", "total_size"):
+            if attribute(self.sampler, name) is not None:
+                alone[name] = self._length
+        return cast("Iterable[object]", _changed(self.sampler, **alone))
+
+    def _all_batches(self) -> Batches:
+        """Return the batches of all ranks: the first of each, then the second of each, and so on."""
+        epoch = epoch_of(self.sampler)
+        if self._batches is None or self._batches[0] != epoch:
+            before = _changed(self.sampler, num_replicas=self._stages[0].ranks)
+            length_of(before)  # a CostBatchSampler makes the batches once for all ranks
+            batches = [
+                list(batch) for batch in InterleavedRanks(before, range(before.num_replicas))
+            ]
+            try:
+                left, taken = left_batches(batches, self._stages, fill_steps)
+            except IndexError:
+                raise ValueError(OTHER_INDICES) from None
+            self._check(taken)
+            fill_steps(left, self.num_replicas)
+            self._batches = epoch, left
+        return self._batches[1]
+
+    def _check(self, taken: Batches) -> None:
+        for stage, indices in zip(self._stages, taken, strict=True):
+            expected = [sum(pair) for pair in zip(stage.delivered, stage.skipped, strict=True)]
+            found = len(indices), sum_of_hashes(indices, index_hash)
+            if found != (expected[0], expected[1] % (1 << 64)):
+                raise ValueError(OTHER_INDICES)
 
 
 # ---- what is known of a sampler by its class ------------------------------------------------------
@@ -298,7 +543,8 @@ class InterleavedRanks:
 SEEDED = (SeededSampler, CostBatchSampler, RankSampler)
 """Samplers whose epoch the loader sets at the beginning of each epoch."""
 DRAWS_NOTHING = (
-    *(BatchSampler, DistributedSampler, SequentialSampler, EndlessSampler, InterleavedRanks),
+    *(BatchSampler, DistributedSampler, SequentialSampler, EndlessSampler),
+    *(InterleavedRanks, Remaining),
     *SEEDED,
 )
 """Samplers without a generator that outlives an epoch."""
@@ -309,7 +555,7 @@ LISTS = (list, tuple, range, np.ndarray, torch.Tensor)
 
 
 def _may_repeat(sampler: Any) -> bool:
-    if is_exactly(sampler, (BatchSampler, InterleavedRanks)):
+    if is_exactly(sampler, (BatchSampler, InterleavedRanks, Remaining)):
         return _may_repeat(sampler.sampler)
     if type(sampler) is RandomSampler:
         return sampler.replacement or sampler.num_samples > len(sampler.data_source)
@@ -341,6 +587,8 @@ def largest_batch(index_sampler: object, batched: bool) -> int:
     """
     if not batched:
         return 1
+    if type(index_sampler) is InterleavedRanks:
+        index_sampler = index_sampler.sampler
     size = attribute(index_sampler, "batch_size")
     if issubclass(type(index_sampler), (list, tuple)):
         size = max(filter(None, map(length_of, cast("list[Any]", index_sampler))), default=1)
@@ -379,6 +627,21 @@ def independent(sampler: object, dataset: object) -> Any:
     return _changed(sampler, **other)
 
 
+def with_own_epochs(*samplers: object) -> list[Any]:
+    """Return samplers; those whose epoch the loader sets are copies, also in a plain ``BatchSampler``."""
+    copies: dict[int, object] = {}
+
+    def copied(sampler: object) -> object:
+        if type(sampler) is BatchSampler:
+            inner = copied(sampler.sampler)
+            return sampler if inner is sampler.sampler else _changed(sampler, sampler=inner)
+        if not issubclass(type(sampler), SEEDED):
+            return sampler
+        return copies.setdefault(id(sampler), copy.copy(sampler))
+
+    return list(map(copied, samplers))
+
+
 def _changed(sampler: Any, /, **values: object) -> Any:
     """Return a copy of a sampler with other values of some attributes."""
     other = copy.copy(sampler)
@@ -408,6 +671,8 @@ def next_sampler(index_sampler: Any) -> Any | None:
     if is_exactly(index_sampler, (InterleavedRanks, BatchSampler)):
         inner = next_sampler(index_sampler.sampler)
         return None if inner is None else _changed(index_sampler, sampler=inner)
+    if type(index_sampler) is Remaining:
+        return next_sampler(index_sampler.sampler)
     if type(index_sampler) is SequentialSampler:
         return index_sampler
     if is_exactly(index_sampler, (*SEEDED, DistributedSampler)):
@@ -544,6 +809,9 @@ class IndexBatches:
     Args:
         again: Returns the batches from one on, given the number of those before it; None: an interruption ends them.
         note: Called with the indices of each batch and its number. It may be called again, without effect.
+
+    Attributes:
+        goes_on: Whether the last error was that of one batch, which has no indices; the next call is for the next one.
     """
 
     def __init__(
@@ -560,6 +828,7 @@ class IndexBatches:
         self._ahead: deque[Drawn] = deque()
         self._num_dropped = 0
         self._was_interrupted = False
+        self.goes_on = False
 
     @classmethod
     def of(cls, batches: Iterable[object]) -> IndexBatches:
@@ -594,12 +863,14 @@ class IndexBatches:
 
     def _complete(self) -> None:
         """Make the indices of all batches that were drawn, and note them, unless that is done."""
+        self.goes_on = False
         for drawn in [drawn for drawn in self._ahead if len(drawn) < 4]:
             if len(drawn) == 2:
                 make = None if self._source is None else self._source.make
                 try:
                     drawn.append(drawn[0] if make is None else make(drawn[0]))
                 except Exception:  # no such indices: as with torch, the next batch follows
+                    self.goes_on = True
                     self._num_dropped = drawn.number + 1
                     self._ahead.remove(drawn)
                     raise
@@ -618,8 +889,9 @@ class IndexBatches:
                 self._source = self._drawn_again()
                 self._take()
             self._was_interrupted = False
-        except Exception:
-            raise  # the sampler's, as with torch
+        except Exception:  # the sampler's, as with torch
+            self.goes_on = False
+            raise
         except BaseException:
             self._was_interrupted = len(self._ahead) == known or most > 1
             raise

@@ -13,7 +13,7 @@ from minato._core import ConsumerLedger, EventCount, now_ns
 from minato._core.codes import ENDED, FAILED, KIND_MASK, NUM_EPOCH_SLOTS, READY, SKIP_BLOB, SKIPPED
 from minato.batching.arena import Slot
 from minato.batching.sample_spec import Handover
-from minato.errors import add_note, warn
+from minato.errors import Postponed, add_note, warn
 from minato.observe.tracer import NULL_TRACER, Tracer
 from minato.sampling.epoch import NextEpoch
 from minato.sampling.progress import Progress
@@ -181,6 +181,7 @@ class Dispatcher:
             ledger, storage, keeps_places=order.keeps_places, skips=skips
         )
         self._batches = IndexBatches.of(())  # those of an epoch that are not open yet
+        self._unmade: Postponed | None = None  # the error of the next batch, which has no indices
         self._opening: OpenBatch | None = None  # until the lists below say what the ledger says
         self._to_wake = 0  # samples that were opened since workers were woken, or _ALL_WORKERS
         self._woken_ns = self._refilled_ns = 0
@@ -233,7 +234,7 @@ class Dispatcher:
             False if batches had been prefetched for this epoch and were not its own; they are dropped.
         """
         self._complete_opening()
-        self._has_begun = False
+        self._has_begun, self._unmade = False, None
         self._cancel_present()
         prefetched = self._prefetched
         is_right = not prefetched or (self._epoch.number, self._epoch.seed) == (epoch, seed)
@@ -285,7 +286,7 @@ class Dispatcher:
     def abandon(self) -> None:
         """End the present epoch here."""
         self.cancel_all()
-        self._progress = None
+        self._progress = self._unmade = None
         self._batches, self._predict_next = IndexBatches.of(()), lambda: None
         self._exhausted = True
 
@@ -326,6 +327,7 @@ class Dispatcher:
             seen = self._ready_events.events
             found = self.current or self._order.next_ready(self._open, self._is_ready)
             if found is None:
+                self._raise_unmade()
                 self.refill()
             if self._wait_stats.watched:
                 self._wait_stats.ending, self._wait_stats.ready = self._is_dry, self.num_ready
@@ -340,6 +342,13 @@ class Dispatcher:
                 raise StopIteration
             else:
                 left_s = self._wait(seen, left_s)
+
+    def _raise_unmade(self) -> None:
+        """Raise the error of a batch that has no indices, once all before it are given."""
+        error = self._unmade
+        if error is not None and not self._open and not self._prefetches_next:
+            self._unmade = None
+            error.reraise()
 
     def _take(self, item: OpenBatch) -> bool:
         """Take a complete batch out of the open ones; False if it has no samples to return."""
@@ -514,12 +523,20 @@ class Dispatcher:
         return True
 
     def _open_next(self) -> bool:
-        """Open the next batch; False if there is none, or no free record, position or worker."""
+        """Open the next batch; False if there is none, it has no indices, or no record, position or worker is free."""
         if self._opening is not None:
             self._complete_opening()
         if self._handover is not None and self._handover.refused:
             self._keep_places()
-        drawn = self._draw()
+        if self._unmade is not None:
+            return False
+        try:
+            drawn = self._draw()
+        except Exception as error:
+            if not self._batches.goes_on:
+                raise
+            self._unmade = Postponed(error)
+            return False
         if drawn is None:
             self._run_dry()
             return False
@@ -535,7 +552,7 @@ class Dispatcher:
         owner = self._assignment.choose(drawn.indices, self._held)
         if owner is None:
             return False
-        item = self._publish(drawn, owner)
+        item = self._open_batch(drawn, owner)
         if self._early_start is not None:
             self._early_start.hint(item.record, item.indices)
         return True
@@ -572,7 +589,7 @@ class Dispatcher:
             found = self._batches.first()
         return found
 
-    def _publish(self, drawn: Drawn, owner: int) -> OpenBatch:
+    def _open_batch(self, drawn: Drawn, owner: int) -> OpenBatch:
         """Write a batch to the ledger, where workers find it."""
         opened_ns = self._tracer.now()
         indices = drawn.indices

@@ -149,19 +149,22 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Hosts(Assignment):
-    """A batch of an iterable dataset is for the worker that hosts its reader: reader r modulo ``count``.
+    """A batch of an iterable dataset is for the worker that hosts its reader: the i-th of a rank, i modulo ``count``.
 
     Args:
         count: Number of hosts; 0: one that is none of the workers, with a number after theirs.
+        ranks: Number of ranks among which the readers are dealt.
     """
 
     runs_cancelled = True
 
     count: int
     num_workers: int
+    ranks: int = 1
 
     def choose(self, indices: Sequence[int], held: Callable[[int], int]) -> int | None:
-        return (item_of(indices[0]).reader % self.count if self.count else self.num_workers) + 1
+        place = item_of(indices[0]).reader // self.ranks
+        return (place % self.count if self.count else self.num_workers) + 1
 
 
 @dataclass(eq=False)

@@ -63,7 +63,7 @@ class PrefetchWindow:
         self._step = max(num_workers, 1)
         self._fixed = fixed is not None
         self.batch_bytes = 0.0
-        self._warned = False
+        self._may_warn = not self._fixed
         self._slow_start = slow_start
         self._returned = 0
 
@@ -126,9 +126,8 @@ class PrefetchWindow:
     def observe(self, batch_bytes: int) -> None:
         """Record the size of a returned batch."""
         self._returned += 1
-        is_larger = batch_bytes > self.batch_bytes and not self._fixed
-        if is_larger and not self._warned and batch_bytes > self.budget_bytes:
-            self._warned = True
+        if self._may_warn and batch_bytes > self.budget_bytes:
+            self._may_warn = False
             warn(
                 f"one batch takes {batch_bytes} bytes, more than memory_budget="
                 f"{self.budget_bytes}: batches are loaded one at a time. Raise memory_budget to at "

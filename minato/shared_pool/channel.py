@@ -13,6 +13,7 @@ import itertools
 import json
 import operator
 import os
+import select
 import socket
 import struct
 import threading
@@ -27,12 +28,13 @@ from types import UnionType
 from typing import Any, NamedTuple, NewType, get_args, get_origin, get_type_hints
 
 from minato._support.files import unmapped_user
-from minato._support.threads import start_thread
+from minato._support.threads import living, start_thread
 from minato.batching.arena import Slot
 from minato.sampling.progress import BatchPart, Completed
 from minato.shared_pool.rendezvous import Rendezvous
 
 __all__ = [
+    "LIVENESS_S",
     "BatchDescriptor",
     "BatchMessage",
     "Channel",
@@ -41,7 +43,6 @@ __all__ = [
     "RankMessage",
     "WrongKeyError",
     "connected",
-    "credentials",
     "encoded",
     "from_host",
     "from_rank",
@@ -62,7 +63,8 @@ _AGAIN_S = 0.02
 """Pause between attempts to connect."""
 _PAUSE_S = 0.1
 """Pause after a connection could not be accepted: for lack of descriptors, the next attempt would fail as well."""
-_LIVENESS_S = 1.0
+LIVENESS_S = 1.0
+"""Interval of liveness checks while waiting."""
 _JOIN_S = 5.0
 """Upper bound for the wait for a thread that is to end; only a starved one takes so long."""
 
@@ -277,7 +279,7 @@ def peer_of(connection: socket.socket) -> int:
     if user == unmapped_user():
         raise PermissionError(
             f"this process runs as user {user}, which in its user namespace represents all users without a mapping "
-            "there: with shared_pool=True run the ranks as a user that the namespace maps (/proc/self/uid_map)"
+            "there: with workers=SharedPool(...) run the ranks as a user that the namespace maps (/proc/self/uid_map)"
         )
     return pid
 
@@ -295,7 +297,7 @@ def connected(
     deadline, folder = time.monotonic() + timeout_s, rendezvous.directory
     why: Exception = TimeoutError(
         f"local rank 0 has not begun to iterate over this loader within {timeout_s:.0f} s: with "
-        "shared_pool=True it runs the workers of all ranks of its node, and must take part; and all ranks "
+        "workers=SharedPool(...) it runs the workers of all ranks of its node, and must take part; and all ranks "
         f"must use the same directory for temporary files, as they meet in {folder}"
     )
     while True:
@@ -364,10 +366,7 @@ class Channel:
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):  # it has ended already, or is in another namespace
                 self._process = os.pidfd_open(self.pid)
-        self._news = poll()
-        for descriptor in (self._connection.fileno(), self._process):
-            if descriptor is not None:
-                self._news.register(descriptor, POLLIN)
+        self._news = self._watched()
         self._sending = threading.Lock()
         self._room = poll()
         self._room.register(connection, POLLOUT)
@@ -426,6 +425,18 @@ class Channel:
             self._connection.send_bytes(data)
             if descriptor is not None:
                 socket.send_fds(self._socket, [b"\1"], [descriptor])
+
+    def _watched(self) -> select.poll:
+        news = poll()
+        for descriptor in (self._connection.fileno(), self._process):
+            if descriptor is not None:
+                news.register(descriptor, POLLIN)
+        return news
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` seconds for news, of which it takes none; return whether there is any."""
+        # Of its own: the handler of a signal, which comes within it, may wait, too.
+        return bool(self._watched().poll(timeout_s * 1000))
 
     def wait(self, timeout_s: float) -> bool:
         """Receive one message, for which it waits up to ``timeout_s`` seconds; return whether there was news."""
@@ -526,7 +537,7 @@ class RankListener:
     @property
     def works(self) -> bool:
         """Whether it accepts connections."""
-        return self._accepting.is_alive()
+        return bool(living(self._accepting))
 
     def close(self) -> None:
         """End all threads and channels."""
@@ -554,7 +565,7 @@ class RankListener:
                 self._ended.wait(_PAUSE_S)
                 continue
             try:
-                if self._socket in wait([self._socket, self._woken], _LIVENESS_S):
+                if self._socket in wait([self._socket, self._woken], LIVENESS_S):
                     self._accept()
             except BlockingIOError:  # the client has gone already
                 pass
@@ -588,7 +599,7 @@ class RankListener:
         del self._pending[channel]
         try:
             while not channel.over:
-                channel.wait(_LIVENESS_S)
+                channel.wait(LIVENESS_S)
                 while channel.received:
                     message, _ = channel.received.popleft()
                     self._on_message(channel, message)

@@ -12,12 +12,16 @@ from functools import partial
 from typing import Any
 
 from minato._core.segment import Segment
-from minato._fork_safety import Loans
+from minato._fork_safety import Loans, signals_deferred
+from minato._support.threads import at_end, ends_by_exception
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
+from minato.errors import CLOSED
 from minato.sampling.epoch import Epoch
+from minato.sampling.progress import Completed
 from minato.scheduling.dispatcher import waited_s
 from minato.shared_pool.channel import (
+    LIVENESS_S,
     BatchDescriptor,
     BatchMessage,
     Channel,
@@ -29,11 +33,10 @@ from minato.shared_pool.channel import (
 from minato.shared_pool.ranks import PREFETCH_BATCHES
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import RANK_TIMEOUT_S
-from minato.shared_pool.source import BatchHandle, open_batch
+from minato.shared_pool.source import SUPERSEDED, BatchHandle, open_batch
 
 __all__ = ["PoolClient", "RemoteArena"]
 
-_LIVENESS_S = 1.0
 _LOADS = "which loads for all ranks of this node"
 _ENDED = f"{_LOADS}, has ended or dropped this loader"
 _CONNECTED: set[PoolClient] = set()
@@ -59,11 +62,17 @@ class PoolClient:
         self._lock = threading.RLock()
         self._dropped: deque[tuple[int, int]] = deque()
         self._outbox: deque[RankMessage] = deque()
-        self._sending = False
+        self._sending = threading.Lock()
         self._remote_arenas: dict[int, RemoteArena] = {}
         self._given_back: set[tuple[int, Slot]] = set()
         self._next_epoch = 0
         self._epoch = -1  # no epoch
+        # That, or the one that is waited for, until a batch is asked for.
+        self._entered: Epoch | None = None
+        self._holder: Epoch | None = None  # as the last iterator has it, which alone may leave it
+        self._arrived: deque[BatchHandle] = deque()  # of the present epoch
+        self._end: tuple[Any, ...] | None = None  # the message that ends it
+        self._stopped = -1  # the epoch in which it waits for no more batches
         self._closed = False
         self._broken: str | None = None  # why the pool cannot continue, as the server has reported
         try:
@@ -73,6 +82,8 @@ class PoolClient:
         except ConnectionError:
             raise RuntimeError(f"local rank 0, {_ENDED}, or refuses this process") from None
         _CONNECTED.add(self)
+        self._fails = False
+        self._stay_no_longer = at_end(self._close_at_end)
         self._send("hello", 0, me)
         try:
             late = "has not given this rank its place in the pool of this loader"
@@ -93,65 +104,95 @@ class PoolClient:
                 another one. The next call is for the same epoch.
         """
         with self._lock:
-            self.leave(self._epoch)
-            number, part = self._next_epoch, epoch.progress.part
-            before = None if part is None else part.before
-            self._send("enter", number, (epoch.number, before))
-            self._receive("open", late="has not begun the next epoch of this loader")
-            self._epoch, self._next_epoch = number, number + 1
-            for _ in range(PREFETCH_BATCHES):
-                self._send("next", number)
-            return number, True
+            last = self._entered
+            if self._epoch < 0 or last is None or last.has_started or _wish(last) != _wish(epoch):
+                self._leave()
+                self._entered = epoch
+                self._send("enter", self._next_epoch, _wish(epoch))
+                self._receive("open", late="has not begun the next epoch of this loader")
+            self._entered = self._holder = epoch
+            return self._epoch, True
 
     def next(self, number: int) -> BatchHandle:
-        """Return the next batch, which views the server's memory.
+        """Return the next batch, which views the server's memory: the same one until it is dropped.
 
         Raises:
             StopIteration: The epoch is over.
-            RuntimeError: The server or another rank has ended, or the server's engine cannot continue.
+            RuntimeError: The server or another rank has ended, the server's engine cannot continue, or another iterator
+                was made.
         """
         with self._lock:
             if number != self._epoch:
-                raise StopIteration
-            message = self._receive("batch", "end", "failed")
-            if isinstance(message, BatchMessage):
-                self._send("next", number)
-                remote = self._remote_arenas[message.arena]
-                return remote.received(message.descriptor, message.portion)
-            self._epoch = -1
-            if message[0] == "failed":
-                raise RuntimeError(f"local rank 0, {_LOADS}: {message[2]}")
+                raise RuntimeError(self._broken or SUPERSEDED)
+            self._entered = None
+            if not self._arrived and self._end is None:
+                self._receive("batch")
+                if self._epoch not in (-1, number):  # a signal's handler has begun another one
+                    raise RuntimeError(SUPERSEDED)
+                if self._epoch < 0 or number == self._stopped:
+                    raise RuntimeError(CLOSED)
+            if self._arrived:
+                return self._arrived[0]
+            if self._end is not None and self._end[0] == "failed":
+                raise RuntimeError(f"local rank 0, {_LOADS}: {self._end[2]}")
             raise StopIteration
 
-    def has_next(self, number: int) -> bool:
-        """Whether a batch is available."""
+    def arrived(self, number: int) -> list[BatchHandle]:
+        """Return the batches that are there, and not dropped."""
+        with self._lock, signals_deferred():
+            while self._first() is None and not self._channel.over and self._channel.wait(0):
+                pass
+            return list(self._arrived) if number == self._epoch else []
+
+    def ask(self, number: int, handle: BatchHandle) -> None:
+        """Ask for one more batch, in place of one that is used now."""
+        with signals_deferred():
+            handle.is_replaced = True
+            self._send("next", number)
+
+    def drop(self, handle: BatchHandle) -> None:
+        """Forget the first batch that has arrived, if it is this one."""
         with self._lock:
-            while (first := self._first()) is None and not self._channel.over:
-                if not self._channel.wait(0):
-                    return False
-            return number == self._epoch and first is not None and first[0] == "batch"
+            if self._arrived and self._arrived[0] is handle:
+                self._arrived.popleft()
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
         """Return slots whose pages the server has returned to the system since the last call."""
         slots, self._given_back = self._given_back, set()
         return [(self._remote_arenas[arena].segment, slot) for arena, slot in slots]
 
-    def leave(self, number: int) -> None:
-        """Leave an epoch."""
-        if number >= 0 and number == self._epoch:
-            self._epoch = -1
-            self._send("leave", number)
+    def stop(self, number: int) -> None:
+        """Have ``next()``, in any thread, wait no more in an epoch."""
+        self._stopped = number
+
+    def leave(self, number: int, epoch: Epoch) -> None:
+        """Leave an epoch, unless its ``iter()`` was interrupted: the next one begins it."""
+        is_interrupted = self._entered is not None and not self._entered.has_started
+        if number == self._epoch and epoch is self._holder and not is_interrupted:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._epoch >= 0:
+            with signals_deferred():
+                self._send("leave", self._epoch)
+                self._epoch, self._end, self._entered, self._holder = -1, None, None, None
+                self._arrived.clear()
 
     def close(self) -> None:
         """Deregister; the connection ends when no batch views the server's memory any more."""
         if os.getpid() != self._owner or self._closed:
             return
-        self.leave(self._epoch)
+        self._stay_no_longer()
+        self._leave()
         # If an exception ends the process, the other ranks must notice.
-        if not hasattr(sys, "last_value"):
+        if not self._fails:
             self._send("bye", 0)
         self._closed = True
         self._close_if_unused()
+
+    def _close_at_end(self) -> None:
+        self._fails = ends_by_exception()
+        self.close()
 
     def _close_if_unused(self) -> None:
         if self._closed and not any(remote.num_leased for remote in self._remote_arenas.values()):
@@ -171,26 +212,43 @@ class PoolClient:
         if os.getpid() != self._owner:
             return
         self._outbox.append(RankMessage(kind, number, (), more))
-        if self._sending or self._channel.over:
-            return  # the call that is sending a message sends this one next
-        self._sending = True
-        try:
-            while self._outbox:
-                message = self._outbox.popleft()
-                dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
-                self._channel.send(message._replace(dropped=dropped))
-        except OSError:
-            self._channel.hang_up()  # the receiving call reports the reason
-        finally:
-            self._sending = False
+        # The thread that holds the lock sends what others append meanwhile, and looks once more after releasing it.
+        with signals_deferred():
+            while self._outbox and not self._channel.over and self._sending.acquire(blocking=False):
+                try:
+                    message = self._outbox.popleft()
+                    dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
+                    self._channel.send(message._replace(dropped=dropped))
+                except IndexError:
+                    pass  # another has sent it
+                except OSError:
+                    self._channel.hang_up()  # the receiving call reports the reason
+                finally:
+                    self._sending.release()
 
     def _receive(self, *kinds: str, late: str | None = None) -> tuple[Any, ...]:
-        """Return the next message of these kinds.
+        """Return the next message of these kinds; ``batch``: once a batch or the end is there, or the epoch was left.
 
         Args:
             late: The overdue action of the server, for the error after a timeout; None: no time limit.
         """
         left_s = self._timeout_s
+        while True:
+            # What is taken from the channel is nowhere else until it is in its place.
+            with signals_deferred():
+                message = self._heard(kinds)
+            if message is not None:
+                return message
+            if late is not None and left_s <= 0:
+                raise RuntimeError(
+                    f"local rank 0 (process {self._channel.pid}) {late}, for which this rank has waited "
+                    f"{self._timeout_s:.0f} s: with workers=SharedPool(...) all ranks must iterate as often, and none "
+                    "may keep the others waiting for so long"
+                )
+            left_s -= waited_s(self._channel.sleep, LIVENESS_S)
+
+    def _heard(self, kinds: tuple[str, ...]) -> tuple[Any, ...] | None:
+        """Return a message of these kinds that has arrived; None if there is none."""
         while True:
             while (message := self._first()) is not None:
                 self._channel.received.popleft()
@@ -201,23 +259,23 @@ class PoolClient:
                     raise RuntimeError(message[1])
                 if message[0] in kinds:
                     return message
+            if "batch" in kinds and (
+                self._arrived or self._end or self._epoch in (-1, self._stopped)
+            ):
+                return "batch", self._epoch
             if self._channel.over:
                 self._epoch = -1
-                if self._broken is not None:  # the server may have ended since, for the same reason
-                    raise RuntimeError(self._broken)
-                fault = self._channel.fault
-                how = _ENDED if fault is None else f"{_LOADS}, cannot be heard any more: {fault}"
-                raise RuntimeError(f"local rank 0 (process {self._channel.pid}), {how}")
-            if late is not None and left_s <= 0:
-                raise RuntimeError(
-                    f"local rank 0 (process {self._channel.pid}) {late}, for which this rank has waited "
-                    f"{self._timeout_s:.0f} s: with shared_pool=True all ranks must iterate as often, and none may "
-                    "keep the others waiting for so long"
-                )
-            left_s -= waited_s(self._channel.wait, _LIVENESS_S)
+                if self._broken is None:  # else the server may have ended since, for that reason
+                    fault, how = self._channel.fault, _ENDED
+                    if fault is not None:
+                        how = f"{_LOADS}, cannot be heard any more: {fault}"
+                    self._broken = f"local rank 0 (process {self._channel.pid}), {how}"
+                raise RuntimeError(self._broken)
+            if not self._channel.wait(0):
+                return None
 
     def _first(self) -> tuple[Any, ...] | None:
-        """Return the first pending message; handle those about memory, and drop those of past epochs."""
+        """Return the first pending answer; handle messages about memory and batches, drop those of past epochs."""
         while self._channel.received and not self._channel.fault:
             message, descriptor = self._channel.received[0]
             match message:
@@ -231,10 +289,23 @@ class PoolClient:
                     pass
                 case BatchMessage() as batch if batch.number != self._epoch:
                     self._dropped.append((batch.arena, batch.descriptor.slot.start))
+                case BatchMessage():
+                    remote = self._remote_arenas[message.arena]
+                    self._arrived.append(remote.received(message.descriptor, message.portion))
+                case ("failed", number, why) if number == self._next_epoch:
+                    self._next_epoch = number + 1
+                    return "refused", f"local rank 0, {_LOADS}: {why}"
                 case ("end" | "failed", number, *_) if number != self._epoch:
                     pass
+                case ("end" | "failed", *_):
+                    self._end = message
                 case ("open", number) if number != self._next_epoch:
                     pass  # the second answer to a repeated request
+                case ("open", number):
+                    self._epoch, self._next_epoch = number, number + 1
+                    for _ in range(PREFETCH_BATCHES):
+                        self._send("next", number)
+                    return "open", number
                 case _:
                     first: tuple[Any, ...] = message
                     return first
@@ -260,6 +331,12 @@ class PoolClient:
             return True
         self._channel.give_up("it named memory that it has not sent")
         return False
+
+
+def _wish(epoch: Epoch) -> tuple[int, Completed | None]:
+    """What an epoch must have in common with that of the server."""
+    part = epoch.progress.part
+    return epoch.number, None if part is None else part.before
 
 
 class RemoteArena:
@@ -293,15 +370,13 @@ class RemoteArena:
         return 0 <= slot.start <= slot.end <= self.segment.nbytes and all(inside)
 
     def received(self, descriptor: BatchDescriptor, portion: object) -> BatchHandle:
-        """Return a handle of the batch, which this process opens."""
-        return BatchHandle(self.segment, descriptor, portion, partial(self._open, descriptor))
-
-    def _open(self, descriptor: BatchDescriptor) -> Any:
+        """Return a handle of the batch. When nothing views the slot any more, it is returned."""
         self._loans.settle()
         start, end = descriptor.slot
         lease = self.segment.array[start:end]
         self._leases[start] = weakref.ref(lease, partial(self._end, start))
-        return open_batch(descriptor, self.segment, self._store, lease)
+        read = partial(open_batch, descriptor, self.segment, self._store, lease)
+        return BatchHandle(self.segment, descriptor, portion, read)
 
     def _end(self, start: int, reference: weakref.ref[object]) -> None:
         self._leases.pop(start, None)

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from minato._core import EVENT_COUNT_NBYTES, EventCount
 from minato.batching.arena import Arena, Slot
 from minato.engine.engine import Engine
 from minato.sampling.progress import Completed
@@ -135,14 +138,15 @@ class Ranks:
     """The ranks of a node: lets their processes in, hears their requests, and sends their batches.
 
     The threads of the channels call ``hear`` and ``forget``, with which clients come and go. All other methods need
-    ``changed`` to be held.
+    ``lock`` to be held.
 
     Args:
         me: Rank and settings of the server's own process, local rank 0; the clients' settings must be equal.
         on_rank_death: See :class:`minato.SharedPool`.
 
     Attributes:
-        changed: Notified of each change.
+        lock: Guards everything here.
+        changed: Counts the changes.
         epoch: The epoch that is open; None between two.
         arenas: Arenas of all engines so far; messages name them by their position.
         done_before: Batches that each rank had before a resume.
@@ -157,7 +161,9 @@ class Ranks:
         self._waits = on_rank_death == "wait"
         self._turns = itertools.count()
         # Re-entrant: the garbage collector may drop a source in the middle of anything.
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        # No Condition: its own code may keep a lock where the handler of a signal raises.
+        self.changed = EventCount(np.zeros(EVENT_COUNT_NBYTES, np.uint8), 0)
         self.slots = [RankSlot(rank) for rank in range(count)]
         self.epoch: PoolEpoch | None = None
         self.num_epochs = 0
@@ -199,26 +205,26 @@ class Ranks:
         self.own.state, self.own.wants = "in", PREFETCH_BATCHES
         for slot in self.slots[1:]:
             self._let_in(slot)
-        self.changed.notify_all()
+        self.changed.notify()
 
     def end(self) -> None:
         """Close the epoch."""
         if self.epoch is not None:
             self.epoch.error = None  # its traceback holds the epoch
         self.epoch = None
-        self.changed.notify_all()
+        self.changed.notify()
 
     def request(self, slot: RankSlot) -> None:
         """Record that a rank asks for one more batch."""
         slot.wants += 1
         slot.asked_at = next(self._turns)
-        self.changed.notify_all()
+        self.changed.notify()
 
     def leave(self, number: int) -> None:
         """Have the server's own rank leave an epoch; the other ranks continue."""
         if self.epoch is not None and self.epoch.number == number:
             self.own.leave()
-            self.changed.notify_all()
+            self.changed.notify()
 
     def close(self) -> None:
         """End with this epoch; if the server's rank has had its part, send the others theirs ahead of use."""
@@ -228,7 +234,7 @@ class Ranks:
         for slot in self.slots[1:]:
             if self.draining and slot.state == "in":
                 slot.wants += DRAIN_BATCHES
-        self.changed.notify_all()
+        self.changed.notify()
 
     def break_off(self, why: str) -> None:
         """End the epoch in all ranks with an error."""
@@ -236,7 +242,7 @@ class Ranks:
         for slot in self.slots:
             _send(slot.channel, ("broken", why))
             slot.leave()
-        self.changed.notify_all()
+        self.changed.notify()
 
     def serve(self, slot: RankSlot) -> None:
         """Send a client its requested batches, as far as they are available."""
@@ -273,7 +279,7 @@ class Ranks:
         Raises:
             ValueError: A rank says hello twice.
         """
-        with self.changed:
+        with self.lock:
             slot = self._slot_of(channel)
             if message.kind == "hello":
                 if slot is not None:
@@ -295,11 +301,11 @@ class Ranks:
             elif message.kind == "bye":
                 slot.gone = f"{slot.name} has ended its use of this loader"
                 slot.leave()
-            self.changed.notify_all()
+            self.changed.notify()
 
     def forget(self, channel: Channel) -> None:
         """Act on the end of a client."""
-        with self.changed:
+        with self.lock:
             slot = self._slot_of(channel)
             if slot is None:
                 return
@@ -311,7 +317,7 @@ class Ranks:
                     f"{slot.gone}, which shares the workers of this loader: the others cannot go on "
                     "(SharedPool('continue') lets them)"
                 )
-            self.changed.notify_all()
+            self.changed.notify()
 
     def _slot_of(self, channel: Channel) -> RankSlot | None:
         return next((slot for slot in self.slots if slot.channel is channel), None)
@@ -337,7 +343,11 @@ class Ranks:
         elif this is not None and this.number == number:
             slot.entering = None
             why = epoch_mismatch(slot.name, epoch, before is not None, this.epoch, this.resumed)
-            if why is None:
+            if this.error is not None and this.exhausted:  # it cannot begin
+                slot.leave()
+                text = f"{type(this.error).__name__}: {this.error}"
+                _send(slot.channel, ("failed", number, text))
+            elif why is None:
                 slot.state = "in"
                 slot.wants = DRAIN_BATCHES if self.draining else 0
                 _send(slot.channel, ("open", number))
@@ -385,13 +395,13 @@ def epoch_mismatch(
         return None
     if not (resumed or server_resumed):
         return (
-            f"this is epoch {epoch} here and {server_epoch} for local rank 0: with shared_pool=True call set_epoch() "
-            "alike in all ranks"
+            f"this is epoch {epoch} here and {server_epoch} for local rank 0: with workers=SharedPool(...) call "
+            "set_epoch() alike in all ranks"
         )
     where = {True: "in the middle, by the state that it has loaded", False: "at the beginning"}
     return (
         f"{name} begins epoch {epoch} {where[resumed]}, and local rank 0 begins epoch {server_epoch} "
-        f"{where[server_resumed]}: with shared_pool=True load in each rank the state that it saved "
+        f"{where[server_resumed]}: with workers=SharedPool(...) load in each rank the state that it saved "
         "at the same step"
     )
 
@@ -411,7 +421,7 @@ def rejection_reason(
         there = ", ".join(f"{name}={ours.get(name, 'unknown')}" for name in differ)
         return (
             f"this loader is not the one that local rank 0 has in its place: here it has {here}, and there {there}. "
-            "Make all loaders with shared_pool=True in the same sequence, and alike, in all ranks"
+            "Make all loaders with workers=SharedPool(...) in the same sequence, and alike, in all ranks"
         )
     slot = rank_slots[number] if 0 < number < len(rank_slots) else None
     if slot is None or slot.channel is not None or client.rank != server.rank + number:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
-import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
 from minato._core.segment import Segment
+from minato._fork_safety import signals_deferred
+from minato._support.threads import at_end, ends_by_exception, living
 from minato.batching.arena import Slot
 from minato.batching.serialization import SharedStore
 from minato.engine.engine import Engine
+from minato.errors import CLOSED
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.dispatcher import waited_s
-from minato.shared_pool.channel import Hello, RankListener
+from minato.shared_pool.channel import LIVENESS_S, Hello, RankListener
 from minato.shared_pool.ranks import PoolEpoch, Ranks, epoch_mismatch, next_rank
 from minato.shared_pool.rendezvous import Rendezvous
-from minato.shared_pool.source import BatchHandle, open_batch
+from minato.shared_pool.source import SUPERSEDED, BatchHandle, open_batch
 
 __all__ = ["RANK_TIMEOUT_S", "PoolServer"]
 
-_LIVENESS_S = 1.0
-"""Interval of liveness checks while waiting."""
 RANK_TIMEOUT_S = 1800.0
 """Time limit for ranks that live but do not join: the default of torch's collective operations."""
 _EXIT_WAIT_S = 5.0
@@ -55,11 +55,19 @@ class PoolServer:
         self._ranks = Ranks(me, count, on_rank_death)
         self._listener = RankListener(rendezvous, self._ranks.hear, self._ranks.forget)
         self._in_turn = in_turn
+        self._arrived: deque[BatchHandle] = deque()  # of the server's own rank
+        self._end: tuple[int, Exception | None] = -1, None
+        """The epoch that is over for it, and the error that ended it."""
+        self._stopped = -1  # the epoch in which it waits for no more batches
         self._thread = threading.Thread(
             target=self._distribute, name="minato-pool-server", daemon=True
         )
-        self._thread.start()
-        atexit.register(self._wait_at_exit)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._listener.close()
+            raise
+        self._stay_no_longer = at_end(self._wait_at_exit)
 
     def gather_progress(self, epoch: int, own: Completed) -> list[Completed]:
         """Wait for all ranks to resume an epoch, and return the part that each has done.
@@ -68,15 +76,13 @@ class PoolServer:
             RuntimeError: A rank has ended, does not join, or does not resume this epoch.
         """
         self.finish_epoch()
-        with self._ranks.changed:
-            others = self._ranks.slots[1:]
+        others = self._ranks.slots[1:]
 
-            def late() -> list[str]:
-                return [slot.name for slot in others if slot.gone is None and slot.entering is None]
+        def late() -> list[str]:
+            return [slot.name for slot in others if slot.gone is None and slot.entering is None]
 
-            self._wait_for(
-                lambda: not late(), late, "has not come to go on in the middle of the epoch"
-            )
+        self._wait_for(lambda: not late(), late, "has not come to go on in the middle of the epoch")
+        with self._ranks.lock:
             found = {0: own}
             for slot in others:
                 if slot.entering is not None:
@@ -91,7 +97,7 @@ class PoolServer:
 
     def refuse(self, why: str) -> NoReturn:
         """End the epoch in all ranks with a RuntimeError, which this call raises."""
-        with self._ranks.changed:
+        with signals_deferred(), self._ranks.lock:
             self._ranks.break_off(why)
         raise RuntimeError(why)
 
@@ -110,17 +116,32 @@ class PoolServer:
 
         Raises:
             RuntimeError: A rank has ended, or does not join.
+            Exception: The sampler's, or the engine's; the other ranks get it, too.
         """
         self.finish_epoch()
         part = epoch.progress.part
         resumed = part is not None and part.before is not None
-        begun = engine.begin(epoch, batches)
+        failure: Exception | None = None
+        try:
+            begun = engine.begin(epoch, batches)
+        except Exception as error:
+            failure = error
         ranks = self._ranks
-        with ranks.changed:
+        with signals_deferred(), ranks.lock:
+            self._arrived.clear()
             number, arena = ranks.num_epochs, ranks.arena_number(engine.arena)
             total = quota * len(ranks.slots) - (sum(ranks.done_before) if resumed else 0)
             numbers = number, epoch.number, quota, total, arena
-            ranks.begin(PoolEpoch(engine, *numbers, epoch.progress.latest, resumed))
+            this = PoolEpoch(engine, *numbers, epoch.progress.latest, resumed)
+            if failure is not None:
+                this.error, this.exhausted = failure, True
+            ranks.begin(this)
+        if failure is not None:
+            ranks.leave(number)
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame
         return number, begun
 
     def finish_epoch(self) -> None:
@@ -130,16 +151,14 @@ class PoolServer:
             RuntimeError: A rank has ended, or does not leave.
         """
         ranks = self._ranks
-        with ranks.changed:
+        with signals_deferred(), ranks.lock:
             ranks.own.leave()
-            ranks.changed.notify_all()
-            self._wait_for(
-                lambda: ranks.epoch is None and not ranks.missing(),
-                lambda: (
-                    [each.name for each in ranks.slots if each.state != "out"] or ranks.missing()
-                ),
-                "is not through with the last epoch, or has ended and not come again, for the next one",
-            )
+            ranks.changed.notify()
+        self._wait_for(
+            lambda: ranks.epoch is None and not ranks.missing(),
+            lambda: [each.name for each in ranks.slots if each.state != "out"] or ranks.missing(),
+            "is not through with the last epoch, or has ended and not come again, for the next one",
+        )
 
     def _wait_for(self, done: Callable[[], bool], late: Callable[[], list[str]], what: str) -> None:
         """Wait for a condition; ``late`` returns the names of the ranks that it depends on.
@@ -147,65 +166,103 @@ class PoolServer:
         Raises:
             RuntimeError: A rank has ended, or the time limit has passed.
         """
-        left_s = RANK_TIMEOUT_S
-        while self._ranks.broken is None and not done():
+        left_s, ranks = RANK_TIMEOUT_S, self._ranks
+        while True:
+            seen = ranks.changed.events
+            with ranks.lock:
+                if ranks.broken is not None or done():
+                    ranks.check_alive()
+                    return
+                names = late()
             self._check_threads()
-            names = late()
             if names and left_s <= 0:
                 raise RuntimeError(
                     f"{', '.join(names)} {what} of this loader, for which local rank 0 has waited "
-                    f"{RANK_TIMEOUT_S:.0f} s: with shared_pool=True all ranks must iterate as often"
+                    f"{RANK_TIMEOUT_S:.0f} s: with workers=SharedPool(...) all ranks must iterate as often"
                 )
-            left_s -= waited_s(self._ranks.changed.wait, _LIVENESS_S)
-        self._ranks.check_alive()
+            left_s -= waited_s(functools.partial(ranks.changed.wait, seen), LIVENESS_S)
 
     def next(self, number: int) -> BatchHandle:
-        """Return the next batch for the server's own rank.
+        """Return the next batch for the server's own rank: the same one until it is dropped.
 
         Raises:
             StopIteration: The epoch is over for this rank.
-            RuntimeError: Another rank has ended.
+            RuntimeError: Another rank has ended, another iterator was made, or the loader was closed meanwhile.
             Exception: The engine's error.
         """
-        ranks, own = self._ranks, self._ranks.own
-        with ranks.changed:
-            while True:
+        ranks, own, has_waited = self._ranks, self._ranks.own, False
+        while True:
+            seen = ranks.changed.events
+            if arrived := self.arrived(number):
+                return arrived[0]
+            with ranks.lock:
                 if ranks.broken is not None:
                     raise RuntimeError(ranks.broken)
-                this = ranks.epoch
-                if this is None or this.number != number or own.state != "in":
-                    raise StopIteration
-                if own.inbox:
-                    ranks.request(own)
-                    descriptor, lease, portion = own.inbox.popleft()
-                    segment = this.engine.arena.segment
-                    parts = descriptor, segment, SharedStore(segment), lease
-                    build = functools.partial(open_batch, *parts)
-                    return BatchHandle(segment, descriptor, portion, build)
-                if this.error is not None or own.dealt == this.quota:
+                if self._end[0] != number:
+                    this = ranks.epoch
+                    if this is None or this.number != number or own.state != "in":
+                        # A signal's handler may have left it meanwhile.
+                        closed = has_waited and (this is None or this.number == number)
+                        raise RuntimeError(CLOSED if closed else SUPERSEDED)
+                    is_over = this.error is not None or own.dealt == this.quota
+                    if is_over and not own.inbox:  # where the last batch may have come just now
+                        self._end = number, this.error
+                if self._end[0] == number:
                     ranks.leave(number)
-                    raise StopIteration if this.error is None else this.error
-                self._check_threads()
-                ranks.changed.wait(_LIVENESS_S)
+                    raise self._end[1] or StopIteration
+            if self._stopped == number:
+                raise RuntimeError(CLOSED)
+            self._check_threads()
+            ranks.changed.wait(seen, LIVENESS_S)
+            has_waited = True
 
-    def has_next(self, number: int) -> bool:
-        """Whether a batch is available for the server's own rank."""
-        with self._ranks.changed:
-            this, own = self._ranks.epoch, self._ranks.own
-            is_in = this is not None and this.number == number and own.state == "in"
-            return is_in and bool(own.inbox)
+    def arrived(self, number: int) -> list[BatchHandle]:
+        """Return the batches that are there for the server's own rank, and not dropped."""
+        ranks, own = self._ranks, self._ranks.own
+        with signals_deferred(), ranks.lock:
+            this = ranks.epoch
+            if this is None or this.number != number or ranks.broken is not None:
+                return []
+            segment = this.engine.arena.segment
+            while own.inbox:
+                descriptor, lease, portion = own.inbox.popleft()
+                parts = descriptor, segment, SharedStore(segment), lease
+                read = functools.partial(open_batch, *parts)
+                self._arrived.append(BatchHandle(segment, descriptor, portion, read))
+            return list(self._arrived)
+
+    def ask(self, number: int, handle: BatchHandle) -> None:
+        """Ask for one more batch, in place of one that is used now."""
+        with signals_deferred(), self._ranks.lock:
+            handle.is_replaced = True
+            self._ranks.request(self._ranks.own)
+
+    def drop(self, handle: BatchHandle) -> None:
+        """Forget the first batch that has arrived, if it is this one."""
+        with self._ranks.lock:
+            if self._arrived and self._arrived[0] is handle:
+                self._arrived.popleft()
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
         """Return slots whose pages were returned to the system since the last call."""
-        with self._ranks.changed:
+        with self._ranks.lock:
             own = self._ranks.own
             slots, own.given_back = own.given_back, set()
             return [(self._ranks.arenas[arena].segment, slot) for arena, slot in slots]
 
-    def leave(self, number: int) -> None:
+    def stop(self, number: int) -> None:
+        """Have ``next()``, in any thread, wait no more in an epoch."""
+        self._stopped = number
+        self._ranks.changed.notify()
+
+    def leave(self, number: int, epoch: object = None) -> None:
         """The server's own rank leaves an epoch; the other ranks continue."""
         if os.getpid() == self._owner:
-            with self._ranks.changed:
+            with signals_deferred(), self._ranks.lock:
+                if self._ranks.epoch is not None and self._ranks.epoch.number == number:
+                    self._arrived.clear()
+                if self._end[0] == number:
+                    self._end = -1, None  # the error's traceback holds the engine
                 self._ranks.leave(number)
 
     def close(self) -> None:
@@ -215,25 +272,25 @@ class PoolServer:
         that they do not need this process any more.
         """
         if os.getpid() == self._owner:
-            with self._ranks.changed:
+            with signals_deferred(), self._ranks.lock:
                 self._ranks.close()
 
     def _wait_at_exit(self) -> None:
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner or not living(self._thread):
             return
         self.close()
         before: object = None
-        while self._thread.is_alive() and (now := self._progress()) != before:
+        while living(self._thread) and (now := self._progress()) != before:
             before = now
             self._thread.join(self._exit_wait_s())
-        with self._ranks.changed:
+        with self._ranks.lock:
             for slot in self._ranks.slots:
                 slot.leave()
-            self._ranks.changed.notify_all()
+            self._ranks.changed.notify()
         self._thread.join(_EXIT_WAIT_S)
 
     def _exit_wait_s(self) -> float:
-        if hasattr(sys, "last_value"):  # an exception ends the process
+        if ends_by_exception():
             return 0.0
         is_awaited = any(slot.state == "away" for slot in self._ranks.slots)
         return _DRAIN_S if self._ranks.draining or is_awaited else _EXIT_WAIT_S
@@ -244,7 +301,7 @@ class PoolServer:
         return this and this.fetched, [slot.state for slot in self._ranks.slots]
 
     def _check_threads(self) -> None:
-        if not (self._thread.is_alive() and self._listener.works):
+        if not (living(self._thread) and self._listener.works):
             raise RuntimeError("a thread that serves the ranks of this node has ended")
 
     # ---- the thread that fetches batches, and assigns them to ranks --------------------------
@@ -256,19 +313,20 @@ class PoolServer:
                 job()
                 del job  # it holds the epoch
         except BaseException as error:
-            with self._ranks.changed:
+            with self._ranks.lock:
                 self._ranks.break_off(f"local rank 0 cannot go on: {error!r}")
             raise
         finally:
             self._listener.close()
-            atexit.unregister(self._wait_at_exit)
+            self._stay_no_longer()
             self._ranks.arenas.clear()  # without waiting for the garbage collector
 
     def _next_job(self) -> Callable[[], None] | None:
         """Wait until there is something to do; None: this process serves no more epochs."""
         ranks = self._ranks
-        with ranks.changed:
-            while True:
+        while True:
+            seen = ranks.changed.events
+            with ranks.lock:
                 this = ranks.epoch
                 if this is None and ranks.closing:
                     return None
@@ -280,10 +338,10 @@ class PoolServer:
                     awaited = any(slot.needs_batch(this.quota) for slot in ranks.slots)
                     if awaited and this.error is None:
                         return functools.partial(self._fetch, this)
-                ranks.changed.wait(_LIVENESS_S)
+            ranks.changed.wait(seen, LIVENESS_S)
 
     def _send(self) -> None:
-        with self._ranks.changed:
+        with self._ranks.lock:
             for slot in self._ranks.slots:
                 self._ranks.serve(slot)
 
@@ -293,10 +351,10 @@ class PoolServer:
             if this.fetched + 1 == this.total:
                 _end_engine_epoch(this)
         except Exception as error:
-            with self._ranks.changed:
+            with self._ranks.lock:
                 self._fail(this, error)
             return
-        with self._ranks.changed:
+        with self._ranks.lock:
             self._note_given_back(this)
             slot = next_rank(self._ranks.slots, this, self._in_turn)
             this.fetched += 1
@@ -307,7 +365,7 @@ class PoolServer:
                     slot.wants -= slot.wants > 0
                 else:
                     self._ranks.serve(slot)
-            self._ranks.changed.notify_all()
+            self._ranks.changed.notify()
 
     def _note_given_back(self, this: PoolEpoch) -> None:
         """Note for each rank the slots whose pages the engine has returned to the system."""
@@ -328,14 +386,14 @@ class PoolServer:
         this.error = error
         for slot in self._ranks.slots:
             self._ranks.serve(slot)
-        self._ranks.changed.notify_all()
+        self._ranks.changed.notify()
 
     def _finish(self, this: PoolEpoch) -> None:
         """Close an epoch that all ranks have left."""
         if not this.exhausted:
             this.engine.cancel()
         del this.engine  # an engine of this epoch alone ends its workers now, which frees its arena for the next one
-        with self._ranks.changed:
+        with self._ranks.lock:
             self._ranks.end()
 
 
@@ -347,5 +405,5 @@ def _end_engine_epoch(this: PoolEpoch) -> None:
         this.exhausted = True
         return
     raise ValueError(
-        "the sampler gives more batches than its length: with shared_pool=True each rank gets as many as that"
+        "the sampler gives more batches than its length: with workers=SharedPool(...) each rank gets as many as that"
     )

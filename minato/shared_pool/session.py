@@ -1,9 +1,8 @@
-"""shared_pool=True: the ranks of a node load with one pool of workers."""
+"""workers=SharedPool(...): the ranks of a node load with one pool of workers."""
 
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 import os
 import sys
@@ -13,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minato._distribution import __version__
-from minato._support.objects import attribute
+from minato._fork_safety import signals_deferred
+from minato._support.objects import attribute, length_of
 from minato._system import available_cores
 from minato.delivery.iterator import BatchSource
 from minato.engine.engine import Engine
@@ -23,7 +23,7 @@ from minato.options import Observe, Options, StartingWorkers
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Completed, merged_ranks
 from minato.sampling.resume import is_stateful
-from minato.sampling.samplers import InterleavedRanks, RankSampler, ranked
+from minato.sampling.samplers import IndexBatches, InterleavedRanks, RankSampler, ranked
 from minato.shared_pool.channel import Hello
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.rendezvous import Rendezvous
@@ -65,7 +65,7 @@ class RankInfo:
             return None
         found = {name: os.environ.get(name) for name in _VARIABLES}
         words = ", ".join(f"{name}={value}" for name, value in found.items())
-        advice = f"shared_pool=True goes by what torchrun sets, and here it is {words}"
+        advice = f"workers=SharedPool(...) goes by what torchrun sets, and here it is {words}"
         if not all(value is not None and value.isdigit() for value in found.values()):
             raise ValueError(f"{advice}: start the ranks by torchrun, or set them")
         rank, count, local_rank, local_count = (int(value or 0) for value in found.values())
@@ -111,7 +111,7 @@ class PoolSession:
             return None
         if sys.platform != "linux":
             raise ValueError(
-                f"shared_pool=True needs sockets of Linux, and this is {sys.platform}: leave it out"
+                f"workers=SharedPool(...) needs sockets of Linux, and this is {sys.platform}: leave it out"
             )
         return cls(place, pool.on_rank_death)
 
@@ -120,6 +120,14 @@ class PoolSession:
         """Which rank this is, of how many, in words."""
         place = self._place
         return f"rank {place.rank} of {place.count}, local rank {place.local_rank} of {place.local_count}"
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that share its pool."""
+        place = self._place
+        return range(
+            place.rank - place.local_rank, place.rank - place.local_rank + place.local_count
+        )
 
     @property
     def hosts(self) -> bool:
@@ -143,13 +151,14 @@ class PoolSession:
         """``shuffle`` and ``sampler`` for a rank's part of the dataset.
 
         Raises:
-            ValueError: A sampler that was given does not know ranks, or others; or the dataset keeps a state.
+            ValueError: A sampler that was given does not know ranks, or knows others, or has no length; or the dataset
+                keeps a state.
         """
         place = self._place
         if is_stateful(dataset):
             raise ValueError(
-                "shared_pool=True cannot keep the state of a dataset with state_dict(), for which each rank would need "
-                "workers of its own: leave it out"
+                "workers=SharedPool(...) cannot keep the state of a dataset with state_dict(), for which each rank "
+                "would need workers of its own: leave it out"
             )
         given = batch_sampler if batch_sampler is not None else sampler
         if given is None:
@@ -158,14 +167,19 @@ class PoolSession:
         known = ranked(given)
         if known is None:
             raise ValueError(
-                f"shared_pool=True cannot divide what {type(given).__name__} gives among {place.count} ranks: use "
-                "torch.utils.data.DistributedSampler, minato.CostBatchSampler or one with their attributes rank and "
-                "num_replicas, or leave it out"
+                f"workers=SharedPool(...) cannot divide what {type(given).__name__} gives among {place.count} ranks: "
+                "use torch.utils.data.DistributedSampler, minato.CostBatchSampler or one with their attributes rank "
+                "and num_replicas, or leave it out"
             )
         if (known.rank, known.num_replicas) != (place.rank, place.count):
             raise ValueError(
                 f"{type(known).__name__} is for rank {known.rank} of {known.num_replicas}, and this is rank "
                 f"{place.rank} of {place.count}: make it with these"
+            )
+        if length_of(given) is None:
+            raise ValueError(
+                f"workers=SharedPool(...) gives each rank as many batches as its sampler promises, and "
+                f"{type(given).__name__} has no length: define __len__"
             )
         return shuffle, sampler
 
@@ -194,9 +208,7 @@ class PoolSession:
         """The spec for all ranks of the node; the same spec if this rank provides for no other."""
         if not self.hosts or self.alone:
             return spec
-        place = self._place
-        ranks = range(place.rank, place.rank + place.local_count)
-        sampler = InterleavedRanks(spec.sampling.index_sampler, ranks)
+        sampler = InterleavedRanks(spec.sampling.index_sampler, self.ranks)
         return replace(self._scaled(spec), sampling=replace(spec.sampling, index_sampler=sampler))
 
     def source(
@@ -220,11 +232,14 @@ class PoolSession:
             server = self._pool_server(spec)
             server.finish_epoch()
             engine = make_engine(self.pooled(spec), epoch, make_reader=DescriptorReader)
-            join = functools.partial(server.begin_epoch, engine, len(spec.sampling.index_sampler))
+
+            def join(epoch: Epoch, batches: IndexBatches) -> tuple[int, bool]:
+                return server.begin_epoch(engine, epoch.batches_of_rank(), epoch, batches)
+
             return RankSource(server, join, self._device, self)
         if self._client is None:
             self._client = PoolClient(Rendezvous(self._number), self._greeting(spec))
-            weakref.finalize(self, self._client.close)
+            weakref.finalize(self, self._client.close).atexit = False  # it closes itself then
         return RankSource(self._client, self._client.enter, self._device, self)
 
     def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
@@ -250,7 +265,7 @@ class PoolSession:
         if os.getpid() != self._owner:
             raise RuntimeError(
                 "this process was forked from a rank whose loader shares a pool of workers, and is no rank itself: "
-                "make a loader without shared_pool here"
+                "make a loader without workers=SharedPool(...) here"
             )
 
     def _greeting(self, spec: LoaderSpec) -> Hello:
@@ -260,7 +275,7 @@ class PoolSession:
             "minato": __version__,
             "ranks": self._place.local_count,
             "dataset": type(spec.dataset).__qualname__,
-            "len(dataset)": len(spec.dataset),
+            "len(dataset)": length_of(spec.dataset),
             "sampler": type(known).__qualname__,
             "sampler.shuffle": attribute(known, "shuffle"),
             "sampler.seed": attribute(known, "seed"),
@@ -282,9 +297,11 @@ class PoolSession:
             in_turn = spec.options.returns_in_order
             count, rendezvous = self._place.local_count, Rendezvous(self._number)
             try:
-                self._server = PoolServer(
-                    rendezvous, self._greeting(spec), count, in_turn, self._on_rank_death
-                )
+                me = self._greeting(spec)
+                with signals_deferred():  # no other server can listen beside one that is lost
+                    self._server = PoolServer(rendezvous, me, count, in_turn, self._on_rank_death)
+                    # At exit it waits for the others.
+                    weakref.finalize(self, self._server.close).atexit = False
             except OSError as error:
                 remedy = "free space there, or set TMPDIR, in all ranks, to another directory"
                 if error.errno == errno.EADDRINUSE:
@@ -295,6 +312,4 @@ class PoolSession:
                 raise RuntimeError(
                     f"the ranks of this node cannot meet in {rendezvous.directory}: {error.strerror}; {remedy}"
                 ) from None
-            # At exit it waits for the others.
-            weakref.finalize(self, self._server.close).atexit = False
         return self._server

@@ -15,6 +15,7 @@ import torch
 
 from minato._core.codes import ERROR_BLOB, FAILED, KIND_MASK, SAMPLE_BLOB, TEXT_BLOB, TEXTS
 from minato._core.segment import Segment
+from minato._fork_safety import signals_deferred
 from minato.batching.arena import DeviceEvent, MemoryPinner, PinnedSlots, Slot
 from minato.batching.blobs import raise_sample_error, slot_overflow_error
 from minato.batching.layout import read_layout
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from minato.shared_pool.server import PoolServer
 
 __all__ = [
+    "SUPERSEDED",
     "BatchHandle",
     "DescriptorReader",
     "LeasedBatch",
@@ -48,19 +50,48 @@ class LeasedBatch(NamedTuple):
     portion: Any = None
 
 
-class BatchHandle(NamedTuple):
-    """A received batch that is not built yet.
+SUPERSEDED = (
+    "another iterator of this loader was made since: with workers=SharedPool(...) the ranks go through one epoch at a "
+    "time"
+)
+"""Why the iterator of an epoch that its rank has left cannot go on."""
 
-    Attributes:
+
+class BatchHandle:
+    """A batch that has arrived. It stays with the pool until the training loop has it.
+
+    Args:
         segment: This process's mapping of the arena.
         portion: The part of the epoch that the batch covers.
-        open: Returns the batch (see :func:`open_batch`). Must be called once, so that the slot becomes free again.
+        read: Returns the batch (see :func:`open_batch`); may be called again.
+
+    Attributes:
+        is_replaced: Whether the rank has asked for another batch after it.
+        started: The copy of the batch to a device, as ``RankDevice.start`` returns it.
+        outgoing: The batch, or its error; None: it is not built yet.
     """
 
-    segment: Segment
-    descriptor: BatchDescriptor
-    portion: Any
-    open: Callable[[], Any]
+    __slots__ = ("descriptor", "is_replaced", "outgoing", "portion", "read", "segment", "started")
+
+    def __init__(
+        self,
+        segment: Segment,
+        descriptor: BatchDescriptor,
+        portion: object,
+        read: Callable[[], object],
+    ) -> None:
+        self.segment = segment
+        self.descriptor = descriptor
+        self.portion: Any = portion
+        self.read: Callable[[], object] | None = read
+        self.is_replaced = False
+        self.started: Any = None
+        self.outgoing: Outgoing | None = None
+
+    def open(self) -> Any:
+        """Return the batch."""
+        assert self.read is not None
+        return self.read()
 
 
 class DescriptorReader(BatchReader):
@@ -163,14 +194,6 @@ def _finish_copies(held: deque[tuple[object, DeviceEvent]], owner: int) -> None:
         event.synchronize()
 
 
-class _Upcoming(NamedTuple):
-    """A batch that ``next`` returns later, or its error, and the part of the epoch that it covers."""
-
-    portion: Any
-    batch: Any = None
-    error: Exception | None = None
-
-
 class RankSource:
     """The batches of one rank (see :class:`minato.delivery.iterator.BatchSource`).
 
@@ -194,66 +217,87 @@ class RankSource:
         self._device = device
         self._session = session
         self._number = -1
+        self._is_over = False
         self._part: Any = None
-        self._upcoming: deque[_Upcoming] = deque()
-        self._last: Outgoing | None = None
+        self._handle: BatchHandle | None = None  # of the batch that next() returned last
         self._leave: Callable[[], Any] = lambda: None
 
     def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
         """Join the next epoch of all ranks, and drop the prefetched batches of the last one."""
         self._leave()
-        self._last = None
-        self._upcoming.clear()
+        self._handle, self._is_over = None, False
         self._part = epoch.progress.part
         assert self._part is not None, "the epoch was begun without a session"
         self._number, begun = self._join(epoch, batches)
         # On request, or when this source is dropped; the server handles the exit itself.
-        self._leave = leave = weakref.finalize(self, self._pool.leave, self._number)
+        self._leave = leave = weakref.finalize(self, self._pool.leave, self._number, epoch)
         leave.atexit = False
         return begun
 
     def next(self) -> Outgoing:
-        """Return the next batch for this rank: the same one until it is given."""
-        if self._last is None or self._last.is_given:
-            self._last = self._next()
-        return self._last
+        """Return the next batch for this rank: the same one until it is given.
 
-    @property
-    def has_next(self) -> bool:
-        """Whether the next batch has arrived."""
-        return self._pool.has_next(self._number)
-
-    def _next(self) -> Outgoing:
-        upcoming = self._upcoming.popleft() if self._upcoming else self._start()
-        batch, error = upcoming.batch, upcoming.error
-        if self._device is not None:
-            if error is None:
-                batch = self._device.finish(batch)
-            while len(self._upcoming) < self._device.ahead and self.has_next:
-                self._upcoming.append(self._start())
-        self._part.handed(upcoming.portion)
-        return Outgoing(batch, error)
-
-    def _start(self) -> _Upcoming:
-        """Take the next batch, and build it or start to copy it."""
+        The handler of a signal may raise at any line: the next call goes on there.
+        """
+        handle, part = self._handle, self._part
+        if handle is not None and handle.outgoing is not None and handle.outgoing.is_given:
+            part.settle()
+            self._pool.drop(handle)
+            self._handle = None
+        if self._is_over:
+            raise StopIteration
         try:
-            handle = self._pool.next(self._number)
-        except StopIteration:
-            self._part.ended()
-            raise
-        try:
-            if self._device is None:
-                return _Upcoming(handle.portion, handle.open())
-            self._device.unpin(self._pool.given_back())
-            return _Upcoming(handle.portion, self._device.start(handle))
+            handle = self._handle = self._pool.next(self._number)
         except Exception as error:
-            return _Upcoming(handle.portion, error=error)
+            if isinstance(error, StopIteration):
+                part.ended()
+            self._is_over = True
+            self._leave()
+            raise
+        self._begin(handle)
+        outgoing = self._outgoing(handle)
+        handle.read = handle.started = None  # the batch alone holds its slot
+        if self._device is not None:
+            for later in self._pool.arrived(self._number)[1 : self._device.ahead + 1]:
+                self._begin(later)
+        outgoing.records = [functools.partial(part.handed, handle.portion, part.batches)]
+        part.last = outgoing
+        return outgoing
+
+    def _begin(self, handle: BatchHandle) -> None:
+        """Ask for one more batch instead, and start to copy this one; each once."""
+        if not handle.is_replaced:
+            self._pool.ask(self._number, handle)
+        if self._device is None or handle.outgoing is not None or handle.started is not None:
+            return
+        with signals_deferred():
+            self._device.unpin(self._pool.given_back())
+        try:
+            handle.started = self._device.start(handle)
+        except Exception as error:
+            handle.outgoing = Outgoing.of_error(error)
+
+    def _outgoing(self, handle: BatchHandle) -> Outgoing:
+        """Build the batch of a handle, once."""
+        if handle.outgoing is None:
+            if self._device is not None:
+                handle.outgoing = Outgoing(self._device.finish(handle.started))
+            else:
+                try:
+                    handle.outgoing = Outgoing(handle.open())
+                except Exception as error:
+                    handle.outgoing = Outgoing.of_error(error)
+        return handle.outgoing
 
     def pinned(self, duration_ns: int) -> None:
         """Do nothing: times are measured for all ranks together."""
 
     def pin_slots(self, locker: MemoryPinner) -> None:
         """Do nothing: torch pins the copies that a rank's consumers make; a device pins its own."""
+
+    def stop(self) -> None:
+        """Have ``next()``, in any thread, raise RuntimeError rather than wait for a batch."""
+        self._pool.stop(self._number)
 
     def shut_down(self) -> None:
         """Leave the epoch; the workers end when all ranks have left it, unless they persist."""

@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from minato._support.counters import Counters
 from minato._support.text import message_of, printable
+from minato._support.values import items_of, plain
 from minato.errors import MinatoError
 from minato.sources.connections import Connections, Settings
 
@@ -63,18 +66,22 @@ class Retry:
             raise ValueError(f"attempts={self.attempts} is too small: give at least 1")
 
     def pauses(self) -> Iterator[float]:
-        """The pause after each failure in seconds, as long as there is a further attempt."""
-        started = time.monotonic()
-        for failure in range(self.attempts - 1):
-            bound_s = min(self.first_s * 2.0**failure, self.longest_s)
+        """The pause after each failure in seconds, as long as there is a further attempt; the first begins now."""
+        return self._pauses(time.monotonic())
+
+    def _pauses(self, started: float) -> Iterator[float]:
+        bound_s = self.first_s
+        for _ in range(self.attempts - 1):
+            bound_s = min(bound_s, self.longest_s)
             # Not from a global generator: those are bound to the sample, which must not depend on a failure.
             pause_s = bound_s * (0.5 + 0.5 * _jitter.random())
             if time.monotonic() - started + pause_s > self.deadline_s:
                 return
             yield pause_s
+            bound_s *= 2
 
 
-_jitter = random.Random()
+_jitter = random.SystemRandom()  # without a state, which all forked workers would share
 
 
 class KeyedSource(Dataset[Any], ABC):
@@ -84,8 +91,8 @@ class KeyedSource(Dataset[Any], ABC):
     its first sample.
 
     Args:
-        keys: The keys of the samples, in the order of their indices; None for all in the store, which are listed at
-            first use.
+        keys: The keys of the samples, in the order of their indices: a list, an array, a tensor or a column of a table.
+            None for all in the store, which are listed at first use.
         decode: Returns the sample for a value of the store; each source documents the type of its values.
         retry: How often, and for how long, reads are repeated after transient errors.
 
@@ -106,7 +113,7 @@ class KeyedSource(Dataset[Any], ABC):
         decode: Callable[[Any], object] | None = None,
         retry: Retry | None = None,
     ) -> None:
-        self._keys = keys
+        self._keys = _by_position(keys)
         self._decode = decode
         self.retry = retry or Retry()
         self.counters = Counters("retries")
@@ -163,6 +170,10 @@ class KeyedSource(Dataset[Any], ABC):
     def __getitem__(self, index: int) -> Any:
         return self.get(self.keys[index])
 
+    def key_at(self, index: int) -> object:
+        """The key of a sample, as the store's library takes it."""
+        return _python_key(self.keys[index])
+
     def get(self, key: object) -> Any:
         """Read the sample under a key.
 
@@ -170,12 +181,13 @@ class KeyedSource(Dataset[Any], ABC):
             MissingKey: The store does not have it.
             SourceError: The sample cannot be read or decoded.
         """
+        key = _python_key(key)
         return self.decoded(key, self.attempt(f"key {key!r}", lambda: self.read_value(key)))
 
     def subset(self, keys: Sequence[object]) -> Any:
         """The same source with other keys, for instance those of a split."""
         other = copy.copy(self)
-        other._keys = keys
+        other._keys = _by_position(keys)
         return other
 
     def __fingerprint__(self) -> dict[str, Any]:
@@ -228,7 +240,7 @@ class KeyedSource(Dataset[Any], ABC):
             yield
         except SourceError as error:
             if subject not in str(error):  # it names a part of the source, but not the key
-                raise SourceError(f"{self!r} cannot read {subject}: {error}") from error.__cause__
+                error.args = (f"{self!r} cannot read {subject}: {error}",)
             raise
         except LookupError as error:
             raise MissingKey(f"{self!r} has no {subject}") from error
@@ -259,7 +271,9 @@ class BatchedSource(KeyedSource):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Read the samples of a batch."""
-        keys = [self.keys[index] for index in indices]
+        keys = list(map(self.key_at, indices))
+        if not keys:
+            return []
         values = self.attempt(f"keys {keys[0]!r} …", lambda: self.read_values(keys))
         return self.all_decoded(keys, values)
 
@@ -270,3 +284,14 @@ class BatchedSource(KeyedSource):
             self.get(key) if value is None else self.decoded(key, value)
             for key, value in zip(keys, values, strict=True)
         ]
+
+
+def _by_position(keys: Sequence[object] | None) -> Sequence[object] | None:
+    """Keys that an index finds by their position, not by a label as pandas does; an array is not copied."""
+    by_position = keys is None or isinstance(keys, (Sequence, np.ndarray, torch.Tensor))
+    return keys if by_position else items_of("keys", keys)
+
+
+def _python_key(key: object) -> object:
+    """A key as the stores' libraries take it, which do not know the values of NumPy and torch."""
+    return plain(key) if isinstance(key, (np.generic, np.ndarray, torch.Tensor)) else key

@@ -203,7 +203,7 @@ class Cassandra(TableSource, BatchedSource):
         opened = self.connections.opened()
         if opened is None:
             return False
-        keys = [self.keys[index] for index in indices]
+        keys = list(map(self.key_at, indices))
         results: list[list[Row]] = [[] for _ in keys]
         missing, lock = len(keys), threading.Lock()
 

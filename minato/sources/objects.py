@@ -133,7 +133,7 @@ class Objects(KeyedSource):
 
     async def __aget__(self, index: int) -> Any:
         """``source[index]`` as a coroutine."""
-        key = self.keys[index]
+        key: Any = self.key_at(index)
         value = await self.attempt_async(f"key {key!r}", lambda: self._read_later(key))
         return self.decoded(key, value)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import IterableDataset, get_worker_info
 
 from minato.errors import missing
@@ -25,8 +27,9 @@ from minato._support.text import message_of
 from minato.checks import check_shard
 from minato.sources.base import KeyedSource, Retry, Row, SourceError
 from minato.sources.connections import Env, Place
+from minato.streams.shards import ShardedDataset
 
-__all__ = ["Parquet", "ParquetStream"]
+__all__ = ["Parquet", "ParquetShards", "ParquetStream"]
 
 _GROUPS, _ROWS = 0, 1
 """The purpose of a generator, a part of its seed after (seed, epoch)."""
@@ -53,46 +56,93 @@ class _RowGroups:
         self._columns = None if columns is None else list(columns)
         self._where = where
         self._filesystem = filesystem
-        self._all: list[Any] | None = None
+        self._paths: list[str] | None = None
+        self._all: tuple[list[Any], pa.Schema] | None = None
+        if filesystem is None and isinstance(files, (str, os.PathLike)) and os.path.isdir(files):
+            self._listed()  # otherwise each worker would do so, and some find a file that others do not
 
     def __getstate__(self) -> Row:
         return {**self.__dict__, "_all": None}
 
+    def __fingerprint__(self) -> Row:
+        return {**self.__getstate__(), "_paths": None}
+
+    def _listed(self) -> Any:
+        """The files as a dataset of pyarrow's: those of the first call, also in copies in other processes."""
+        files = self.files.url if isinstance(self.files, Place) else self.files
+        dataset = ds.dataset(files, format="parquet", filesystem=self._filesystem)
+        if self._paths is None:
+            self._paths = dataset.files
+        elif dataset.files != self._paths:
+            dataset = ds.dataset(self._paths, format="parquet", filesystem=dataset.filesystem)
+        return dataset
+
     @property
     def all(self) -> list[Any]:
         """The row groups that may contain selected rows, in the order of the files."""
+        return self._found()[0]
+
+    def _found(self) -> tuple[list[Any], pa.Schema]:
+        """The row groups, and the columns of their rows."""
         if self._all is None:
-            files = self.files.url if isinstance(self.files, Place) else self.files
-            dataset = ds.dataset(files, format="parquet", filesystem=self._filesystem)
+            listed = self._listed()
+            fragments = list(listed.get_fragments())
+            schema = _merged([fragment.physical_schema for fragment in fragments])
+            dataset = ds.FileSystemDataset(fragments, schema, listed.format, listed.filesystem)
             try:
                 dataset.scanner(columns=self._columns, filter=self._where)
             except (pa.ArrowException, KeyError) as error:
                 raise ValueError(
                     f"columns or where: {message_of(error).splitlines()[0]}: the files have the columns "
-                    f"{', '.join(dataset.schema.names)}"
+                    f"{', '.join(schema.names)}"
                 ) from error
-            self._all = [
+            groups = [
                 group
                 for fragment in dataset.get_fragments(self._where)
-                for group in fragment.split_by_row_group(self._where, schema=dataset.schema)
+                for group in fragment.split_by_row_group(self._where, schema=schema)
             ]
+            self._all = groups, schema
         return self._all
 
     def counts(self) -> list[int]:
+        groups, schema = self._found()
         if self._where is None:
-            return [group.row_groups[0].num_rows for group in self.all]
-        return [group.to_table(columns=[], filter=self._where).num_rows for group in self.all]
+            return [group.row_groups[0].num_rows for group in groups]
+        return [group.to_table(schema, columns=[], filter=self._where).num_rows for group in groups]
 
     def read(self, number: int) -> _Rows:
-        group = self.all[number]
+        groups, schema = self._found()
+        group = groups[number]
         try:
-            table = group.to_table(columns=self._columns, filter=self._where, use_threads=False)
+            table = group.to_table(
+                schema, columns=self._columns, filter=self._where, use_threads=False
+            )
         except (pa.ArrowException, OSError, KeyError) as error:
             raise SourceError(
                 f"cannot read row group {group.row_groups[0].id} of {group.path!r}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         return len(table), _rows_of(table)
+
+
+def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The columns of all files, each of a type that holds the values of all; without one, of the first type."""
+    columns: dict[str, pa.Field] = {}
+    for field in itertools.chain(*schemas):
+        known = columns.setdefault(field.name, field)
+        if known.type != field.type:
+            if _would_be_cut(field.type, known.type):
+                columns[field.name] = field
+            with suppress(pa.ArrowTypeError, pa.ArrowInvalid):
+                both = [pa.schema([known]), pa.schema([field])]
+                columns[field.name] = pa.unify_schemas(both, promote_options="permissive").field(0)
+    return pa.schema(list(columns.values()))
+
+
+def _would_be_cut(kind: pa.DataType, to: pa.DataType) -> bool:
+    """Whether Arrow casts values to another type without a word about what is lost."""
+    whole_days = types.is_date(to) or types.is_time(to)
+    return (types.is_boolean(to) and _is_number(kind)) or (whole_days and types.is_timestamp(kind))
 
 
 class Parquet(KeyedSource):
@@ -172,7 +222,7 @@ class ParquetStream(IterableDataset[Any]):
 
     Args:
         files: A file, a directory or a list of files, or the URL of one (``s3://…``), which may be an
-            :class:`~minato.sources.connections.Env`.
+            :class:`~minato.sources.connections.Env`. A local directory is listed here, once for all workers.
         columns: The columns of a sample; None for all.
         where: A pyarrow expression, as ``pyarrow.dataset.field("label") > 3``. Row groups whose statistics exclude it
             are not read.
@@ -252,14 +302,73 @@ class ParquetStream(IterableDataset[Any]):
             yield get(j)
 
 
+class ParquetShards(ShardedDataset[Row]):
+    """Streaming, with each row group as a shard: its name is the file, ``#``, and the number of the row group.
+
+    A state says which row groups are done, and resuming reads none of them. Rows are in their order; to shuffle them,
+    put a shuffle buffer behind it.
+
+    Args:
+        files, columns, where, filesystem: As for :class:`ParquetStream`.
+        seed, new_shards: See :class:`~minato.ShardedDataset`.
+    """
+
+    def __init__(
+        self,
+        files: object,
+        columns: Sequence[str] | None = None,
+        *,
+        where: ds.Expression | None = None,
+        filesystem: object = None,
+        seed: int | None = None,
+        new_shards: str = "refuse",
+    ) -> None:
+        super().__init__(seed=seed, new_shards=new_shards)
+        self._groups = _RowGroups(files, columns, where, filesystem)
+
+    def shards(self) -> Sequence[str] | Mapping[str, float]:
+        """The row groups, with their numbers of rows, of which ``where`` may select some, if no name comes twice."""
+        names, groups = self._names(), self._groups.all
+        if len(set(names)) < len(names):
+            return names
+        sizes = [group.row_groups[0].num_rows for group in groups]
+        return dict(zip(names, sizes, strict=True))
+
+    def _names(self) -> list[str]:
+        return [f"{group.path}#{group.row_groups[0].id}" for group in self._groups.all]
+
+    def iter_shard(self, name: str, state: object = None) -> Iterator[Row]:
+        """The rows of a row group."""
+        return _RowsInOrder(*self._groups.read(self._names().index(name)))
+
+
+class _RowsInOrder(Iterator[Row]):
+    """The rows of a row group; it passes over some at no cost."""
+
+    def __init__(self, count: int, row: Callable[[int], Row]) -> None:
+        self._count, self._row, self._at = count, row, 0
+
+    def __next__(self) -> Row:
+        if self._at == self._count:
+            raise StopIteration
+        self._at += 1
+        return self._row(self._at - 1)
+
+    def skip(self, n: int) -> int:
+        """Pass over rows; returns how many there were."""
+        before, self._at = self._at, min(self._at + n, self._count)
+        return self._at - before
+
+
 # ---- Arrow columns as NumPy -----------------------------------------------------------------
 
 
 def _rows_of(table: pa.Table) -> Callable[[int], Row]:
     """Convert a table once for all rows; returns the function that returns row i as a dict of its columns.
 
-    Numbers become NumPy scalars, lists of numbers arrays (views of the column), strings ``str``, structs dicts, nulls
-    None. Lists with nulls in them, and values of other types, are converted by Arrow's ``as_py``.
+    Numbers become NumPy scalars, lists of numbers arrays, strings ``str``, structs dicts, nulls None. Lists with nulls
+    in them, and values of other types, are converted by Arrow's ``as_py``. What can be changed in place is new in each
+    row: a transform may do so, and a row does not keep the memory of its column.
     """
     columns = {name: _getter(_one_chunk(table[name])) for name in table.column_names}
 
@@ -290,11 +399,13 @@ def _converter(column: pa.Array) -> _Get:
     """:func:`_getter` of a column without nulls."""
     kind = column.type
     if isinstance(column, pa.FixedShapeTensorArray):
-        return _numpy(column.to_numpy_ndarray())
+        tensors = column.to_numpy_ndarray()
+        return lambda i: tensors[i].copy()
     if types.is_dictionary(kind):
         return _converter(column.dictionary_decode())
     if _is_number(kind):
-        return _numpy(column.to_numpy(zero_copy_only=False, writable=True))
+        numbers = column.to_numpy(zero_copy_only=False)
+        return lambda i: numbers[i]
     if types.is_struct(kind):
         fields = [(kind.field(i).name, _getter(part)) for i, part in enumerate(column.flatten())]
         return lambda i: {name: get(i) for name, get in fields}
@@ -307,32 +418,32 @@ def _lists(column: pa.Array) -> _Get:
     """Of lists of numbers: arrays, or ``as_py``'s lists for those that hold a null."""
     inner = column.flatten()
     whole = inner.drop_null() if inner.null_count else inner
-    values = whole.to_numpy(zero_copy_only=False, writable=True)
+    values = whole.to_numpy(zero_copy_only=False)
     lengths = np.full(len(column), getattr(column.type, "list_size", 0))
     if not types.is_fixed_size_list(column.type):
         lengths = column.value_lengths().to_numpy()
     ends = lengths.cumsum()
     starts = ends - lengths
     if not inner.null_count:
-        return lambda i: values[starts[i] : ends[i]]
+        return lambda i: values[starts[i] : ends[i]].copy()
     # The number of values before each place, without nulls.
     before = np.concatenate([[0], inner.is_valid().to_numpy(zero_copy_only=False).cumsum()])
     first, last = before[starts], before[ends]
     return lambda i: (
-        values[first[i] : last[i]] if last[i] - first[i] == lengths[i] else column[int(i)].as_py()
+        values[first[i] : last[i]].copy()
+        if last[i] - first[i] == lengths[i]
+        else column[int(i)].as_py()
     )
 
 
-def _numpy(values: npt.NDArray[np.generic]) -> _Get:
-    return lambda i: values[i]
-
-
 def _listed(column: pa.Array) -> _Get:
-    try:
-        values: list[Any] = column.to_pylist()
-    except Exception:  # a value that Python cannot hold fails by itself, not its row group
-        return lambda i: column[int(i)].as_py()
-    return values.__getitem__
+    """Of other types: what ``as_py`` makes, once for all accesses where nobody can change it in place."""
+    if not (types.is_nested(column.type) or isinstance(column, pa.ExtensionArray)):
+        # A value that Python cannot hold fails by itself, not its row group.
+        with suppress(Exception):
+            values: list[Any] = column.to_pylist()
+            return values.__getitem__
+    return lambda i: column[int(i)].as_py()
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -94,8 +94,13 @@ def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[obje
 
     Raises:
         ValueError: The file exists and contains no splits; it stays unchanged.
-        TypeError: A key is neither a string, an integer, bytes nor a UUID, nor a tuple of these.
+        TypeError: The name of a split is no string; or a key is neither a string, an integer, bytes nor a UUID, nor a
+            tuple of these.
     """
+    for name in splits:
+        # JSON would make a string of it, which another split may have.
+        if not isinstance(name, str):
+            raise TypeError(f"the name {text_of(name)} of a split is no string: give a string")
     content = {name: [_plain(key) for key in items_of(name, keys)] for name, keys in splits.items()}
     text = json.dumps({"format": _FORMAT, "splits": content})
     write_atomically(path, text, sync=True, recognised=lambda head: head.startswith(_BEGINS))

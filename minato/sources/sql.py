@@ -80,7 +80,7 @@ class TableSource(KeyedSource):
         """The query for all keys."""
         key = self.column_name(self.key)
         where = f" WHERE {self._where}" if self._where else ""
-        return f"SELECT {key} FROM {quoted(self.table)}{where} ORDER BY {key}"
+        return f"SELECT {self.selected(self.key)} FROM {quoted(self.table)}{where} ORDER BY {key}"
 
     def list_keys(self) -> Sequence[Any]:
         return [row[self.key] for row in self.query(self.listing())]
@@ -89,12 +89,16 @@ class TableSource(KeyedSource):
         """A column, quoted, after the table's name: without it, SQLite takes an unknown column for a string."""
         return f"{quoted(self.table)}.{quoted_column(name)}"
 
+    def selected(self, name: str) -> str:
+        """A column of the result, whose name there is the one that was asked for."""
+        return self.column_name(name)
+
     def selection(self) -> str:
         """The query for rows, up to the condition on the key."""
         names = "*"
         if self._columns is not None:
             named = dict.fromkeys((self.key, *self._columns))
-            names = ", ".join(map(self.column_name, named))
+            names = ", ".join(map(self.selected, named))
         return f"SELECT {names} FROM {quoted(self.table)} WHERE {self.column_name(self.key)}"
 
     def sample_of(self, key: object, rows: list[dict[str, object]]) -> Row | None:
@@ -142,10 +146,20 @@ class SQLite(TableSource):
     def __repr__(self) -> str:
         return f"SQLite({str(self.path)!r}, {self.table!r})"
 
+    def selected(self, name: str) -> str:
+        # SQLite takes a name in any case, and would answer with the one of the table.
+        return f"{self.column_name(name)} AS {quoted_column(name)}"
+
+    def sample_of(self, key: object, rows: list[dict[str, object]]) -> Row | None:
+        sample = super().sample_of(key, rows)
+        if sample is None or self._columns is not None:
+            return sample
+        return {name: cell for name, cell in sample.items() if _folded(name) != _folded(self.key)}
+
     def is_transient(self, error: Exception) -> bool:
-        # A missing table or column is an OperationalError too. Errors of the network have no such code.
-        code: int | None = getattr(error, "sqlite_errorcode", None)
-        return super().is_transient(error) and (code is None or code % 256 in _TRANSIENT)
+        # A missing table or column is an OperationalError too; so is a text that is not UTF-8, which has no code.
+        passes = getattr(error, "sqlite_errorcode", 0) % 256 in _TRANSIENT
+        return super().is_transient(error) and (passes or not isinstance(error, sqlite3.Error))
 
     def query(self, text: str, *arguments: object) -> list[Row]:
         with held_off_forks():  # a child would inherit the locks of SQLite itself
@@ -171,3 +185,8 @@ class SQLite(TableSource):
 
 def _named(cursor: sqlite3.Cursor, row: tuple[object, ...]) -> Row:
     return {column[0]: cell for column, cell in zip(cursor.description, row, strict=True)}
+
+
+def _folded(name: str) -> bytes:
+    """What SQLite compares of a name: it ignores the case of ASCII only."""
+    return name.encode().lower()

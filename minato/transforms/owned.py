@@ -69,12 +69,17 @@ class OwnedGenerators:
         """Path and type of each generator."""
         return [*map(_described, self._found), *self.others]
 
+    @property
+    def identities(self) -> list[int]:
+        """The id of each generator that can be seeded."""
+        return [id(node.thing) for node in self._found]
+
     def look(self) -> bool:
         """Search again; returns whether the generators have changed."""
-        before = [id(node.thing) for node in self._found]
+        before = self.identities
         self.others = []
         self._take(_search(self._roots))
-        return before != [id(node.thing) for node in self._found]
+        return before != self.identities
 
     def moved(self) -> bool:
         """Return whether an attribute that held a generator holds another object now."""

@@ -108,16 +108,18 @@ class SampleRandomness:
         if bind_globals:
             self._attach()
 
-    def restart(self, base_seed: int) -> None:
-        """Go on with another seed, as a new object would: it looks for the generators that there are now."""
+    def restart(self, base_seed: int) -> bool:
+        """Go on with a seed, as a new object would; returns whether there are other generators now."""
         self.base_seed = base_seed
-        if self._bind_globals:
-            if self._owned.look() or bit_generator_of(self._numpy_state) is not self._bits:
-                self._attach()
-            else:
-                self._make_writer()
-                for generator in self._by_state:
-                    generator.adopt_initial_seed()
+        if not self._bind_globals:
+            return False
+        if self._owned.look() or bit_generator_of(self._numpy_state) is not self._bits:
+            self._attach()
+            return True
+        self._make_writer()
+        for generator in self._by_state:
+            generator.adopt_initial_seed()
+        return False
 
     def _attach(self) -> None:
         """Find the state of each generator."""
@@ -317,7 +319,7 @@ def sample_word(key: object, occurrence: int) -> int:
 
 
 def generators_created() -> int:
-    """Return the number of generators that the current sample of this thread has created."""
+    """Return the number of generators that this thread has created, since the current sample began if there is one."""
     return _this_thread.generators_made
 
 
@@ -332,11 +334,11 @@ _PYTHON, _NUMPY, _TORCH = 1, 2, 3
 
 def _next_seed(kind: int) -> int | None:
     """Return a seed for the next generator of the current sample; ``None`` outside of samples."""
+    made = _this_thread.generators_made
+    _this_thread.generators_made = made + 1
     if _this_thread.binding is None:
         return None
     seed, epoch, key, occurrence = _this_thread.binding
-    made = _this_thread.generators_made
-    _this_thread.generators_made = made + 1
     return mix_seed(sample_key(seed, epoch, sample_word(key, occurrence)), kind, made)
 
 

@@ -13,6 +13,7 @@ without a twist. A position inside the words is also safe for a thread that draw
 from __future__ import annotations
 
 import _random
+import base64
 import ctypes
 import functools
 import pickle
@@ -27,8 +28,10 @@ import numpy as np
 import torch
 
 from minato._compat import bit_generator_of, may_access_memory, numpy_state, python_state
+from minato._core import StateSnapshot
 
 __all__ = [
+    "GlobalGenerators",
     "MemoryGenerator",
     "found_in_memory",
     "numpy_generator",
@@ -91,6 +94,10 @@ class MemoryGenerator(Generic[Rest]):
         for (address, nbytes), copy in zip(self.spans, copies, strict=True):
             ctypes.memmove(address, copy, nbytes)
         self.set_rest(rest)
+
+    def is_at(self, copies: list[bytes], rest: Rest | None) -> bool:
+        """Whether the state is that which ``load`` would load."""
+        return self.save() == (copies, rest)
 
 
 def _may_probe() -> bool:
@@ -442,7 +449,10 @@ def _torch_state(kept: _Kept) -> bytes:
     return (
         _TORCH_HEADER.pack(seed, left, seeded, position)
         + np.frombuffer(words, np.uint32).astype(np.uint64).tobytes()
-        + _TORCH_NORMALS.pack(normal, has_normal, normal_float, has_float)
+        # torch itself leaves what is no normal undefined.
+        + _TORCH_NORMALS.pack(
+            normal if has_normal else 0.0, has_normal, normal_float if has_float else 0.0, has_float
+        )
     )
 
 
@@ -514,6 +524,11 @@ class TorchByState(MemoryGenerator["torch.Tensor | bytes"]):
         memory = b"".join(copies)
         self.set_rest(_torch_state(_TORCH_KEPT.unpack(memory)) if memory else rest)
 
+    def is_at(self, copies: list[bytes], rest: torch.Tensor | bytes | None) -> bool:
+        memory = b"".join(copies)
+        state = _torch_state(_TORCH_KEPT.unpack(memory)) if memory else rest
+        return self._state_bytes() == state
+
 
 class TorchBySeed(TorchByState):
     """A CPU generator of a torch with another state format, by ``manual_seed``: it draws other numbers."""
@@ -579,3 +594,76 @@ def found_in_memory() -> dict[str, bool]:
         "numpy.random.Generator": _pcg64_order() is not None and _numpy_gauss_offset() is not None,
         "torch": _torch_state_offset() is not None,
     }
+
+
+class GlobalGenerators:
+    """The three global generators of this process."""
+
+    def __init__(self) -> None:
+        self._all: list[Any] = [
+            python_generator(),
+            numpy_generator(),
+            torch_generator(),
+        ]
+        self._snapshot = StateSnapshot([span for each in self._all for span in each.spans])
+        self._rests = self._present_rests()
+
+    def _present_rests(self) -> list[Any]:
+        return [None if each.is_whole else each.rest() for each in self._all]
+
+    def keep(self) -> None:
+        """Keep their states, which costs little."""
+        self._snapshot.take()
+        self._rests = self._present_rests()
+
+    def are_kept(self) -> bool:
+        """Whether their states are those that were kept last."""
+        if self._snapshot.holds() and self._rests == self._present_rests():
+            return True
+        # The memory of equal states may differ.
+        return all(each.is_at(*state) for each, state in zip(self._all, self.kept(), strict=True))
+
+    def kept(self) -> list[Any]:
+        """The states that were kept last."""
+        copies = iter(self._snapshot.copies())
+        return [
+            ([next(copies) for _ in each.spans], rest)
+            for each, rest in zip(self._all, self._rests, strict=True)
+        ]
+
+    def load(self, states: list[Any]) -> None:
+        """Set their states."""
+        for generator, state in zip(self._all, states, strict=True):
+            generator.load(*state)
+
+    @staticmethod
+    def to_plain() -> dict[str, Any]:
+        """Their states as plain data, which any process can load."""
+        version, words, gauss = random.getstate()
+        plain = {"python": [version, _encoded(np.array(words, np.uint32)), gauss]}
+        state: Any = np.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":
+            words, position = state["state"]["key"], state["state"]["pos"]
+            kept = state["has_gauss"], state["gauss"]
+            plain["numpy"] = [_encoded(np.asarray(words, np.uint32)), position, *kept]
+        plain["torch"] = [_encoded(torch.default_generator.get_state().numpy())]
+        return plain
+
+    @staticmethod
+    def load_plain(plain: dict[str, Any]) -> None:
+        """Set their states to those of ``to_plain``."""
+        version, words, gauss = plain["python"]
+        random.setstate((version, tuple(_decoded(words, np.uint32).tolist()), gauss))
+        if "numpy" in plain:
+            words, *rest = plain["numpy"]
+            np.random.set_state(("MT19937", _decoded(words, np.uint32), *rest))
+        (state,) = plain["torch"]
+        torch.default_generator.set_state(torch.from_numpy(_decoded(state, np.uint8).copy()))
+
+
+def _encoded(words: np.ndarray) -> str:
+    return base64.b64encode(words.tobytes()).decode()
+
+
+def _decoded(text: str, kind: type[np.generic]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(base64.b64decode(text), kind)

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,8 @@ _LEAST = 100
 _MOST_ANONYMOUS_BYTES = 16 << 20
 """Largest size of the records in memory; further failures are only counted."""
 _LONGEST_READ_BYTES = 4 << 20
+_WRITTEN_S = 0.05
+"""A line that has not grown for this time is complete, or cut."""
 _BEGINS = b'{"index":'
 _LONGEST_TEXT = 1 << 16
 """Of a message or traceback in the log, in characters."""
@@ -51,7 +53,7 @@ class SampleFailure:
             gives the same draws.
         worker: Number of the worker.
         attempts: Number of runs of the sample.
-        error: The exception of the last run.
+        error: The exception of the last run that raised.
         transform: Name of the transform that raised, None for the dataset itself.
         occurrence: How often the index came before in the epoch; 0 unless the sampler repeats indices.
     """
@@ -163,16 +165,26 @@ class FailureLog:
                 )
 
     def _write(self, record: dict[str, object]) -> None:
-        size = os.fstat(self._descriptor).st_size
         if self._path is None:
-            if size > _MOST_ANONYMOUS_BYTES:
+            if self.size() > _MOST_ANONYMOUS_BYTES:
                 return
             record = {name: value for name, value in record.items() if name != "traceback"}
         line = json.dumps(record).encode() + b"\n"
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line  # a full disk has cut the last line
+        if self._ends_within_a_line():
+            line = b"\n" + line  # a full disk has cut it
         if os.write(self._descriptor, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _ends_within_a_line(self) -> bool:
+        """Whether the last line is incomplete, and no other worker is writing it."""
+        size = 0
+        while True:
+            before, size = size, self.size()
+            if not size or os.pread(self._descriptor, 1, size - 1) == b"\n":
+                return False
+            if size == before:
+                return True
+            time.sleep(_WRITTEN_S)
 
     def state(self) -> bytes:
         """Bytes that change with every count; a record is written before it is counted."""
@@ -253,6 +265,9 @@ class FailureHandler(NamedTuple):
                 error = raised
         kept = "skipped" if result is SKIP else "substituted"
         self.log.append(failure, kept if error is None else "raised")
+        if self.on_error == "skip":
+            # Its traceback holds frames that hold it, and with them the iterator, until a collection.
+            BaseException.with_traceback(failure.error, None)  # by no method of its class
         return result, error
 
 
@@ -284,8 +299,13 @@ class SampleRetry:
         for attempt in range(1, policy.retries + 1):
             samples, again = runner.run(position, epoch, [index], self.fetcher.single)
             if again is None:
-                policy.log.append(failure, "recovered")
+                policy.log.append(replace(failure, attempts=attempt + 1), "recovered")
+            if again is not failure.error:  # which a sample may raise again
+                BaseException.with_traceback(failure.error, None)  # as in FailureHandler.settle
+            if again is None:
                 return samples[0], None
+            if not isinstance(again, Exception):
+                return None, again
             failure = self._failure(epoch, index, again, attempt + 1, occurrence)
         try:
             return policy.settle(failure)

@@ -30,12 +30,16 @@ _ENTRY = np.dtype([("offset", "u8"), ("nbytes", "u8")])
 _ALIGNMENT = 64
 _WORTH = 8
 """Items are offered if their transforms take this many times as long as storing one for another worker."""
+_LEAST_MEASURED = 8
+"""The fastest of at least this number of offers counts: a worker may lose its processor during one."""
 _MOST_OFFERED, _MOST_OFFERED_BYTES = 1024, 64 << 20
 """Items that a host has read ahead of the workers, and their bytes."""
 _CHUNK = 16
 """Items that are read ahead together."""
 _LONG_MEAN = 256
 """Samples over which the mean cost of the transforms is taken."""
+_NEEDED_NS = 2_000_000_000
+"""How long items are offered after another worker had nothing to do."""
 _MISSING = object()
 _LOOK_S = 0.002
 """How long a thread that only reads sleeps while enough is offered: nothing wakes it when items are claimed."""
@@ -89,16 +93,20 @@ class OfferedItems:
         table["offset"][k] = offset
         return nbytes
 
-    def take(self, record: BatchRecord, k: int) -> Any:
-        """The item of a sample ``k`` of a batch that this worker has claimed; ``_MISSING``: it was not offered."""
-        entry = self._table(record)[k]
-        offset = int(entry["offset"])
-        if not offset:
-            return _MISSING
-        item = self._store.peek(offset, int(entry["nbytes"]))
-        # In shared memory it stays, for the worker that replaces this one if it dies.
-        self._store.drop(offset)
-        return item
+    def take(self, record: BatchRecord, k: int, count: int) -> list[Any]:
+        """The items of samples of a batch that this worker has claimed, from ``k`` on.
+
+        ``_MISSING`` stands for those that were not offered; there is none if none was.
+        """
+        table = self._table(record)[k : k + count]
+        if not table["offset"].any():
+            return []
+        items = []
+        for offset, nbytes in table.tolist():
+            items.append(self._store.peek(offset, nbytes) if offset else _MISSING)
+            # In shared memory it stays, for the worker that replaces this one if it dies.
+            self._store.drop(offset)
+        return items
 
 
 class _Unread(NamedTuple):
@@ -113,8 +121,8 @@ class _Unread(NamedTuple):
 class HostWorker(Worker):
     """Has its readers give items, and runs their transforms.
 
-    Where transforms take long, it reads ahead and offers items to any worker. Without that, the others idle while a
-    worker is slow, has a larger share, or while there are fewer readers than workers.
+    Where transforms take long, it reads ahead and offers items to any worker, as long as others need that: without it
+    they idle while a worker is slow, has a larger share, or while there are fewer readers than workers.
 
     Args:
         host: The readers, which may be none.
@@ -149,9 +157,10 @@ class HostWorker(Worker):
         self._unread: deque[_Unread] = deque()
         self._num_run, self._num_hosts = 0, plan.readers.hosts if plan.readers else 0
         self._offer_ns = self._mean_ns = self._longest_ns = 0.0
+        self._batch_size = self._needed_until_ns = self._num_measured = 0
 
     def step(self) -> bool:
-        if self._offers and self._is_worth and self._lacks_stock() and self._read_ahead():
+        if self._is_offering and self._lacks_stock() and self._read_ahead():
             return True
         return super().step() or (bool(self._unread) and self._read_ahead())
 
@@ -165,20 +174,19 @@ class HostWorker(Worker):
         super().resume_all()
 
     def longest_run(self) -> int:
-        if not (self._offers and self._is_worth):
+        if not self._is_offering:
             return super().longest_run()
         return max(min(int(RUN_NS / max(self._mean_ns, 1.0)), self.fair_share()), 1)
 
     def run_claimed(self, lease: Claim, record: BatchRecord) -> None:
+        self._batch_size = record.count
         keys = list(self.read_indices(lease.batch, lease.k, lease.count))
-        items: list[Any] = []
-        if self._lays_aside:
-            items = [self._offered.take(record, lease.k + i) for i in range(len(keys))]
-        is_fresh = all(item is _MISSING for item in items)
+        items = self._offered.take(record, lease.k, lease.count) if self._lays_aside else []
         # Those that were claimed before are read before.
-        if is_fresh and not self._unread and not (self._offers and self._is_worth):
+        if not (items or self._unread or self._is_offering):
             self._run_items(lease, record, keys)
             return
+        items = items or [_MISSING] * len(keys)
         for k, (key, item) in enumerate(zip(keys, items, strict=True), lease.k):
             if item is _MISSING:
                 self._unread.append(_Unread(lease.batch, record, k, key))
@@ -188,9 +196,28 @@ class HostWorker(Worker):
     # ---- items that any worker runs
 
     @property
+    def _is_offering(self) -> bool:
+        """Whether it offers what it reads now."""
+        return self._offers and self._is_worth and self._is_needed
+
+    @property
     def _is_worth(self) -> bool:
         """Whether the transforms take so long that it pays to offer items; unknown counts as so."""
-        return not self._mean_ns or self._mean_ns > _WORTH * self._offer_ns
+        is_unknown = not self._mean_ns or self._num_measured < _LEAST_MEASURED
+        return is_unknown or self._mean_ns > _WORTH * self._offer_ns
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether others had nothing to do recently, or would have while this worker runs its longest sample."""
+        if not self.whole_batches or self._num_hosts < self.num_workers:
+            return True
+        # Each worker has about a batch of its own readers to do.
+        if self._longest_ns > self._batch_size * self._mean_ns:
+            return True
+        now = now_ns()
+        if self.events.sleepers:
+            self._needed_until_ns = now + _NEEDED_NS
+        return now < self._needed_until_ns
 
     def _lacks_stock(self) -> bool:
         """Whether so few items are offered that workers would idle while this one runs a slow one."""
@@ -241,7 +268,7 @@ class HostWorker(Worker):
         if lease is None:
             return False
         if lease.count == 0:
-            self.writer.publish(lease.batch)
+            self.writer.collate_and_publish(lease.batch)
             return self._claim_unread()
         record = self.ledger.describe(lease.batch)
         self.enter_epoch(record)
@@ -252,7 +279,7 @@ class HostWorker(Worker):
 
     def _offer(self, each: _Unread, item: object) -> None:
         """Offer an item to any worker, or run it here."""
-        if self._offers and self._is_worth:
+        if self._is_offering:
             begun_ns = now_ns()
             try:
                 nbytes = self._offered.put(each.batch, each.record, each.k, item)
@@ -267,6 +294,7 @@ class HostWorker(Worker):
                 self._stock_nbytes += nbytes
                 cost_ns = now_ns() - begun_ns
                 self._offer_ns = min(self._offer_ns or cost_ns, cost_ns)
+                self._num_measured += 1
                 return
         self._run_item(each.batch, each.record, each.k, each.key, item)
 
@@ -278,11 +306,16 @@ class HostWorker(Worker):
             samples, error = self.run_retrying(position, record.epoch, [key])
             self._deliver(_Unread(batch, record, k, key), samples, error)
         else:
-            self.run_unbound(position, record.epoch, [key])
-        cost_ns = float(self.runner.durations[0])
-        self._num_run += 1  # slow ones are rare: they count for long
-        self._mean_ns += (cost_ns - self._mean_ns) / min(self._num_run, _LONG_MEAN)
-        self._longest_ns = max(cost_ns, self._longest_ns * 0.999)
+            self.run_free(position, record.epoch, [key])
+        self._note_costs(1)
+
+    def _note_costs(self, count: int) -> None:
+        """Take the costs of the samples that ran last into the mean and the longest."""
+        costs_ns = self.runner.durations[:count]
+        self._num_run += count
+        weight = count / min(self._num_run, _LONG_MEAN)  # slow ones are rare: they count for long
+        self._mean_ns += (sum(costs_ns) / count - self._mean_ns) * min(weight, 1.0)
+        self._longest_ns = max(*costs_ns, self._longest_ns * 0.999**count)
 
     def _deliver(
         self, each: _Unread, samples: list[object], error: BaseException | None = None
@@ -300,7 +333,7 @@ class HostWorker(Worker):
         host, position, count = self._host, record.first + lease.k, lease.count
         slot, epoch = record.epoch_slot, record.epoch
         if not record.bound:
-            self._run_unbound_items(record, position, keys)
+            self._run_free_items(record, position, keys)
             return
         with nullcontext() if host.binds else host.turn(keys[0], slot, epoch):
             samples, error = self._samples(record, position, keys)
@@ -328,6 +361,7 @@ class HostWorker(Worker):
                 self._items.hold(keys[done:], items)
                 end = done + len(items)
                 items, failure = self.run_retrying(position + done, record.epoch, keys[done:end])
+                self._note_costs(end - done)
                 if failure is not None:
                     return samples + items, failure
             samples += items
@@ -338,7 +372,7 @@ class HostWorker(Worker):
                 sample, error = self.sample_retry.give_up(
                     position + failed, record.epoch, keys[failed], error
                 )
-                samples.append(sample)
+                samples += [sample] if error is None else []
             if error is not None:
                 return samples, error
         return samples, None
@@ -363,14 +397,15 @@ class HostWorker(Worker):
             taken, error = self.runner.read(position, epoch, keys, take)
         return taken or ([], error)
 
-    def _run_unbound_items(self, record: BatchRecord, position: int, keys: Keys) -> None:
+    def _run_free_items(self, record: BatchRecord, position: int, keys: Keys) -> None:
         """Have a reader give items for any places; those that do not exist leave theirs to others."""
         while keys:
             items, error = self._read(record, position, keys)
             count = len(items)
             if count and self._runs_items:
                 self._items.hold(keys, items)
-                self.run_unbound(position, record.epoch, keys[:count])
+                self.run_free(position, record.epoch, keys[:count])
+                self._note_costs(count)
             elif count:
                 costs_ns = [self.runner.durations[0] // count] * count
                 self.deliver_free(position, keys, items, costs_ns)
@@ -395,8 +430,8 @@ class ReadingWorker(HostWorker):
         return self._lacks_stock() and self._read_ahead()
 
     @property
-    def _is_worth(self) -> bool:
-        return True
+    def _is_offering(self) -> bool:
+        return self._offers
 
     def takes_part(self) -> bool:
         return True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch.utils.data import default_collate, default_convert
@@ -17,7 +16,7 @@ from minato.sampling.resume import DatasetStates
 from minato.scheduling.orders import Order
 from minato.transforms.compose import Transforms
 
-__all__ = ["Pipeline", "ReaderPlan", "ReaderStarts", "WorkerPlan"]
+__all__ = ["Pipeline", "ReaderPlan", "WorkerPlan"]
 
 
 class WorkerTracks(Protocol):
@@ -31,11 +30,13 @@ class Pipeline(NamedTuple):
     """The steps from an index to a batch.
 
     Attributes:
+        given: The dataset as the program knows it; ``dataset`` may look into a cache before it asks this one.
         batched: Samples come in lists (``batch_size`` or a ``batch_sampler``), and ``collate_fn`` gets these.
         drop_last: The incomplete last batch of a stream is dropped.
         refetches: The program has replaced torch's fetcher, which then makes whole batches, collated.
     """
 
+    given: Any
     dataset: Any
     transforms: Transforms
     collate_fn: Callable[[Any], Any]
@@ -57,41 +58,34 @@ def _as_it_is(batch: object) -> Any:
     return batch
 
 
-@dataclass
-class ReaderStarts:
-    """Where readers begin; each epoch changes it for the workers that start later.
-
-    Attributes:
-        epoch: Number of the epoch that goes on there; others begin with the datasets of these states.
-        states: Of each reader; None: its copy of the dataset is as it is.
-    """
-
-    epoch: int
-    states: list[ReaderState | None]
-
-
 class ReaderPlan(NamedTuple):
     """The readers of an iterable dataset.
 
     Attributes:
-        number: How many there are.
-        hosts: Number of workers that host them: reader r is hosted by worker r modulo ``hosts``. 0: a thread of the
-            training process hosts them.
+        number: How many there are, in all ranks.
+        own: The numbers of this rank's; those of one rank have the same distance from each other.
+        hosts: Number of workers that host them: the i-th of ``own`` is hosted by worker i modulo ``hosts``. 0: a thread
+            of the training process hosts them.
         announces: Each has worker info, seeds and generators of its own. If not, the only one reads the dataset as it
             is, with the generators of the program, as torch does without workers.
         batch: Number of items in the batches of one reader; 1: single items.
+        skips: Items that raise are left out, or replaced.
         every: Number of batches after which a reader sends its state; None: never; ``auto``: as often as that is cheap.
-        slots: Where the states go; None: the training process asks for them itself.
+        slots: Where the states are, and go; None: the training process has them itself.
+        starts: With which it then begins or resumes the epoch, for each reader; None: its copy of the dataset is as it
+            is.
         rereads: A reader whose worker has died reads from where the epoch began, whatever states there are.
     """
 
     number: int
+    own: range
     hosts: int
     announces: bool
     batch: int
+    skips: bool
     every: int | Literal["auto"] | None
-    starts: ReaderStarts
     slots: StateSlots | None = None
+    starts: Sequence[ReaderState | None] = ()
     rereads: bool = False
 
 
@@ -141,7 +135,7 @@ class WorkerPlan(NamedTuple):
         if at_once:
             del roots["dataset"]
         collate_fn = pipeline.collate_fn
-        of_dataset = at_once and getattr(collate_fn, "__self__", None) is pipeline.dataset
+        of_dataset = at_once and getattr(collate_fn, "__self__", None) is pipeline.given
         if not (of_dataset or collate_fn is default_collate or collate_fn is default_convert):
             roots["collate_fn"] = collate_fn
         return roots
@@ -150,7 +144,7 @@ class WorkerPlan(NamedTuple):
         """Number and number of workers by which a worker knows itself: those of its first reader, if it has one."""
         readers = self.readers
         if readers is not None and number < readers.hosts:
-            return number, readers.number
+            return readers.own[number], readers.number
         return number, self.most_workers
 
     @property

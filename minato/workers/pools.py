@@ -21,10 +21,10 @@ from minato._support.pickling import (
     is_unguarded,
     named_as_worker,
 )
-from minato._support.threads import exiting, start_thread
+from minato._support.threads import exiting, living, start_thread
 from minato._system import CpuUsage, process_usage, thread_usage
 from minato.batching.blobs import ErrorTransport, wrapped
-from minato.errors import unguarded_error, warn
+from minato.errors import CLOSED, unguarded_error, warn
 from minato.observe.tracer import in_profile
 from minato.workers.reading import announced
 from minato.workers.shared_state import SharedState
@@ -36,8 +36,8 @@ __all__ = ["ProcessPool", "ThreadPool", "WorkerPool"]
 
 _ARRIVAL_S = 2.0
 """A worker that has not begun after this time does not wait for a core, and further workers start."""
-_STARTS = 20
-"""Attempts to start a process while its fork server ends."""
+_SERVER_ENDS_S = 10.0
+"""How long a start is tried again while its fork server, which was killed, ends."""
 _LOOK_S = 0.02
 """Interval between two checks whether a starting worker has begun."""
 _GRACE_S = 4.0
@@ -87,9 +87,16 @@ class WorkerPool(ABC):
         """Replace dead workers, or raise torch's RuntimeError.
 
         Raises:
-            RuntimeError: Also in a forked child, to which the workers do not belong.
+            RuntimeError: Also where the workers were ended, and in a forked child, to which they do not belong.
         """
         check_owner(self._owner)
+        if self.is_over and not exiting():
+            raise RuntimeError(CLOSED)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the workers were asked to exit, whatever work is left."""
+        return self.state.ledger.stopping
 
     def check_early(self) -> None:
         """Replace dead workers that there is work for before the loop waits, where a start takes time."""
@@ -191,7 +198,8 @@ class ProcessPool(WorkerPool):
                 with signals_deferred(), starting_worker(self._started.borrower):
                     process.start()
                 return
-            for left in reversed(range(_STARTS)):
+            until: float | None = None
+            while True:
                 try:
                     with holding_descriptors(), named_as_worker(process):
                         process.start()
@@ -200,7 +208,8 @@ class ProcessPool(WorkerPool):
                     # From Python 3.13 on the server itself imports the main module.
                     if is_unguarded():
                         raise unguarded_error(process.pid) from None
-                    if not left:
+                    until = until or time.monotonic() + _SERVER_ENDS_S
+                    if time.monotonic() > until:
                         raise
                     # The fork server was killed. Once the kernel has ended it, the next start makes another.
                     time.sleep(_LOOK_S)
@@ -218,10 +227,10 @@ class ProcessPool(WorkerPool):
         """Sleep until the ready events exceed ``seen``, or start one of the processes that ``start`` has left.
 
         Raises:
-            RuntimeError: This is a forked child, to which the workers do not belong.
+            RuntimeError: The workers were ended, or this is a forked child, to which they do not belong.
         """
         super().check()
-        if self._to_start and not self._is_ending and self.state.has_work():
+        if self._to_start and not exiting() and self.state.has_work():
             if self._has_room():
                 self._start_next()
                 return
@@ -233,15 +242,15 @@ class ProcessPool(WorkerPool):
         super().wait(seen, timeout_s)
 
     @property
-    def _is_ending(self) -> bool:
-        # A thread that still iterates must not replace workers that a shutdown ends.
-        return self._started.is_over or exiting()
+    def is_over(self) -> bool:
+        """Whether the workers were asked to exit, or a shutdown has begun and was interrupted."""
+        return self._started.is_over or super().is_over
 
     def check(self) -> None:
-        """Replace dead workers, or raise torch's RuntimeError; during shutdown, do nothing."""
+        """Replace dead workers, or raise torch's RuntimeError; while the interpreter exits, do nothing."""
         super().check()
-        if self._is_ending:
-            return
+        if exiting():
+            return  # a thread that still iterates must not replace workers that the exit ends
         while (ended := self._watch.first_ended()) is not None:
             warning = self._replace(*ended)
             self._watch.forget()  # only now: after an interrupt or an error the next call handles the same process
@@ -250,7 +259,7 @@ class ProcessPool(WorkerPool):
         if self._watchdog is not None:
             if self._watch.was_stopped():
                 self._watchdog.restart_timers()
-            self._watchdog.end(self.processes)
+            self._watchdog.end_overdue(self.processes)
 
     def check_early(self) -> None:
         if self._watch.first_ended() is not None and self.state.has_work():
@@ -341,7 +350,7 @@ class ThreadPool(WorkerPool):
         if host is not None and host.has_readers:
             failure = initialise(plan, number, host)
         else:
-            with announced(number, plan.most_workers, plan.base_seed, plan.pipeline.dataset):
+            with announced(number, plan.most_workers, plan.base_seed, plan.pipeline.given):
                 failure = initialise(plan, number, host)
         errors = ErrorTransport((BaseException,), wrapped(f"worker thread {number}"))
         ledger = self.state.worker_ledger(number)
@@ -354,12 +363,13 @@ class ThreadPool(WorkerPool):
             worker.close()
 
     def check(self) -> None:
-        """Raise RuntimeError if a thread has ended unexpectedly, or this is a forked child, which has no threads."""
+        """Raise RuntimeError if the workers were ended, one has ended by itself, or this is a forked child."""
         super().check()
+        running = living(*self.threads)
         ended = [
             thread.name
             for number, thread in enumerate(self.threads)
-            if not (thread.is_alive() or self.may_leave(number))
+            if not (thread in running or self.may_leave(number))
         ]
         if ended:
             raise RuntimeError(f"DataLoader worker thread(s) {', '.join(ended)} ended unexpectedly")
@@ -404,4 +414,4 @@ def _end_threads(stop: Callable[[], None], threads: list[threading.Thread], owne
     for thread in threads:
         if thread.ident is not None and thread is not threading.current_thread():
             thread.join(max(deadline - time.monotonic(), 0.0))
-    return not any(thread.is_alive() for thread in threads)
+    return not living(*threads)

@@ -6,8 +6,8 @@ all of them.
 
 from __future__ import annotations
 
-import base64
 import copy
+import functools
 import itertools
 import logging
 import pickle
@@ -25,19 +25,24 @@ import torch
 from minato._compat import (
     ExceptionWrapper,
     announce_worker,
+    applies_state_later,
+    be_worker,
+    forget_loaded_state,
     numpy_seed,
     state_is_inexact,
     withdraw_worker,
+    worker_info,
 )
-from minato._core import StateSnapshot, now_ns
+from minato._core import now_ns
 from minato._fork_safety import forget_in_children
-from minato._support.items import item_of, set_skipping
+from minato._support.items import announced_reader, item_of, set_announce, set_resumed, set_skipping
+from minato._support.objects import attribute
 from minato._support.text import message_of, type_name
 from minato.batching.blobs import Kinds
 from minato.errors import WorkerDiedError, log
 from minato.sampling.readers import ReaderBoard, ReaderState
 from minato.sampling.resume import is_stateful
-from minato.transforms import rng_memory
+from minato.transforms.rng_memory import GlobalGenerators
 from minato.workers.plan import WorkerPlan
 
 __all__ = ["Host", "Reader", "Taken", "announced", "seed_generators"]
@@ -51,6 +56,10 @@ _TELL_NS = 10_000_000_000
 _LONGEST_S = 300.0
 """How long a thread waits for another one that has worker info; the first items of many readers may take minutes."""
 _UNBOUNDED = 1 << 60
+_COPY_TRIES = 20
+"""Copies that another thread may spoil: what a dataset shares with its copies can change meanwhile."""
+_MOST_RENEWALS = 64
+"""Generators that are made in a row without an item, where each raises in another state of the dataset."""
 _SLICES = (slice(8),) * 64
 _MOST_DIGESTED, _MOST_PARTS = 64, 16
 
@@ -95,6 +104,8 @@ class Reader:
         dataset: Its copy.
         batch: Where an exception ends a batch, as with torch, the next item is the first of the next batch of this
             many; 1: it is the item after the one that raised.
+        skips: Items that raise are left out: where a generator has ended by that, and its dataset has a state, the
+            dataset makes another, which goes on where the state is.
 
     Attributes:
         at: Ordinal of the item that the next call of ``next()`` returns.
@@ -105,6 +116,7 @@ class Reader:
         first: Checksum of its first items, if they differ from each other; None: not known yet, or they do not.
         expected: What an earlier reader in its place has given: up to which ordinal, and the checksum of that.
         on_next: Called before each call of the iterator, with the number of items that ``take`` has; None: it is not.
+        has_jumped: An exception has ended a batch, so that ordinals are missing, and ``skip()`` would count them.
     """
 
     watches = True
@@ -114,7 +126,7 @@ class Reader:
     expected: tuple[int, int] | None = None
     on_next: Callable[[int], None] | None = None
 
-    def __init__(self, number: int, dataset: Any, batch: int = 1) -> None:
+    def __init__(self, number: int, dataset: Any, batch: int = 1, skips: bool = False) -> None:
         self.number = number
         self.dataset = dataset
         self.at = 0
@@ -123,50 +135,94 @@ class Reader:
         self.taken: list[Any] = []
         self._from = -1  # ordinal of the first taken one
         self._batch = batch
+        self._skips = skips
+        self._told: int | None = None  # by the last call of set_epoch
+        self._is_new = True  # nobody has asked the iterator for an item
+        self._start: ReaderState | None = None  # from which it goes on, until it is asked
+        self._applies_again = False  # the dataset may apply a loaded state in later epochs, too
         self._items: Any = None
+        self._stateful: Any = None  # the same, if it has a state; also after its end
         # Otherwise it is read again, which is exact.
         self._dataset_keeps = is_stateful(dataset) and not state_is_inexact(dataset)
 
-    def begin(self, start: ReaderState | None, set_epoch: int | None, *, resumes: bool) -> None:
+    def begin(
+        self,
+        start: ReaderState | None,
+        set_epoch: int | None,
+        *,
+        resumes: bool,
+        is_told: bool = False,
+    ) -> None:
         """Begin an epoch.
 
         Args:
             start: The state to load; None: the dataset is as it is.
-            set_epoch: With which the dataset's ``set_epoch`` is called before; None: it is not.
+            set_epoch: With which the dataset's ``set_epoch`` is called; None: it is not.
             resumes: Whether the epoch goes on where the state was taken; otherwise it begins.
+            is_told: ``set_epoch`` was for an epoch before: not again if it was called last with that.
         """
-        self._items = None  # before the next one is made
+        self._items = self._stateful = None  # before the next one is made
         self.at, self.end, self.died, self._from, self.taken = 0, None, False, -1, []
         self.digest, self.first, self._firsts = 0, None, list[bytes]()
+        self.has_jumped, self._is_new, self._start = False, True, start if resumes else None
+        self._renewed: bytes | None = None  # state in which the last generator made again began
+        self._num_renewed = 0  # since the last item
         dataset = self.dataset
-        if set_epoch is not None and callable(getattr(dataset, "set_epoch", None)):
-            dataset.set_epoch(set_epoch)
+        if is_told and self._told == set_epoch:
+            set_epoch = None
+        has_epoch = start is not None and (is_told or (resumes and start.ordinal > 0))
+        if has_epoch:  # the state was taken after this call
+            self._set_epoch(set_epoch)
         if start is not None and start.dataset is not None:
-            dataset.load_state_dict(start.dataset)
+            self._applies_again = True
+            dataset.load_state_dict(copy.deepcopy(start.dataset))
+        if not has_epoch:  # it may hold that of the epoch before
+            self._set_epoch(set_epoch)
+        if start is None or not resumes or not start.ordinal:
+            self._forget_loaded()
         iterator: Any = iter(dataset)
         if start is not None and resumes:
             if start.iterator is not None:
-                iterator.load_state_dict(start.iterator)
+                iterator.load_state_dict(copy.deepcopy(start.iterator))
             self.at, self.digest = start.ordinal, start.digest
         self._items = iterator
+        if is_stateful(iterator):
+            self._stateful = iterator
+
+    def _set_epoch(self, epoch: int | None) -> None:
+        if epoch is not None and callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+            self._told = epoch
 
     @property
     def keeps_state(self) -> bool:
         """Whether the dataset or its iterator has a state."""
-        return self._dataset_keeps or is_stateful(self._items)
+        return self._dataset_keeps or self._stateful is not None
 
     def state(self) -> ReaderState:
         """The present state of dataset and iterator."""
-        dataset, iterator = self.dataset, self._items
-        of_dataset = self._dataset_keeps and iterator is not dataset
-        of_iterator = iterator is not None and is_stateful(iterator)
-        return ReaderState(
-            self.at,
-            dataset.state_dict() if of_dataset else None,
-            iterator.state_dict() if of_iterator else None,
-            digest=self.digest,
-            ended=self.end is not None,
-        )
+        dataset, iterator, start = self.dataset, self._stateful, self._start
+        found = ReaderState(self.at, digest=self.digest, ended=self.end is not None)
+        if self._dataset_keeps and iterator is not dataset:
+            if self._is_new and applies_state_later(dataset):  # it would return another one
+                found.dataset = None if start is None else copy.deepcopy(start.dataset)
+            else:
+                found.dataset = dataset.state_dict()
+        if iterator is not None:
+            found.iterator = iterator.state_dict()
+        return found
+
+    @property
+    def must_keep(self) -> bool:
+        """Whether its present state holds what no later one need have: what its iterator has decided."""
+        iterator = self._stateful
+        is_first = iterator is not None and not self.at
+        return is_first or getattr(iterator, "has_changed", False)
+
+    def _forget_loaded(self) -> None:
+        if self._applies_again:
+            forget_loaded_state(self.dataset)
+            self._applies_again = False
 
     def take(self, ordinals: Sequence[int], catches: Kinds = (Exception,)) -> list[Any]:
         """The items with ascending ordinals, fewer if the reader ends. Those before and between them are dropped.
@@ -199,18 +255,21 @@ class Reader:
                 run = next(i for i in range(1, run + 1) if ordinals[done + i] != wanted + i)
             if self.expected is not None:
                 run = min(run, self._checked(self.expected))
+            if self._is_new:
+                run = 1
             try:
                 # In one step: a signal is handled before it or after it. Not islice(), which calls iter() again: that
                 # restarts a dataset that is its own iterator.
-                ask = next if self.on_next is None else self._next
+                ask = self._next if self._is_new or self.on_next is not None else next
                 taken.extend(map(ask, itertools.repeat(self._items, run)))
             except catches:
                 self._saw(wanted, taken[done:])
-                self._failed(wanted + len(taken) - done)
-                raise
+                if self._failed(wanted + len(taken) - done):
+                    raise
+                break
             if self.watches:
                 self._saw(wanted, taken[done:] if done else taken)
-            self.at = wanted + len(taken) - done
+            self.at, self._num_renewed = wanted + len(taken) - done, 0
             if len(taken) < done + run:
                 self._ended(self.at)
         return taken
@@ -219,7 +278,14 @@ class Reader:
         """What ``next()`` returns, after ``on_next`` was called."""
         if self.on_next is not None:
             self.on_next(len(self.taken))
-        return next(items)
+        if not self._is_new:
+            return next(items)
+        try:
+            with announced_reader():  # a generator may ask only now which reader it is
+                return next(items)
+        finally:
+            self._is_new, self._start = False, None
+            self._forget_loaded()
 
     def _saw(self, ordinal: int, items: list[object]) -> None:
         """Take items into the checksums, the first of which has this ordinal."""
@@ -250,8 +316,9 @@ class Reader:
 
     def _skip(self, ordinal: int, catches: Kinds) -> None:
         """Drop the items before an ordinal; what they raise was raised in an earlier run, unless it ends the reader."""
-        skip = getattr(self._items, "skip", None)
+        skip = None if self.has_jumped else getattr(self._items, "skip", None)
         if callable(skip):  # what it passes over has no checksum
+            self._is_new, self._start = False, None
             self.expected, self.watches = None, False
             if self.on_next is not None:
                 self.on_next(len(self.taken))
@@ -291,21 +358,46 @@ class Reader:
         except StopIteration:
             self._ended(self.at)
         except catches:
-            self._failed(self.at)
-            if self.died:
+            if self._failed(self.at) and self.died:
                 raise
         else:
             if self.watches and (self.at < _FIRST_ITEMS or not self.at % _DIGEST_EVERY):
                 self._saw(self.at, [item])
             self.at += 1
 
-    def _failed(self, ordinal: int) -> None:
-        """Go on after an item that raised."""
-        self.at = (ordinal // self._batch + 1) * self._batch
+    def _failed(self, ordinal: int) -> bool:
+        """Go on after an item that raised; returns whether it is another than the one that raised before."""
         iterator = self._items
+        self.at = (ordinal // self._batch + 1) * self._batch
+        self.has_jumped = self.has_jumped or self.at > ordinal + 1
         if isinstance(iterator, GeneratorType) and iterator.gi_frame is None:
+            # Until there is another one: a signal may interrupt what makes it.
             self.died = True
             self._ended(ordinal + 1)
+            if self._skips and self._dataset_keeps:
+                return self._renew(ordinal)
+        return True
+
+    def _renew(self, ordinal: int) -> bool:
+        """Have the dataset make another generator; returns False if it would raise where the last one did."""
+        dataset = self.dataset
+        try:
+            state = copy.deepcopy(dataset.state_dict())
+            place = pickle.dumps(state)
+            if place == self._renewed or self._num_renewed == _MOST_RENEWALS:
+                self.at = self.end = ordinal
+                return False
+            self._applies_again = True
+            dataset.load_state_dict(copy.deepcopy(state))
+            items = iter(dataset)
+        except Exception as error:
+            text = "reader %d: the dataset cannot go on after an item that raised: %s"
+            log(text, self.number, message_of(error), level=logging.WARNING)
+            return True
+        self._renewed, self._num_renewed = place, self._num_renewed + 1
+        self._is_new, self._start = True, ReaderState(dataset=state)
+        self.died, self.end, self._items = False, None, items
+        return True
 
     def fail(self, ordinal: int) -> None:
         """End before it has begun, because ``iter()`` has raised."""
@@ -314,74 +406,8 @@ class Reader:
 
     def _ended(self, ordinal: int) -> None:
         self._items, self.end = None, ordinal
-
-
-class _Generators:
-    """The three global generators of this process."""
-
-    def __init__(self) -> None:
-        self._all: list[Any] = [
-            rng_memory.python_generator(),
-            rng_memory.numpy_generator(),
-            rng_memory.torch_generator(),
-        ]
-        self._snapshot = StateSnapshot([span for each in self._all for span in each.spans])
-        self._rests = self._present_rests()
-
-    def _present_rests(self) -> list[Any]:
-        return [None if each.is_whole else each.rest() for each in self._all]
-
-    def keep(self) -> None:
-        """Keep their states, which costs little."""
-        self._snapshot.take()
-        self._rests = self._present_rests()
-
-    def are_kept(self) -> bool:
-        """Whether their states are those that were kept last."""
-        return self._snapshot.holds() and self._rests == self._present_rests()
-
-    def kept(self) -> list[Any]:
-        """The states that were kept last."""
-        copies = iter(self._snapshot.copies())
-        return [
-            ([next(copies) for _ in each.spans], rest)
-            for each, rest in zip(self._all, self._rests, strict=True)
-        ]
-
-    def load(self, states: list[Any]) -> None:
-        """Set their states."""
-        for generator, state in zip(self._all, states, strict=True):
-            generator.load(*state)
-
-    @staticmethod
-    def to_plain() -> dict[str, Any]:
-        """Their states as plain data, which any process can load."""
-        version, words, gauss = random.getstate()
-        plain = {"python": [version, _encoded(np.array(words, np.uint32)), gauss]}
-        state: Any = np.random.get_state()
-        if state[0] == "MT19937":
-            plain["numpy"] = [_encoded(np.asarray(state[1], np.uint32)), *state[2:]]
-        plain["torch"] = [_encoded(torch.default_generator.get_state().numpy())]
-        return plain
-
-    @staticmethod
-    def load_plain(plain: dict[str, Any]) -> None:
-        """Set their states to those of ``to_plain``."""
-        version, words, gauss = plain["python"]
-        random.setstate((version, tuple(_decoded(words, np.uint32).tolist()), gauss))
-        if "numpy" in plain:
-            words, *rest = plain["numpy"]
-            np.random.set_state(("MT19937", _decoded(words, np.uint32), *rest))
-        (state,) = plain["torch"]
-        torch.default_generator.set_state(torch.from_numpy(_decoded(state, np.uint8).copy()))
-
-
-def _encoded(words: np.ndarray) -> str:
-    return base64.b64encode(words.tobytes()).decode()
-
-
-def _decoded(text: str, kind: type[np.generic]) -> np.ndarray[Any, Any]:
-    return np.frombuffer(base64.b64decode(text), kind)
+        if self._stateful is self.dataset:  # which may begin again then
+            self._stateful = None
 
 
 _ANNOUNCED = threading.Lock()
@@ -417,11 +443,12 @@ def announcing() -> Iterator[None]:
 def announced(number: int, num_workers: int, base_seed: int, dataset: object) -> Iterator[None]:
     """Have torch's ``get_worker_info()`` describe this worker thread; one at a time, as torch keeps one record."""
     with announcing():
-        before = announce_worker(number, num_workers, base_seed + number, dataset)
+        info = worker_info(number, num_workers, base_seed + number, dataset)
+        announce_worker(info)
         try:
             yield
         finally:
-            withdraw_worker(before)
+            withdraw_worker(info)
 
 
 def seed_generators(seed: int, of_numpy: list[int]) -> None:
@@ -433,6 +460,22 @@ def seed_generators(seed: int, of_numpy: list[int]) -> None:
         # torch.manual_seed also seeds the generators of other devices, and records a stack trace: 2 ms per worker.
         torch.default_generator.manual_seed(seed)
     np.random.seed(of_numpy)
+
+
+class _Program(NamedTuple):
+    """What the program was before a reader became active in its process.
+
+    Attributes:
+        reader: Number of the reader.
+        worker: What ``get_worker_info()`` returns meanwhile.
+        generators: States of the global generators.
+        is_left: The generators are the reader's.
+    """
+
+    reader: int
+    worker: Any
+    generators: list[Any]
+    is_left: bool
 
 
 class Host:
@@ -447,7 +490,10 @@ class Host:
 
     Attributes:
         catches: The exceptions that are errors of items; others interrupt.
+        keeps_first: Items are delivered long after they were read, so that the state of the beginning is wanted.
     """
+
+    keeps_first = False
 
     def __init__(
         self,
@@ -465,26 +511,38 @@ class Host:
         self._board = board
         self._numbers = range(0)
         if here:
-            self._numbers = range(readers.number)
+            self._numbers = readers.own
         elif number < readers.hosts:
-            self._numbers = range(number, readers.number, readers.hosts)
+            self._numbers = readers.own[number :: readers.hosts]
         self._owns_process = alone
         self._is_thread = plan.method == "thread" and not plan.in_main_process
         self._swaps = readers.announces and not (
             self._is_thread or (alone and len(self._numbers) == 1 and not binds)
         )
-        self._generators = _Generators() if self._keeps_generators else None
+        self._generators = GlobalGenerators() if self._keeps_generators else None
         self._saved: dict[int, list[Any]] = {}
+        # Generators before iter(), unless they follow from the seed.
+        self._before: dict[int, Any] = {}
+        self._firsts: dict[int, ReaderState] = {}  # of readers of the training process
         self._epochs: dict[int, tuple[int, int]] = {}
+        self._starts: tuple[tuple[int, int], Sequence[ReaderState | None]] = (-1, -1), ()
+        self._ends: dict[int, int | None] = {}  # that were known when the epoch began here
         self._due_ns: dict[int, int] = {}
         self._written: dict[int, list[int | None]] = {}
         self._batches: dict[int, int] = {}
         self._ended: set[int] = set()  # readers whose last state is kept
         self._readers: dict[int, Reader] = {}
+        self._thread = threading.get_ident()
         self._active: int | None = None
+        self._program: _Program | None = None  # while a reader is active in its process
         self._kept: int | None = None  # whose generators are kept, and not saved
         self.binds = binds
         self.catches: Kinds = (Exception,)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it may be a reader in this thread now: it is none, and has been in no other thread."""
+        return self._active is None and self._thread == threading.get_ident()
 
     @property
     def has_readers(self) -> bool:
@@ -505,8 +563,8 @@ class Host:
         original = plan.pipeline.dataset
         copies = [original if self._may_use(number) else None for number in self._numbers]
         for i, number in enumerate(self._numbers):
-            copied = _copied(original, readers.number) if copies[i] is None else original
-            self._readers[number] = reader = Reader(number, copied, readers.batch)
+            copied = _copied(original) if copies[i] is None else original
+            self._readers[number] = reader = Reader(number, copied, readers.batch, readers.skips)
             reader.watches = readers.announces
 
     def _may_use(self, number: int) -> bool:
@@ -514,8 +572,8 @@ class Host:
         if not self._readers_plan.announces:
             return True
         if self._is_thread:
-            # Other threads may copy it while this one has begun.
-            return self._readers_plan.number == 1
+            # Other threads may copy it while this one has begun, and a state would stay where this one has read ahead.
+            return self._readers_plan.number == 1 and not _has_state(self._plan.pipeline.dataset)
         return self._owns_process and number == self._numbers[0]
 
     def initialise(self) -> None:
@@ -524,9 +582,18 @@ class Host:
         if not self._readers_plan.announces:
             return
         for number in self._numbers:
-            with self._identity(number, fresh=True):
-                if plan.init_fn is not None:
-                    plan.init_fn(number)
+            try:
+                with self._identity(number, fresh=True):
+                    if plan.init_fn is not None:
+                        plan.init_fn(number)
+            except BaseException:
+                self.be_program()
+                raise
+
+    def _announced(self, number: int) -> AbstractContextManager[None]:
+        """Be a reader in a thread, unless it is."""
+        is_here = self._active == number or not self._readers_plan.announces
+        return nullcontext() if is_here else self._identity(number)
 
     @contextmanager
     def _identity(self, number: int, fresh: bool = False) -> Iterator[None]:
@@ -543,13 +610,13 @@ class Host:
             return
         generators = self._generators
         assert generators is not None
-        program: list[Any] | None = None
+        info = worker_info(number, readers.number, seed, reader.dataset)
         if not self._owns_process:
             generators.keep()
-            program = generators.kept()
-        before = announce_worker(number, readers.number, seed, reader.dataset)
-        self._active = number
+            self._program = _Program(number, info, generators.kept(), is_left=False)
         try:
+            be_worker(info) if self._owns_process else announce_worker(info)
+            self._active = number
             if fresh:
                 self._leave()
                 seed_generators(seed, numpy_seed(self._plan.base_seed, number))
@@ -557,16 +624,38 @@ class Host:
                 self._leave()
                 if number in self._saved:
                     generators.load(self._saved[number])
+            if self._program is not None:
+                self._program = self._program._replace(is_left=True)
             yield
         finally:
-            self._active = None
+            if self._program is not None:
+                self._restore()
+            else:
+                self._active = None
+                if self._swaps:
+                    generators.keep()
+                    self._kept = number
+
+    def be_program(self) -> None:
+        """Leave nothing of a reader in this process, wherever a call was interrupted."""
+        set_skipping(False)
+        set_resumed(())
+        self._restore()
+
+    def _restore(self) -> None:
+        """Be the program again, if a reader is active. A call that was interrupted can be repeated."""
+        program, generators = self._program, self._generators
+        if program is None or generators is None:
+            return
+        if program.is_left:
             if self._swaps:
                 generators.keep()
-                self._kept = number
-            if program is not None:
-                self._leave()
-                generators.load(program)
-                withdraw_worker(before)
+                self._kept = program.reader
+            self._leave()
+            self._program = program = program._replace(is_left=False)
+        generators.load(program.generators)
+        withdraw_worker(program.worker)
+        self._active = self._program = None
 
     def _leave(self) -> None:
         """Save the generators of the reader that was active last, which are kept."""
@@ -631,6 +720,7 @@ class Host:
         number, first = item_of(keys[0])
         reader, count = self._readers[number], len(keys)
         reader.on_next = on_next
+        set_announce(functools.partial(self._announced, number) if self._is_thread else nullcontext)
         if keys[-1] - keys[0] == count - 1:
             ordinals: Sequence[int] = range(first, first + count)
         else:
@@ -639,6 +729,7 @@ class Host:
             try:
                 self._begin(reader, slot, epoch, first)
             except self.catches as error:
+                self._epochs[number] = slot, epoch
                 reader.fail(ordinals[-1] + 1)
                 self._note(reader, slot)
                 return Taken([], error)
@@ -655,27 +746,82 @@ class Host:
 
     def _begin(self, reader: Reader, slot: int, epoch: int, wanted: int) -> None:
         """Begin an epoch of a reader, whose first item is ``wanted``."""
-        number, starts = reader.number, self._readers_plan.starts
+        number, slots = reader.number, self._readers_plan.slots
         is_first = number not in self._epochs
-        self._epochs[number] = slot, epoch
+        if not is_first:
+            self._finish(reader)
         self._due_ns[number] = 0
         self._batches[number] = 0
         self._ended.discard(number)
-        slots = self._readers_plan.slots
         self._written[number] = [] if slots is None else slots.written(number, slot)
-        start = starts.states[number] if is_first or starts.epoch == epoch else None
-        resumes = starts.epoch == epoch
+        resumes = self._board.goes_on(slot)
+        starts: Sequence[ReaderState | None] = ()
+        if is_first or resumes:
+            starts = self._starts_of((slot, epoch))
+        start = starts[number] if starts else None
         kept = self._kept_state(number, slot, wanted) if is_first else None
         if kept is not None:
             start, resumes = kept, True
-        if start is not None and start.generators is not None and self._generators is not None:
-            self._generators.load_plain(start.generators)
-        reader.begin(start, self._board.set_epoch(slot), resumes=resumes)
+        if start is not None and self._readers_plan.rereads:
+            start = ReaderState(before=start.before)
+        before = self._load_before(start, follows=not (is_first or resumes))
+        states = starts if resumes else ()
+        set_resumed([None if each is None else each.iterator for each in states])
+        try:
+            is_told = self._board.is_told(slot)
+            reader.begin(start, self._board.set_epoch(slot), resumes=resumes, is_told=is_told)
+        finally:
+            set_resumed(())
+        generators = None if start is None or self._generators is None else start.generators
+        if generators is not None and resumes:
+            # After iter(), which may have drawn before the state was taken.
+            GlobalGenerators.load_plain(generators)
+        self._before[number] = before
+        reader.has_jumped = self._board.has_jumped(number, slot)
         known = self._board.digest(number, slot) if is_first and self._owns_process else None
         reader.expected = known if known is not None and known[0] > reader.at else None
-        if not is_first and not resumes and self._keeps_generators:
+        if self.keeps_first and reader.keeps_state:
+            with suppress(Exception):  # of state_dict(), which the loader's raises
+                self._firsts[number] = copy.deepcopy(self._present(reader))
+        if before is not None or reader.must_keep:
             # A reader that is read again from the beginning of the epoch must draw the same.
             self._keep_state(reader, slot, must=True)
+        elif self._readers_plan.every == "auto" and not reader.at:
+            # Later states may be ahead of what is delivered.
+            self._keep_state(reader, slot)
+        self._ends[number] = self._board.end(number, slot)
+        # At last: a call that was interrupted begins again.
+        self._epochs[number] = slot, epoch
+
+    def _starts_of(self, epoch: tuple[int, int]) -> Sequence[ReaderState | None]:
+        """The states with which the readers begin an epoch, which are read once for all readers here."""
+        slots = self._readers_plan.slots
+        if slots is None:
+            return self._readers_plan.starts
+        if self._starts[0] != epoch:
+            self._starts = epoch, slots.starts()
+        return self._starts[1]
+
+    def _finish(self, reader: Reader) -> None:
+        """Have a reader that was made again, after its end, read on to there: its dataset goes on from there."""
+        end = self._ends.get(reader.number)
+        if end is not None and reader.end is None:
+            reader.on_next = None
+            with suppress(Exception):  # of items that were delivered
+                reader.take([end], self.catches)
+
+    def _load_before(self, start: ReaderState | None, follows: bool) -> Any:
+        """Load the generators with which ``iter()`` is called; returns them, unless they follow from the seed.
+
+        Args:
+            follows: They are those at the end of the epoch before.
+        """
+        if self._generators is None:
+            return None
+        if start is not None and start.before is not None:
+            GlobalGenerators.load_plain(start.before)
+            return start.before
+        return self._generators.to_plain() if follows else None
 
     def _kept_state(self, number: int, slot: int, wanted: int) -> ReaderState | None:
         """The state from which a reader goes on whose worker has died; None: there is none."""
@@ -691,6 +837,8 @@ class Host:
             self._board.note_read(reader.number, slot, reader.at)
             if reader.watches:
                 self._board.note_digest(reader.number, slot, reader.at, reader.digest)
+        if reader.has_jumped:
+            self._board.note_jump(reader.number, slot)
         if reader.first is not None:
             self._board.note_first(reader.number, slot, reader.first)
             reader.first = None
@@ -704,22 +852,34 @@ class Host:
 
     # ---- states
 
-    def present(self, number: int) -> ReaderState | None:
-        """The present state of a reader of this process; None: it has none, or has not begun."""
+    def present(self, number: int, ordinal: int) -> ReaderState | None:
+        """The newest known state of a reader of this process that is not after an ordinal.
+
+        It is the present one, or the first one of the epoch. None: it has none, or has not begun.
+        """
         reader = self._readers[number]
         if number not in self._epochs or not reader.keeps_state:
             return None
+        if reader.at > ordinal:
+            return copy.deepcopy(self._firsts.get(number))
         if self._generators is None:
             return reader.state()
         with self._identity(number):
-            state = reader.state()
+            return self._present(reader)
+
+    def _present(self, reader: Reader) -> ReaderState:
+        """The state of the active reader."""
+        state = reader.state()
+        if self._generators is not None:
             state.generators = self._generators.to_plain()
+            state.before = self._before.get(reader.number)  # unless iter() has raised
         return state
 
     def _keep_state(self, reader: Reader, slot: int, must: bool = False) -> None:
         """Keep the present state of a reader for the training process, where that is due and costs little."""
         readers, number = self._readers_plan, reader.number
-        if readers.slots is None or not (must or reader.keeps_state):
+        is_last = reader.end is not None and self._generators is not None  # the next epoch draws on
+        if readers.slots is None or not (must or is_last or reader.keeps_state):
             return
         self._batches[number] += 1
         if reader.end is not None:
@@ -759,10 +919,7 @@ class Host:
 
     def _pickled(self, reader: Reader) -> bytes:
         try:
-            state: Any = reader.state()
-            if self._generators is not None:
-                state.generators = self._generators.to_plain()
-            return pickle.dumps(state, 5)
+            return pickle.dumps(self._present(reader), 5)
         except Exception as error:
             where = f"in state_dict() of reader {reader.number}"
             text = RuntimeError(f"{type_name(error, module=True)}: {message_of(error)}")
@@ -773,12 +930,22 @@ class Host:
             raise
 
 
-def _copied(dataset: object, count: int) -> Any:
+def _has_state(dataset: object) -> bool:
+    """Whether a dataset has a state, or one that a stream such as ``minato.shuffle`` reads."""
+    children = attribute(dataset, "children")
+    inner = children.values() if isinstance(children, dict) else ()
+    return is_stateful(dataset) or any(map(_has_state, inner))
+
+
+def _copied(dataset: object) -> object:
     try:
+        for _ in range(_COPY_TRIES):
+            with suppress(RuntimeError):
+                return copy.deepcopy(dataset)
         return copy.deepcopy(dataset)
     except Exception as error:
         raise TypeError(
-            f"each of {count} readers needs its own copy of the dataset, and a {type_name(dataset)} cannot be copied "
+            f"a reader needs its own copy of the dataset, and a {type_name(dataset)} cannot be copied "
             f"({type(error).__name__}: {message_of(error)}): give the class a __deepcopy__, or use as many worker "
             "processes as readers"
         ) from error

@@ -24,7 +24,7 @@ from minato._core import Histogram, now_ns
 from minato._fork_safety import check_owner, end_copy
 from minato._support.objects import attribute
 from minato._support.text import text_of
-from minato._support.threads import start_thread
+from minato._support.threads import living, start_thread
 from minato.options import FetchOptions
 from minato.transforms.rng import SampleRandomness
 from minato.workers.shared_state import SharedReadLimit
@@ -293,7 +293,7 @@ class CoroutineReads(Reads):
         loop.stop()
 
     def close(self) -> None:
-        if self._loop is not None and self._thread is not None and self._thread.is_alive():
+        if self._loop is not None and self._thread is not None and living(self._thread):
             self._loop.call_soon_threadsafe(self._stop, self._loop)
             self._thread.join(_GRACE_S)
 

@@ -376,12 +376,16 @@ class Runner:
         """Seed of the randomness of samples; 0 if it is not bound."""
         return 0 if self.randomness is None else self.randomness.base_seed
 
-    def enter(self, seed: int) -> None:
-        """Bind randomness to this seed."""
+    def enter(self, seed: int, *, looks: bool = False) -> None:
+        """Bind randomness to this seed.
+
+        Args:
+            looks: Search for generators also if the seed is the same: the program may have made others since.
+        """
         randomness = self.randomness
         if randomness is not None:
-            if randomness.base_seed != seed:
-                randomness.restart(seed)
+            if (looks or randomness.base_seed != seed) and randomness.restart(seed):
+                self.cost_estimate.draws = self.cost_estimate.collate_draws = True
         elif self._make_randomness is not None:
             self.randomness = randomness = self._make_randomness(seed)
             if self._stage_runner is not None:

@@ -33,8 +33,10 @@ _LOOKS = 4
 """Checks of a sample within its limit."""
 _STACK_S = 1.0
 """How long a process may take to write its stack; a stopped process never does."""
-_WRITTEN_S = 0.02
-"""A stack that has not grown for this time is complete."""
+_WRITTEN_S = 0.2
+"""A stack that has not grown for this time is complete: a process may lose its core while it writes."""
+_POLL_S = 0.02
+"""Time between two looks at a stack that is awaited."""
 _MOST_TOLD = 4
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FRAME = re.compile(r'^  File "(.*)", (line \d+ in .*)$', re.MULTILINE)
@@ -44,8 +46,12 @@ class StackFile:
     """A file to which a worker process writes its stack when it gets a signal, even if it hangs.
 
     Children inherit it by ``fork``, or get it pickled while they are spawned.
+
+    Attributes:
+        pid: The process whose stack was requested last.
     """
 
+    pid = 0
     _SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGTERM) - 1
 
     def __init__(self) -> None:
@@ -61,6 +67,7 @@ class StackFile:
 
     def request(self, pid: int) -> None:
         """Have a listening process write its stack; ``answer`` returns it. This cancels an earlier request."""
+        self.pid = pid
         os.ftruncate(self._descriptor, 0)
         os.kill(pid, self._SIGNAL)
         self._size, self._grown_s = 0, time.monotonic()
@@ -102,17 +109,20 @@ class SampleWatchdog:
 
     @property
     def interval_s(self) -> float:
-        """Interval between two calls of ``end``."""
-        return self.limit_s / _LOOKS if self._requested is None else _WRITTEN_S
+        """Interval between two calls of ``end_overdue``."""
+        return self.limit_s / _LOOKS if self._requested is None else _POLL_S
 
     def restart_timers(self) -> None:
         """Restart the time limit of all running samples, because all processes were stopped for a while."""
         self._since_ns = now_ns()
         self._requested = None
 
-    def end(self, processes: Sequence[BaseProcess]) -> None:
+    def end_overdue(self, processes: Sequence[BaseProcess]) -> None:
         """End the workers whose sample, reader, ``collate_fn`` or ``worker_init_fn`` has exceeded the limit."""
-        if self._requested is not None and not self._finish(*self._requested):
+        requested = self._requested
+        if requested is not None and requested[1].pid != self.stacks.pid:
+            requested = None  # torch's timeout has requested the stack of another one since
+        if requested is not None and not self._finish(*requested):
             return
         self._requested = None
         for number, process in enumerate(processes):
@@ -206,7 +216,9 @@ class RunningSamples:
 
     def _place(self, worker: BaseProcess | threading.Thread) -> str:
         """Two lines of the program's code that a worker runs: that of the sample, and the innermost."""
-        stack = self._stack(worker)
+        stack: list[tuple[str, str]] = []
+        with contextlib.suppress(Exception):  # a worker that has just ended has none
+            stack = self._stack(worker)
         inner = list(itertools.takewhile(lambda at: not at[0].startswith(_PACKAGE), stack))
         if not inner:
             return ""
@@ -222,6 +234,6 @@ class RunningSamples:
             return []
         self.stacks.request(worker.pid)
         while (text := self.stacks.answer()) is None:
-            time.sleep(_WRITTEN_S)
+            time.sleep(_POLL_S)
         main = next((each for each in text.split("\n\n") if "in run_worker_process" in each), text)
         return _FRAME.findall(main)

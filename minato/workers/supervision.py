@@ -57,7 +57,7 @@ UNREADABLE = 255
 _GRACE_S = 3.0
 """How long workers may take to exit after ``stop``."""
 _TERMINATION_S = 1.0
-"""How long they may then take to exit after SIGTERM: a cluster gives a program about five seconds in all."""
+"""How long they may then take after SIGTERM, and after SIGKILL: a cluster gives a program about five seconds in all."""
 _FATAL = 3
 """After this many deaths on a sample the sample is the cause; after as many before a first sample, the start."""
 _HOPELESS = 10
@@ -200,7 +200,8 @@ class ExitWatch:
                     process = waiting.pop(descriptor)
                     _close(descriptor, process)
                     _reap(process)
-            return list(waiting.values())
+            # Where a sentinel stands for a process, a child of it may keep that open.
+            return [process for process in waiting.values() if process.exitcode is None]
         finally:
             for descriptor, process in waiting.items():
                 _close(descriptor, process)
@@ -212,9 +213,10 @@ class ExitWatch:
             return
         with suppress(OSError):  # its thread has ended, or an interrupted call has closed it
             self._wake.send_bytes(b"end")
-        # A loader in a reference cycle may be collected in this thread, which cannot wait for itself.
+        # A loader in a reference cycle may be collected in this thread, which cannot wait for itself, or in one that
+        # holds a lock of threading's, which this thread needs to end.
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_TERMINATION_S)
         self._wake.close()
         self._thread = None
 
@@ -400,6 +402,7 @@ class RestartPolicy:
         restarts: Whether workers are replaced at all; if not, every death raises torch's error.
         settles: Whether the run continues without a sample on which workers die.
         window: Limits the batches in flight; it shrinks where memory ran out. None: it stays.
+        persistent: The next epoch has the same workers, and so the same error.
     """
 
     def __init__(
@@ -407,8 +410,10 @@ class RestartPolicy:
         restarts: bool,
         settles: bool = False,
         window: PrefetchWindow | None = None,
+        persistent: bool = False,
     ) -> None:
         self._restarts = restarts
+        self._persistent = persistent
         self._settles = settles
         self._window = window
         self._kills = 0 if window is None else memory_kills()
@@ -465,6 +470,8 @@ class RestartPolicy:
             # An item that its reader has not given cannot be left out: no reader gets past it.
             if sample and self._settles and not sample.is_read:
                 return None, WorkerDiedError(what)
+        if self._persistent:
+            what += " The loader's workers persist: call loader.close() to start new ones."
         raise RuntimeError(
             f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
         ) from RuntimeError(what)
@@ -558,11 +565,12 @@ class StartedProcesses:
         finally:
             for process in remaining:
                 process.kill()
-            for process in remaining:
-                process.join()
+            remaining = self._watch.outlast(remaining, _TERMINATION_S)
+            # A driver that hangs blocks the kill, and would block the exit.
+            forget_child_processes(remaining)
             self._watch.close()
-            self.borrower.ended = True
-        return True
+            self.borrower.ended = not remaining
+        return not remaining
 
 
 def _kill_stopped(processes: Iterable[BaseProcess]) -> None:

@@ -148,7 +148,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was claimed is complete, once ``step`` returns False."""
+        """Whether all that was claimed is complete, and it could claim more, once ``step`` returns False."""
         return True
 
     def rest(self, seen: int, timeout_s: float) -> bool:
@@ -188,7 +188,7 @@ class Worker:
         """Run claimed samples and deliver them, or collate a batch that another worker has left."""
         batch, count = lease.batch, lease.count
         if count == 0:
-            self.writer.publish(batch)
+            self.writer.collate_and_publish(batch)
             return
         record = self.ledger.describe(batch)
         self._whole_size = record.count
@@ -224,7 +224,7 @@ class Worker:
             state = self.dataset_state()
             self.writer.deliver(batch, k, indices, samples, error, whole=whole, state=state)
         else:
-            self.run_unbound(first + k + done, epoch, indices[done:])
+            self.run_free(first + k + done, epoch, indices[done:])
 
     def end_lease(self, samples: int, started_ns: int) -> int:
         """Record the end of a lease and the number of samples that it completed; returns its duration in ns."""
@@ -310,10 +310,10 @@ class Worker:
             for i, sample in enumerate(samples):
                 if type(sample) is not DeferredSample:
                     slow = 0 < slow_ns < costs_ns[i]
-                    writer.deliver_free(position + i, indices[i : i + 1], [sample], slow=slow)
+                    writer.deliver_free(position + i, indices[i : i + 1], [sample], to_newest=slow)
             position, indices, samples = position + count, indices[count:], []
             has_slow = error is not None and 0 < slow_ns < costs_ns[count]
-        writer.deliver_free(position, indices, samples, error, slow=has_slow)
+        writer.deliver_free(position, indices, samples, error, to_newest=has_slow)
 
     def longest_run(self) -> int:
         """The most samples to claim together; ``WHOLE_BATCH``: a batch."""
@@ -405,9 +405,9 @@ class Worker:
             costs_ns = [self.runner.durations[0] // count] * count
             self.deliver_free(first, indices, results[0], costs_ns)
         else:
-            self.run_unbound(first, epoch, indices)
+            self.run_free(first, epoch, indices)
 
-    def run_unbound(self, position: int, epoch: int, indices: list[object]) -> None:
+    def run_free(self, position: int, epoch: int, indices: list[object]) -> None:
         """Run samples that may go to any batch; those after one that raised are run, too."""
         samples, error = self._run(position, epoch, indices)
         if error is not None and self._fetcher.takes_lists and len(indices) > 1:
@@ -529,7 +529,8 @@ class ConcurrentWorker(Worker):
 
     @property
     def idle(self) -> bool:
-        return not self._flight.positions
+        # One that cannot read yet stays: it may stand in for a worker that has died, whose samples nobody else takes.
+        return not self._flight.positions and self._reads.limit > 0
 
     @property
     def is_empty(self) -> bool:
@@ -564,6 +565,9 @@ class ConcurrentWorker(Worker):
         if self._sleeping:
             self.events.notify()
 
+    def enter_epoch(self, record: BatchRecord) -> None:
+        """Do nothing: reads of two epochs may be in flight, and the caller may hold one of them."""
+
     def resume_all(self) -> None:
         # It must not wait until the worker is active again.
         while self._flight.positions:
@@ -585,7 +589,7 @@ class ConcurrentWorker(Worker):
                 return claimed
             claimed = True
             if run.count == 0:
-                self.writer.publish(run.batch)
+                self.writer.collate_and_publish(run.batch)
                 continue
             if self._reads_lists:
                 self._enter_list(run)

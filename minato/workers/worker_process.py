@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from minato._compat import (
-    announce_worker,
+    be_worker,
     forget_dataset,
     forget_executor_threads,
     name_process_thread,
     numpy_seed,
     serves_other_processes,
     set_signal_handlers,
+    worker_info,
 )
 from minato._core import Lease, WorkerLedger, now_ns
 from minato._core.codes import STARTING
@@ -228,7 +229,7 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
 
 def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool]) -> None:
     plan = context.plan
-    enter_worker_process(*plan.identity(number), plan.base_seed, plan.pipeline.dataset)
+    enter_worker_process(*plan.identity(number), plan.base_seed, plan.pipeline.given)
     if context.stacks is not None:
         context.stacks.listen()
     state = SharedState(context.layout)
@@ -283,7 +284,7 @@ def seed_worker(number: int, num_workers: int, base_seed: int, dataset: object) 
     torch.set_num_threads(1)
     seed = base_seed + number
     seed_generators(seed, numpy_seed(base_seed, number))
-    announce_worker(number, num_workers, seed, dataset)
+    be_worker(worker_info(number, num_workers, seed, dataset))
 
 
 def parent_watch() -> Callable[[], bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -98,3 +100,31 @@ def test_what_needs_no_padding_is_collated_as_ever() -> None:
 def test_a_mask_is_of_a_field() -> None:
     with pytest.raises(KeyError, match="words"):
         PadCollate(masks={"mask": "words"})([{"tokens": torch.ones(2)}])
+
+
+class Moving(dict[str, Any]):
+    """A dictionary with a method and an attribute."""
+
+    device = "cpu"
+
+    def to(self, device: str) -> Moving:
+        self.device = device
+        return self
+
+
+class Strict(dict[str, Any]):
+    def update(self, *_: Any) -> None:  # type: ignore[override]
+        raise TypeError
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Moving, Strict, types.MappingProxyType])
+def test_mappings_keep_their_class_as_with_torch(kind: Any) -> None:
+    samples = [kind({"x": torch.ones(2), "n": i}) for i in range(3)]
+    if kind is Moving:
+        samples[0].to("meta")
+    mine, theirs = PadCollate(masks={"mask": "x"})(samples), default_collate(samples)
+    assert type(mine) is type(theirs)
+    assert vars(mine) == vars(theirs) if kind is Moving else True
+    assert [*mine] == [*theirs, "mask"]
+    assert torch.equal(mine["x"], theirs["x"])
+    assert [*samples[0]] == ["x", "n"]

@@ -198,13 +198,13 @@ def test_without_batching_the_collate_fn_gets_the_sample(make: Callable[..., Des
 def test_a_batch_that_a_worker_left_is_collated_by_another(make: Callable[..., Desk]) -> None:
     desk = make(total)
     batch, slot, _ = desk.open(2)
-    desk.writers[1].publish = lambda batch: None  # type: ignore[method-assign]  # it must collate, and dies
+    desk.writers[1].collate_and_publish = lambda batch: None  # type: ignore[method-assign]  # it must collate, and dies
     for k, worker in ((0, 0), (1, 1)):
         desk.fill(batch, k, [k + 1], worker)
     desk.ledger.release(1)
     claim = desk.workers[0].claim(1)
     assert (claim.batch, claim.count) == (batch, 0)
-    desk.writers[0].publish(batch)
+    desk.writers[0].collate_and_publish(batch)
     assert desk.read(batch, slot) == {"samples": [1, 2], "sum": 3}
 
 
@@ -227,6 +227,18 @@ def test_a_sample_that_is_larger_than_its_slot_says_what_to_do() -> None:
             desk.batch(samples)
     assert desk.batch([1, 2, 3]).tolist() == [1, 2, 3]
     assert desk.arena.num_slots == 1
+
+
+def test_a_batch_that_two_workers_begin_together_takes_its_memory_once(
+    make: Callable[..., Desk],
+) -> None:
+    desk = make()
+    batch, slot, _ = desk.open(4)
+    # The other worker has published nothing yet.
+    assert desk.workers[1].reserve_fields(batch, 4 * 8000) == slot.start
+    desk.fill(batch, 0, [np.full(1000, i, np.float64) for i in range(4)])
+    assert desk.ledger.describe(batch).used_nbytes < 5 * 8000
+    assert desk.read(batch, slot)[:, 0].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("room", [0, 64, 192])

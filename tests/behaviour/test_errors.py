@@ -21,7 +21,18 @@ import torch.utils.data
 
 import minato
 from minato import DataLoader, ErrorPolicy, Readers
-from tests.datasets import ORDERS, Failing, Held, Journal, Numbers, Samples, flat, indices, outcomes
+from tests.datasets import (
+    ORDERS,
+    Failing,
+    Held,
+    Journal,
+    Numbers,
+    Samples,
+    flat,
+    indices,
+    outcomes,
+    wait_until,
+)
 from tests.selection import WORKERS, each, mostly_slow
 
 TorchLoader = torch.utils.data.DataLoader
@@ -213,7 +224,8 @@ def test_worker_killed_while_the_consumer_sleeps() -> None:
     next(iterator)
     (victim, _) = multiprocessing.active_children()
     os.kill(victim.pid, signal.SIGKILL)
-    time.sleep(0.05)
+    watch = iterator._source._pool._watch
+    wait_until(lambda: bool(watch._ended))
     with pytest.raises(RuntimeError, match=f"{victim.pid}.*exited unexpectedly"):
         list(iterator)
     del iterator
@@ -236,29 +248,42 @@ def test_timeout(workers: dict[str, Any]) -> None:
     ]
 
 
+INSIDE = multiprocessing.RawValue("b", 0)
+"""Whether a function of the program waits; then the loop asks for its batch."""
+RELEASED = threading.Event()
+"""Ends the waiting of threads; processes are killed."""
+
+
+def wait_inside() -> None:
+    """Wait in a method of another module."""
+    INSIDE.value = 1
+    RELEASED.wait(60)
+
+
 class Waits(Numbers):
-    """Its samples wait in a method of another module."""
+    """Its samples wait."""
 
     def __getitem__(self, index: int) -> int:
-        threading.Event().wait(1.5)
+        wait_inside()
         return index
 
 
 class Waiting(torch.utils.data.IterableDataset[int]):
-    def __init__(self, seconds: float = 1.5) -> None:
-        self.seconds = seconds
+    def __init__(self, waits: bool = True) -> None:
+        self.waits = waits
 
     def __iter__(self) -> Iterator[int]:
-        threading.Event().wait(self.seconds)
+        if self.waits:
+            wait_inside()
         yield 1
 
 
 def waiting(samples: object) -> None:
-    threading.Event().wait(1.5)
+    wait_inside()
 
 
 def wait_for_none(number: int) -> None:
-    threading.Event().wait(1.5)
+    wait_inside()
 
 
 TIMED_OUT: dict[str, tuple[dict[str, Any], str]] = {
@@ -283,7 +308,7 @@ TIMED_OUT: dict[str, tuple[dict[str, Any], str]] = {
         "worker 0 reads item 0 of reader 0 for .* s: .*, line .* in __iter__, at",
     ),
     "stream-transform": (
-        {"dataset": Waiting(0), "transforms": [waiting]},
+        {"dataset": Waiting(False), "transforms": [waiting]},
         "worker 0 runs item 0 of reader 0.* for .* s: .* in waiting, at",
     ),
     "stream-main": (
@@ -299,13 +324,24 @@ TIMED_OUT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", mostly_slow(TIMED_OUT, quick=2))
-def test_a_timeout_says_what_runs_and_where(name: str) -> None:
+def test_a_timeout_says_what_runs_and_where(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The worker answers, however busy the machine; nor does the end wait for it.
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
+    monkeypatch.setattr("minato.workers.supervision._GRACE_S", 0.0)
+    INSIDE.value = 0
+    RELEASED.clear()
     arguments, told = TIMED_OUT[name]
     loader = DataLoader(
         **{"dataset": Waits(4), **arguments}, batch_size=2, num_workers=1, timeout=0.5
     )
-    with pytest.raises(RuntimeError, match="timed out after 0.5 seconds") as caught:
-        next(iter(loader))
+    iterator: Any = iter(loader)
+    wait_until(lambda: bool(INSIDE.value))
+    try:
+        with pytest.raises(RuntimeError, match="timed out after 0.5 seconds") as caught:
+            next(iterator)
+    finally:
+        RELEASED.set()
+        iterator.shut_down()
     (note,) = caught.value.__notes__
     assert re.search(told, note)
     assert ("sample_timeout" in note) == (name not in ("thread", "stream-main", "torch"))
@@ -333,7 +369,7 @@ WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "budget-text": ({"memory_budget": "8 apples"}, ValueError, "'8 apples'.*write '8GB'"),
     "workers": ({"workers": "fiber"}, ValueError, "workers='fiber'.*'thread'.*RayWorkers"),
     "compat": ({"compat": "jax"}, ValueError, "compat='jax'.*None, 'torch'"),
-    "shared_pool": ({"shared_pool": 3}, TypeError, "shared_pool=3.*int.*SharedPool"),
+    "shared_pool": ({"workers": "shared"}, ValueError, r"workers='shared'.*SharedPool\(\)"),
     "stragglers": ({"stragglers": 90}, TypeError, "stragglers=90.*int.*StragglerPolicy"),
     "observe": ({"observe": "run.json"}, ValueError, "observe='run.json'.*True, False"),
     "persistent_workers": (

@@ -18,7 +18,8 @@ import torch
 
 from minato import Arrival, DataLoader, ErrorPolicy
 from minato._core.codes import LeaseState
-from minato.workers.sample_timeout import SampleWatchdog, StackFile
+from minato.workers.sample_timeout import RunningSamples, SampleWatchdog, StackFile
+from minato.workers.shared_state import CurrentSample
 from tests.datasets import Sleepy, wait_until
 from tests.subprocesses import TIMEOUT_S, at_work, run, session, started, wait_for_end
 
@@ -35,7 +36,7 @@ def test_workers_that_are_stuck_end_with_their_parent(kind: str) -> None:
         assert set(session(process.pid)) == {process.pid, *workers}
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(TIMEOUT_S) == -signal.SIGKILL
-        assert wait_for_end(process.pid, 2.0) == []
+        assert wait_for_end(process.pid) == []
         process.communicate(timeout=TIMEOUT_S)
 
 
@@ -44,7 +45,7 @@ def test_workers_that_are_stuck_end_with_their_parent(kind: str) -> None:
 def test_workers_end_when_their_parent_becomes_another_program(method: str) -> None:
     with started("faulted.py", "exec", method) as process:
         workers = at_work(process)
-        wait_until(lambda: not set(workers) & set(session(process.pid)), 10)
+        wait_until(lambda: not set(workers) & set(session(process.pid)), 30)
         assert process.poll() is None
         process.kill()
         process.communicate(timeout=TIMEOUT_S)
@@ -98,7 +99,7 @@ def test_a_training_that_was_stopped_does_not_exceed_its_timeouts() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "at work\n"
         os.killpg(process.pid, signal.SIGSTOP)  # as Ctrl-Z does
-        time.sleep(5.0)  # longer than the limits
+        time.sleep(12.0)  # longer than the limits
         os.killpg(process.pid, signal.SIGCONT)
         out, err = process.communicate(timeout=TIMEOUT_S)
     assert (out, err) == ("complete\n", "")
@@ -115,6 +116,10 @@ def test_the_stack_of_a_worker_needs_no_temporary_folder(monkeypatch: pytest.Mon
             assert "test_the_stack_of_a_worker" in (file.answer() or "")
     finally:
         __import__("faulthandler").unregister(StackFile._SIGNAL)
+
+
+LIMIT_S, HOUR_NS = 60.0, 3600 * 10**9
+"""A sample that has just begun does not reach the limit within a test; one that began an hour ago has."""
 
 
 def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
@@ -142,21 +147,21 @@ def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
             raise ProcessLookupError
 
     asked: list[int] = []
-    begun_ns = time.monotonic_ns() - 10**10
-    watchdog = SampleWatchdog(Ledger(), 5.0, Stacks())  # type: ignore[arg-type]
+    begun_ns = time.monotonic_ns() - HOUR_NS
+    watchdog = SampleWatchdog(Ledger(), LIMIT_S, Stacks())  # type: ignore[arg-type]
     watchdog.restart_timers()
-    watchdog.end([Process()])  # type: ignore[list-item]
+    watchdog.end_overdue([Process()])  # type: ignore[list-item]
     assert asked == []
-    watchdog._since_ns = 0
-    watchdog.end([Process()])  # type: ignore[list-item]
+    watchdog._since_ns = begun_ns
+    watchdog.end_overdue([Process()])  # type: ignore[list-item]
     assert asked == [Process.pid]
 
 
 class Lease:
-    """Stands for the ledger of one worker, which began a sample ten seconds ago."""
+    """Stands for the ledger of one worker, which began a sample an hour ago."""
 
     def __init__(self) -> None:
-        self.state = LeaseState(0, time.monotonic_ns() - 10**10, 1)
+        self.state = LeaseState(0, time.monotonic_ns() - HOUR_NS, 1)
 
     def lease(self, number: int) -> LeaseState:
         return self.state
@@ -165,7 +170,7 @@ class Lease:
 def listens_and_hangs(stacks: StackFile, listening: Any) -> None:
     stacks.listen()
     listening.set()
-    time.sleep(60)
+    time.sleep(600)
 
 
 @pytest.fixture
@@ -177,7 +182,7 @@ def hanging() -> Iterator[tuple[SampleWatchdog, Lease, Any]]:
     process.start()
     try:
         assert listening.wait(TIMEOUT_S)
-        yield SampleWatchdog(ledger, 5.0, stacks), ledger, process  # type: ignore[arg-type]
+        yield SampleWatchdog(ledger, LIMIT_S, stacks), ledger, process  # type: ignore[arg-type]
     finally:
         process.kill()
         process.join()
@@ -193,12 +198,12 @@ def test_a_stuck_worker_is_ended_with_its_stack_or_without(
     if stopped:
         os.kill(process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    watchdog.end([process])
+    watchdog.end_overdue([process])
     assert watchdog.cause(0) is None
     assert watchdog.interval_s < 0.1  # the answer is taken soon after it has come
 
     def is_ended() -> bool:
-        watchdog.end([process])
+        watchdog.end_overdue([process])
         return watchdog.cause(0) is not None
 
     wait_until(is_ended)
@@ -207,7 +212,7 @@ def test_a_stuck_worker_is_ended_with_its_stack_or_without(
     assert expected in str(watchdog.cause(0))
     process.join(TIMEOUT_S)
     assert process.exitcode == -signal.SIGKILL
-    assert watchdog.interval_s == 1.25
+    assert watchdog.interval_s == LIMIT_S / 4
 
 
 @pytest.mark.parametrize("how", ["the sample ended", "all were stopped"])
@@ -216,24 +221,75 @@ def test_a_worker_that_was_asked_for_its_stack_may_go_on(
 ) -> None:
     monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
     watchdog, ledger, process = hanging
-    watchdog.end([process])
+    watchdog.end_overdue([process])
     if how == "the sample ended":
         ledger.state = LeaseState(0, time.monotonic_ns(), 2)
     else:
         watchdog.restart_timers()
     wait_until(lambda: watchdog.stacks.answer() is not None)
-    watchdog.end([process])
-    watchdog.end([process])
+    watchdog.end_overdue([process])
+    watchdog.end_overdue([process])
     assert watchdog.cause(0) is None
     assert process.is_alive()
-    assert watchdog.interval_s == 1.25
+    assert watchdog.interval_s == LIMIT_S / 4
+
+
+def test_the_stack_of_another_worker_is_not_taken_for_that_of_a_stuck_one(
+    hanging: tuple[SampleWatchdog, Lease, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's timeout asks all workers, by the same file, while the stuck one is being asked."""
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
+    watchdog, _, process = hanging
+    watchdog.end_overdue([process])
+    watchdog.stacks.listen()
+    try:
+        watchdog.stacks.request(os.getpid())
+        wait_until(lambda: watchdog.stacks.answer() is not None)
+    finally:
+        __import__("faulthandler").unregister(StackFile._SIGNAL)
+
+    def is_ended() -> bool:
+        watchdog.end_overdue([process])
+        return watchdog.cause(0) is not None
+
+    wait_until(is_ended)
+    assert "in listens_and_hangs" in str(watchdog.cause(0))
+    assert "in test_the_stack_of_another" not in str(watchdog.cause(0))
+
+
+def test_a_worker_without_a_stack_is_named_with_the_others() -> None:
+    class Work:
+        """Every worker runs the sample of its number."""
+
+        ledger = Lease()
+
+        def collation(self, number: int) -> None:
+            return None
+
+        def sample(self, number: int) -> CurrentSample:
+            return CurrentSample(0, number, 0, 0, None, 0)
+
+    class Gone:
+        """Stands for a process that has ended."""
+
+        pid = 1 << 30
+
+    done = threading.Event()
+    waits = threading.Thread(target=done.wait, daemon=True)
+    waits.start()
+    workers: list[Any] = [threading.Thread(), Gone(), waits]
+    try:
+        told = RunningSamples(Work(), StackFile(), workers, None, recommends=True)()  # type: ignore[arg-type]
+    finally:
+        done.set()
+    for number in range(len(workers)):
+        assert f"worker {number} runs the sample with index {number} for" in told
+    assert "threading.py, line" in told
+    assert "sample_timeout" in told
 
 
 class StopsAtThree:
     """Sample 3 stops its process; others take 10 ms."""
-
-    def __len__(self) -> int:
-        return 200
 
     def __getitem__(self, index: int) -> int:
         if index == 3:
@@ -242,29 +298,51 @@ class StopsAtThree:
         return index
 
 
-@pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
+@pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
 def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked, real = [], StackFile.request
+    # A process that is stopped does not answer.
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
+    asked: list[StackFile] = []
+    drawn: list[int] = []
+    found: list[int] = []
+    real = StackFile.request
 
-    def request(file: StackFile, pid: int) -> Any:
-        asked.append(time.monotonic())
-        return real(file, pid)
+    def request(file: StackFile, pid: int) -> None:
+        asked.append(file)
+        real(file, pid)
 
     monkeypatch.setattr(StackFile, "request", request)
+
+    class UntilSome:
+        """Indices, until some batches have come since the worker was asked."""
+
+        since = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while self.since < 5:
+                drawn.append(len(drawn))
+                yield drawn[-1]
+
+    sampler = UntilSome()
     options: dict[str, Any] = {
-        "order": Arrival(1000),
+        "order": Arrival(100_000),
         "errors": ErrorPolicy("skip", sample_timeout=1.0),
     }
-    found, came = [], []
-    for batch in DataLoader(StopsAtThree(), 1, num_workers=2, **options):
+    loader = DataLoader(StopsAtThree(), 1, sampler=sampler, num_workers=2, **options)
+    for batch in loader:
         found.append(int(batch))
-        came.append(time.monotonic())
-    assert sorted(found) == [n for n in range(200) if n != 3]
-    assert len(asked) == 1
-    # A process that is stopped does not answer: this takes a second.
-    assert any(asked[0] < each < asked[0] + 0.9 for each in came)
+        sampler.since += bool(asked)
+        if sampler.since == 5:
+            assert len(asked) == 1
+            asked[0]._deadline_s = 0.0  # now it is given up
+    assert loader.coverage().complete
+    assert 3 not in found
+    # Another one is skipped where its worker has got no time.
+    assert (
+        loader.coverage().skipped.samples == len(drawn) - len({*found}) == len(drawn) - len(found)
+    )
 
 
 # ---- a clock that jumps ---------------------------------------------------------------------

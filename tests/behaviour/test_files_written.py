@@ -90,7 +90,6 @@ def test_nothing_is_written_through_a_link(write: Any, tmp_path: Path) -> None:
 
 
 @writers
-@pytest.mark.timeout(20)
 def test_a_pipe_or_a_device_is_refused_at_once(write: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/full")):
@@ -240,7 +239,6 @@ def test_an_order_that_changes_while_it_is_replayed(tmp_path: Path) -> None:
         list(order.batches(0))
 
 
-@pytest.mark.timeout(20)
 def test_an_order_from_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="Is not a regular file"):

@@ -16,7 +16,7 @@ from tests.subprocesses import TIMEOUT_S, at_work, run, session, started, wait_f
 MEGABYTE = 1 << 20
 SOME_BYTES = 12 * MEGABYTE
 """What an allocator may keep: far less than the leak of a kilobyte for each of the batches."""
-GROWTH_LIMIT_S = 150.0
+GROWTH_LIMIT_S = 300.0
 """Ten seconds of computing on both cores, which a busy machine does not give at once."""
 
 
@@ -74,7 +74,7 @@ def test_interpreter_ends_in_the_middle_of_an_epoch(kind: str, how: str) -> None
 @pytest.mark.slow
 def test_interpreter_ends_after_a_timeout() -> None:
     out = run("ending.py", "timeout", "after an error")
-    assert out == "[[0, 1], [2, 3], [4, 5]]\nDataLoader timed out after 0.5 seconds\n"
+    assert out == "[[0, 1], [2, 3], [4, 5]]\nDataLoader timed out after 6.0 seconds\n"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 import minato
 from minato import DataLoader
@@ -119,6 +119,34 @@ def expected() -> list[dict[float, tuple[float, ...]]]:
         loader = make()
         EXPECTED.extend(epoch(loader) for _ in range(2))
     return EXPECTED
+
+
+class Drawing(Dataset[float]):
+    """Draws, once it has a generator."""
+
+    def __init__(self, generator: np.random.Generator | None = None) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> float:
+        return 0.0 if self.generator is None else self.generator.random()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_generator_that_a_dataset_gets_between_epochs_is_bound(num_workers: int) -> None:
+    found = []
+    for generator in (None, np.random.default_rng(1)):
+        dataset = Drawing(generator)
+        loader = DataLoader(dataset, 4, seed=3, num_workers=num_workers)
+        list(loader)
+        dataset.generator = np.random.default_rng(2)
+        for _ in range(2):
+            loader.set_epoch(5)
+            found.append(torch.cat(list(loader)).tolist())
+    assert found[1:] == found[:1] * 3
+    assert len(set(found[0])) == SIZE
 
 
 def test_each_generator_draws_anew_for_each_sample() -> None:

@@ -244,11 +244,10 @@ class Flaky:
 
     def __init__(self, call: int) -> None:
         self._call = call
-        self._calls = 0
+        self._numbers = [*range(100, 0, -1)]  # from which threads take each once
 
     def __call__(self, samples: list[int]) -> torch.Tensor:
-        self._calls += 1
-        if self._call in (0, self._calls):
+        if self._call in (0, self._numbers.pop()):
             raise OddError
         return torch.tensor(samples)
 
@@ -405,7 +404,7 @@ class Interrupted(Numbers):
         if index == 5 and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(10)
+            time.sleep(60)
         return index
 
 
@@ -458,6 +457,7 @@ def stuck_once(number: int) -> None:
 def test_a_worker_init_fn_that_hangs_is_ended(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)  # it answers
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method}
     loader = DataLoader(
         Numbers(8), 4, worker_init_fn=stuck, errors=ErrorPolicy(sample_timeout=0.5), **options
@@ -472,7 +472,7 @@ def test_a_worker_init_fn_that_hangs_is_ended(
         Numbers(8),
         4,
         worker_init_fn=stuck_once,
-        errors=ErrorPolicy(sample_timeout=1, retries=1),
+        errors=ErrorPolicy(sample_timeout=1, retries=5),  # its successors may get no time
         **options,
     )
     assert flat([batch.tolist() for batch in again]) == [*range(8)]
@@ -483,7 +483,8 @@ def stuck_at_nine(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
-def test_a_collate_fn_that_hangs_is_ended() -> None:
+def test_a_collate_fn_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)  # it answers
     options: dict[str, Any] = {
         "num_workers": 2,
         "errors": ErrorPolicy(sample_timeout=0.5, on_error="skip"),

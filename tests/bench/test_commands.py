@@ -97,11 +97,15 @@ PROGRAMS: dict[str, tuple[list[str], dict[str, tuple[int, list[str]]]]] = {
         {"remote": (25, ["67%"]), "hedging": (25, ["hedged"])},
     ),
     "streams": (
-        ["--rows", "iterator,vectors-inline,skip,hugging-face-text"],
-        {"streams": (30, ["| minato, order='arrival' |", "### skip", "× torch"])},
+        ["--rows", "iterator,vectors-inline,skip,hugging-face-text,tar-uneven"],
+        {"streams": (35, ["| minato, order='arrival' |", "### skip", "× torch"])},
     ),
     "sharing": ([], {"sharing": (11, ["| dict, `str` to `int` |"])}),
     "threads": (["--rows", "short"], {"threads": (8, ["minato, threads"])}),
+    "token_batches": (
+        [],
+        {"token_batches": (6, ["| minato, CostBatches |", "| minato, known lengths |"])},
+    ),
 }
 """Arguments of a smoke run; then its pages, with lines of tables at least, and texts that they hold."""
 

@@ -30,7 +30,7 @@ def echo(tmp_path: Path) -> Iterator[str]:
     server = threading.Thread(target=serve)
     server.start()
     yield path
-    server.join(10)
+    server.join(60)
     listener.close()
 
 

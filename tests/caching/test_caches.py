@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import multiprocessing
 import pickle
 import random
 import sqlite3
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 import minato
 from minato._support.hashes import fingerprint
@@ -124,6 +127,18 @@ def test_random_transforms_before_the_cache_are_refused(
     cache.close()
 
 
+def test_draws_from_another_bit_generator_of_numpy_are_seen(tmp_path: Path) -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    try:
+        with pytest.raises(ValueError, match="before the cache, draws random numbers"):
+            loaded(Numbers(4), cache, lambda sample: sample + np.random.rand())
+    finally:
+        np.random.set_bit_generator(before)
+        cache.close()
+
+
 class Owning:
     """A transform with a generator of its own."""
 
@@ -171,6 +186,164 @@ def test_generators_of_their_own_before_the_cache(
     assert epochs[0] != epochs[1]
     assert behind.report().hits == 4
     for each in (cache, behind):
+        each.close()
+
+
+class Lazy(Numbers):
+    """It makes a generator in its first sample."""
+
+    generator: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.generator is None:
+            self.generator = np.random.default_rng()
+        return index + self.generator.random()
+
+
+class Replacing(Numbers):
+    """Each sample draws, and leaves a new generator in the place of its own."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.generator = np.random.RandomState(1)
+
+    def __getitem__(self, index: int) -> Any:
+        value = self.generator.rand()
+        self.generator = np.random.RandomState(1)
+        return index + value
+
+
+class OtherInSecond(Numbers):
+    """Another generator takes the place of the one that is known, and only later samples draw."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.generator = np.random.RandomState(1)
+
+    def __getitem__(self, index: int) -> Any:
+        return index + (self.generator.rand() if index else 0)
+
+
+@pytest.mark.parametrize("kind", [Lazy, Replacing])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_generators_that_samples_make_count_as_draws(kind: Any, num_workers: int) -> None:
+    cache = MemoryCache(QUOTA, version="1")
+    with pytest.raises(ValueError, match="the dataset draws random numbers"):
+        loaded(kind(4), cache, num_workers=num_workers, persistent_workers=num_workers > 0)
+    assert cache.report().stored_bytes == 0
+
+
+class Seeded(Numbers):
+    """Each sample gets a generator from minato."""
+
+    def __getitem__(self, index: int) -> float:
+        return index + float(minato.numpy_rng().random())
+
+
+class SeededCoroutines(Seeded):
+    async def __aget__(self, index: int) -> float:
+        await asyncio.sleep(0.001)
+        return self[index]
+
+
+@pytest.mark.parametrize("kind", [Seeded, SeededCoroutines])
+@pytest.mark.parametrize("option", [{}, {"compat": "torch"}, {"fetch_concurrency": 3}], ids=str)
+@pytest.mark.parametrize(
+    "workers",
+    [{}, {"num_workers": 1}, {"num_workers": 1, "workers": "thread"}],
+    ids=["inline", "process", "thread"],
+)
+def test_generators_of_minato_count_as_draws(
+    kind: Any, option: Any, workers: Any, tmp_path: Path
+) -> None:
+    cache = DiskCache(tmp_path, QUOTA)
+    with pytest.raises(ValueError, match="the dataset draws random numbers"):
+        loaded(kind(4), cache, **option, **workers)
+    assert cache.report().stored_bytes == 0
+    cache.close()
+
+
+def test_draws_from_a_generator_that_the_program_has_replaced() -> None:
+    dataset = OtherInSecond(2)
+    loader = minato.DataLoader(dataset, batch_size=None, cache=MemoryCache(QUOTA, version="1"))
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    dataset.generator = np.random.RandomState(5)
+    with pytest.raises(ValueError, match="the dataset draws random numbers"):
+        next(iterator)
+
+
+class Opened(Numbers):
+    """It reads by a handle that ``worker_init_fn`` opens."""
+
+    handle: Any = None
+    generator: Any = None
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.handle[index])
+
+    def __getstate__(self) -> Any:
+        return {**self.__dict__, "handle": None}
+
+
+def open_handle(number: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.handle = range(10)
+
+
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_the_program_sees_its_own_dataset(workers: Any, tmp_path: Path) -> None:
+    dataset = Opened(6)
+    cache = DiskCache(tmp_path, QUOTA)
+    arguments = {"workers": workers, "num_workers": 1, "worker_init_fn": open_handle}
+    assert loaded(dataset, cache, **arguments) == [*range(6)]
+    dataset.generator = np.random.default_rng(1)
+    with pytest.warns(minato.MinatoWarning, match=r"share them: dataset\.generator \("):
+        loaded(dataset, cache, fetch_concurrency=2, **arguments)
+    dataset.generator = threading.Lock()
+    cache = DiskCache(tmp_path, QUOTA, version="1")
+    if workers == "process":
+        arguments["multiprocessing_context"] = "spawn"
+        with (
+            pytest.raises(minato.NotPicklableError, match=r"^dataset\.generator cannot be pickled"),
+            pytest.warns(UserWarning, match="Got pickle error"),
+        ):
+            loaded(dataset, cache, **arguments)
+    cache.close()
+
+
+class Scaled(Numbers):
+    scale = 1
+
+    def __getitem__(self, index: int) -> int:
+        return index * self.scale
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"num_workers": 1, "workers": "thread", "persistent_workers": True},
+        {"num_workers": 1},
+    ],
+    ids=["inline", "persistent threads", "processes"],
+)
+def test_a_change_between_epochs_is_another_key(arguments: Any, tmp_path: Path) -> None:
+    dataset, step, cache = Scaled(6), Scale(1), DiskCache(tmp_path, QUOTA)
+    loader = minato.DataLoader(dataset, batch_size=3, transforms=[step], cache=cache, **arguments)
+
+    def epoch() -> list[int]:
+        return [value for batch in loader for value in batch.tolist()]
+
+    for scale, by in ((1, 1), (10, 1), (10, 3), (1, 1), (10, 3)):
+        dataset.scale, step.by = scale, by
+        assert epoch() == [i * scale * by for i in range(6)]
+    assert (cache.report().hits, cache.report().misses) == (12, 18)
+    dataset.scale, step.by = 10, 3
+    again = DiskCache(tmp_path, QUOTA)
+    assert loaded(dataset, again, step) == [i * 30 for i in range(6)]
+    assert again.report().hits == 6
+    for each in (cache, again):
         each.close()
 
 

@@ -89,7 +89,10 @@ def use(cache: DiskCache, first: int) -> None:
         assert cache.get(key_of(number)) == (True, value_of(number))
 
 
-def test_children_that_are_forked_while_threads_use_it(tmp_path: Path) -> None:
+def test_children_that_are_forked_while_threads_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_fork_safety, "_PATIENCE_S", LIMIT_S)
     cache = DiskCache(tmp_path, QUOTA, version="1")
     ended, failures = threading.Event(), []
 
@@ -97,7 +100,9 @@ def test_children_that_are_forked_while_threads_use_it(tmp_path: Path) -> None:
         try:
             while not ended.is_set():
                 use(cache, start)
-                cache.drop(key_of(start))
+                own = key_of(1000 + start)  # what others use must stay until they have got it
+                cache.put(own, value_of(1000 + start))
+                cache.drop(own)
         except BaseException as error:
             failures.append(error)
 

@@ -221,6 +221,46 @@ def test_a_start_method_that_is_slow_is_a_note(monkeypatch: pytest.MonkeyPatch) 
         assert ("forkserver" in finding.remedy) == (method == "spawn")
 
 
+class Pinner:
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def lock(self, address: int, nbytes: int) -> None:
+        if self.refuses:
+            raise OSError("CUDA error 2")
+
+    def unlock(self, address: int) -> None:
+        assert not self.refuses
+
+
+@pytest.mark.parametrize(
+    ("pinner", "has_driver", "state", "value", "remedy"),
+    [
+        (None, False, "ok", "none", ""),
+        (None, True, "note", "this torch has no CUDA", "install torch for CUDA"),
+        (Pinner(False), True, "ok", "One, Other; batches are pinned in place", ""),
+        (Pinner(True), True, "note", "cannot be pinned in place: CUDA error 2", "pin_memory=True"),
+    ],
+)
+def test_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    pinner: Pinner | None,
+    has_driver: bool,
+    state: str,
+    value: str,
+    remedy: str,
+) -> None:
+    monkeypatch.setattr(doctor, "memory_pinner", lambda: pinner)
+    monkeypatch.setattr(doctor, "has_driver", lambda: has_driver)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["One", "Other"].__getitem__)
+    finding = found("GPU")
+    assert finding.state == state
+    assert value in finding.value
+    assert remedy in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("has_gil", "could_do_without", "state", "value"),
     [

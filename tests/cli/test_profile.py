@@ -12,6 +12,7 @@ import pytest
 
 import minato
 from minato.cli.main import main
+from tests.subprocesses import TIMEOUT_S
 
 LOADERS = """
 import time
@@ -101,7 +102,7 @@ def test_in_words(loaders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.startswith("Time for the same batches, steps included, with\n  minato")
     lines = out.rpartition("\n\n")[2].splitlines()
-    assert "bottleneck" in lines[0] or "workers" in lines[0]
+    assert any(word in lines[0] for word in ("bottleneck", "workers", "prefetch", "samples"))
     assert any(line.startswith("  waiting ") for line in lines)
     assert out.count("\n") < 24
     assert main(["profile", f"{loaders.stem}:theirs", *arguments, "--full"]) == 0
@@ -138,6 +139,13 @@ def test_transforms_are_minatos_alone(loaders: Path, capsys: pytest.CaptureFixtu
         ("{file}:ends", 2, "SystemExit: usage: train.py --data FOLDER"),
         ("{file}:missing", 2, "has no function 'missing'"),
         ("{file}:constant", 2, "has no function 'constant'"),
+        (
+            "{dir}/train.v2.py:mine",
+            2,
+            "has a dot in its name, and workers cannot import it: rename",
+        ),
+        ("{dir}/lacking.py:mine", 2, "raised ModuleNotFoundError: No module named 'lack'\n"),
+        ("no_such.module:mine", 2, "No module named 'no_such'; check its name and the directory"),
         ("{file}", 2, "write module:function"),
         ("no_such_module:make", 2, "No module named 'no_such_module'"),
         ("no/such/file.py:make", 2, "there is no file"),
@@ -149,7 +157,9 @@ def test_transforms_are_minatos_alone(loaders: Path, capsys: pytest.CaptureFixtu
 def test_what_cannot_be_is_told_in_one_line(
     factory: str, code: int, words: str, loaders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["profile", factory.format(file=loaders)]) == code
+    (loaders.parent / "train.v2.py").write_text("")
+    (loaders.parent / "lacking.py").write_text("import lack")
+    assert main(["profile", factory.format(file=loaders, dir=loaders.parent)]) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
@@ -204,7 +214,7 @@ def test_nobody_reads(loaders: Path) -> None:
     )
     assert process.stdout is not None
     process.stdout.close()
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert b"Traceback" not in err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import py_compile
+import re
 import signal
 import subprocess
 import sys
@@ -125,18 +126,19 @@ def test_a_module_runs(folder: Path) -> None:
             ("import sys; sys.exit('no data')", 1, "no data"),
             ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
             ("import atexit; atexit.register(print, 'last')", 0, ""),
+            ("import sys; sys.exit()", 0, ""),
         ],
     ),
 )
-def test_the_exit_status_is_that_of_the_script(
+def test_the_exit_status_and_the_last_words_are_those_of_the_script(
     tmp_path: Path, source: str, status: int, last: str
 ) -> None:
     (tmp_path / "train.py").write_text(source)
     done = run(tmp_path, "-m", "minato", "run", "train.py")
     assert done.returncode == status
-    script, _, report = done.stderr.rpartition("\nminato: ")
-    assert report == "no loader of minato ran in this process\n"
-    assert script.rstrip().endswith(last)
+    nothing = "\nminato: no loader of minato ran in this process\n"
+    assert done.stderr.endswith(f"{last}\n" if last else "" if status else nothing)
+    assert (nothing in done.stderr) == (status == 0)
 
 
 @pytest.mark.slow
@@ -179,6 +181,50 @@ def test_each_loader_is_traced_in_a_file_of_its_own(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["run-2.json", "run.json"]
     for path in tmp_path.glob("*.json"):
         assert '"training loop"' in path.read_text()
+
+
+SEVERAL = """
+import multiprocessing, os, sys
+from minato import DataLoader
+
+def read(size):
+    list(DataLoader(range(size), 4))
+
+if __name__ == "__main__":
+    before = DataLoader(range(8), 4)
+    for begin in (lambda: list(before), lambda: read(16)):
+        if os.fork() == 0:
+            begin()
+            sys.exit()
+        os.wait()
+    process = multiprocessing.get_context("spawn").Process(target=read, args=(24,))
+    process.start()
+    process.join()
+    list(before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_process_of_a_program_writes_files_of_its_own(tmp_path: Path, rank: int) -> None:
+    (tmp_path / "train.py").write_text(SEVERAL)
+    files = {"MINATO_REPORT": "report.json", "MINATO_TRACE": "trace.json"}
+    done = run(tmp_path, "train.py", **files, LOCAL_RANK=str(rank))
+    assert (done.returncode, done.stderr) == (0, "")
+    own = ".rank1" if rank else ""
+    read = {}
+    for path in tmp_path.glob("report*.json"):
+        (report,) = json.loads(path.read_text())["minato_reports"]
+        read[path.name] = report["run"]["throughput"]["samples"]
+    assert read.pop(f"report{own}.json") == 8
+    assert sorted(read.values()) == [8, 16, 24]
+    assert all(re.fullmatch(rf"report{own}\.pid\d+\.json", name) for name in read)
+    traces = {path.name: path.read_text() for path in tmp_path.glob("trace*.json")}
+    assert len(traces) == 4
+    for name, text in traces.items():
+        assert len(set(re.findall(r'"pid":(\d+)', text))) == 1
+        assert sum(map(int, re.findall(r'"name":"next\(\)".*"samples":(\d+)', text))) in (8, 16, 24)
+        assert re.fullmatch(rf"trace(-2)?{own}(\.pid\d+)?\.json", name)
 
 
 @pytest.mark.slow
@@ -289,6 +335,15 @@ def test_what_cannot_be_run(tmp_path: Path, command: str, status: int, words: st
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith(f"minato: {words}")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_package_that_lacks_another_says_so(tmp_path: Path) -> None:
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking/__init__.py").write_text("import lack")
+    done = run(tmp_path, "-m", "minato", "run", "-m", "lacking.module")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'lack'\n")
 
 
 # ---- what goes wrong before a script does -----------------------------------------------------

@@ -793,6 +793,31 @@ def test_the_first_layout_holds(desk: Desk) -> None:
     assert desk.ledger.describe(batch).layout == 4096
 
 
+def test_workers_that_begin_a_batch_together_reserve_the_same_room(desk: Desk) -> None:
+    batch = desk.ledger.open([1, 2, 3], 3, (4096, 4096, 1 << 20), 0, 0, 0, True)
+    one, two, three = desk.workers[:3]
+    assert [one.reserve_fields(batch, 1000), two.reserve_fields(batch, 1024)] == [4096, 4096]
+    assert desk.ledger.describe(batch).layout == 0
+    assert three.reserve_fields(batch, 2000) == 4096 + 1024  # of another layout
+    assert two.publish_layout(batch, 8192) == 8192
+    assert one.publish_layout(batch, 8256) == 8192
+    assert [each.reserve_fields(batch, 1024) for each in (one, three)] == [0, 0]
+    assert desk.ledger.describe(batch).used_nbytes == 1024 + 2048
+
+
+def test_room_for_fields_behind_something_else_and_beyond_the_slot(desk: Desk) -> None:
+    batch = desk.ledger.open([1], 1, (4096, 4096, 8192), 0, 0, 0, True)
+    worker = desk.workers[0]
+    for nbytes in (4097, 1 << 40):
+        with pytest.raises(MemoryError, match="4096 bytes of address space"):
+            worker.reserve_fields(batch, nbytes)
+    assert worker.allocate(batch, 100) == 4096
+    assert worker.reserve_fields(batch, 100) == 4096 + 128
+    assert worker.publish_layout(batch, 4480) == 4480
+    empty = desk.ledger.open([1], 1, (4096, 4096, 8192), 0, 0, 0, True)
+    assert [worker.reserve_fields(empty, nbytes) for nbytes in (0, 0, 64)] == [4096, 4096, 4096]
+
+
 def test_bytes_of_a_slot_are_given_out_once_and_aligned(desk: Desk) -> None:
     batch = desk.ledger.open([1], 1, (4096, 4160, 8192), 0, 0, 0, True)
     offsets = [desk.workers[0].allocate(batch, nbytes) for nbytes in (1, 64, 65, 0, 128)]

@@ -247,6 +247,8 @@ class Twins(RuleBasedStateMachine):
         if kind:
             self.each(worker, "attach", place, 8192 | kind, samples[0])
         else:
+            if late:
+                self.each(worker, "reserve_fields", record, 64 * run)
             self.each(worker, "publish_layout", record, LAYOUT + 64 * worker)
         for i, position in enumerate(samples):
             self.hands[worker].positions.remove(position)

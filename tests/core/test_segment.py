@@ -20,7 +20,7 @@ import torch
 from minato._core.segment import Segment
 from tests.datasets import wait_until
 from tests.stress.bare import ROOT
-from tests.subprocesses import output
+from tests.subprocesses import TIMEOUT_S, output
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -170,7 +170,7 @@ print(os.fstat(segment.descriptor).st_ino, pid, flush=True)
 os.kill(parent, signal.SIGKILL)
 """
     command = [sys.executable, "-c", "from tests.stress.bare import core, fork\n" + script]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=30)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
     assert done.returncode == -signal.SIGKILL
     inode, pid = done.stdout.split()
     wait_until(lambda: (tmp_path / "sum").exists() and not runs(int(pid)))

@@ -27,7 +27,7 @@ def at_once(*programs: Callable[[], object]) -> None:
     errors: list[BaseException] = []
 
     def run(program: Callable[[], object]) -> None:
-        together.wait(20)
+        together.wait(60)
         try:
             program()
         except BaseException as error:

@@ -42,6 +42,17 @@ class Event:
         self.passed = True
 
 
+class Target:
+    """Memory of the device."""
+
+    def __init__(self, said: Said) -> None:
+        self.said = said
+
+    def copy_(self, value: torch.Tensor, non_blocking: bool) -> Target:
+        self.said.append(("copy", tuple(value.shape), non_blocking))
+        return self
+
+
 class Runtime:
     """torch.cuda.cudart()"""
 
@@ -91,6 +102,13 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self.runtime)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+
+        def empty_like(value: torch.Tensor, *, device: torch.device) -> Target:
+            said.append(("allocate", tuple(value.shape), str(device)))
+            return Target(said)
+
+        monkeypatch.setattr(torch, "empty_like", empty_like)
         monkeypatch.setattr(
             torch._C, "_cuda_hasPrimaryContext", lambda index: index == 0, raising=False
         )
@@ -113,7 +131,9 @@ def test_copies_run_on_a_stream_of_their_own(machine: Machine) -> None:
     assert first.query()
 
 
-def test_memory_is_written_again_behind_all_that_the_training_was_told(machine: Machine) -> None:
+def test_memory_is_written_again_behind_all_that_the_training_was_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda = Cuda(torch.device("cuda"))
     with cuda.copying():
         mark = cuda.record_event()
@@ -121,12 +141,30 @@ def test_memory_is_written_again_behind_all_that_the_training_was_told(machine: 
     machine.said.clear()
     machine.current[0] = Stream(machine.said, "another")
     with cuda.copying():
+        cuda.copy(torch.ones(2))
         first = cuda.record_event()
     cuda.wait_event(first)
+    machine.said.pop()
     with cuda.copying():
-        pass
-    waits = [said[2] for said in machine.said if said[1] == "waits for stream"]
-    assert sorted(waits) == ["another", "training", "training"]
+        cuda.copy(torch.ones(3))
+        cuda.copy(Own())
+    waits = [("side 0", "waits for stream", name) for name in ("training", "another")]
+    # Another thread may use and drop a batch until its memory is allocated again; the wait comes behind that.
+    said = machine.said
+    assert said[:4] == [
+        ("allocate", (2,), "cuda:0"), waits[0], ("copy", (2,), True), ("side 0", "event")
+    ]  # fmt: skip
+    assert said[4] == ("allocate", (3,), "cuda:0")
+    assert sorted(said[5:7]) == sorted(waits)
+    assert said[7] == ("copy", (3,), True)
+    assert sorted(said[8:]) == sorted(waits)
+    # Then torch also writes where it allocates.
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    said.clear()
+    with cuda.copying():
+        cuda.copy(torch.ones(4))
+    assert sorted(said[:2]) == sorted(said[3:5]) == sorted(waits)
+    assert said[2] == ("allocate", (4,), "cuda:0")
 
 
 def test_outside_of_copying_a_mark_is_behind_all_devices_in_use(machine: Machine) -> None:
@@ -159,8 +197,8 @@ def test_loaders_that_copy_to_one_device_share_the_stream_and_wait_for_all_reade
     one.wait_event(mark)
     machine.said.clear()
     with other.copying():
-        pass
-    assert machine.said == [("side 0", "waits for stream", "training")]
+        other.copy(torch.ones(2))
+    assert ("side 0", "waits for stream", "training") in machine.said
 
 
 class Own:
@@ -178,6 +216,15 @@ class Own:
         return self
 
 
+class Listed:
+    """Its ``pin_memory`` is a value."""
+
+    pin_memory = True
+
+    def to(self, device: torch.device) -> str:
+        return f"moved to {device}"
+
+
 def test_what_is_copied_is_pinned_first(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[torch.Tensor] = []
 
@@ -191,9 +238,10 @@ def test_what_is_copied_is_pinned_first(machine: Machine, monkeypatch: pytest.Mo
     tensor, sparse = torch.ones(2), torch.eye(2).to_sparse()
     own = Own()
     with cuda.copying():
-        assert cuda.copy(tensor) == (tensor, (torch.device("cuda", 0),), {"non_blocking": True})
-        assert cuda.copy(sparse)[0] is sparse
+        cuda.copy(tensor)
+        assert cuda.copy(sparse) == (sparse, (torch.device("cuda", 0),), {"non_blocking": True})
         assert cuda.copy(own) is own
+        assert cuda.copy(Listed()) == "moved to cuda:0"
     assert [each is tensor for each in pinned] == [True]
     assert own.said == ["pinned", "cuda:0 True"]
 

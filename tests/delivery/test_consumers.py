@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
+import random
 import signal
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +24,9 @@ from tests.datasets import ORDERS, TOO_MANY_WORKERS, Failing, Filled, Numbers, S
 from tests.delivery.recorder import GRUMBLES, Recorder, watch_slots
 from tests.selection import each
 
-pytestmark = [pytest.mark.filterwarnings(TOO_MANY_WORKERS), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
+PATIENCE_S = 60.0
+"""For what never comes, however busy the machine."""
 
 
 def in_threads(work: Iterable[Callable[[], Any]]) -> list[Future[Any]]:
@@ -43,7 +49,7 @@ def test_together_they_get_each_index_once_per_epoch(workers: Any, order: str) -
     def train(consumer: Any) -> list[list[int]]:
         epochs = []
         for _ in range(3):
-            together.wait(20)
+            together.wait(PATIENCE_S)
             epochs.append(flat(consumer))
         return epochs
 
@@ -116,7 +122,7 @@ def test_a_thread_that_ended_while_it_fetched_is_not_waited_for(
     (consumer,) = DataLoader(Numbers(8), 2).consumers(1)
     part = iter(consumer)
     fetching = threading.Event()
-    gone = threading.Thread(target=fetching.wait, args=(20,))
+    gone = threading.Thread(target=fetching.wait, args=(PATIENCE_S,))
     gone.start()
     consumer._group._fetcher = gone
     found: list[list[int]] = []
@@ -125,7 +131,7 @@ def test_a_thread_that_ended_while_it_fetched_is_not_waited_for(
     waiting.join(0.2)
     assert found == []  # as long as it is there
     fetching.set()
-    waiting.join(20)
+    waiting.join(PATIENCE_S)
     assert found == [[*range(8)]]
     gone.join()
 
@@ -242,7 +248,8 @@ def test_the_death_of_a_worker_ends_all_of_them() -> None:
             for number, _ in enumerate(consumer):
                 if number == 1:
                     for child in torch.multiprocessing.active_children():
-                        os.kill(child.pid, signal.SIGKILL)
+                        with contextlib.suppress(ProcessLookupError):  # another one was quicker
+                            os.kill(child.pid, signal.SIGKILL)
         except RuntimeError as error:
             return str(error)
         return "ended"
@@ -253,7 +260,12 @@ def test_the_death_of_a_worker_ends_all_of_them() -> None:
     assert any("exited unexpectedly" in each for each in said)
 
 
-def test_workers_that_a_thread_of_an_executor_has_forked_end_well() -> None:
+def test_workers_that_a_thread_of_an_executor_has_forked_end_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # One may begin when the other has done all.
+    monkeypatch.setattr("minato.workers.supervision._GRACE_S", PATIENCE_S)
+
     def train() -> list[int | None]:
         iterator: Any = iter(DataLoader(Numbers(20), 2, num_workers=2))
         processes = iterator._source._pool.processes
@@ -326,12 +338,47 @@ def test_what_is_asked_for_is_checked() -> None:
         DataLoader(Numbers(3), device="meta").consumers(2)
 
 
-def test_who_was_given_a_batch_and_has_not_woken_up_gets_no_second_one() -> None:
-    given = Given()
-    group = module.Group(lambda: given)
+def test_who_has_not_woken_up_gets_no_second_batch_and_none_of_another_epoch() -> None:
+    epochs = itertools.count()
+    group = module.Group(lambda: iter([(epoch := next(epochs), 0), (epoch, 1)]))
     sleeper, fetcher = group.enter(0), group.enter(0)
     group._waiting.append(sleeper)  # as if its thread were still to be woken
-    for _ in range(2):
-        given.there.release()
-    assert group.next(fetcher) == 1
-    assert [outcome.batch for outcome in sleeper.inbox] == [0]
+    assert group.next(fetcher) == (0, 1)
+    assert [outcome.batch for outcome in sleeper.inbox] == [(0, 0)]
+    with pytest.raises(StopIteration):
+        group.next(fetcher)
+    group.leave(sleeper)
+    assert group.next(fetcher) == (0, 0)  # and the sleeper, when it wakes up, nothing
+    group.leave(fetcher)
+    fetcher = group.enter(1)
+    assert [group.next(fetcher) for _ in range(2)] == [(1, 0), (1, 1)]
+    assert not sleeper.inbox
+
+
+def test_threads_that_close_each_others_parts_get_no_batch_twice_or_of_another_epoch() -> None:
+    epochs = itertools.count()
+
+    def batches(epoch: int) -> Iterator[tuple[int, int]]:
+        for number in range(8):
+            yield epoch, number
+            time.sleep(1e-4)  # the others wait for it
+
+    group = module.Group(lambda: batches(next(epochs)))
+    consumers = [module.Consumer(group, None) for _ in range(3)]
+
+    def train(consumer: module.Consumer, chance: random.Random) -> list[tuple[int, int, int]]:
+        got = []
+        for _ in range(150):
+            part: Any = iter(consumer)
+            for epoch, number in part:
+                got.append((part.epoch, epoch, number))
+                if chance.random() < 0.05:
+                    chance.choice(consumers).close()
+        return got
+
+    parts = in_threads(
+        functools.partial(train, each, random.Random(seed)) for seed, each in enumerate(consumers)
+    )
+    got = [batch for part in parts for batch in part.result()]
+    assert all(asked == given for asked, given, _ in got)
+    assert len(got) == len(set(got))

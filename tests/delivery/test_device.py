@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import time
 from collections import UserDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -28,10 +29,10 @@ from tests.datasets import (
     TOO_MANY_WORKERS,
     Failing,
     Filled,
+    Held,
     Numbers,
     Pair,
     Samples,
-    Sleepy,
     wait_until,
 )
 from tests.delivery.recorder import GRUMBLES, DeviceEvent, Recorder, indices_of, watch_slots
@@ -150,6 +151,34 @@ def test_memory_that_cannot_be_locked_is_copied_as_torch_does(
     assert recorder.copies == []
 
 
+@pytest.mark.parametrize("slow", ["lock", "copy"])
+@each_method
+def test_a_report_says_what_the_device_takes(
+    workers: Any, slow: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does, lasts_s = getattr(recorder, slow), 0.06  # far longer than the rest, on a busy machine
+
+    def lasting(*arguments: Any) -> Any:
+        time.sleep(lasts_s)
+        return does(*arguments)
+
+    monkeypatch.setattr(recorder, slow, lasting)
+    if workers["num_workers"]:
+        workers = {**workers, "prefetch_factor": 10}  # all batches
+    loader = make(Filled(60, 20, 30), **workers)
+    iterator = iter(loader)
+    if workers["num_workers"]:
+        wait_until(lambda: all_ready(iterator))  # the loop waits for nobody else
+    kept = list(iterator)
+    report, calls = loader.report(), len(recorder.locked if slow == "lock" else recorder.copies)
+    times = {"lock": report.run.waiting.pinning_s, "copy": report.run.waiting.queueing_s}
+    assert calls == len(kept) == 20
+    assert times.pop(slow) >= calls * lasts_s
+    assert all(other < calls * lasts_s / 2 for other in times.values())
+    assert report.verdict.bottleneck == "transfer"
+    assert "device" in report.verdict.summary
+
+
 def test_pages_are_unlocked_before_they_are_given_back(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,16 +218,16 @@ def test_complete_batches_are_sent_before_their_turn(
 
 
 def test_a_batch_on_the_device_is_not_overtaken(recorder: Recorder) -> None:
-    loader = make(
-        Sleepy(12, 0.0, {3: 0.4}), num_workers=2, order="batch", prefetch_factor=4, shuffle=False
-    )
+    dataset = Held(12, 3, 100)
+    loader = make(dataset, num_workers=2, order="batch", prefetch_factor=4, shuffle=False)
     iterator = iter(loader)
     iterator._source._pool.grow(2)  # the first batch needs only one worker
     batches = [next(iterator)]
-    wait_until(lambda: iterator._source._dispatcher.num_ready == 2)  # all but the one that sleeps
+    wait_until(lambda: iterator._source._dispatcher.num_ready == 2)  # all but the one that waits
     batches.append(next(iterator))
     sent = len(recorder.copies)
     assert sent == 3
+    dataset.missing.value = 0
     wait_until(lambda: all_ready(iterator))
     batches.append(next(iterator))
     assert recorder.position_of(batches[-1]) == sent
@@ -427,8 +456,10 @@ def test_a_stream_whose_batches_leave_their_slots_before_their_turn(recorder: Re
 
 
 class Rows(NamedTuple):
-    first: Any
-    second: Any
+    """Its fields have the names of methods of tensors."""
+
+    to: Any
+    pin_memory: Any
 
 
 class Deaf:
@@ -454,8 +485,8 @@ def test_leaves_and_containers() -> None:
     )
     rows, pair, queue, mapping, numbers, deaf, nothing = moved
     assert type(rows) is Rows
-    assert rows.first.is_meta
-    assert rows.second is text
+    assert rows.to.is_meta
+    assert rows.pin_memory is text
     assert (pair[0].is_meta, pair[1]) == (True, 1)
     assert type(queue) is deque
     assert queue[0].is_meta

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from minato import DataLoader
+from minato import DataLoader, SharedPool
 from minato.delivery import iterator
 from tests.datasets import Filled
 from tests.delivery.recorder import Recorder, watch_slots
@@ -96,5 +96,7 @@ def test_where_nothing_can_be_locked_torch_pins(monkeypatch: pytest.MonkeyPatch)
 def test_what_torch_would_take_for_true_is_refused() -> None:
     with pytest.raises(ValueError, match="pin_memory='inplace' is not possible: choose one of"):
         DataLoader(Filled(4, 3), pin_memory="inplace")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="shared_pool=True does not go with pin_memory='in_place'"):
-        DataLoader(Filled(4, 3), num_workers=1, shared_pool=True, pin_memory="in_place")
+    with pytest.raises(
+        ValueError, match=r"workers=SharedPool\(\.\.\.\) does not go with pin_memory='in_place'"
+    ):
+        DataLoader(Filled(4, 3), num_workers=1, workers=SharedPool(), pin_memory="in_place")

@@ -252,7 +252,7 @@ def test_a_worker_that_dies_on_such_an_index(kind: str) -> None:
 @pytest.mark.parametrize("kind", mostly_slow(["ReprHasSurrogates", "ReprRaises", "ReprIsLong"]))
 def test_such_an_index_that_takes_too_long(kind: str) -> None:
     keys = [KEYS[kind](i) for i in range(SIZE)]
-    policy = ErrorPolicy("skip", sample_timeout=1.0)
+    policy = ErrorPolicy("skip", sample_timeout=3.0)  # others may get no time
     loader = DataLoader(Keyed(hang), BATCH, sampler=keys, errors=policy, **forked(2))
     with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
         assert drain(loader)[0] == [i for i in range(SIZE) if i != BAD]
@@ -615,6 +615,30 @@ def test_an_observer_that_raises_is_switched_off(
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_figures_end_with_the_epochs_before_the_log_was_switched_off(
+    method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("minato.observe.live._LINE_EVERY_S", 3600.0)  # none but that of the end
+    loader = DataLoader(Numbers(SIZE), BATCH)
+    with loader.live():
+        list(loader)
+        before, reported = loader.metrics(), loader.report().to_dict()["run"]
+        with monkeypatch.context() as broken:
+            broken.setattr(EpochLog, method, fails)
+            with pytest.warns(
+                MinatoWarning, match="EpochLog of this loader is switched off"
+            ) as told:
+                list(loader)
+        list(loader)
+        assert len(told) == 1
+    assert capsys.readouterr().err.count("Numbers, epoch") == 1
+    assert (loader.metrics(), loader.report().to_dict()["run"]) == (before, reported)
+    with loader.live() as view:
+        assert drain(loader) == (list(range(SIZE)), [])
+        assert view.rows() == []
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("place", [EpochLog, LoopTrack])
 def test_where_warnings_are_errors_no_batch_is_lost(
     method: str, place: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -664,6 +688,23 @@ def test_a_view_that_raises_is_switched_off_alone(event: str) -> None:
     assert sound.seen == ["started", "finish"] * 2
     assert broken not in observers
     assert loader.report().run.epochs == 2
+
+
+def test_the_end_of_the_programs_recursion_switches_nothing_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A collection there may end an iterator."""
+
+    def exhausted(*_: object) -> None:
+        raise RecursionError
+
+    loader = DataLoader(Numbers(SIZE), BATCH)
+    next(iter(loader))
+    with monkeypatch.context() as deep:
+        deep.setattr(EpochLog, "end", exhausted)
+        loader.close()
+    list(loader)
+    assert loader.report().run.throughput.samples == BATCH + SIZE
 
 
 def test_the_end_of_an_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, Sampler
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
 from minato import Arrival, DataLoader, Observe, Record, Replay
+from minato.streams.shuffle import Shuffled
+from tests.behaviour.test_resume import Counting
 from tests.datasets import Draws, Numbers, indices
 from tests.pairwise import pairwise
+from tests.selection import mostly_slow
+from tests.streams.streams import STREAMS, DatasetState, EpochState, Split, plain
 
 SIZE, BATCH = 16, 4
 
@@ -491,3 +495,81 @@ def test_two_iterators_at_once_are_two_epochs(workers: int) -> None:
     found = [(one, other) for one, other in zip(loader, loader, strict=True)]
     for number, part in enumerate(zip(*found, strict=True)):
         assert drawn(part) == epoch_alone(number, shuffle=True)
+
+
+# ---- set_epoch at any moment --------------------------------------------------------------------
+
+
+class Buffered(Shuffled):
+    """A stream over one with a state."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(DatasetState(size), 4, 1)
+
+
+HOSTS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "readers": {"readers": 2},
+    "thread": {"num_workers": 1, "workers": "thread"},
+    "stays": {"num_workers": 1, "persistent_workers": True},
+    "two": {"num_workers": 2},
+    "two stay": {"num_workers": 2, "persistent_workers": True},
+}
+SAME_ANYWHERE = (Draws, Split, DatasetState, EpochState)
+ANY_MOMENT = [
+    (kind, host)
+    for host, kind in itertools.product(HOSTS, (EpochState, Buffered, Draws, Counting, *STREAMS))
+    # Others draw from the program's generators, have no readers, or say which of two workers loads what.
+    if (host == "stays" and kind is not Buffered)
+    or (host == "inline" and kind in (*SAME_ANYWHERE, Counting))
+    or (host == "readers" and kind in (EpochState, *STREAMS))
+    or (host == "thread" and kind in (DatasetState, EpochState, Buffered))
+    or (host == "two" and kind in SAME_ANYWHERE)
+    or (host == "two stay" and kind not in (Counting, Buffered))
+]
+
+
+def resumed_copy(loader: Any, state: Any) -> Any:
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
+def plain_batches(batches: Any) -> list[Any]:
+    return [plain(batch) for batch in batches]
+
+
+@pytest.mark.parametrize(("kind", "host"), mostly_slow(ANY_MOMENT, quick=12))
+def test_an_epoch_is_the_same_whenever_it_is_chosen(kind: Any, host: str) -> None:
+    """Before ``iter()`` or after it; in the first epoch, a later one, or the one after a state; and when resumed."""
+
+    def make() -> Any:
+        shuffle = None if issubclass(kind, IterableDataset) else True
+        return DataLoader(kind(SIZE), BATCH, seed=3, shuffle=shuffle, **HOSTS[host])
+
+    ended = make()
+    list(ended)
+    for loaded, before in itertools.product((None, ended.state_dict()), (0, 1)):
+        # The last one is that which would come by itself, too.
+        number, expected = 7 if before else int(loaded is not None), None
+        for stop in (None, 0, 2):  # None: before iter()
+            loader = make()
+            for _ in range(before):
+                list(loader)
+            if loaded is not None:
+                resumed_copy(loader, loaded)
+            if stop is None:
+                loader.set_epoch(number)
+            iterator = iter(loader)
+            if stop is not None:
+                loader.set_epoch(5)
+                loader.set_epoch(number)
+            first = plain_batches(itertools.islice(iterator, stop or 0))
+            state = loader.state_dict()
+            rest = plain_batches(iterator)
+            assert loader.coverage().epoch == number
+            following = plain_batches(loader)
+            expected = expected or (rest, following)
+            assert (first + rest, following) == expected
+            other = resumed_copy(make(), state)
+            assert (plain_batches(other), other.coverage().epoch) == (rest, number)
+            assert plain_batches(other) == following

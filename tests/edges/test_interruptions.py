@@ -1,7 +1,7 @@
 """An interruption at any line of ``next()``, ``iter()`` and ``close()``: no batch is lost or comes twice.
 
-A tracer raises KeyboardInterrupt, as the handler of a signal would, at lines of minato and torch that it has not
-interrupted yet, once in each call. The program goes on, and gets what it would have got.
+A tracer raises KeyboardInterrupt, as the handler of a signal would, once in each call, at lines of minato and torch.
+The program goes on, and gets what it would have got.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ from torch.utils.data import (
 )
 
 import minato
-from minato import Arrival, DataLoader, ErrorPolicy
+from minato import Arrival, CostBatches, DataLoader, ErrorPolicy
+from minato.engine import measured_batches
 from minato.sampling.epoch import Epoch
+from minato.workers import reading
 from tests.datasets import Draws, wait_until
 from tests.selection import mostly_slow
+from tests.threads import wait_for_main
 
 LENGTH, SIZE = 51, 2
 TRACED = (os.path.dirname(minato.__file__), os.path.dirname(torch.utils.data.__file__))
@@ -80,6 +83,7 @@ def taken(batch: dict[str, Any]) -> list[int]:
     return indices
 
 
+COST = CostBatches(10, "values", max_wait=4)
 THREADS = {"num_workers": 2, "workers": "thread"}
 KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
     "inline": lambda: DataLoader(Content(), SIZE),
@@ -92,9 +96,12 @@ KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
         Content(), SIZE, sampler=DistributedSampler(Content(), 1, 0, shuffle=True)
     ),
     "stream": lambda: DataLoader(Stream(), SIZE),
+    "readers": lambda: DataLoader(Stream(), SIZE, readers=4),
+    "cost": lambda: DataLoader(Content(), COST, collate_fn=collate),
     "threads": lambda: DataLoader(Content(), SIZE, shuffle=True, **THREADS),
     "threads, collated": lambda: DataLoader(Content(), SIZE, collate_fn=collate, **THREADS),
     "threads, unbatched": lambda: DataLoader(Content(), batch_size=None, **THREADS),
+    "threads, cost": lambda: DataLoader(Content(), COST, collate_fn=collate, **THREADS),
     "threads, policy": lambda: DataLoader(
         Content(), SIZE, errors=ErrorPolicy(on_error="skip"), **THREADS
     ),
@@ -124,15 +131,24 @@ class Interrupter:
     Args:
         chance: With which probability it raises at such a line.
         repeats: How often it raises at the same line.
+        traced: Beginnings of the names of the files whose lines count.
+        seed: Of the choice.
     """
 
-    def __init__(self, chance: float = 1.0, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        chance: float = 1.0,
+        repeats: int = 1,
+        traced: tuple[str, ...] = TRACED,
+        seed: int = 0,
+    ) -> None:
         self.raised = 0
         self.where = ""
         self._chance = chance
         self._repeats = repeats
+        self._traced = traced
         self._seen: Counter[Any] = Counter()
-        self._random = random.Random(0)
+        self._random = random.Random(seed)
         self._armed = False
         self._pid = os.getpid()
         self._kind: object = None
@@ -165,7 +181,7 @@ class Interrupter:
 
     def _trace(self, frame: Any, event: str, argument: object) -> Any:
         name = frame.f_code.co_filename
-        if os.getpid() != self._pid or not name.startswith(TRACED) or name.startswith(CORE):
+        if os.getpid() != self._pid or not name.startswith(self._traced) or name.startswith(CORE):
             return None
         if event == "line" and self._armed:
             at = name, frame.f_lineno, self._kind
@@ -181,10 +197,19 @@ class Interrupter:
 
 
 def in_finalizer(frame: Any) -> bool:
-    """Whether a frame is below a finalizer, whose exceptions Python prints and ignores."""
+    """Whether a frame is below a finalizer or in a generator's end, whose exceptions Python prints and ignores."""
+    if isinstance(sys.exc_info()[1], GeneratorExit):
+        return True
     while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+def is_program(interrupter: Interrupter) -> None:
+    """Nothing of a reader is left in this process."""
+    assert get_worker_info() is None, interrupter.where
+    assert not minato.skipping(), interrupter.where
+    assert minato.resumed_states() == [], interrupter.where
 
 
 def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30) -> Counter[int]:
@@ -196,12 +221,13 @@ def epoch(loader: DataLoader[Any], interrupter: Interrupter, stop: int = 1 << 30
             iterator = interrupter.call(lambda: iter(loader), "iter")
             break
         except KeyboardInterrupt:
-            pass
+            is_program(interrupter)
     iterator = iter(loader) if iterator is None else iterator  # which of a stream has no length
     for number in range(stop):
         try:
             batch = interrupter.call(lambda: next(iterator, None), "first" if not number else "")
         except KeyboardInterrupt:
+            is_program(interrupter)
             batch = next(iterator, None)
         if batch is None:
             assert next(iterator, None) is None
@@ -257,6 +283,19 @@ def test_any_line(kind: str, chance: float, epochs: int, least: int) -> None:
     assert interrupter.raised > least
 
 
+VISITED = {"cost": measured_batches, "threads, cost": measured_batches, "stream": reading}
+"""Modules whose lines do different things when they run again."""
+
+
+@pytest.mark.parametrize("kind", VISITED)
+@pytest.mark.parametrize("epochs", mostly_slow([30, 600]))
+def test_any_visit_of_a_line(kind: str, epochs: int) -> None:
+    interrupter = Interrupter(0.02, 1 << 30, (str(VISITED[kind].__file__),))
+    for _ in range(epochs // 5 if "threads" in kind else epochs):
+        check(KINDS[kind], interrupter, 1, kind == "stream")
+    assert interrupter.raised > epochs
+
+
 @pytest.mark.parametrize("kind", ["inline", "shuffled", "threads", "arrival", "streams", "stream"])
 def test_a_state_after_an_interruption(kind: str) -> None:
     """What a trainer does: it saves the state, and resumes it in another loader."""
@@ -282,9 +321,9 @@ def test_close_is_interrupted(kind: str) -> None:
         iterator = iter(loader)
         assert len(taken(next(iterator))) == SIZE
         try:
-            interrupter.call(iterator.close)
+            interrupter.call(iterator.shut_down)
         except KeyboardInterrupt:
-            iterator.close()
+            iterator.shut_down()
         with pytest.raises((RuntimeError, StopIteration)):
             next(iterator)
         loader.close()
@@ -614,6 +653,11 @@ class Beside(Exception):
     """What the handler of an alarm raises."""
 
 
+def alarm_in_wait() -> None:
+    wait_for_main("pools.py", "wait")
+    os.kill(os.getpid(), signal.SIGALRM)
+
+
 def test_an_alarm_while_the_loop_waits() -> None:
     release = threading.Event()
 
@@ -630,11 +674,12 @@ def test_an_alarm_while_the_loop_waits() -> None:
     try:
         loader = DataLoader(Waits(), SIZE, **THREADS)
         iterator = iter(loader)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        alarm = threading.Thread(target=alarm_in_wait)
         with pytest.raises(Beside):
+            alarm.start()
             next(iterator)
+        alarm.join()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     found = [index for batch in iterator for index in taken(batch)]
     assert found == [*range(LENGTH)]

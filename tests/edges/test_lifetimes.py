@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the dataset or its transforms hold random generators"),
 ]
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Knows(Numbers):

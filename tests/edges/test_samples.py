@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from minato import DataLoader, ErrorPolicy
 from minato.batching.sample_spec import are_plain
-from tests.datasets import Numbers, flat, forked
+from tests.datasets import Numbers, flat, forked, wait_until
 from tests.edges.travellers import Attributed, Subclass, Text, shown
 
 SIZE, BATCH = 12, 3
@@ -79,6 +79,26 @@ class Pair(NamedTuple):
 
 
 Row = namedtuple("Row", ["a", "b"])  # as programs have them
+
+
+class Span(tuple):  # type: ignore[type-arg]
+    """As a named tuple, but its constructor takes its items one by one, and its pickle calls it with all."""
+
+    __slots__ = ()
+    _fields = ("start", "end")
+
+    def __new__(cls, *items: Any) -> Span:
+        return super().__new__(cls, items)
+
+
+class Cropped(NamedTuple):
+    """A named tuple whose pickle is another one's."""
+
+    image: Any
+    border: int
+
+    def __reduce__(self) -> Any:
+        return Cropped, (self.image, 0)
 
 
 class Kind(enum.Enum):
@@ -145,6 +165,11 @@ OTHERS: dict[str, Callable[[int], Any]] = {
     "dictionary subclass": lambda i: with_attribute(Record(a=i), i),
     "list subclass": lambda i: with_attribute(Items([i]), i),
     "tuple with arguments": lambda i: Two(i, [i]),
+    "tuple with fields": Span,
+    "named tuple with its own pickle": lambda i: Cropped(i, i),
+    "tensor of inference": lambda i: torch.inference_mode()(torch.full)((2,), i),
+    "other name of a scalar": np.longlong,
+    "other name of an unsigned scalar": np.ulonglong,
     "ordered": lambda i: OrderedDict(a=i),
     "default": lambda i: defaultdict(list, a=[i]),
     "user dictionary": lambda i: UserDict(a=i),
@@ -190,7 +215,10 @@ PLAIN: dict[str, Callable[[int], Any]] = {
     "reversed array": lambda i: np.arange(i + 1)[::-1],
     "columns": lambda i: np.full((2, 3), i, order="F"),
     "read-only": lambda i: np.frombuffer(bytes([i, i]), np.uint8),
+    "read-only dates": lambda i: np.frombuffer(bytes(7) + bytes([i]), "M8[s]"),
     "foreign order": lambda i: np.full(2, i, ">i4"),
+    "dates of foreign order": lambda i: np.full(2, i, ">M8[s]"),
+    "long doubles of foreign order": lambda i: np.full(2, i, ">g"),
     "scalar": lambda i: np.float32(i),
     "dates": lambda i: np.array(["2020-01-01"], "M8[D]") + i,
     "detection": lambda i: (torch.full((3, 2), i), {"boxes": torch.ones(i, 4), "labels": [i] * i}),
@@ -303,8 +331,11 @@ def test_a_list_that_a_thread_changes_is_no_plain_sample() -> None:
 class Late(Numbers):
     """Tensors first, and then objects that must stay where they are; counts how often samples run.
 
-    They cost so much that workers share each batch: one that makes a whole batch finds nothing that must stay.
+    They cost so much that workers share each batch: one that makes a whole batch finds nothing that must stay. So
+    sample 20 waits for the next one, where the test says so.
     """
+
+    waits = False
 
     def __init__(self, size: int, counts: torch.Tensor) -> None:
         super().__init__(size)
@@ -313,6 +344,8 @@ class Late(Numbers):
     def __getitem__(self, index: int) -> Any:
         self.counts[index] += 1
         time.sleep(0.003)
+        if self.waits and index == 20:
+            wait_until(lambda: bool(self.counts[21] > 0))
         return Stuck(index) if index >= 20 else torch.tensor(index)
 
 
@@ -323,8 +356,10 @@ def values(samples: list[Any]) -> list[int]:
 @pytest.mark.parametrize("loader", ["strict", "batch", "arrival", "fast first"])
 def test_the_first_sample_that_must_stay_changes_how_batches_are_made(loader: str) -> None:
     counts = torch.zeros(60, dtype=torch.int64).share_memory_()
-    ours = DataLoader(Late(60, counts), 4, collate_fn=values, **LOADERS[loader])
-    if loader in ("arrival", "fast first"):
+    dataset = Late(60, counts)
+    dataset.waits = loader in ("arrival", "fast first")
+    ours = DataLoader(dataset, 4, collate_fn=values, **LOADERS[loader])
+    if dataset.waits:
         with pytest.warns(RuntimeWarning, match="use that, or let the dataset return tensors"):
             batches = list(ours)
     else:
@@ -333,6 +368,7 @@ def test_the_first_sample_that_must_stay_changes_how_batches_are_made(loader: st
     # Only what was in flight when it happened runs again; in the next epoch everything runs once.
     assert counts.max() <= 2
     counts.zero_()
+    dataset.waits = False
     again = list(ours)
     assert sorted(again) == [[*range(k, k + 4)] for k in range(0, 60, 4)]
     assert counts.tolist() == [1] * 60

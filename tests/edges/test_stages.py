@@ -25,7 +25,7 @@ SIZE = 24
 
 
 class Resize:
-    """Takes some time, or raises for some samples."""
+    """Takes some time, far more than other stages on a busy machine, or raises for some samples."""
 
     def __init__(self, takes_s: float = 0.0, bad: int = -1) -> None:
         self.takes_s, self.bad = takes_s, bad
@@ -163,7 +163,7 @@ def test_all_views_have_the_same_stages(
     if cache == "memory" and workers == "processes":
         pytest.skip("it belongs to one process")
     pytest.importorskip("prometheus_client")
-    transforms = [Resize(), Crop(), Resize(0.002, bad=7)]
+    transforms = [Resize(), Crop(), Resize(0.01, bad=7)]
     names = ["Resize", "Crop", "Resize 2"][after:]
     log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
     loader = DataLoader(

@@ -525,7 +525,7 @@ def test_lengths_as_with_torch(length: Any, arguments: dict[str, Any]) -> None:
     [
         ("errors", ErrorPolicy),
         ("stragglers", StragglerPolicy),
-        ("shared_pool", minato.SharedPool),
+        ("workers", minato.SharedPool),
         ("workers", minato.RayWorkers),
         ("fetch_concurrency", minato.FetchOptions),
         ("num_workers", minato.AutoScale),

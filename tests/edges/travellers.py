@@ -161,7 +161,7 @@ GRID = np.arange(60.0).reshape(6, 10)
 
 DTYPES = [
     *("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "g", "F", "D", "G"),
-    *(">i4", ">f8", "S3", "U3", "M8[s]", "m8[s]", "O"),
+    *(">i4", ">f8", ">g", "S3", "U3", "M8[s]", "m8[s]", ">M8[s]", ">m8[s]", "O"),
 ]
 TENSOR_TYPES = [
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16"),
@@ -229,7 +229,12 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "array of none": lambda: np.empty((0, 3)),
     "transposed": lambda: GRID.T,
     "Fortran": lambda: np.asfortranarray(GRID),
+    "permuted": lambda: np.arange(24.0).reshape(2, 3, 4).transpose(1, 2, 0),
     "a field": lambda: np.zeros(3, [("a", "i1"), ("b", "<i4")])["b"],
+    "a field of one": lambda: np.zeros((2, 1), [("a", "i1"), ("b", "<i4")])["b"][1:],
+    "one reversed": lambda: np.arange(1)[::-1],
+    "empty": lambda: [np.empty((0, 3), kind) for kind in (">i4", np.ulonglong)],
+    "none of one": lambda: np.empty((2, 1, 3))[:0, ::-1],
     "other name": lambda: [np.arange(3).astype(np.longlong), np.arange(3).astype(np.ulonglong)],
     "far apart": lambda: np.arange(1 << 19)[:: 1 << 17],
     "sliced": lambda: GRID[::2, 1:7:3],
@@ -247,6 +252,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
         for name in TENSOR_TYPES
     },
     "tensor 0-d": lambda: torch.tensor(3),
+    "tensor of inference": lambda: torch.inference_mode()(torch.ones)(3),
     "tensor of none": lambda: torch.empty(2, 0, 3),
     "tensor with strides": lambda: torch.arange(12.0).view(3, 4).t(),
     "every other": lambda: torch.arange(12.0)[1::2],
@@ -404,6 +410,7 @@ def _shown_tensor(value: torch.Tensor) -> Any:
         value.is_leaf,
         value.is_conj(),
         value.is_neg(),
+        value.is_inference(),
     )
     value = value.detach()
     if value.is_nested:

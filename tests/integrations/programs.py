@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -48,7 +49,7 @@ def shared() -> dict[str, Any]:
     """The same with one pool for all ranks, and no word about samplers; each rank ends as it comes."""
     return _trained(
         lambda data, _, order: minato.DataLoader(
-            data, 4, shuffle=True, num_workers=1, order=order, seed=5, shared_pool=True
+            data, 4, shuffle=True, num_workers=1, order=order, seed=5, workers=minato.SharedPool()
         )
     )
 
@@ -62,7 +63,7 @@ def resumed() -> dict[str, Any]:
 
     def make(order: str) -> Any:
         return minato.DataLoader(
-            Indexed(40), 4, shuffle=True, num_workers=1, order=order, seed=5, shared_pool=True,
+            Indexed(40), 4, shuffle=True, num_workers=1, order=order, seed=5, workers=minato.SharedPool(),
             device="meta",
         )  # fmt: skip
 
@@ -98,8 +99,10 @@ def bereaved_and_going_on() -> dict[str, Any]:
 def _without_one(on_rank_death: str) -> dict[str, Any]:
     rank, count = rank_and_count()
     dist.init_process_group("gloo")
+    # They must not be through before they learn of it.
+    size = 100_000 if on_rank_death == "raise" else 160
     loader = minato.DataLoader(
-        Indexed(160, 0.01), 4, num_workers=1, shared_pool=minato.SharedPool(on_rank_death)
+        Indexed(size, 0.01), 4, num_workers=1, workers=minato.SharedPool(on_rank_death)
     )
     batches, kept = iter(loader), []
     while True:
@@ -231,8 +234,76 @@ def lightning() -> dict[str, Any]:
     return found
 
 
+def accelerate_checkpoint() -> dict[str, Any]:
+    """Accelerate, whose checkpoint has the state of one rank for all, in the middle of an epoch."""
+    import accelerate
+    from accelerate.utils import DataLoaderConfiguration
+
+    stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=stateful)
+    _, prepared = accelerator.prepare(
+        Model(), minato.DataLoader(Indexed(40), 4, shuffle=True, seed=5)
+    )
+    kept = []
+    for number, batch in enumerate(prepared):
+        kept.append(batch["index"].tolist())
+        if number == 1:
+            break
+    folder = _folder()
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    accelerator.load_state(folder)
+    kept += [batch["index"].tolist() for batch in prepared]
+    accelerator.end_training()
+    return {"epochs": [kept]}
+
+
+def lightning_checkpoint() -> dict[str, Any]:
+    """Lightning, whose checkpoint has the state of one rank for all, in the middle of an epoch."""
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+            self.batches: list[list[int]] = []
+
+        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
+            self.batches.append(batch["index"].tolist())
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    folder = _folder()
+
+    def fit(**more: Any) -> list[list[int]]:
+        module, path = Module(), more.pop("path", None)
+        loader = minato.DataLoader(Indexed(40), 4, shuffle=True, seed=5)
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(max_epochs=1, **options, **quiet, **more).fit(module, loader, ckpt_path=path)
+        return module.batches
+
+    each_step = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole = fit(callbacks=[each_step])
+    rest = fit(enable_checkpointing=False, path=f"{folder}/step=2.ckpt")
+    return {"epochs": [whole[:2] + rest]}
+
+
+def _folder() -> str:
+    """A folder of all ranks of this job, below the one that the test gives."""
+    folder = os.path.join(tempfile.gettempdir(), f"minato-ranks-{os.environ['MASTER_PORT']}")
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
 if __name__ == "__main__":
-    programs = ddp, shared, resumed, bereaved, bereaved_and_going_on, accelerated, lightning
+    programs = (
+        *(ddp, shared, resumed, bereaved, bereaved_and_going_on, accelerated, lightning),
+        *(accelerate_checkpoint, lightning_checkpoint),
+    )
     program = next(each for each in programs if each.__name__ == sys.argv[1])
     with engines() as seen:
         result = program()

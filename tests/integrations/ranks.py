@@ -5,52 +5,124 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from tests.subprocesses import environment
+from tests.subprocesses import environment, free_port
 
 PROGRAMS = Path(__file__).parent / "programs.py"
-TIMEOUT_S = 50
+TIMEOUT_S = 200
 
 
-def run_ranks(program: str, num_ranks: int = 2, killed: Container[int] = ()) -> list[Any]:
+class Machine(NamedTuple):
+    """Where a rank runs: the command that enters it, its address, and the network interface of that."""
+
+    enter: tuple[str, ...]
+    address: str
+    interface: str
+
+
+@contextmanager
+def machines(count: int) -> Iterator[list[Machine]]:
+    """Hosts with a network, shared memory, processes and a name of their own, and a bridge between them.
+
+    Raises:
+        OSError: This takes root, and the commands of Linux for namespaces.
+    """
+    names = [f"minato-{os.getpid()}-{i}" for i in range(count)]
+    bridge = f"mn{os.getpid()}"
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(f"ip {' '.join(words)}: {done.stderr}")
+
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("link", "set", bridge, "up")
+        for i, name in enumerate(names):
+            ip("netns", "add", name)
+            ip("link", "add", f"{bridge}-{i}", "type", "veth", "peer", "eth0", "netns", name)
+            ip("link", "set", f"{bridge}-{i}", "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                ip("-n", name, "link", "set", interface, "up")
+        apart = (
+            "unshare",
+            "--mount",
+            "--ipc",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        )
+        own = 'hostname "$0" && mount -t tmpfs none /dev/shm && exec "$@"'
+        yield [
+            Machine(
+                ("ip", "netns", "exec", name, *apart, "sh", "-c", own, name),
+                f"10.77.0.{i + 1}",
+                "eth0",
+            )
+            for i, name in enumerate(names)
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+def _place(rank: int, on_one: bool) -> dict[str, str]:
+    local, node = (rank, 0) if on_one else (0, rank)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "NODE_RANK": str(node),
+        "GROUP_RANK": str(node),
+    }
+
+
+def run_ranks(
+    program: str,
+    num_ranks: int = 2,
+    killed: Container[int] = (),
+    programs: Path = PROGRAMS,
+    machines: Sequence[Machine] = (),
+) -> list[Any]:
     """What each rank of a program returns; ranks that fail or hang are ended and shown.
 
     Args:
+        programs: File with the program.
         killed: Ranks that are to be killed meanwhile: theirs is None.
+        machines: One for each rank; none: all are on this one.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    on_one = not machines
+    machines = machines or [Machine((), "127.0.0.1", "lo")] * num_ranks
     job = {
         **environment(),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": machines[0].address,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
-        "NODE_RANK": "0",
-        "GROUP_RANK": "0",
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks if on_one else 1),
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "true",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, PROGRAMS, program],
-            env={**job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [*machine.enter, sys.executable, programs, program],
+            env={**job, **_place(rank, on_one), "GLOO_SOCKET_IFNAME": machine.interface},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(num_ranks)
+        for rank, machine in enumerate(machines)
     ]
     deadline = time.monotonic() + TIMEOUT_S
     try:

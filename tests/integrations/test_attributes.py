@@ -30,7 +30,7 @@ GIVEN: dict[str, Any] = {
     "errors": minato.ErrorPolicy(on_worker_death="raise"),
 }
 DEVICE = {"device": minato.DeviceCopies(torch.device("meta"), 3)}
-SHARED = {"shared_pool": minato.SharedPool("continue")}
+SHARED = {"workers": minato.SharedPool("continue")}
 READS = {"fetch_concurrency": 3, "cache": MemoryCache(1000), "workers": "thread"}
 
 

@@ -127,6 +127,37 @@ assert accelerate.data_loader.prepare_data_loader(loader).order == "batch"
 """
 
 
+IMPORTED_ELSEWHERE = """
+import os, signal, sys, threading
+sys.dont_write_bytecode = True
+sys.path.insert(0, FOLDER)
+import minato
+sys.begun, sys.may_end = threading.Event(), threading.Event()
+importing = threading.Thread(target=__import__, args=("accelerate.data_loader",))
+importing.start()
+assert sys.begun.wait(60)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    minato.DataLoader([1])  # nobody ends the import here
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+threading.Timer(0.2, sys.may_end.set).start()
+loader = minato.DataLoader([1], order="batch")  # in the midst of the import
+importing.join()
+import accelerate.data_loader
+assert accelerate.data_loader.prepare_data_loader(loader).order == "batch"
+"""
+REPLACED = """
+import sys
+from unittest.mock import MagicMock
+sys.modules["accelerate.data_loader"] = MagicMock()
+import minato
+minato.DataLoader([1])
+"""
+WAITS = "import sys\nsys.begun.set()\nsys.may_end.wait(60)\n"
+
+
 def failures(scripts: dict[str, str]) -> dict[str, str]:
     """Run each script in a process of its own; returns the tracebacks of those that fail."""
     done = python("-c", EACH_IN_A_FORK, json.dumps(scripts))
@@ -144,10 +175,16 @@ def test_imports_that_are_made_or_fail(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "data_loader.py").write_text("raise RuntimeError('not yet')")
+    slow = tmp_path / "slow" / "accelerate"
+    slow.mkdir(parents=True)
+    (slow / "__init__.py").write_text("")
+    (slow / "data_loader.py").write_text(WAITS + FAKE)
     theirs = {"accelerate", "lightning", "pytorch_lightning", "transformers"}
     scripts = {
         "nothing of a trainer": f"import sys, minato; assert not {theirs} & {{*sys.modules}}",
         "fails at first": f"FOLDER, FAKE = {str(tmp_path)!r}, {FAKE!r}\n{FAILS_AT_FIRST}",
+        "imported elsewhere": f"FOLDER = {str(slow.parent)!r}\n{IMPORTED_ELSEWHERE}",
+        "replaced": REPLACED,
         "seen to fail": "raise KeyError",
     }
     assert list(failures(scripts)) == ["seen to fail"]

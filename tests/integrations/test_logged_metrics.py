@@ -55,27 +55,29 @@ def lightning_trainer(**options: Any) -> Any:
         logger=logger,
         enable_checkpointing=False,
         max_epochs=2,
-        **QUIET_LIGHTNING,
-        log_every_n_steps=4,
-        **options,
+        **{**QUIET_LIGHTNING, "log_every_n_steps": 4, **options},
     )
     return trainer, logger
 
 
-def test_lightning() -> None:
+# 0: only at the ends of epochs.
+@pytest.mark.parametrize(("every", "steps"), [(4, [4, 8, 10, 12, 16, 20]), (0, [10, 20])])
+def test_lightning(every: int, steps: list[int]) -> None:
     lightning = pytest.importorskip("lightning.pytorch", "2.4")
     from minato.integrations.lightning import MetricsCallback
     from tests.integrations.test_lightning import Module
 
     assert issubclass(MetricsCallback, lightning.Callback)
     names = ["batches_total", "epoch", "wait_ratio"]
-    trainer, logger = lightning_trainer(callbacks=[MetricsCallback(names=names)])
+    trainer, logger = lightning_trainer(
+        callbacks=[MetricsCallback(names=names)], log_every_n_steps=every
+    )
     trainer.fit(Module(), loader_of(num_workers=1))
     ours = [(step, row) for step, row in logger.rows if "minato/batches_total" in row]
     assert all(list(row) == [f"minato/{name}" for name in names] for _, row in ours)
-    assert [step for step, _ in ours] == [4, 8, 10, 12, 16, 20]
-    assert [row["minato/epoch"] for _, row in ours] == [0, 0, 0, 1, 1, 1]
-    assert [row["minato/batches_total"] for _, row in ours] == [4, 8, 10, 12, 16, 20]
+    assert [step for step, _ in ours] == steps
+    assert [row["minato/epoch"] for _, row in ours] == [(step - 1) // 10 for step in steps]
+    assert [row["minato/batches_total"] for _, row in ours] == steps
     assert 0 < ours[-1][1]["minato/wait_ratio"] <= 1
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
 import minato
+from tests.datasets import Numbers
 from tests.integrations.models import QUIET, QUIET_LIGHTNING, fresh_accelerate
 from tests.selection import mostly_slow
 
@@ -377,3 +378,52 @@ def test_ray_train_keeps_the_loader(package: str) -> None:
 class Mapped(Drawn):
     def __getitem__(self, index: int) -> Any:
         return marked(super().__getitem__(index))
+
+
+# ---- Accelerate, with other numbers of processes -------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("own", ["seed", "shuffle"])
+def test_accelerate_goes_on_with_another_number_of_processes(own: str, splits: bool) -> None:
+    """Each process with its own state, and then all with the state of one, as ``save_state`` keeps it."""
+    data_loader = pytest.importorskip("accelerate", "1.0").data_loader
+    fresh_accelerate()
+
+    def prepared(count: int, state: Any = None) -> list[Any]:
+        found = []
+        for rank in range(count):
+            given: dict[str, Any] = {"shuffle": True}
+            if own == "seed":
+                given["seed"] = 1
+            else:
+                given["generator"] = torch.Generator().manual_seed(3)
+            made = minato.DataLoader(Numbers(48), 12 if splits else 12 // count, **given)
+            loader = data_loader.prepare_data_loader(
+                made,
+                num_processes=count,
+                process_index=rank,
+                split_batches=splits,
+                use_stateful_dataloader=True,
+            )
+            if state is not None:
+                loader.load_state_dict(state)
+            found.append(loader)
+        return found
+
+    def steps(loaders: list[Any], count: int | None) -> tuple[list[int], list[Any]]:
+        got: list[int] = []
+        states = []
+        for loader in loaders:
+            for number, batch in enumerate(loader, 1):
+                got += batch.tolist()
+                if number == count:
+                    break
+            states.append(loader.state_dict())
+        return got, states
+
+    first, states = steps(prepared(2), 1)
+    second, states = steps(prepared(3, minato.merge_states(states)), 1)
+    third, states = steps(prepared(3, states[1]), 1)
+    last, _ = steps(prepared(1, minato.merge_states(states[2:], same_step=True)), None)
+    assert sorted(first + second + third + last) == list(range(48))

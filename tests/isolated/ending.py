@@ -19,7 +19,7 @@ KIND = {
         "prefetch_factor": 4,
         "batch_sampler": [[0, 1], [2, 3], [4, 5], *[[*range(1000)] * 200] * 20],
     },
-    "timeout": {"num_workers": 1, "timeout": 0.5, "sampler": [0, 1, 2, 3, 4, 5, -1, -1]},
+    "timeout": {"num_workers": 1, "timeout": 6.0, "sampler": [0, 1, 2, 3, 4, 5, -1, -1]},
 }
 
 
@@ -30,7 +30,7 @@ class Slow:
         return 1000
 
     def __getitem__(self, index: int) -> int:
-        time.sleep(0.003 if index >= 0 else 1.5)
+        time.sleep(0.003 if index >= 0 else 9.0)
         return index
 
 

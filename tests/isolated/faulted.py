@@ -45,7 +45,7 @@ class UntilStopped(Slow):
             self.at_work.value = 1
             time.sleep(0.01)
             before_s, seen_s = seen_s, time.monotonic()
-            if seen_s - before_s > 2.0:
+            if seen_s - before_s > 8.0:
                 self.was_stopped.value = 1
         return index
 
@@ -87,7 +87,7 @@ def another_program(method: str) -> None:
 def stopped(_: str) -> None:
     """Wait for slow samples, with limits on the time that they may take."""
     dataset = UntilStopped()
-    iterator = iterate(dataset, timeout=4.0, errors=ErrorPolicy(sample_timeout=4.0))
+    iterator = iterate(dataset, timeout=10.0, errors=ErrorPolicy(sample_timeout=10.0))
     while not dataset.at_work.value:
         time.sleep(0.001)
     print("at work", flush=True)

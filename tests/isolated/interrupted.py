@@ -25,13 +25,13 @@ import psutil
 
 from minato import DataLoader
 
-ENDS_S = 5.0
-"""How long a program may take to end."""
 LOOK_S = 0.2
 """Time between two looks at what it reports."""
-LEAVES_S = 2.0
+LOOKS = round(5.0 / LOOK_S)
+"""In how many of these looks a program must end; looks also come late where a busy machine leaves nobody any time."""
+LEAVES_S = 15.0
 """How long what it has started may take after it."""
-SERVER_LEAVES_S = 20.0
+SERVER_LEAVES_S = 40.0
 """The same with multiprocessing's fork server, which has torch to unload."""
 LATEST_S = {"spawn": 6.0, "forkserver": 6.0}
 """When the signal comes at the latest, after the program has begun: where workers start slowly, while they do."""
@@ -116,10 +116,11 @@ class Moment:
 
     def send(self) -> dict[str, Any]:
         """Send the signal; returns how the program ended."""
-        begin, code = time.monotonic(), None
+        begin, code, looks = time.monotonic(), None, LOOKS
         send = os.killpg if self.whole_group else os.kill
         send(self._pid, self.signal)
-        while code is None and time.monotonic() < begin + ENDS_S:
+        while code is None and looks:
+            looks -= 1
             code = self._wait(time.monotonic() + LOOK_S)
             if code is None and "Exception ignored" in self._errors_so_far():
                 send(self._pid, self.signal)

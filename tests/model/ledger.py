@@ -780,7 +780,7 @@ class Ledger:
             return True
         seq, end = first + k, first + k + count
         while seq < end:
-            taken = yield from self.run_unbound(number, seq, end)
+            taken = yield from self.run_free(number, seq, end)
             seq += taken
         return True
 
@@ -812,7 +812,7 @@ class Ledger:
             seq += 1
         return True
 
-    def run_unbound(self, number: int, seq: int, end: int) -> Steps:
+    def run_free(self, number: int, seq: int, end: int) -> Steps:
         """Deliver samples of a run that get places next to each other in a batch; how many these are."""
         place = yield from self.reserve(number, seq)
         index = yield peek(self.batch[self.at(place)])

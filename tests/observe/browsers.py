@@ -127,7 +127,7 @@ def browser() -> Iterator[Browser]:
             yield page
             page._session = None
             page.call("Browser.close")
-            process.wait(10)
+            process.wait(60)
         finally:
             os.close(ours_in)
             os.close(ours_out)

@@ -8,6 +8,7 @@ import pty
 import select
 import struct
 import termios
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -18,7 +19,7 @@ __all__ = ["Terminal", "terminal"]
 
 
 class Terminal:
-    """What a user would see.
+    """What a user would see. It is always read: nobody who writes to it has to wait.
 
     Attributes:
         stream: A program's standard error on it.
@@ -27,6 +28,8 @@ class Terminal:
     def __init__(self, master: int, stream: TextIO, rows: int, columns: int) -> None:
         self.stream = stream
         self._master = master
+        self._reading = threading.RLock()
+        self._ended = threading.Event()
         self._screen = pyte.HistoryScreen(columns, rows)
         self._feed = pyte.ByteStream(self._screen)
         self.resize(rows, columns)
@@ -34,20 +37,36 @@ class Terminal:
     def resize(self, rows: int, columns: int) -> None:
         size = struct.pack("HHHH", rows, columns, 0, 0)
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, size)
-        self._screen.resize(rows, columns)
+        with self._reading:
+            self._screen.resize(rows, columns)
 
-    def look(self, wait_s: float = 0.0) -> list[str]:
+    def look(self) -> list[str]:
         """The rows of the screen, after all that was written."""
-        while select.select([self._master], [], [], wait_s)[0]:
-            self._feed.feed(os.read(self._master, 1 << 16))
-            wait_s = 0.0
-        return [row.rstrip() for row in self._screen.display]
+        with self._reading:
+            while select.select([self._master], [], [], 0.0)[0]:
+                self._feed.feed(os.read(self._master, 1 << 16))
+            return [row.rstrip() for row in self._screen.display]
+
+    def _read(self) -> None:
+        while not self._ended.wait(0.05):
+            self.look()
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        reader = threading.Thread(target=self._read, name="terminal")
+        reader.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            reader.join()
 
     def all(self) -> list[str]:
         """What has scrolled away, and the rows of the screen."""
-        rows = self.look()
-        columns = range(self._screen.columns)
-        history = ["".join(row[i].data for i in columns) for row in self._screen.history.top]
+        with self._reading:
+            rows = self.look()
+            columns = range(self._screen.columns)
+            history = ["".join(row[i].data for i in columns) for row in self._screen.history.top]
         return [*(row.rstrip() for row in history), *rows]
 
     @property
@@ -62,6 +81,8 @@ def terminal(rows: int = 24, columns: int = 80) -> Iterator[Terminal]:
     master, slave = pty.openpty()
     try:
         with os.fdopen(slave, "w", buffering=1) as stream:
-            yield Terminal(master, stream, rows, columns)
+            term = Terminal(master, stream, rows, columns)
+            with term.read():
+                yield term
     finally:
         os.close(master)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
+from minato import CostBatches, DataLoader, ErrorBudgetError, ErrorPolicy
 from minato._core import Histogram
 from minato.observe.epoch_log import EpochLog, LoaderUse
 from minato.observe.machine import MachineSnapshot
@@ -13,6 +15,8 @@ from minato.observe.meters import SlowSample
 from minato.observe.observers import Counts, LoaderSnapshot, Metrics
 from minato.sampling.progress import Progress
 from minato.scheduling.slow_samples import ThresholdDecision
+from tests.datasets import Failing
+from tests.selection import each
 
 MACHINE = MachineSnapshot({"disk_read_bytes": 9}, 5, 10, (("A", 7),))
 STANDING = LoaderSnapshot(2, 4, 1, 6, 1000, 10_000)
@@ -149,6 +153,71 @@ def test_an_epoch_can_be_looked_at_while_it_runs() -> None:
     ended = journal.totals()
     assert (ended.running, ended.batches, ended.counts["batches"]) == (False, 3, 3)
     assert journal.stages() == ()
+
+
+def interrupt() -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the calls that return, those that raise and the copies between them, whenever somebody looks."""
+    draw, now_ns = random.Random(seed), 1
+    monkeypatch.setattr("minato.observe.epoch_log.now_ns", lambda: now_ns)
+    journal, source = EpochLog(), MetricsSource()
+    journal.begin(0, Progress(0), source)
+    journal.started()
+    waits, steps, waited, pinned, step = 0, 0, 0, 0, 0
+    for _ in range(100):
+        kind, duration = (
+            draw.choice(["batch", "interrupted", "error", "step", "pin"]),
+            draw.randrange(1, 9),
+        )
+        if kind in ("batch", "interrupted", "error"):
+            now_ns += 1
+            journal.enter()
+            steps, step = steps + (step + 1 if waits else 0), 0
+        now_ns += duration
+        waited += duration if kind in ("batch", "interrupted", "error") else 0
+        assert journal.totals().waited_ns == waited
+        if kind == "batch":
+            journal.leave(1, 1, lambda: STANDING)
+            waits += 1
+        elif kind == "interrupted":  # where it looks at the loader; the batch comes again
+            journal._loader_wanted = True
+            with pytest.raises(KeyboardInterrupt):
+                journal.leave(1, 1, interrupt)
+            journal.fail()
+        elif kind == "error":
+            journal.fail()
+        elif kind == "pin":
+            journal.pinned(duration)
+            pinned, step = pinned + duration, 0
+        else:
+            step += duration
+        assert journal.totals().waited_ns == journal.totals().counts["waited_ns"] == waited
+        (record,) = journal.records()
+        assert (record.waited_ns, record.waits.count, record.pinned_ns) == (waited, waits, pinned)
+        assert record.steps.total == steps
+    journal.fail()  # after the return of the call: it is interrupted there
+    assert journal.totals().waited_ns == waited
+    journal.end(source)
+    assert journal.totals().counts["waited_ns"] == waited
+
+
+@each
+@pytest.mark.parametrize("measured", [False, True])
+def test_nobody_waits_after_a_call_that_raised(workers: dict[str, Any], measured: bool) -> None:
+    size = CostBatches(4, lambda sample: 1) if measured else 4
+    policy = ErrorPolicy("skip", max_failures=1)
+    loader = DataLoader(Failing(40, {1: ValueError, 2: OSError}), size, errors=policy, **workers)
+    with pytest.raises(ErrorBudgetError):
+        list(iterator := iter(loader))
+    log = loader._history.epoch_log
+    before = log.totals()
+    assert before.running
+    assert log.totals().waited_ns == before.waited_ns == log.records()[-1].waited_ns
+    del iterator
 
 
 def test_how_things_stand_is_looked_up_only_for_those_who_look() -> None:

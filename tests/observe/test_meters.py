@@ -116,6 +116,21 @@ def test_of_a_key_the_slowest_time_counts() -> None:
     assert slowest_of([*slowest.read(), other]) == [other]
 
 
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(-2, KEPT - 3), st.integers(1, 99)), max_size=120))
+def test_each_index_has_one_row(offers: list[tuple[int, int]]) -> None:
+    """Index 0 too, whose name empty rows have; a worker that takes over knows as much."""
+    memory, costs = bytearray(Meters.nbytes(0)), dict[int, int]()
+    slowest = Meters(0, memory).slowest
+    for number, (index, cost_ns) in enumerate(offers):
+        if number % 40 == 39:
+            slowest = Meters(0, memory).slowest
+        slowest.offer(index, 0, cost_ns, -1, 0)
+        costs[index] = max(costs.get(index, 0), cost_ns)
+        found = [(each.key, each.cost_ns) for each in slowest.read()]
+        assert sorted(found) == sorted(costs.items())
+
+
 def test_keys_of_any_kind() -> None:
     slowest = SlowestSamples()
     keys = [0, -5, "0", "cat.jpg", ("a", 1), 1 << 70, "x" * 200]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import minato
+from minato.observe import epoch_log
 from minato.observe.epoch_log import EpochLog
 from minato.observe.metrics import CATALOG, values_of
 from minato.observe.observers import LoaderSnapshot, Metrics
@@ -58,12 +60,15 @@ def test_values_before_during_and_after_epochs(num_workers: int) -> None:
 
 def test_counters_never_fall() -> None:
     loader = loader_of(num_workers=2, persistent_workers=True)
-    seen: list[dict[str, float]] = []
+    fallen: list[tuple[str, float, float]] = []
     ended = threading.Event()
 
     def watch() -> None:
+        before = loader.metrics()
         while not ended.is_set():
-            seen.append(loader.metrics())
+            after = loader.metrics()
+            fallen.extend((n, before[n], after[n]) for n in COUNTERS if after[n] < before[n])
+            before = after
             time.sleep(0)
 
     watcher = threading.Thread(target=watch)
@@ -77,10 +82,30 @@ def test_counters_never_fall() -> None:
         ended.set()
         watcher.join(60)
     assert not watcher.is_alive()
-    seen.append(loader.metrics())
-    for before, after in zip(seen, seen[1:], strict=False):
-        assert [n for n in COUNTERS if after[n] < before[n]] == []
-    assert seen[-1]["batches_total"] == 4 * 3 + 8 * 6
+    assert fallen == []
+    assert loader.metrics()["batches_total"] == 4 * 3 + 8 * 6
+
+
+def test_counters_never_fall_between_two_lines_of_the_loop() -> None:
+    loader, values = loader_of(), []
+    traced = sys.gettrace()
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename == epoch_log.__file__:
+            values.append(loader.metrics())  # as another thread may
+            return trace
+        return None
+
+    for _ in range(2):
+        batches = iter(loader)
+        sys.settrace(trace)
+        try:
+            list(batches)
+        finally:
+            sys.settrace(traced)
+    assert len(values) > 100
+    for name in COUNTERS:
+        assert [each[name] for each in values] == sorted(each[name] for each in values), name
 
 
 def test_failures_are_counted() -> None:

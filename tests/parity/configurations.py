@@ -117,7 +117,7 @@ ORDER_OF_ARGUMENTS = (
 BLUNDERS: tuple[dict[str, Any], ...] = (
     {"num_workers": -1},
     {"timeout": -1},
-    {"timeout": 5},
+    {"timeout": 90},
     {"prefetch_factor": 3},
     {"prefetch_factor": -1},
     {"persistent_workers": True},
@@ -354,7 +354,7 @@ def configurations(
     if workers:
         drawn["prefetch_factor"] = draw(st.sampled_from((None, 1, 2, 3)))
         drawn["persistent_workers"] = draw(st.booleans())
-        drawn["timeout"] = draw(st.sampled_from((0, 30)))
+        drawn["timeout"] = draw(st.sampled_from((0, 90)))
     if draw(st.integers(0, 9)) == 0:
         drawn["pin_memory"] = True
         drawn["pin_memory_device"] = draw(st.sampled_from(("", "cuda")))

@@ -309,6 +309,7 @@ base = torch.arange(24.0)
 ODD: dict[str, list[Any]] = {
     "mkldnn": [torch.ones(2).to_mkldnn()] * 3,
     "zero-tensor": [torch._efficientzerotensor(2)] * 3,
+    "rows-of-a-zero-tensor": [*torch._efficientzerotensor((4, 2))[1:]],
     "exotic-dtype": [torch.zeros(2, dtype=torch.uint8).view(torch.bits8)] * 3,
     "strides-between-elements": [np.zeros(2, dtype=[("a", "u1"), ("b", "<f4")])["b"]] * 3,
     "ulonglong": [np.zeros(2, np.ulonglong)] * 3,
@@ -487,7 +488,7 @@ CONVERSIONS: dict[str, Callable[[list[Any]], Any]] = {
     "function": lambda samples: len,
     "exception": lambda samples: ValueError(len(samples)),
 }
-UNSENDABLE = "mkldnn", "zero-tensor", "arrays-channels-last"
+UNSENDABLE = "mkldnn", "zero-tensor", "rows-of-a-zero-tensor", "arrays-channels-last"
 ARRIVES = [
     name
     for name in ALL

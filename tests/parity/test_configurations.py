@@ -18,7 +18,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # they are recorded and compared
     pytest.mark.parametrize(
         "share",
-        [pytest.param(0.05, id="sample"), pytest.param(1.0, id="all", marks=pytest.mark.slow)],
+        [
+            pytest.param(0.05, id="sample"),
+            pytest.param(1.0, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        ],
     ),
 ]
 

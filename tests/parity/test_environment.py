@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import multiprocessing
+import os
 import pickle
 import random
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import minato
 from minato._support import pickling
@@ -74,8 +76,8 @@ class Interrupted(Drawing):
         self.turns = turns
 
     def __getitem__(self, index: int) -> Any:
-        self.turns.wait(10)
-        self.turns.wait(10)
+        self.turns.wait(60)
+        self.turns.wait(60)
         return super().__getitem__(index)
 
 
@@ -89,9 +91,9 @@ def test_what_the_main_thread_draws_stays_drawn() -> None:
         thread.start()
         drawn = []
         for _ in range(6):
-            turns.wait(10)
+            turns.wait(60)
             drawn.append((random.random(), float(np.random.rand()), torch.rand(2)))
-            turns.wait(10)
+            turns.wait(60)
         thread.join()
         return drawn
 
@@ -190,6 +192,30 @@ def test_device_of_a_with_statement(device: str, workers: Any, own: Any) -> None
             return [*make(Floats(5), 2, shuffle=True, generator=generator, **workers)]
 
     same_for_both(batches, **own)
+
+
+class Unusable(TorchFunctionMode):
+    """A default device that only this process can use, as CUDA after a fork."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process = os.getpid()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        makes = function in (torch.empty, torch.tensor, torch.as_tensor)
+        if makes and "device" not in (kwargs or {}) and os.getpid() != self.process:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_default_device_that_workers_cannot_use(torch_defaults: None) -> None:
+    def batches(make: Any) -> list[Any]:
+        with Unusable():
+            return [*make(Numbers(5), 2, num_workers=1)]
+
+    assert "Cannot re-initialize CUDA" in str(same_for_both(batches))
 
 
 def test_what_minato_makes_for_itself_is_on_the_cpu(torch_defaults: None) -> None:

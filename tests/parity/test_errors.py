@@ -57,10 +57,13 @@ class Silent(Exception):
 
 
 class Treacherous(Exception):
-    """Not even its text can be had."""
+    """Neither its text can be had, nor its traceback replaced."""
 
     def __str__(self) -> str:
         raise ValueError("no text")
+
+    def with_traceback(self, _: Any) -> Any:
+        raise ValueError("no traceback")
 
 
 def raising(make: Callable[[], BaseException]) -> Callable[[], Any]:
@@ -256,6 +259,17 @@ def test_text_that_cannot_be_had(torch_looks_often: None) -> None:
     same_for_both(case)
 
 
+def test_an_error_of_any_class_is_raised_later_than_it_was_caught() -> None:
+    class Sampler:
+        def __iter__(self) -> Iterator[int]:
+            yield from range(4)
+            raise Treacherous
+
+    iterator = iter(minato.DataLoader(Numbers(8), 2, sampler=Sampler(), num_workers=1))
+    with pytest.raises(Treacherous):
+        list(iterator)
+
+
 def kind_of_error(iterator: Iterator[Any]) -> BaseException | None:
     try:
         next(iterator)
@@ -311,6 +325,21 @@ def test_persistent_workers_go_on_with_the_next_pass(own: Any) -> None:
 def test_all_batches_bad(workers: Any, own: Any) -> None:
     dataset = BadSample(0, ACTIONS["value"])
     same_for_both(lambda make: drain(iter(make(dataset, 1, sampler=[2] * 9, **workers))), **own)
+
+
+@each
+def test_batches_that_are_no_lists_of_indices(workers: Any, own: Any) -> None:
+    """With torch it is a worker that notices; its text is of that worker."""
+
+    class Uneven:
+        def __iter__(self) -> Iterator[Any]:
+            yield from (5, [0, 1], 5, 5, [2, 3], [4], 5)
+
+    def case(make: Any) -> Any:
+        loader = make(Numbers(9), batch_sampler=Uneven(), **workers)
+        return [[outcome[:2] for outcome in drain(iter(loader))] for _ in range(2)]
+
+    same_for_both(case, **own)
 
 
 @each

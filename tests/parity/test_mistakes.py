@@ -7,6 +7,7 @@ them, in few lines, and raises what torch raises. A row says whether torch's tex
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import sqlite3
 import sys
@@ -25,7 +26,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import minato
 from minato import AutoScale, DataLoader, ErrorPolicy, Observe, RayWorkers
-from tests.datasets import Numbers, Samples
+from tests.datasets import Numbers, Samples, wait_until
 from tests.parity.harness import TORCH_IS_UNTIDY, TorchLoader
 
 FOUR = Numbers(4)
@@ -151,8 +152,28 @@ def stop() -> None:
     os._exit(3)
 
 
-def wait() -> None:
-    threading.Event().wait(1.5)
+class Stuck(Numbers):
+    """Its samples say that they run, and end when the test is over."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.runs, self.is_over = (multiprocessing.RawValue("b", 0) for _ in range(2))
+
+    def __getitem__(self, index: int) -> int:
+        self.runs.value = 1
+        wait_until(lambda: bool(self.is_over.value))
+        return index
+
+
+def timed_out(make: Any) -> object:
+    """Wait too long for a sample; the start of its worker may take longer than that."""
+    dataset = Stuck()
+    iterator = iter(make(dataset, sampler=[2], num_workers=1, timeout=0.5))
+    wait_until(lambda: bool(dataset.runs.value))
+    try:
+        return next(iterator)
+    finally:
+        dataset.is_over.value = 1
 
 
 def open_missing() -> object:
@@ -404,7 +425,7 @@ FUNCTIONS: dict[str, Mistake] = {
         better=None,
     ),
     "timeout": Mistake(
-        given(Later(wait), num_workers=1, timeout=0.5),
+        timed_out,
         ("timed out after 0.5 s", "index 2", "in __getitem__", "sample_timeout"),
     ),
     "worker exits": Mistake(
@@ -466,7 +487,7 @@ OWN: dict[str, Mistake] = {
     "compat": Mistake(given(compat="jax"), ("compat='jax'", "'torch'"), None),
     "device": Mistake(given(device="gpu"), ("device='gpu'",), None),
     "stragglers": Mistake(given(stragglers=90), ("stragglers=90", "StragglerPolicy"), None),
-    "shared_pool": Mistake(given(shared_pool=3), ("shared_pool=3", "SharedPool"), None),
+    "shared_pool": Mistake(given(workers="shared"), ("workers='shared'", "SharedPool()"), None),
     "observe": Mistake(given(observe="run.json"), ("observe='run.json'", "True, False"), None),
     "recording": Mistake(given(recording="r"), ("recording='r'", "a Record or a Replay"), None),
     "transforms": Mistake(given(transforms=[abs, 3]), ("transforms[1]", "not callable"), None),
@@ -514,7 +535,8 @@ MISTAKES: dict[str, Mistake] = {
 
 @TORCH_IS_UNTIDY
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake(name: str, torch_looks_often: None) -> None:
+def test_a_mistake(name: str, torch_looks_often: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 60.0)
     mistake = MISTAKES[name]
     ours, wanted = told(mistake, DataLoader), mistake.told
     missing = [word for word in wanted if word not in ours.text]

@@ -40,7 +40,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import minato
 from minato._support.loader_class import TorchDataLoader
-from tests.datasets import InOrder, Numbers, Roll
+from tests.datasets import InOrder, Numbers, Roll, wait_until
 from tests.edges import test_indices, test_replaced_parts
 from tests.parity.harness import describe
 
@@ -80,7 +80,7 @@ def permuting(dataset: Any) -> RandomSampler:
 
 def living() -> int:
     """How many worker processes there are, once those that were told to end have had time to."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while multiprocessing.active_children() and time.monotonic() < until:
         time.sleep(0.01)
     return len(multiprocessing.active_children())
@@ -323,7 +323,7 @@ def attributes(base: Any, workers: int) -> Any:
     one_each = plain(loader)
     loader.prefetch_factor = given
     if workers:
-        loader.num_workers, loader.timeout = 1, 30
+        loader.num_workers, loader.timeout = 1, 90
     loader.collate_fn = operator.itemgetter(0)
     return changed, one_each, plain(loader), loader.extra, len(loader)
 
@@ -720,7 +720,7 @@ def fed_stream(base: Any, workers: int) -> Any:
     class Fed(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             while True:
-                yield waiting.get(timeout=20)
+                yield waiting.get(timeout=60)
 
     got = []
     waiting.put(1)
@@ -958,9 +958,15 @@ def seed_from_info(worker: int) -> None:
 
 
 class Seeded(Numbers):
+    """A sample waits until both workers have begun."""
+
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.seeds: dict[int, int] = {}
+
+    def __getitem__(self, index: int) -> int:
+        wait_until(lambda: len(self.seeds) == 2)
+        return index
 
 
 def test_processes_that_are_threads() -> None:
@@ -975,10 +981,11 @@ def test_processes_that_are_threads() -> None:
             worker_init_fn=seed_from_info,
             generator=torch.Generator().manual_seed(3),
         )
-        epochs = [plain(loader), plain(loader)]
-        assert get_worker_info() is None
-        seen.append((epochs, dataset.seeds))
-    assert seen[0] == seen[1]
+        for _ in range(2):
+            dataset.seeds = {}
+            seen.append((plain(loader), dataset.seeds))
+            assert get_worker_info() is None
+    assert seen[:2] == seen[2:]
 
 
 def test_a_context_of_threads_that_is_set_later() -> None:
@@ -990,6 +997,19 @@ def test_a_context_of_threads_that_is_set_later() -> None:
     assert loader._options.workers == loader.workers == "process"
     stream = minato.DataLoader(Parts(4), num_workers=2, multiprocessing_context=Context())
     assert sorted(batch for (batch,) in plain(stream)) == [0, 1, 2, 3]
+
+
+def test_threads_are_no_shared_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    how: Any = {"num_workers": 2, "workers": minato.SharedPool()}
+    with pytest.raises(ValueError, match="shares processes, and those of this"):
+        minato.DataLoader(Numbers(4), multiprocessing_context=Context(), **how)
+    loader = minato.DataLoader(Numbers(4), **how)
+    with pytest.raises(ValueError, match="shares processes, and those of this"):
+        loader.multiprocessing_context = Context()
+    loader.multiprocessing_context = "fork"
+    assert plain(loader) == [[0], [1], [2], [3]]
 
 
 def test_a_loader_that_its_persistent_workers_refer_to_is_collected() -> None:

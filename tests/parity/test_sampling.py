@@ -5,7 +5,6 @@ from __future__ import annotations
 import decimal
 import enum
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -179,7 +178,6 @@ class Counted:
 def test_long_samplers_are_consumed_lazily(
     size: int, batched: bool, workers: dict[str, Any], own: dict[str, Any]
 ) -> None:
-    started = time.monotonic()
     prefetch = {"prefetch_factor": 3} if workers["num_workers"] else {}
 
     def case(make: Any) -> Any:
@@ -189,7 +187,6 @@ def test_long_samplers_are_consumed_lazily(
         return seen, sampler.drawn, sampler.iterators, attempt(lambda: len(loader))
 
     same_for_both(case, **own)
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -189,11 +190,12 @@ def leave(worker: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_error_in_worker_init_fn_comes_with_the_first_batch(workers: int) -> None:
     def case(make: Any) -> Any:
-        return next(iter(make(Numbers(8), 2, num_workers=workers, worker_init_fn=refuse)))
+        loader = make(Numbers(8), 2, num_workers=workers, worker_init_fn=refuse)
+        kind, name, text = attempt(lambda: next(iter(loader)))
+        # With torch, worker 0 has the first batch; here, the worker that begins first.
+        return kind, name, re.sub(r"worker [01] stays", "worker stays", text)
 
-    kind, name, text = same_for_both(case)
-    assert (kind, name) == ("raised", "PermissionError")
-    assert "stays out" in text
+    assert "worker stays out" in str(same_for_both(case))
     with pytest.raises(PermissionError, match="(?s)in refuse.*worker 0 stays out"):
         next(iter(minato.DataLoader(Numbers(8), num_workers=1, worker_init_fn=refuse)))
 
@@ -291,14 +293,18 @@ def test_iterator_of_persistent_workers_begins_anew(workers: Any, own: Any) -> N
 
 
 class Together(Numbers):
-    """A sample waits until each of the workers is in one."""
+    """A sample waits until each of the workers is in one.
+
+    It takes long enough not to be claimed together with others: those of a few microseconds are, even the last ones.
+    """
 
     def __init__(self, size: int, workers: int, kind: Any) -> None:
         super().__init__(size)
         self.barrier = kind(workers)
 
     def __getitem__(self, index: int) -> int:
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=60)
+        time.sleep(0.0002)
         return index
 
 
@@ -367,7 +373,14 @@ def test_worker_that_is_stopped_by_its_own_code(
     how: str, persistent: bool, torch_looks_often: None
 ) -> None:
     def case(make: Any) -> Any:
-        return next(iter(make(Deadly(8, how), 4, num_workers=1, persistent_workers=persistent)))
+        try:
+            return next(iter(make(Deadly(8, how), 4, num_workers=1, persistent_workers=persistent)))
+        except RuntimeError as error:
+            if make is not TorchLoader:
+                raise
+            # Where its loop does not wait yet, a handler of SIGCHLD tells.
+            told = re.sub("is killed by signal: .*", "exited unexpectedly", str(error))
+            raise RuntimeError(told) from None
 
     kind, name, text = same_for_both(case, errors=minato.ErrorPolicy(on_worker_death="raise"))
     assert (kind, name, text) == (
@@ -377,23 +390,34 @@ def test_worker_that_is_stopped_by_its_own_code(
     )
 
 
+class Begun(Held):
+    """Says when the held sample has begun."""
+
+    begun = multiprocessing.RawValue("b", 0)
+
+    def __getitem__(self, index: int) -> int:
+        self.begun.value = index == self.held
+        return super().__getitem__(index)
+
+
 @pytest.mark.slow
 def test_timeout() -> None:
     def case(make: Any) -> Any:
-        dataset = Held(4, 2, 5)
-        iterator = iter(make(dataset, 1, num_workers=1, timeout=3))
+        dataset = Begun(4, 2, 5)
+        iterator = iter(make(dataset, 1, num_workers=1, timeout=6, prefetch_factor=3))
+        wait_until(lambda: bool(dataset.begun.value))  # a start may take longer than the timeout
         outcomes = [attempt(lambda: next(iterator)) for _ in range(3)]
         dataset.missing.value = 0
         return outcomes
 
     outcome = same_for_both(case)
-    assert "DataLoader timed out after 3 seconds" in str(outcome)
+    assert "DataLoader timed out after 6 seconds" in str(outcome)
 
 
 @pytest.mark.slow
 def test_timeout_counts_anew_for_each_batch() -> None:
-    dataset = Sleepy(4, 1.0)
-    same_for_both(lambda make: [*make(dataset, 1, num_workers=1, timeout=3)])
+    dataset = Sleepy(4, 2.5)
+    same_for_both(lambda make: [*make(dataset, 1, num_workers=1, timeout=9)])
 
 
 class Endless(Numbers):
@@ -422,7 +446,7 @@ def test_number_of_processes_is_torchs() -> None:
         counts.append(len(multiprocessing.active_children()))
         del iterator
         gc.collect()
-        wait_until(lambda: not multiprocessing.active_children(), 10)
+        wait_until(lambda: not multiprocessing.active_children())
     assert counts == [2, 2]
 
 

@@ -60,6 +60,13 @@ class OfImages(IterableDataset[Any]):
         return (images[index] for index in range(first, len(images), step))
 
 
+class OfTokens(IterableDataset[Any]):
+    """Short texts as tokens and labels."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ({"input_ids": [5] * n, "labels": [5] * n} for n in (3, 4, 5, 6, 7))
+
+
 class OneBad(Images):
     """The same, where some cannot be read."""
 
@@ -231,6 +238,12 @@ def _training() -> dict[str, Any]:
     model = make_model()
     step = make_step(model)
     return {"model": model, "train": step, "train_step": step, "step": 100}
+
+
+def _language_models() -> dict[str, Any]:
+    web, code, documents = (OfTokens() for _ in range(3))
+    rows = DataLoader(minato.pack(documents, 16), 2)
+    return {"web": web, "code": code, "documents": documents, "batch": next(iter(rows))}
 
 
 def _memory() -> dict[str, Any]:
@@ -492,6 +505,31 @@ def _several_machines() -> dict[str, Any]:
     return {}
 
 
+def _stream_ranks() -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    atexit.register(dist.destroy_process_group)
+
+    def model(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(torch.ones(1))
+        return labels.float()
+
+    return {"stream": OfImages(), "model": model}
+
+
+def _resume_ranks() -> dict[str, Any]:
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+
+    def of_rank(rank: int, ranks: int) -> Any:
+        sampler = torch.utils.data.DistributedSampler(range(20), ranks, rank, seed=1)
+        return minato.DataLoader(range(20), 2, sampler=sampler, seed=1)
+
+    states = []
+    for loader in (of_rank(0, 2), of_rank(1, 2)):
+        next(iter(loader))
+        states.append(loader.state_dict())
+    return {"loader": of_rank(0, 1), "states": states, "state": states[0]}
+
+
 _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "bench/README.md": _bench,
     "docs/how-to/active.md": _after_an_epoch,
@@ -500,6 +538,7 @@ _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/code-you-cannot-edit.md": _code_you_cannot_edit,
     "docs/how-to/debugging.md": _debugging,
     "docs/how-to/gpu.md": _gpu,
+    "docs/how-to/language-models.md": _language_models,
     "docs/how-to/memory.md": _memory,
     "docs/how-to/metrics.md": _metrics,
     "docs/how-to/object-stores.md": _object_stores,
@@ -507,8 +546,10 @@ _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/photos.md": _photos,
     "docs/how-to/ranks.md": _ranks,
     "docs/how-to/remote-data.md": _remote_data,
+    "docs/how-to/resume-ranks.md": _resume_ranks,
     "docs/how-to/sources.md": _sources,
     "docs/how-to/several-machines.md": _several_machines,
+    "docs/how-to/stream-ranks.md": _stream_ranks,
     "docs/how-to/slow-samples.md": _after_an_epoch,
     "docs/how-to/symptoms.md": _after_an_epoch,
     "docs/how-to/start-up.md": lambda: {"make_model": make_model},

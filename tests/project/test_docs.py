@@ -45,6 +45,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_begin_after_an_empty_line(page: Path) -> None:
+    """A table that follows a line of a paragraph or a list belongs to it: it is shown as text."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    assert re.findall(r"^(?!\|).+\n\|.*\n\| ?-.*$", text, re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_tests_exist(page: Path) -> None:
     file, missing = "", []
     for match in re.finditer(

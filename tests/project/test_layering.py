@@ -6,9 +6,10 @@ batching, ``workers`` all four, ``delivery`` sampling and batching. All know ``_
 ``observe``, which knows no stage. ``engine`` wires the stages, and knows nothing above it; only ``loader``,
 ``patching``, the package itself and the command line may import everything. ``ray`` is another kind of worker;
 ``shared_pool`` serves batches of an engine to other processes. ``consumers`` knows the iterator of a loader and
-devices. ``caching``, ``integrations`` and ``sources`` know no stage. ``sharing`` and ``_support`` know
-``_core``. Imports stand at the top of a module, but for the few parts that load others of minato when they are first
-used, and for the packages of extras.
+devices. ``caching``, ``integrations`` and ``sources`` know no stage; ``sources`` knows ``streams``, which knows what
+a state is and how generators are set.
+``sharing`` and ``_support`` know ``_core``. Imports stand at the top of a module, but for the few parts that load
+others of minato when they are first used, and for the packages of extras.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ ON_DEMAND = {"engine", "integrations", "loader"}
 """The only parts that import others of minato inside functions, so that ``import minato`` is quick."""
 OPTIONAL = {
     "cassandra",
+    "fsspec",
     "lmdb",
     "matplotlib",
     "nilearn",
@@ -127,8 +129,10 @@ def allowed(part: str) -> set[str] | None:
         return {part, "observe", *COMMON}
     if part == "caching":
         return {part, "sharing", *COMMON}
+    if part == "streams":
+        return {part, "sampling", "transforms", "_core", *COMMON}
     if part == "sources":
-        return {part, *COMMON}
+        return {part, "streams", *COMMON}
     return {*COMMON}
 
 
@@ -182,7 +186,7 @@ def test_cython_imports_only_the_core() -> None:
 
 def test_every_folder_is_a_known_part() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    leaves = {"caching", "cli", "integrations", "ray", "shared_pool", "sources"}
+    leaves = {"caching", "cli", "integrations", "ray", "shared_pool", "sources", "streams"}
     assert folders == {*STAGES, *leaves, "_core", "_support", "engine", "observe"}
     assert {path.stem for path in PACKAGE.glob("observe/*.py")} > RECORDED
 

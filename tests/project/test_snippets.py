@@ -51,7 +51,7 @@ NEEDS = {
     "docs/how-to/trainers.md": ("accelerate", "lightning", "transformers"),
 }
 """Packages and programs without which the fragments of a page are skipped. Some warn of themselves."""
-RANKS = {"docs/how-to/ranks.md": 2}
+RANKS = {"docs/how-to/ranks.md": 2, "docs/how-to/stream-ranks.md": 2}
 """Pages whose fragments run under torchrun, and how many processes of them."""
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -31,14 +32,14 @@ from tests.datasets import Numbers, add_draws, three_draws, wait_until
 from tests.sources import servers
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is missing")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 SIZE = 1000
-BAD, STRANGE, DEADLY, FLAKY = 900, 901, 902, 903
+BAD, STRANGE, DEADLY, FLAKY, LEAVING = 900, 901, 902, 903, 904
 HELD = range(500, 620)
 EPOCH = 7
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 
 class Keys(Sampler[int]):
@@ -78,13 +79,18 @@ class Everything(Numbers):
             raise ValueError("cannot be decoded")
         if index == STRANGE:
             raise StrangeError(1, 2)
+        if index == LEAVING:
+            sys.exit("enough")
         if index in (DEADLY, FLAKY) and not os.path.exists(self.mark):
             Path(self.mark).touch()
             if index == FLAKY:
                 raise OSError("connection reset")
+            time.sleep(
+                3
+            )  # until the results before it have left: they would be lost, and one named
             os.kill(os.getpid(), signal.SIGKILL)
         if index in HELD:
-            wait_until(Path(f"{self.mark}.left").exists)
+            wait_until(Path(f"{self.mark}.left").exists, 300)
         info = get_worker_info()
         assert info is not None
         who = [info.id, info.num_workers, info.dataset.prepared, os.getpid()]
@@ -191,7 +197,7 @@ def one_node() -> Iterator[Any]:
         servers.PIDS.clear()
         servers.THREADS.clear()
         left = [child for child in psutil.Process().children() if child.pid not in before]
-        _, alive = psutil.wait_procs(left, timeout=10)
+        _, alive = psutil.wait_procs(left, timeout=_PATIENCE_S)
         for process in alive:
             process.kill()
         shutil.rmtree(folder, ignore_errors=bool(alive))
@@ -295,6 +301,24 @@ def test_an_exception_that_cannot_travel_is_told_of(rig: Rig) -> None:
 
 
 @needs_ray
+def test_what_would_end_an_actor_is_the_error_of_its_sample(rig: Rig) -> None:
+    rig.keys.now = [1, LEAVING, 2, 3, 4, 5, 6, 7]
+    batches = iter(rig.loader)
+    with pytest.raises(RuntimeError, match="SystemExit was raised, as if to end the worker"):
+        next(batches)
+    assert indices(batches) == [4, 5, 6, 7]
+
+    def leave(number: int) -> None:
+        sys.exit(number)
+
+    loader: DataLoader[Any] = DataLoader(
+        Points(4), num_workers=1, workers=RayWorkers({"num_cpus": 0}), worker_init_fn=leave
+    )
+    with pytest.raises(RuntimeError, match="SystemExit was raised, as if to end the worker"):
+        next(iter(loader))
+
+
+@needs_ray
 def test_on_error_decides_here_about_what_failed_there(rig: Rig) -> None:
     rig.keys.now = [1, BAD, 2, 3, 4]
     rig.treatment.now = lambda failure: minato.SKIP
@@ -332,6 +356,27 @@ def test_an_actor_that_is_killed_is_replaced_and_nothing_is_lost(rig: Rig, mark:
     trace = Path(f"{mark}.trace").read_text()
     assert '"read"' in trace
     assert "has died (lost)" in trace
+
+
+@needs_ray
+def test_an_actor_that_is_killed_at_the_very_end_is_replaced(rig: Rig, mark: str) -> None:
+    """Then nothing is left to claim but what it held, and no worker has an actor: two fit, and three are asked for."""
+    import ray
+
+    Path(mark).unlink(missing_ok=True)
+    room = min(node["Resources"]["memory"] for node in ray.nodes() if node["Alive"])
+    keys = Keys()
+    keys.now = [1, 2, 3, DEADLY]
+    loader: DataLoader[Any] = DataLoader(
+        Everything(mark),
+        sampler=keys,
+        num_workers=3,
+        workers=RayWorkers({"num_cpus": 0, "memory": 0.6 * room}),
+        worker_init_fn=prepare,
+        timeout=_PATIENCE_S,
+    )
+    with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
+        assert [int(batch[0]) for batch in loader] == keys.now
 
 
 class TimelinePoint(NamedTuple):
@@ -486,16 +531,24 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_ray
-def test_what_is_packed_is_unpacked_and_may_be_written_to() -> None:
+def test_what_is_packed_is_unpacked_as_it_was() -> None:
     class Local(NamedTuple):
         array: Any
         empty: Any
+        others: Any
 
     array = np.arange(6).reshape(2, 3)
-    array.flags.writeable = False
-    sample = unpack(*_pack(Local(array, np.empty(0))))
+    fixed = array.copy()
+    fixed.flags.writeable = False
+    others = [fixed, array.astype(">f4"), array.T, array[::-1], array.astype(np.longlong)]
+    sample = unpack(*_pack(Local(array, np.empty(0), others)))
     assert type(sample) is Local
-    sample.array[0, 0] = 7
+    for given, found in zip(others, sample.others, strict=True):
+        assert found.tolist() == given.tolist()
+        assert (found.dtype.str, found.dtype.num) == (given.dtype.str, given.dtype.num)
+        assert found.strides == given.strides
+        assert found.flags.writeable == given.flags.writeable
+    sample.array[0, 0] = 7  # Ray's own memory is read-only
     assert sample.array.tolist() == [[7, 1, 2], [3, 4, 5]]
 
 

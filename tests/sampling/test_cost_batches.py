@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minato import CostBatchSampler, DataLoader
+from minato.sampling.dealing import Stage
+from minato.sampling.samplers import Remaining, dealing_of
 from tests.datasets import Numbers
 
 COSTS = np.random.default_rng(5).integers(1, 200, 500)
@@ -170,3 +172,19 @@ def test_an_epoch_goes_on_where_a_state_was_taken() -> None:
     rest.load_state_dict(state)
     got += [batch.tolist() for batch in rest]
     assert got == per_rank(1, COSTS, 2000, seed=3, epoch=1)[0]
+
+
+def test_a_reader_may_change_its_batches() -> None:
+    def spoilt(sampler: Any) -> list[list[int]]:
+        found = []
+        for batch in sampler:
+            found.append([*batch])
+            batch.append(-1)
+        return found
+
+    for sampler in (CostBatchSampler(COSTS, 2000), CostBatchSampler([1], 1, shard=(0, 3))):
+        assert spoilt(sampler) == spoilt(sampler) == [*sampler]
+    dealing = dealing_of(CostBatchSampler(COSTS, 2000), True)
+    assert dealing is not None
+    rest = Remaining(dealing, [Stage(1, 1, (), (0, 0), (0, 0))], len(COSTS))
+    assert spoilt(rest) == spoilt(rest)

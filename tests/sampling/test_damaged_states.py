@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minato import DataLoader
+from minato import DataLoader, merge_states
 from tests.datasets import Numbers, indices
 
 
@@ -29,14 +29,14 @@ def loader(order: str = "strict") -> DataLoader[Any]:
 
 @functools.cache
 def states() -> list[dict[str, Any]]:
-    """One of the middle of an epoch, one of its end, one of the beginning."""
+    """One of the middle of an epoch, one of its end, one of the beginning, and one that was merged."""
     found = []
     for batches in (3, 7, 0):
         each = loader()
         taken = list(itertools.islice(each, batches))
         assert len(taken) == batches
         found.append(each.state_dict())
-    return found
+    return [*found, merge_states(found[:1])]
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -111,7 +111,7 @@ def test_any_damage_is_named(data: st.DataObject) -> None:
 
 
 def damage(data: st.DataObject) -> None:
-    state = states()[data.draw(st.integers(0, 2))]
+    state = states()[data.draw(st.integers(0, 3))]
     for _ in range(data.draw(st.integers(1, 3))):
         way = data.draw(st.sampled_from(places(state)))
         state = changed(state, way, data.draw(JUNK | st.just(DROPPED)))

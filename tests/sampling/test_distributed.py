@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
 import pytest
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from minato.sampling.samplers import (
     InterleavedRanks,
@@ -42,6 +55,115 @@ class Unequal:
 def test_ranks_with_unequal_parts() -> None:
     with pytest.raises(ValueError, match="rank 1 has fewer batches than rank 0 by Unequal"):
         list(InterleavedRanks(Unequal(), range(2)))
+
+
+class Drawn:
+    """Each rank takes its part of the same permutation, by a generator of its own."""
+
+    num_replicas = 2
+    rank = 0
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(torch.randperm(8, generator=self.generator)[self.rank :: 2].tolist())
+
+
+class Shuffled(Sampler[int]):
+    """Draws with a generator, or with the functions of a module."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(8))
+        self.generator.shuffle(order)
+        yield from order
+
+
+class Divided(DistributedSampler[int]):
+    """Each rank takes its part of what another sampler draws."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, 2, 0, shuffle=False)
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = list(self.sampler)
+        return iter([drawn[i] for i in super().__iter__()])
+
+
+class Mixed(BatchSampler):
+    """Shuffles the batches of a rank."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, 1, False)
+        self.generator = random.Random(1)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        self.generator.shuffle(batches)
+        yield from batches
+
+
+SHUFFLES: list[Callable[[], Any]] = [
+    Drawn,
+    *(partial(Divided, Shuffled(module)) for module in (np.random, random)),
+    lambda: Divided(Shuffled(np.random.default_rng(1))),
+    lambda: Divided(Shuffled(np.random.RandomState(1))),
+    lambda: Divided(Shuffled(random.Random(1))),
+    lambda: Divided(RandomSampler(range(8))),
+    lambda: Divided(RandomSampler(range(8), generator=torch.Generator().manual_seed(1))),
+]
+
+
+def drawn_by(draw: Callable[[], list[int]]) -> tuple[list[list[int]], tuple[float, ...]]:
+    """Three epochs, and what the default generators give then."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    epochs = [draw() for _ in range(3)]
+    return epochs, (random.random(), np.random.rand(), torch.rand(1).item())
+
+
+@pytest.mark.parametrize("make", SHUFFLES)
+def test_ranks_draw_with_generators_of_their_own(make: Callable[[], Any]) -> None:
+    sampler, alone = make(), make()
+    found, then = drawn_by(lambda: list(InterleavedRanks(sampler, range(2))))
+    assert all(sorted(epoch) == list(range(8)) for epoch in found)
+    assert ([epoch[::2] for epoch in found], then) == drawn_by(lambda: list(alone))
+
+
+def test_ranks_shuffle_their_batches_alike() -> None:
+    found = list(InterleavedRanks(Mixed(RankSampler(Numbers(8), 2, 0, False, 0, False)), range(2)))
+    assert [
+        second[0] - first[0] for first, second in zip(found[::2], found[1::2], strict=True)
+    ] == [1] * 4
+
+
+class Fixed:
+    """Has chosen its part before anyone asks for another rank's."""
+
+    num_replicas = 2
+    rank = 0
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches = batches
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self.batches)
+
+
+def test_ranks_with_the_same_part() -> None:
+    with pytest.raises(ValueError, match=r"Fixed gives all ranks the same batches.* self\.rank"):
+        list(InterleavedRanks(Fixed([[0, 2], [4, 6]]), range(2)))
+    assert list(InterleavedRanks(Fixed([[0, 2]]), range(2))) == [[0, 2]] * 2
+    assert list(InterleavedRanks(Fixed([[0], [0]]), range(2))) == [[0]] * 4
+    assert list(InterleavedRanks(Fixed([[0, 2]]), range(1))) == [[0, 2]]
 
 
 def test_who_knows_ranks() -> None:

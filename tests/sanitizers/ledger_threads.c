@@ -10,6 +10,7 @@
 #include "ledger.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -47,7 +48,7 @@ static int dies(uint32_t worker, uint64_t *state) {
     mn_store_release_u32(&dead[worker], 1);
     mn_event_count_notify(&ledger.header->ready, INT_MAX);
     while (mn_load_acquire_u32(&dead[worker]))
-        ;
+        sched_yield();
     return 1;
 }
 
@@ -66,6 +67,8 @@ static int run(uint32_t worker, uint32_t index, uint64_t k, uint32_t count, uint
     int bound = mn_load_relaxed_u32(&batch->bound) != 0;
     uint64_t key = mn_load_relaxed_u64(&mn_at(&ledger, first)->index);
     CHECK(key == first);
+    if (!collates)
+        CHECK(mn_reserve_fields(&ledger, index, MN_ALIGNMENT) != UINT64_MAX);
     CHECK(mn_allocate(&ledger, index, 1) != UINT64_MAX);
     if (bound && collates) {
         CHECK(count == COUNT);
@@ -139,7 +142,7 @@ static void consume(uint64_t batches, int bound) {
         while (opened < batches && num_live < RECORDS && mn_tail(&ledger) + COUNT - base <= RING) {
             uint32_t index = mn_vacant(&ledger);
             mn_batch_fields fields = {.count = COUNT, .bound = bound, .slot = MN_ALIGNMENT,
-                                      .cursor = 4 * MN_ALIGNMENT, .slot_end = NBYTES};
+                                      .cursor = MN_ALIGNMENT, .slot_end = NBYTES};
             mn_prepare(&ledger, index, &fields);
             for (uint64_t k = 0; k < COUNT; k++)
                 mn_set_sample(&ledger, index, mn_tail(&ledger) + k, (int64_t)(mn_tail(&ledger) + k), 0, bound);

@@ -290,7 +290,7 @@ class Bench:
 def worker_plan(order: str = "strict", max_lag: int = 0, most_workers: int = 1) -> WorkerPlan:
     """The plan of workers that read from a dataset of their own; the loader's defaults."""
     return WorkerPlan(
-        pipeline=Pipeline(None, Transforms(), default_collate, True, False, False),
+        pipeline=Pipeline(None, None, Transforms(), default_collate, True, False, False),
         method="process",
         in_main_process=False,
         most_workers=most_workers,
@@ -345,7 +345,7 @@ class Journal:
             self._collated(batch, samples, state)
         else:
             self._samples(record.first + k, k, samples)
-        self._publish(batch, self._ledger.fill_run(batch, k, len(indices)))
+        self._collate_if_left(batch, self._ledger.fill_run(batch, k, len(indices)))
 
     def deliver_free(
         self,
@@ -354,28 +354,28 @@ class Journal:
         samples: list[Any],
         error: BaseException | None = None,
         *,
-        slow: bool = False,
+        to_newest: bool = False,
     ) -> None:
         done = 0
         while done < len(samples):
             here = position + done
-            place, batch, taken = self._ledger.reserve(here, len(samples) - done, slow)
+            place, batch, taken = self._ledger.reserve(here, len(samples) - done, to_newest)
             k = place - self._ledger.describe(batch).first
             self._samples(place, k, samples[done : done + taken])
-            self._publish(batch, self._ledger.fill(here, place, taken))
+            self._collate_if_left(batch, self._ledger.fill(here, place, taken))
             done += taken
         if error is not None:
-            place, batch, _ = self._ledger.reserve(position + done, 1, slow)
+            place, batch, _ = self._ledger.reserve(position + done, 1, to_newest)
             self._error(place, indices[done], error)
-            self._publish(batch, self._ledger.fill(position + done, place))
+            self._collate_if_left(batch, self._ledger.fill(position + done, place))
 
-    def publish(self, batch: int) -> None:
+    def collate_and_publish(self, batch: int) -> None:
         self.journal.append("collate")
         self._ledger.set_ready(batch, 64 | SAMPLE_BLOB, 0)
 
-    def _publish(self, batch: int, outcome: int) -> None:
+    def _collate_if_left(self, batch: int, outcome: int) -> None:
         if outcome == MUST_COLLATE:
-            self.publish(batch)
+            self.collate_and_publish(batch)
 
     def _samples(self, place: int, k: int, samples: list[Any]) -> None:
         self.journal.append(("samples", k, samples))

@@ -75,6 +75,12 @@ def test_the_first_batch_is_always_opened() -> None:
     assert not window.has_room(1)
     with warnings.catch_warnings(action="error"):
         window.observe(3000)  # it was said once
+    window = PrefetchWindow(2, fixed=None, budget_bytes=1000)
+    window.expect(2000)
+    with pytest.warns(RuntimeWarning, match="2000 bytes.*memory_budget=1000"):
+        window.observe(2000)
+    with warnings.catch_warnings(action="error"):
+        PrefetchWindow(2, fixed=3, budget_bytes=1000).observe(2000)
 
 
 def test_larger_batches_count_at_once_and_are_slowly_forgotten() -> None:

@@ -19,12 +19,13 @@ from tests.datasets import TOO_MANY_WORKERS
 MARKS = [
     pytest.mark.filterwarnings(TOO_MANY_WORKERS),
     pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
-    pytest.mark.timeout(90),
 ]
 """Of the tests of such jobs."""
 _FORK = multiprocessing.get_context("fork")
 _jobs = itertools.count()
-TIMEOUT_S = 40
+TIMEOUT_S = 90
+BARRIER_S = 60
+"""Less, so that a rank that waits for one that has failed says so."""
 
 
 class Failure(Exception):
@@ -47,7 +48,7 @@ class Job:
         self._program = program
         self._ranks = count
         self._name = f"{os.getpid()}-{next(_jobs)}"
-        self._barrier = _FORK.Barrier(self.count)
+        self._barrier = _FORK.Barrier(self.count, timeout=BARRIER_S)
         self.processes: list[Any] = []
         self._results: list[Connection[Any, Any]] = []
         for rank in range(self.count):

@@ -17,13 +17,13 @@ from minato.shared_pool.channel import Hello, RankListener, connected, from_host
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.rendezvous import Rendezvous
 from tests.datasets import Filled, Numbers, indices, wait_until
-from tests.shared_pool.jobs import MARKS, Job, run
+from tests.shared_pool.jobs import MARKS, TIMEOUT_S, Job, run
 
 pytestmark = MARKS
 
 
 def loader_of(dataset: Any, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, 2, num_workers=1, **{"shared_pool": True, **arguments})
+    return DataLoader(dataset, 2, num_workers=1, **{"workers": SharedPool(), **arguments})
 
 
 @pytest.fixture
@@ -42,18 +42,20 @@ def test_batches_are_held_while_arenas_take_turns() -> None:
             held.append(next(batches))
         gc.collect()
         if rank == 1:
-            remotes = loader._session._client._remote_arenas
-            assert [remote.num_leased for remote in remotes.values()] == [2, 1]
+            client = loader._session._client
+            ahead = len(client._arrived) - 1  # of the first arena, behind the one that it has
+            leased = [remote.num_leased for remote in client._remote_arenas.values()]
+            assert leased == [2 + ahead, 1]
         held.clear()
         last = [batch[:, 0].tolist() for batch in loader]
-        together.wait(20)
+        together.wait()
         if rank == 0:
             assert batches is not None  # it has the first arena
             del batches  # its workers were forked while batches were held, and end now
             gc.collect()
             server = loader._session._server
             wait_until(lambda: server._ranks.arenas[0].num_leased == 0)
-        together.wait(20)
+        together.wait()
         return last
 
     assert run(program)[1] == [[1, 3], [5, 7], [9, 11], [13, 15]]
@@ -63,14 +65,14 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
     place = Slot(4096, 8192)
 
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Numbers(40), shared_pool=SharedPool("wait"))
+        loader = loader_of(Numbers(40), workers=SharedPool("wait"))
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
             found = indices(loader)
             return len(found), place in [slot for _, slot in loader._session._client.given_back()]
         batches = iter(loader)
         next(batches)
-        together.wait(20)
+        together.wait()
         if rank == 1:
             (tmp_path / "ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -85,7 +87,7 @@ def test_a_rank_that_comes_again_is_told_of_no_memory_it_has_not(tmp_path: Path)
         return len(found), len(server._ranks.arenas)
 
     with Job(program) as job:
-        job.processes[1].join(20)
+        job.processes[1].join(TIMEOUT_S)
         job.start(1)
         assert job.results() == [(10, 2), (10, False)]
 
@@ -102,7 +104,7 @@ def test_a_host_that_lives_and_does_not_iterate() -> None:
                     iter(loader)
                 loader.set_epoch(1)
             link._timeout_s = timeout_s
-        together.wait(20)
+        together.wait()
         return [*epochs, *(indices(loader) for _ in range(2))]
 
     assert run(program) == [[[[0, 2], [4, 6]]] * 3, [[[1, 3], [5, 7]]] * 3]

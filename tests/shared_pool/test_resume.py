@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from minato import CostBatchSampler, DataLoader
+import minato
+from minato import CostBatchSampler, DataLoader, SharedPool
 from minato.sampling.progress import (
     Completed,
     Progress,
@@ -30,7 +31,7 @@ SIZE = 46  # each of two ranks: five batches of four and one of three
 
 
 def loader_of(dataset: Any, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
-    fixed = {"num_workers": 1, "shared_pool": True, "shuffle": True, "seed": 3}
+    fixed = {"num_workers": 1, "workers": SharedPool(), "shuffle": True, "seed": 3}
     return DataLoader(dataset, batch_size, **{**fixed, **arguments})
 
 
@@ -46,7 +47,7 @@ def stretch(states: list[str | None], takes: tuple[int, ...], **arguments: Any) 
         batches = iter(loader)
         taken = [next(batches).tolist() for _ in range(takes[rank])]
         state = json.dumps(loader.state_dict())
-        together.wait(20)
+        together.wait()
         return taken, state
 
     taken, found = zip(*run(program, len(takes)), strict=True)
@@ -101,7 +102,7 @@ def test_the_state_of_a_finished_epoch_begins_the_next_one() -> None:
         found = indices(loader)
         state = loader.state_dict()
         assert state["finished"]
-        together.wait(20)
+        together.wait()
         return found, first, json.dumps(state)
 
     found, firsts, states = zip(*run(program), strict=True)
@@ -116,7 +117,9 @@ def test_random_numbers_and_samplers_of_ranks_own() -> None:
     def program(rank: int, together: Any) -> Any:
         def make(data: Any) -> Any:
             sampler = CostBatchSampler(costs, 20, shard=(rank, 2))
-            return DataLoader(data, batch_sampler=sampler, num_workers=1, shared_pool=True, seed=1)
+            return DataLoader(
+                data, batch_sampler=sampler, num_workers=1, workers=SharedPool(), seed=1
+            )
 
         def drawn(batches: Any) -> Any:
             return [[each.tolist() for each in batch] for batch in batches]
@@ -143,7 +146,7 @@ def test_what_was_only_sent_to_a_device_is_left() -> None:
         taken = [next(batches) for _ in range(2 + rank)]
         state = loader.state_dict()
         assert state["done"]["batches"] == 2 + rank
-        together.wait(20)
+        together.wait()
         del batches, loader
         loader = loader_of(Filled(48, 3), device="meta", order="arrival")
         loader.load_state_dict(state)
@@ -170,7 +173,7 @@ def refused(states: list[str | None], words: str, **arguments: Any) -> None:
         try:
             iter(loader)
         finally:
-            together.wait(20)
+            together.wait()
 
     with Job(program) as job:
         for rank in (0, 1):
@@ -185,7 +188,7 @@ def test_states_of_different_epochs_are_refused() -> None:
             batches = iter(loader)
             next(batches)
             states.append(json.dumps(loader.state_dict()))
-            together.wait(20)
+            together.wait()
         return states
 
     (one, _), (_, other) = run(program)
@@ -207,10 +210,10 @@ def test_a_state_in_one_rank_alone_is_refused_there() -> None:
                 with pytest.raises(RuntimeError, match="epoch 0 in the middle.*0 at the beginning"):
                     iter(loader)
             finally:
-                together.wait(20)
+                together.wait()
         else:
             batches = iter(loader)
-            together.wait(20)
+            together.wait()
             del batches
 
     run(program)
@@ -232,8 +235,65 @@ def test_states_of_other_places_are_refused(in_a_job: pytest.MonkeyPatch) -> Non
         loader_of(Numbers(SIZE)).load_state_dict(plain.state_dict())
     in_a_job.setenv("WORLD_SIZE", "3")
     in_a_job.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="'rank 1 of 2, local rank 1 of 2'.*'rank 1 of 3, local"):
+    with pytest.raises(ValueError, match="that of rank 1 of 2, and here are 3: merge"):
         loader_of(Numbers(SIZE)).load_state_dict(state)
+
+
+# ---- another number of ranks ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "by_cost"),
+    mostly_slow([("strict", False), ("arrival", False), ("batch", True), ("fast_first", False)]),
+)
+def test_other_numbers_of_ranks_go_on_with_what_is_left(order: str, by_cost: bool) -> None:
+    """Two ranks with one pool, then three, which are interrupted again, then one without a pool.
+
+    The three deal 34 samples: as with ``DistributedSampler``, they have two of these twice, and out of order both may
+    be among those that are delivered before the interruption.
+    """
+
+    def sampler(rank: int, count: int) -> Any:
+        if by_cost:
+            costs = [1 + i % 3 for i in range(SIZE)]
+            return {"batch_sampler": CostBatchSampler(costs, 8, seed=3, shard=(rank, count))}
+        return {"batch_size": 4, "sampler": DistributedSampler(Numbers(SIZE), count, rank, seed=3)}
+
+    def ranks(count: int, state: Any, take: int) -> Any:
+        def program(rank: int, together: Any) -> Any:
+            given = {"workers": SharedPool(), "num_workers": 1, "order": order, "seed": 3}
+            plain = {"batch_size": 4, "shuffle": True}
+            own = sampler(rank, count) if by_cost else plain
+            loader = DataLoader(Numbers(SIZE), **given, **own)
+            if state is not None:
+                loader.load_state_dict(state)
+            batches = iter(loader)
+            taken = [next(batches).tolist() for _ in range(take + rank % 2)]
+            saved = loader.state_dict()
+            together.wait()
+            return taken, saved, 0 if rank else loader.coverage().delivered.samples
+
+        return zip(*run(program, count), strict=True)
+
+    first, states, _ = ranks(2, None, 1)
+    second, states, covered = ranks(3, minato.merge_states(states), 1)
+    alone = DataLoader(Numbers(SIZE), order=order, num_workers=1, seed=3, **sampler(0, 1))
+    alone.load_state_dict(minato.merge_states(states))
+    last = indices(alone)
+    got = sorted(flat([*flat(first), *flat(second), *last]))
+    assert sorted(set(got)) == list(range(SIZE))
+    twice = len(got) - SIZE
+    assert twice <= (0 if by_cost or order == "strict" else 2)
+    assert alone.coverage().delivered.samples == len(got)
+    assert covered[0] >= len(flat(flat(first)))
+    alone.set_epoch(1)
+    assert sorted(flat(indices(alone))) == list(range(SIZE))
+
+
+def test_ranks_that_load_different_merged_states_are_refused() -> None:
+    _, states = stretch([None, None], (1, 1))
+    merged = json.dumps(minato.merge_states(map(json.loads, states)))
+    refused([merged, states[1]], "go on after different states of other ranks")
 
 
 # ---- the account ----------------------------------------------------------------------------

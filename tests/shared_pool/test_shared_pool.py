@@ -5,18 +5,23 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import multiprocessing
 import os
 import pickle
+import re
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from minato import AutoScale, CostBatchSampler, DataLoader, ErrorPolicy, SharedPool
+from minato.engine.engine import Engine
 from minato.shared_pool import channel, server
 from minato.shared_pool.client import PoolClient
 from tests.datasets import (
@@ -31,13 +36,16 @@ from tests.datasets import (
     wait_until,
 )
 from tests.selection import mostly_slow
-from tests.shared_pool.jobs import MARKS, Failure, Job, run
+from tests.shared_pool.jobs import MARKS, TIMEOUT_S, Failure, Job, run
+from tests.subprocesses import children
 
 pytestmark = MARKS
 
 
 def loader_of(dataset: Any, batch_size: int = 4, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size, **{"num_workers": 1, "shared_pool": True, **arguments})
+    return DataLoader(
+        dataset, batch_size, **{"num_workers": 1, "workers": SharedPool(), **arguments}
+    )
 
 
 def expected(size: int, batch_size: int, ranks: int, epochs: int, seed: int = 0) -> list[Any]:
@@ -110,7 +118,7 @@ def test_batches_by_cost() -> None:
     def program(rank: int, together: Any) -> Any:
         sampler = CostBatchSampler(costs, 20, shard=(rank, 2))
         alone = CostBatchSampler(costs, 20, shard=(rank, 2))
-        loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=1, shared_pool=True)
+        loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=1, workers=SharedPool())
         return indices(loader), list(alone)
 
     for found, alone in run(program):
@@ -128,9 +136,50 @@ def test_uneven_parts_are_filled_up_or_dropped() -> None:
     assert len(set(flat([*first[1], *second[1]]))) == 6
 
 
+def test_a_batch_of_more_samples_than_the_ledger_has_places_for_at_first() -> None:
+    def program(rank: int, together: Any) -> Any:
+        return [len(batch) for batch in loader_of(Numbers(140_000), 70_000)]
+
+    assert run(program) == [[70_000], [70_000]]
+
+
+class Endless:
+    """Has no length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class FirstEight(Sampler[int]):
+    """Knows ranks, and needs no dataset."""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        self.rank, self.num_replicas = rank, num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 8, self.num_replicas))
+
+    def __len__(self) -> int:
+        return 8 // self.num_replicas
+
+
+class Unsized(FirstEight):
+    """Promises no number of batches."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_dataset_without_a_length() -> None:
+    def program(rank: int, together: Any) -> Any:
+        return indices(loader_of(Endless(), 2, sampler=FirstEight(rank, 2)))
+
+    assert run(program) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
 def test_single_samples() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = DataLoader(Numbers(7), None, num_workers=1, shared_pool=True)
+        loader = DataLoader(Numbers(7), None, num_workers=1, workers=SharedPool())
         return [int(sample) for sample in loader]
 
     assert run(program) == [[0, 2, 4, 6], [1, 3, 5, 0]]
@@ -223,7 +272,7 @@ def test_slots_are_used_again_and_not_before() -> None:
             assert all((batch == torch.tensor(values)[:, None]).all() for batch, values in kept)
             kept.clear()
             del batch
-            together.wait(20)
+            together.wait()
         return None if rank else loader._session._server._ranks.arenas[0].num_slots
 
     in_flight, for_both = 4, 24
@@ -236,7 +285,7 @@ def test_batches_outlive_the_loader_and_the_host() -> None:
         kept = list(loader)
         del loader
         gc.collect()
-        together.wait(20)
+        together.wait()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(3):  # others that would use the same memory
@@ -258,21 +307,38 @@ class Failing(Numbers):
         return index
 
 
-def test_an_error_is_raised_where_its_batch_goes() -> None:
+def end() -> None:
+    raise StopIteration
+
+
+class Ending:
+    """A batch that raises when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return end, ()
+
+
+def as_a_batch(samples: list[int]) -> Any:
+    return Ending() if 8 in samples else torch.tensor(samples)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_an_error_is_raised_where_its_batch_goes(device: str | None) -> None:
     def program(rank: int, together: Any) -> Any:
-        batches, found = iter(loader_of(Failing(16), 2)), []
+        loader = loader_of(Failing(16), 2, collate_fn=as_a_batch, device=device)
+        batches, found = iter(loader), list[Any]()
         for _ in range(4):
             try:
                 found.append(next(batches).tolist())
             except (KeyError, RuntimeError) as error:
-                found.append(
-                    (type(error).__name__, "no such" in str(error) or "nor such" in str(error))
-                )
+                words = re.findall(r"no such|nor such|made of raised StopIteration", str(error))
+                found.append((type(error).__name__, words[0]))
         return found, next(batches, "over")
 
     first, second = run(program)
-    assert first == ([[0, 2], ("RuntimeError", True), [8, 10], [12, 14]], "over")
-    assert second == ([[1, 3], ("KeyError", True), [9, 11], [13, 15]], "over")
+    ending = "RuntimeError", "made of raised StopIteration"
+    assert first == ([[0, 2], ("RuntimeError", "nor such"), ending, [12, 14]], "over")
+    assert second == ([[1, 3], ("KeyError", "no such"), [9, 11], [13, 15]], "over")
 
 
 class Deadly(Numbers):
@@ -310,6 +376,40 @@ def test_an_engine_that_cannot_go_on_is_an_error_for_all(tmp_path: Any) -> None:
     assert sorted([*first, *second]) == list(range(24))
 
 
+class Broken(DistributedSampler[int]):
+    """Raises in its first epoch, before an index."""
+
+    def __init__(self, rank: int, at: int) -> None:
+        super().__init__(Numbers(24), 2, rank, shuffle=False)
+        self._at = [at]  # which copies share
+
+    def __iter__(self) -> Iterator[int]:
+        for number, index in enumerate(super().__iter__()):
+            if [number] == self._at:
+                self._at.clear()
+                raise LookupError("broken")
+            yield index
+
+
+@pytest.mark.parametrize("at", [0, 11])
+def test_a_sampler_that_raises_is_an_error_for_all(at: int) -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(24), sampler=Broken(rank, at))
+        kind = RuntimeError if rank else LookupError
+        if rank == 0:  # the other one waits for it
+            time.sleep(0.2)
+        with pytest.raises(kind, match="broken"):
+            list(loader)
+        wait_until(
+            lambda: gc.collect() < 0 or not any(isinstance(o, Engine) for o in gc.get_objects())
+        )
+        together.wait()
+        return indices(loader)
+
+    for rank, batches in enumerate(run(program)):
+        assert flat(batches) == list(range(rank, 24, 2))
+
+
 @pytest.mark.parametrize("persistent", [True, False])
 def test_an_epoch_that_is_broken_off(persistent: bool) -> None:
     def program(rank: int, together: Any) -> Any:
@@ -323,16 +423,77 @@ def test_an_epoch_that_is_broken_off(persistent: bool) -> None:
         assert second == whole
 
 
+def test_an_iterator_that_another_one_has_replaced_does_not_end_as_if_it_were_through() -> None:
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(Numbers(40))
+        through = iter(loader)
+        count = len(list(through))
+        replaced = iter(loader)
+        next(replaced)
+        current = iter(loader)
+        found = [next(current).tolist()]
+        with pytest.raises(RuntimeError, match="another iterator of this loader was made"):
+            next(replaced)
+        assert next(through, None) is next(replaced, None) is None
+        return count, [*found, *(batch.tolist() for batch in current)]
+
+    whole = [
+        [list(range(start + rank, start + 8, 2)) for start in range(0, 40, 8)] for rank in (0, 1)
+    ]
+    assert run(program) == [(5, whole[0]), (5, whole[1])]
+
+
+class Awaited(Numbers):
+    """Samples after the first batches come when both ranks wait for none of them any more."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.ranks_through = multiprocessing.Value("i", 0)
+
+    def __getitem__(self, index: Any) -> Any:
+        wait_until(lambda: index < 8 or self.ranks_through.value == 2)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("who", ["handler", "another thread", "handler that iterates"])
+def test_the_loader_is_closed_while_next_waits(who: str) -> None:
+    dataset = Awaited(16)
+
+    def program(rank: int, together: Any) -> Any:
+        loader = loader_of(dataset)
+        batches: Any = iter(loader)
+        found, kept = next(batches).tolist(), list[object]()
+        goes_on = who == "handler that iterates"
+        do = loader.__iter__ if goes_on else loader.close
+
+        def get_through() -> None:
+            with dataset.ranks_through.get_lock():
+                dataset.ranks_through.value += 1
+
+        if who == "another thread":
+            threading.Timer(0.3, lambda: (do(), get_through())).start()
+        else:
+            signal.signal(signal.SIGALRM, lambda *_: kept.append((get_through(), do())))
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+        why = "another iterator of this" if goes_on else "was closed before the end of the epoch"
+        with pytest.raises(RuntimeError, match=why):
+            while True:
+                found += next(batches).tolist()
+        return max(found) < 8, next(iter(loader)).tolist()
+
+    assert run(program) == [(True, [0, 2, 4, 6]), (True, [1, 3, 5, 7])]
+
+
 def test_one_rank_far_ahead_of_the_other() -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(Numbers(200), 2)
         if rank == 1:
-            together.wait(20)
+            together.wait()
         found = indices(loader)
         if rank == 0:
             del loader  # what is left for the other is not lost
             gc.collect()
-            together.wait(20)
+            together.wait()
         return found
 
     assert sorted(flat(flat(run(program)))) == list(range(200))
@@ -343,10 +504,10 @@ def test_a_host_that_ends_waits_for_the_others() -> None:
         loader = loader_of(Numbers(120), 2)
         first = indices(loader)
         if rank == 1:
-            together.wait(20)
+            together.wait()
         second = indices(loader)
         if rank == 0:
-            together.wait(20)
+            together.wait()
             loader._session._server._wait_at_exit()
             assert not loader._session._server._thread.is_alive()
         return first, second
@@ -363,19 +524,48 @@ def test_a_host_that_breaks_off_and_ends_waits_for_a_rank_that_comes_late(
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(Numbers(40))
         if rank == 1:
-            together.wait(20)
+            together.wait()
             time.sleep(1)
         first = [batch.tolist() for batch, _ in zip(loader, range(2), strict=False)]
         if rank == 0:
             loader.close()
-            together.wait(20)
-            loader._session._server._wait_at_exit()
-            assert not loader._session._server._thread.is_alive()
+            host = loader._session._server
+            wait_s = [host._exit_wait_s]
+
+            def exit_wait_s() -> Any:
+                found = wait_s[0]()
+                if len(wait_s) == 1:  # it waits from now on, and the other rank may come
+                    wait_s.append(None)
+                    together.wait()
+                return found
+
+            host._exit_wait_s = exit_wait_s
+            host._wait_at_exit()
+            assert not host._thread.is_alive()
         loader.close()
         return first
 
     for rank, first in enumerate(run(program)):
         assert first == [list(range(start + rank, start + 8, 2)) for start in (0, 8)]
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_host_that_multiprocessing_has_started_waits_for_the_others(method: str) -> None:
+    done = children("pool", method)
+    assert (done.stdout, done.stderr) == ("[0, 0]\n", "")
+
+
+def test_a_host_that_fails_waits_for_nobody() -> None:
+    done = children("broken_pool", "fork")
+    assert done.stdout == "[1, 5]\n"
+    assert "AssertionError: on purpose" in done.stderr
+    assert "local rank 0" in done.stderr
+
+
+def test_the_others_learn_of_a_rank_of_multiprocessing_that_fails() -> None:
+    done = children("broken_rank", "fork")
+    assert done.stdout == "[5, 1]\n"
+    assert re.search(r"local rank 1 \(process \d+\) has ended", done.stderr)
 
 
 def check_broken(loader: Any, batches: Any, why: str) -> None:
@@ -389,10 +579,10 @@ def check_broken(loader: Any, batches: Any, why: str) -> None:
 
 def test_the_end_of_a_rank_is_an_error_for_the_others() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Sleepy(400, 0.005), 2, order="arrival")
+        loader = loader_of(Sleepy(100_000, 0.005), 2, order="arrival")
         batches = iter(loader)
         next(batches)
-        together.wait(20)
+        together.wait()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         check_broken(loader, batches, r"local rank 1 \(process \d+\) has ended")
@@ -408,13 +598,13 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
         loader = loader_of(
             Filled(120, 8),
             2,
-            shared_pool=SharedPool("continue"),
+            workers=SharedPool("continue"),
             persistent_workers=True,
             shuffle=True,
         )
         batches = iter(loader)
         held = [next(batches) for _ in range(3)]
-        together.wait(20)
+        together.wait()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         epochs = [[batch[:, 0].tolist() for batch in [*held, *batches]]]
@@ -433,21 +623,21 @@ def test_the_end_of_a_rank_may_be_one_for_it_alone() -> None:
 def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
     def program(rank: int, together: Any) -> Any:
         loader = loader_of(
-            Numbers(40), 2, shared_pool=SharedPool("wait"), persistent_workers=True, shuffle=True
+            Numbers(40), 2, workers=SharedPool("wait"), persistent_workers=True, shuffle=True
         )
         if (tmp_path / "ended").exists():
             loader.set_epoch(1)
             return [indices(loader) for _ in range(2)]
         batches = iter(loader)
         first = next(batches).tolist()
-        together.wait(20)
+        together.wait()
         if rank == 1:
             (tmp_path / "ended").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return [[first, *indices(batches)], *(indices(loader) for _ in range(2))]
 
     with Job(program) as job:
-        job.processes[1].join(20)
+        job.processes[1].join(TIMEOUT_S)
         job.start(1)
         theirs = expected(40, 2, 2, 3)
         assert job.result(0) == theirs[0]
@@ -456,10 +646,10 @@ def test_another_process_may_take_the_place_of_a_rank(tmp_path: Any) -> None:
 
 def test_the_end_of_the_host_is_an_error_for_the_others() -> None:
     def program(rank: int, together: Any) -> Any:
-        loader = loader_of(Sleepy(400, 0.005), 2)
+        loader = loader_of(Sleepy(100_000, 0.005), 2)
         batches = iter(loader)
         held = next(batches)
-        together.wait(20)
+        together.wait()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         check_broken(loader, batches, r"local rank 0 \(process \d+\).* has ended")
@@ -481,7 +671,7 @@ def test_a_host_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
         job.result(1)
 
 
-@pytest.mark.parametrize("stranger", [0, 1])
+@pytest.mark.parametrize("stranger", mostly_slow([0, 1]))
 def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "credentials", lambda connection: (1, os.geteuid() + 1))
 
@@ -492,7 +682,7 @@ def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch)
         if rank == 0:
             batches = iter(loader)
             found = next(batches).tolist()
-            together.wait(20)
+            together.wait()
             return found
         try:
             with pytest.raises(
@@ -500,7 +690,7 @@ def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch)
             ) as found:
                 iter(loader)
         finally:
-            together.wait(20)
+            together.wait()
         return type(found.value).__name__
 
     kind = "RuntimeError" if stranger == 0 else "PermissionError"
@@ -509,24 +699,26 @@ def test_another_user_is_refused(stranger: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("difference", "words"),
-    [
-        ({"dataset": Numbers(9)}, r"len\(dataset\)=9.* and there len\(dataset\)=8"),
-        (
-            {"batch_size": 2},
-            r"len\(loader\)=2, batch_size=2, and there len\(loader\)=1, batch_size=4\.",
-        ),
-        ({"shuffle": True}, r"sampler.shuffle=True, and there sampler.shuffle=False\."),
-        ({"order": "batch"}, r"order=batch, and there order=strict\."),
-        ({"transforms": [double]}, r"transforms=\('double',\), and there transforms=\(\)\."),
-        (
-            {"collate_fn": as_they_are},
-            r"collate_fn=as_they_are, and there collate_fn=default_collate",
-        ),
-        (
-            {"shared_pool": SharedPool("wait")},
-            r"on_rank_death=wait, and there on_rank_death=raise\.",
-        ),
-    ],
+    mostly_slow(
+        [
+            ({"dataset": Numbers(9)}, r"len\(dataset\)=9.* and there len\(dataset\)=8"),
+            (
+                {"batch_size": 2},
+                r"len\(loader\)=2, batch_size=2, and there len\(loader\)=1, batch_size=4\.",
+            ),
+            ({"shuffle": True}, r"sampler.shuffle=True, and there sampler.shuffle=False\."),
+            ({"order": "batch"}, r"order=batch, and there order=strict\."),
+            ({"transforms": [double]}, r"transforms=\('double',\), and there transforms=\(\)\."),
+            (
+                {"collate_fn": as_they_are},
+                r"collate_fn=as_they_are, and there collate_fn=default_collate",
+            ),
+            (
+                {"workers": SharedPool("wait")},
+                r"on_rank_death=wait, and there on_rank_death=raise\.",
+            ),
+        ]
+    ),
 )
 def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> None:
     def program(rank: int, together: Any) -> Any:
@@ -534,7 +726,7 @@ def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> Non
         if rank == 0:
             batches = iter(loader)
             found = next(batches).tolist()
-            together.wait(20)
+            together.wait()
             return found
         try:
             with pytest.raises(
@@ -542,7 +734,7 @@ def test_loaders_that_do_not_belong_together(difference: Any, words: str) -> Non
             ):
                 iter(loader)
         finally:
-            together.wait(20)
+            together.wait()
         return None
 
     run(program)
@@ -554,13 +746,13 @@ def test_epochs_that_do_not_belong_together() -> None:
         loader.set_epoch(rank)
         if rank == 0:
             batches = iter(loader)
-            together.wait(20)
+            together.wait()
             return batches is not None
         try:
             with pytest.raises(RuntimeError, match="epoch 1 here and 0 for local rank 0"):
                 iter(loader)
         finally:
-            together.wait(20)
+            together.wait()
         return True
 
     assert run(program) == [True, True]
@@ -572,17 +764,18 @@ def test_workers_and_limits_are_those_of_all_ranks() -> None:
         assert rank or loader._history.autoscale.settings.most == 6
         for _ in loader:
             pass
-        together.wait(20)
+        together.wait()
         if rank == 0:
-            return loader.coverage().delivered.samples, loader.report().setup.num_workers
+            setup = loader.report().setup
+            return loader.coverage().delivered.samples, setup.num_workers, setup.ranks
         for ask in (loader.coverage, loader.report, loader.slow_samples):
             with pytest.raises(ValueError, match="local rank 0 has them"):
                 ask()
-        with pytest.raises(ValueError, match="shared_pool=True"):
+        with pytest.raises(ValueError, match="SharedPool"):
             loader.headroom()
         return None
 
-    assert run(program)[0] == (8, 4)
+    assert run(program)[0] == (8, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -607,9 +800,10 @@ def test_a_job_without_a_name(in_a_job: Any) -> None:
         ({"sampler": [0, 1]}, "cannot divide what list gives"),
         ({"sampler": DistributedSampler(Numbers(8), 2, 0)}, "is for rank 0 of 2"),
         ({"sampler": DistributedSampler(Numbers(8), 3, 1)}, "is for rank 1 of 3"),
+        ({"sampler": Unsized(1, 2)}, "Unsized has no length: define __len__"),
     ],
 )
-def test_samplers_that_do_not_know_this_rank(in_a_job: Any, arguments: Any, words: str) -> None:
+def test_samplers_that_do_not_serve_this_rank(in_a_job: Any, arguments: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         loader_of(Numbers(8), **arguments)
 

@@ -18,7 +18,7 @@ from tests.sources import servers
 
 COUNT = 60
 WIDTH = 8
-RETRY = Retry(attempts=60, longest_s=1.0, deadline_s=50.0)
+RETRY = Retry(attempts=200, longest_s=1.0, deadline_s=100.0)
 
 
 def features(i: int) -> Any:

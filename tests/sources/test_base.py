@@ -5,14 +5,26 @@ from __future__ import annotations
 import os
 import pickle
 import sqlite3
-import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pytest
+import torch
 
-from minato.sources.base import KeyedSource, MissingKey, Retry, SourceError
+import minato
+from minato.sources.base import (
+    BatchedSource,
+    KeyedSource,
+    MissingKey,
+    Retry,
+    SourceError,
+    TruncatedObject,
+)
 from minato.sources.connections import (
     Connections,
     Env,
@@ -45,6 +57,57 @@ class Flaky(KeyedSource):
         return ["a", "b"]
 
 
+class Kept(BatchedSource):
+    """Takes the keys of a list only, and none that merely equal them."""
+
+    keys_of_all = (7, 3, "a", UUID(int=1), ("b", 0, 4))
+
+    def read_value(self, key: object) -> str:
+        if (type(key), key) not in [(type(each), each) for each in self.keys_of_all]:
+            raise LookupError(key)
+        return repr(key)
+
+    def read_values(self, keys: list[object]) -> list[str]:
+        return list(map(self.read_value, keys))
+
+    def list_keys(self) -> tuple[object, ...]:
+        return self.keys_of_all
+
+
+def containers() -> list[Any]:
+    """The keys 3 and 7, and others."""
+    pd = pytest.importorskip("pandas")
+    numbers = np.array([3, 7])
+    of_numpy = [numbers, numbers.astype(np.int16), list(numbers), tuple(numbers)]
+    of_pandas = [pd.Series(numbers, index=[5, 1]), pd.Index(numbers)]
+    others = [torch.tensor(numbers), iter([3, 7]), range(3, 8, 4), minato.share([3, 7])]
+    return [*of_numpy, *of_pandas, *others]
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_keys_may_be_in_any_container(number: int) -> None:
+    keys = containers()[number]
+    source = Kept(keys)
+    again = Kept().subset(containers()[number])
+    for each in (source, again):
+        assert len(each) == 2
+        assert [each[0], each[1], each.get(each.keys[1])] == ["3", "7", "7"]
+        assert each.__getitems__([1, 0]) == ["7", "3"]
+        assert each.__getitems__([]) == []
+    if isinstance(keys, (np.ndarray, Sequence)):
+        assert source.keys is keys  # a copy may be large
+
+
+def test_keys_stay_what_they_are() -> None:
+    assert [Kept()[i] for i in range(5)] == [*map(repr, Kept.keys_of_all)]
+    assert Kept(np.array(["a"]))[0] == "'a'"
+    assert Kept(np.array([["b", 0, 4]], object))[0] == "('b', 0, 4)"
+    for wrong in ({3: 0}, {3}, 3):
+        for make in (Kept, Kept().subset):
+            with pytest.raises(TypeError, match=r"keys is a \w+.*: give a list with one item for"):
+                make(wrong)
+
+
 def test_what_passes_is_tried_again_and_counted() -> None:
     source = Flaky(3, ConnectionError, Retry(attempts=4, first_s=0.001))
     assert [source[0], source[1]] == ["A", "B"]
@@ -62,6 +125,34 @@ def test_tries_end(retry: Retry, tries: int) -> None:
     assert 100 - source.left == tries
 
 
+def test_the_first_attempt_counts_in_the_deadline() -> None:
+    pauses = Retry(first_s=0.0, deadline_s=0.01).pauses()
+    time.sleep(0.02)
+    assert list(pauses) == []
+
+
+class Partial(MissingKey):
+    """Has a constructor of its own."""
+
+    def __init__(self, *, part: str) -> None:
+        super().__init__(f"{part} is not there")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MissingKey("row 3"), TruncatedObject("row 3"), SourceError("row 3"), Partial(part="row 3")],
+)
+def test_errors_of_a_part_keep_their_types_and_name_the_key(error: SourceError) -> None:
+    class Parts(Kept):
+        def read_value(self, key: object) -> str:
+            raise error from OSError("the cause")
+
+    with pytest.raises(type(error), match=r"cannot read key 'a': row 3") as raised:
+        Parts().get("a")
+    assert type(raised.value) is type(error)
+    assert str(raised.value.__cause__) == "the cause"
+
+
 def test_what_does_not_pass_is_not_tried_again() -> None:
     source = Flaky(1, ValueError, Retry())
     with pytest.raises(SourceError, match=r"cannot read key 'a': ValueError: not now"):
@@ -76,7 +167,36 @@ def test_what_only_looks_as_if_it_might_pass(tmp_path: Path) -> None:
     source = SQLite(tmp_path / "empty.db", "samples")
     with pytest.raises(SourceError, match=r"cannot read key 3: OperationalError: no such table"):
         source.get(3)
+    with sqlite3.connect(tmp_path / "empty.db") as connection:
+        connection.execute("CREATE TABLE samples (id INTEGER PRIMARY KEY, text TEXT)")
+        connection.execute("INSERT INTO samples VALUES (3, CAST(x'ff' AS TEXT))")
+    connection.close()
+    with pytest.raises(SourceError, match=r"cannot read key 3: .* Could not decode to UTF-8"):
+        source.get(3)
     assert source.retries == 0
+    source.close()
+
+
+def test_sqlite_takes_names_in_any_case_and_answers_with_those_asked_for(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "a.db")
+    with connection:
+        connection.execute('CREATE TABLE t (id INTEGER PRIMARY KEY, Label INT, "É" INT, "é" INT)')
+        connection.execute("INSERT INTO t VALUES (1, 2, 3, 4)")
+    connection.close()
+    rest = {"Label": 2, "É": 3, "é": 4}
+    for key in ("id", "ID", "rowid"):
+        for columns, expected in (
+            (None, rest if key != "rowid" else {"id": 1, **rest}),
+            (["label"], {"label": 2}),
+            (["LABEL", "É", key], {"LABEL": 2, "É": 3, key: 1}),
+            (["iD"], {"iD": 1}),
+        ):
+            source = SQLite(tmp_path / "a.db", "T", key, columns)
+            assert source.keys == [1]
+            assert source[0] == expected
+            source.close()
+    source = SQLite(tmp_path / "a.db", "t", "é")
+    assert source[0] == {"id": 1, "Label": 2, "É": 3}
     source.close()
 
 
@@ -85,6 +205,7 @@ def test_pauses_double_up_to_a_bound() -> None:
     bounds = [1, 2, 4, 8, 8, 8, 8]
     assert len(pauses) == len(bounds)
     assert all(b / 2 <= pause <= b for pause, b in zip(pauses, bounds, strict=True))
+    assert len(list(Retry(attempts=3000, first_s=1e-9, longest_s=1e-9).pauses())) == 2999
     with pytest.raises(ValueError, match="attempts=0 is too small"):
         Retry(attempts=0)
 
@@ -205,20 +326,18 @@ class Opened:
 
 def test_connections_are_used_again_and_never_by_two() -> None:
     made = Opened(shared=False)
-    inside, lock, most = [0], threading.Lock(), [0]
+    used: set[int] = set()
 
     def use(_: int) -> None:
-        with made.connections.lease():
-            with lock:
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-            threading.Event().wait(0.002)
-            with lock:
-                inside[0] -= 1
+        with made.connections.lease() as number:
+            assert number not in used
+            used.add(number)
+            time.sleep(0.002)
+            used.remove(number)
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(use, range(40)))
-    assert len(made.opened) == most[0] <= 4
+    assert 1 <= len(made.opened) <= 4
     made.connections.close()
     assert len(made.closed) == len(made.opened)
 

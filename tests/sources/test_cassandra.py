@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import minato
 from minato.sources.base import MissingKey, Retry, SourceError
@@ -30,7 +31,7 @@ from cassandra import ConsistencyLevel
 from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile
 from cassandra.policies import FallthroughRetryPolicy, RoundRobinPolicy
 
-from minato.sources.cassandra import Cassandra
+from minato.sources.cassandra import Cassandra, _Session
 
 ROOT = Path(minato.__file__).parents[1]
 NO_RETRY = Retry(attempts=1)
@@ -52,6 +53,32 @@ def filled(settings: Settings) -> Cassandra:
         session.execute(insert, (name, price, None))
     cluster.shutdown()
     return source
+
+
+class Asked(Cassandra):
+    """Notes the keys that are asked for together; nothing comes."""
+
+    def open_connection(self) -> Any:
+        return _Session(None, self, None)
+
+    def close_connection(self, connection: Any) -> None:
+        pass
+
+    def execute_async(self, select: Any, arguments: tuple[object]) -> Any:
+        self.asked.append(arguments[0])
+        return self
+
+    def add_callbacks(self, *callbacks: Any, **arguments: Any) -> None:
+        pass
+
+
+def test_the_driver_gets_keys_of_python() -> None:
+    """It changes an integer in place, and an item of a tensor is a view."""
+    source = Asked("nowhere", "shop.goods", keys=torch.tensor([300, 301]))
+    source.asked = []
+    with source.connections.lease():
+        assert source.__beginitems__([0, 1], lambda samples: None)
+    assert [(key, type(key)) for key in source.asked] == [(300, int), (301, int)]
 
 
 def replicated(times: int) -> str:
@@ -258,4 +285,4 @@ def test_a_server_ends_with_the_tests(tmp_path: Path) -> None:
         assert tests.stdout is not None
         server = psutil.Process(int(tests.stdout.readline()))
         tests.kill()
-    server.wait(10)
+    server.wait(60)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sqlite3
 import subprocess
 import sys
+from datetime import date, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,18 +62,64 @@ def test_what_a_killed_writer_left_in_sqlite_is_undone(mode: str, tmp_path: Path
     source.close()
 
 
-def test_a_column_that_some_parquet_files_lack(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Parquet", "ParquetStream", "ParquetShards"])
+def test_rows_of_parquet_have_the_same_columns_and_types_in_all_files(
+    kind: str, tmp_path: Path
+) -> None:
+    """Each pair of types that a column may have in two files; None: it is missing there."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.dataset as ds
+    import pyarrow.parquet as pq
+
+    from minato.sources import parquet
+
+    kinds = [None, pa.null(), pa.int8(), pa.int64(), pa.float32()]
+    pairs = {f"{a} {b}": (a, b) for a, b in itertools.product(kinds, kinds) if a or b}
+    largest = {pa.null(): None, pa.int8(): 100, pa.int64(): 1 << 20, pa.float32(): 0.5}
+    nested = ([], {"x": 1, "y": []}), ([{"a": 1, "b": 2}], {"x": 2.5, "y": [3], "z": 4})
+    for i in range(2):
+        columns = {
+            name: pa.array([largest[pair[i]]], pair[i]) for name, pair in pairs.items() if pair[i]
+        }
+        columns["boxes"], columns["record"] = (pa.array([value]) for value in nested[i])
+        columns["count"] = pa.array([(True, 5)[i]])
+        columns["day"] = pa.array([(date(2026, 1, 1), datetime(2026, 1, 1, 5))[i]])
+        pq.write_table(pa.table({"id": [i], **columns}), tmp_path / f"{i}.parquet")
+
+    def rows(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        source = getattr(parquet, kind)(tmp_path, *arguments, **options)
+        return [source[i] for i in range(len(source))] if kind == "Parquet" else list(source)
+
+    found = rows()
+    assert [row["id"] for row in found] == [0, 1]
+    for name, pair in pairs.items():
+        values = [row[name] for row in found]
+        assert values == [largest.get(of) for of in pair]
+        assert len({value.dtype for value in values if value is not None}) <= 1
+    assert [row["boxes"] for row in found] == [[], [{"a": 1, "b": 2}]]
+    assert [row["count"] for row in found] == [1, 5]
+    assert [row["day"] for row in found] == [datetime(2026, 1, 1), datetime(2026, 1, 1, 5)]
+    records = [{**row["record"], "y": list(row["record"]["y"])} for row in found]
+    assert records == [{"x": 1, "y": [], "z": None}, {"x": 2.5, "y": [3], "z": 4}]
+    assert [row["int64 None"] for row in rows(["id", "int64 None"])] == [1 << 20, None]
+    for name, only in (("int64 None", 0), ("None int64", 1)):
+        assert [row["id"] for row in rows(["id"], where=ds.field(name) > 0)] == [only]
+
+
+def test_parquet_files_that_do_not_fit(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
     from minato.sources.parquet import Parquet
 
-    pq.write_table(pa.table({"id": [0, 1], "x": [1.0, 2.0]}), tmp_path / "0.parquet")
-    pq.write_table(pa.table({"id": [2, 3]}), tmp_path / "1.parquet")
-    source = Parquet(tmp_path, ["id", "x"])
-    assert source[1] == {"id": 1, "x": 2.0}
-    with pytest.raises(SourceError, match=r"cannot read key 2: .*row group 0 of '.*1.parquet'.*x"):
-        source[2]
+    for i, column in enumerate((pa.array([1], pa.int8()), pa.array(["one"]))):
+        pq.write_table(pa.table({"x": column}), tmp_path / f"{i}.parquet")
+    source = Parquet(tmp_path)
+    assert source[0] == {"x": 1}
+    with pytest.raises(
+        SourceError, match=r"cannot read key 1: .*row group 0 of '.*1.parquet'.*one"
+    ):
+        source[1]
     whole = (tmp_path / "0.parquet").read_bytes()
     (tmp_path / "0.parquet").write_bytes(whole[:-60])  # an upload that broke off
     with pytest.raises(SourceError, match=r"cannot read the list of keys.*0.parquet"):

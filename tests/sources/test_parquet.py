@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from minato.sources.base import SourceError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: install the extra 'test'")
 
+import pyarrow.compute as pc  # noqa: E402
 import pyarrow.dataset as ds  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from minato.sources.connections import Env  # noqa: E402
-from minato.sources.parquet import Parquet, ParquetStream  # noqa: E402
+from minato.sources.parquet import Parquet, ParquetShards, ParquetStream  # noqa: E402
 
 ROWS, GROUP = 100, 10
 
@@ -69,6 +71,51 @@ def test_rows_and_columns_become_numpy(folder: Path) -> None:
         assert bool(row["flag"]) == (number % 2 == 0)
     with pytest.raises(IndexError):
         source[ROWS]
+
+
+def changed_in_place(value: Any) -> None:
+    """Change whatever can be changed in a value."""
+    if isinstance(value, np.ndarray):
+        assert value.base is None  # otherwise the value keeps the memory of its column
+        value += 7
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            changed_in_place(part)
+        value.clear()
+
+
+def test_a_row_that_is_changed_in_place_changes_no_other(tmp_path: Path) -> None:
+    """Each kind of column, without nulls and with them."""
+    lists = [[1.0, 2.0], [3.0, 4.0], [5.0, None], [6.0, 7.0]]
+    tensors = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    columns = {
+        "number": pa.array([1, 2, 3, 4]),
+        "text": pa.array(["a", "b", "c", "d"]),
+        "list": pa.array(lists[:2] * 2, pa.list_(pa.float64())),
+        "gaps": pa.array(lists, pa.list_(pa.float64())),
+        "fixed": pa.array(lists[:2] * 2, pa.list_(pa.float32(), 2)),
+        "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(tensors),
+        "texts": pa.array([["a"], ["b"], [], ["c"]]),
+        "lists": pa.array([[[1]], [[2], []], [], [[3, 4]]]),
+        "map": pa.array([[("k", [1])]] * 4, pa.map_(pa.string(), pa.list_(pa.int64()))),
+        "struct": pa.array([{"q": [1, 2], "r": ["a"]}] * 4),
+        "structs": pa.array([[{"q": 1}]] * 4),
+    }
+    holes = pa.array([True, False, True, True])
+    whole = pa.table(columns)
+    for name, column in columns.items():
+        if name != "tensor":
+            whole = whole.append_column(f"{name} or null", pc.if_else(holes, column, None))
+    pq.write_table(whole, tmp_path / "a.parquet")
+    source = Parquet(tmp_path)
+    others = whole.drop_columns(["tensor"])
+    for _ in range(2):
+        for i, row in enumerate(map(source.get, range(4))):
+            assert np.array_equal(row["tensor"], tensors[i])
+            changed_in_place(row.pop("tensor"))
+            again = pa.Table.from_pylist([row], schema=others.schema)
+            assert again.to_pylist() == others.slice(i, 1).to_pylist()
+            changed_in_place(row)
 
 
 def test_columns_and_rows_are_pushed_down(folder: Path) -> None:
@@ -206,6 +253,26 @@ def test_what_cannot_be_opened_or_decoded_is_named(
 def test_what_makes_no_sense_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_file_twice(folder: Path) -> None:
+    files = [str(folder / f"{i}.parquet") for i in (0, 1, 0)]
+    assert ids(ParquetStream(files, ["id"])) == [*range(ROWS), *range(ROWS // 2)]
+    with pytest.raises(ValueError, match=r"0\.parquet#0' comes twice in shards\(\)"):
+        list(ParquetShards(files, ["id"]))
+
+
+@pytest.mark.parametrize("kind", [Parquet, ParquetStream, ParquetShards])
+def test_all_copies_know_the_same_files(kind: Any, tmp_path: Path) -> None:
+    """Otherwise a file that is written meanwhile has readers divide different lists."""
+    pq.write_table(table(range(50, 70)), tmp_path / "b.parquet", row_group_size=GROUP)
+    source = kind(tmp_path, ["id"])
+    pq.write_table(table(range(20)), tmp_path / "a.parquet", row_group_size=GROUP)
+    copied = pickle.loads(pickle.dumps(source))
+    for each in (source, copied, copy.deepcopy(copied)):
+        numbers = range(len(each)) if kind is Parquet else None
+        found = ids(each) if numbers is None else ids(each[i] for i in numbers)
+        assert found == list(range(50, 70))
 
 
 def test_decoding(folder: Path) -> None:

@@ -88,6 +88,8 @@ def test_splits_can_be_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["splits.json"]
     with pytest.raises(TypeError, match=r"the key 1.5 of type float cannot be saved"):
         save_splits(tmp_path / "splits.json", {"test": [1.5]})
+    with pytest.raises(TypeError, match=r"the name 1 of a split is no string: give a string"):
+        save_splits(tmp_path / "splits.json", {1: ["x"], "1": ["y"]})  # type: ignore[dict-item]
     assert load_splits(tmp_path / "splits.json") == parts
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(ValueError, match="holds no splits"):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from minato import skipping
+from minato import ShardedDataset, skipping
 from minato._support.counters import shared_integers
 from tests.datasets import three_draws
 
@@ -74,6 +74,16 @@ class DatasetState(Split):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
+
+
+class EpochState(DatasetState):
+    """As ``DatasetState``, and its state holds the epoch, too."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
 
 
 class Cursor:
@@ -194,7 +204,100 @@ class Dying(Split):
             yield number
 
 
-STREAMS: list[Callable[[int], Split]] = [Split, Draws, DatasetState, IteratorState]
+def sequence_of(number: int) -> list[float]:
+    """A sequence of one to six numbers that are equal."""
+    return [float(number)] * (1 + number * number % 7 % 6)
+
+
+class Sequences(Split):
+    """Sequences of different lengths, which draw nothing.
+
+    Args:
+        first: Added to each number.
+    """
+
+    def __init__(self, size: int, first: int = 0) -> None:
+        super().__init__(size)
+        self.first = first
+
+    def __iter__(self) -> Iterator[Any]:
+        return (sequence_of(self.first + number) for number in self.numbers())
+
+
+class SequenceCursor(Cursor):
+    """An iterator over sequences with a state, which draws and may raise."""
+
+    first = 0
+
+    def __next__(self) -> Any:
+        number, *drawn = super().__next__()
+        return [*sequence_of(self.first + int(number)), *drawn[: int(4 * drawn[0])]]
+
+
+class DrawingSequences(Sequences):
+    """Sequences that draw, from iterators with a state."""
+
+    raises: frozenset[int] = frozenset()
+
+    def __iter__(self) -> Any:
+        cursor = SequenceCursor(self.numbers(), self.raises)
+        cursor.first = self.first
+        return cursor
+
+
+class SequenceState(DatasetState):
+    """Sequences of a dataset with a state, which draw now and then."""
+
+    def __init__(self, size: int, first: int = 0) -> None:
+        super().__init__(size)
+        self.first = first
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield [*sequence_of(self.first + number), *([] if number % 5 else three_draws())]
+
+
+class StartingOver(SequenceState):
+    """Its iterator begins where a state was loaded, and otherwise from the start, wherever another one is."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.start = self.start, 0
+        return super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+class ShardedSequences(ShardedDataset[Any]):
+    """Sequences in four shards, of iterators with a state."""
+
+    def __init__(self, size: int, first: int = 0) -> None:
+        super().__init__(seed=first)
+        self.size, self.first = size, first
+
+    def shards(self) -> list[str]:
+        return ["0", "1", "2", "3"]
+
+    def iter_shard(self, name: str, state: Any = None) -> Any:
+        first = 1000 * self.epoch + self.size * int(name) // 4
+        cursor = SequenceCursor(range(first, first + self.size // 4))
+        cursor.first = self.first
+        if state is not None:
+            cursor.load_state_dict(state)
+        return cursor
+
+
+class DrawsAtOnce(IteratorState):
+    """As ``IteratorState``, and ``iter()`` draws, too."""
+
+    def __iter__(self) -> Any:
+        three_draws()
+        return super().__iter__()
+
+
+STREAMS: list[Callable[[int], Split]] = [Split, Draws, DatasetState, IteratorState, DrawsAtOnce]
 
 
 def drawing_collate(samples: list[Any]) -> list[Any]:

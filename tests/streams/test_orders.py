@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -233,7 +234,8 @@ def text_of(error: BaseException) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
-BROKEN = (0, 10, 11, 26, 44)
+BROKEN = (0, 10, 11, 27, 44)
+FIRST_BROKEN = {0: "0 of reader 0", 10: "1 of reader 1", 27: "3 of reader 2"}
 
 
 @everywhere
@@ -247,11 +249,15 @@ def test_an_iterator_that_raises_and_goes_on(
     loader = make(stream, order, workers, errors=ErrorPolicy(on_error="skip"), **given)
     with pytest.warns(MinatoWarning, match=f"{len(BROKEN)} samples of this epoch were skipped"):
         assert sorted(numbers(loader)) == sorted({*range(SIZE)} - {*BROKEN})
-    got, raised = outcomes(make(stream, order, workers, **given))
-    found = Counter(numbers(got))
-    assert {type(error) for error in raised} == {KeyError}
-    assert set(found.values()) == {1}
-    assert SIZE - len(found) <= BATCH * len(raised)
+    for errors in ("raise", "retry"):
+        got, raised = outcomes(make(stream, order, workers, errors=errors, **given))
+        found = Counter(numbers(got))
+        assert {type(error) for error in raised} == {KeyError}
+        for error in raised:
+            number = int(re.findall(r"\d+", str(error))[-1])
+            assert f"raised by item {FIRST_BROKEN.get(number, '')}" in text_of(error)
+        assert set(found.values()) == {1}
+        assert SIZE - len(found) <= BATCH * len(raised)
 
 
 def add_nothing(sample: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers, skipping
 from minato._support.counters import shared_integers
+from tests.datasets import Roll, wait_until
 from tests.selection import each_of, mostly_slow
 from tests.streams.streams import (
     DatasetState,
@@ -28,6 +29,7 @@ from tests.streams.streams import (
 )
 
 SIZE, BATCH = 60, 4
+THREADS = {"num_workers": 2, "workers": "thread"}
 either = each_of({"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}})
 
 
@@ -131,15 +133,21 @@ def test_readers_that_give_the_same_items_are_told(workers: dict[str, Any]) -> N
         assert len(numbers(loader)) == 2 * SIZE
 
 
-def slowly(number: int) -> tuple[int, int]:
-    time.sleep(0.004)
-    return number, threading.get_native_id()
+class WithThread:
+    """A transform that each of so many workers must run before any of them goes on."""
+
+    def __init__(self, workers: int) -> None:
+        self.all_there = Roll(workers)
+
+    def __call__(self, number: int) -> tuple[int, int]:
+        self.all_there()
+        return number, threading.get_native_id()
 
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_one_reader_reads_once_and_all_workers_transform(order: str) -> None:
     loader = DataLoader(
-        Whole(SIZE), BATCH, num_workers=2, readers=1, order=order, transforms=[slowly]
+        Whole(SIZE), BATCH, num_workers=2, readers=1, order=order, transforms=[WithThread(2)]
     )
     found, threads = zip(*(batch for batch in loader), strict=True)
     assert sorted(numbers(found)) == list(range(SIZE))
@@ -240,6 +248,104 @@ def test_an_iterator_that_can_go_on_goes_on(workers: dict[str, Any]) -> None:
         assert sorted(numbers(loader)) == sorted({*range(SIZE)} - {30, 31})
 
 
+class Parsing(DatasetState):
+    """A generator that raises at some numbers, before or after its state has passed them."""
+
+    bad = frozenset({5, 6, 30})
+
+    def __init__(self, size: int, *, passes: bool) -> None:
+        super().__init__(size)
+        self.passes = passes
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = self.numbers()
+        while self.at < len(numbers):
+            number = numbers[self.at]
+            if number in self.bad and not self.passes:
+                raise KeyError(number)
+            self.at += 1
+            if number in self.bad:
+                raise KeyError(number)
+            yield number
+        self.at = 0
+
+
+@pytest.mark.filterwarnings("ignore:[123] samples? of this epoch")
+@pytest.mark.parametrize("order", ["strict", "arrival"])
+@pytest.mark.parametrize("after", [0, 2])
+@each_of({"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}, "threads": THREADS})
+def test_a_dataset_whose_state_is_past_a_bad_item_goes_on(
+    workers: dict[str, Any], after: int, order: str
+) -> None:
+    def loader(**workers: Any) -> Any:
+        stream, how = Parsing(SIZE, passes=True), {"errors": "skip", "order": order}
+        return DataLoader(stream, BATCH, readers=2, **how, **workers)
+
+    expected = sorted({*range(SIZE)} - Parsing.bad)
+    assert sorted(numbers(loader(**workers))) == expected
+    for stop in (1, 3, 8):
+        first = loader(**workers)
+        got = numbers(itertools.islice(first, stop))
+        again = loader(num_workers=after)
+        assert sorted(got + numbers(resumed(again, first.state_dict()))) == expected
+
+
+@either
+def test_a_dataset_whose_state_is_before_a_bad_item_ends(workers: dict[str, Any]) -> None:
+    """It would raise at the same item for ever. Both readers raise once."""
+    stream = Parsing(SIZE, passes=False)
+    loader = DataLoader(stream, BATCH, readers=2, errors="skip", **workers)
+    with pytest.warns(MinatoWarning) as told:
+        assert sorted(numbers(loader)) == [*range(5), *range(21, 30)]
+    texts = "\n".join(str(each.message) for each in told)
+    assert "reader 0 ended by an exception after 5 items" in texts
+    assert "reader 1 ended by an exception after 9 items" in texts
+    assert "2 samples of this epoch were skipped" in texts
+
+
+class Lossy(ShuffleBuffer):
+    """It raises once, when items wait in its buffer."""
+
+    def __iter__(self) -> Iterator[int]:
+        for i, item in enumerate(super().__iter__()):
+            if i == 23:
+                raise KeyError(item)
+            yield item
+
+
+@pytest.mark.filterwarnings("ignore:1 samples of this epoch")
+def test_a_state_that_is_not_trusted_is_not_gone_on_with() -> None:
+    readers = Readers(1, resume="read")
+    loader = DataLoader(Lossy(SIZE), BATCH, readers=readers, errors="skip")
+    with pytest.warns(MinatoWarning, match="reader 0 ended by an exception after 23 items"):
+        assert len(numbers(loader)) == 23
+
+
+def test_without_skip_a_generator_that_raised_has_ended() -> None:
+    stream = Parsing(SIZE, passes=True)
+    loader = DataLoader(stream, BATCH)
+    with pytest.warns(MinatoWarning, match="reader 0 ended by an exception after 5 items"):
+        assert numbers(caught(loader)) == [*range(4)]
+
+
+class Shared(Split):
+    """Its copies share a dictionary, which other threads change while it is copied, as Hugging Face's streams do."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.tries = itertools.count(1)
+
+    def __deepcopy__(self, memo: Any) -> Shared:
+        if next(self.tries) % 4:
+            raise RuntimeError("dictionary changed size during iteration")
+        return Shared(self.size)
+
+
+def test_a_copy_that_another_thread_has_spoilt_is_made_again() -> None:
+    loader = DataLoader(Shared(SIZE), BATCH, num_workers=2, workers="thread")
+    assert sorted(numbers(loader)) == list(range(SIZE))
+
+
 # ---- what can neither be forked nor pickled
 
 
@@ -264,7 +370,11 @@ class Connection(IterableDataset[int]):
 def test_a_thread_reads_ahead_what_cannot_be_copied(num_workers: int) -> None:
     stream = Connection(SIZE)
     loader = DataLoader(
-        stream, BATCH, num_workers=num_workers, readers=1, workers="thread", transforms=[slowly]
+        *(stream, BATCH),
+        num_workers=num_workers,
+        readers=1,
+        workers="thread",
+        transforms=[WithThread(num_workers)],
     )
     batches = list(loader)
     assert sorted(numbers(batches)) == list(range(SIZE))
@@ -272,11 +382,6 @@ def test_a_thread_reads_ahead_what_cannot_be_copied(num_workers: int) -> None:
     assert stream.threads != {threading.get_ident()}
     # Others transform meanwhile.
     assert len({int(thread) for _, threads in batches for thread in threads}) == num_workers
-
-
-def with_process(number: int) -> tuple[int, int]:
-    time.sleep(0.004)
-    return number, os.getpid()
 
 
 @pytest.mark.parametrize("order", ["strict", "arrival"])
@@ -288,14 +393,14 @@ def test_a_thread_reads_for_processes_that_transform(method: str, order: str) ->
         num_workers=2,
         readers=Readers(1, where="main"),
         order=order,
-        transforms=[with_process],
+        transforms=[WithThread(2)],
         multiprocessing_context=method,
     )
     batches = list(loader)
     assert sorted(numbers(batches)) == list(range(SIZE))
     assert len(stream.threads) == 1
     assert stream.threads != {threading.get_ident()}
-    pids = {int(pid) for _, pids in batches for pid in pids}
+    pids = {int(pid) for _, pids in batches for pid in pids}  # of a process's main thread
     assert len(pids) == 2
     assert os.getpid() not in pids
     assert sorted(numbers(loader)) == list(range(SIZE))
@@ -325,21 +430,26 @@ def test_more_readers_of_what_cannot_be_copied_are_refused() -> None:
 
 
 class Stuck(Split):
+    stuck = shared_integers(1)
+
     def __iter__(self) -> Iterator[int]:
         for number in self.numbers():
-            if number == 30:
-                wait_for_ever()
+            if number == 6:  # of the second batch
+                self.wait_for_ever()
             yield number
 
+    def wait_for_ever(self) -> None:
+        self.stuck[0] = 1
+        time.sleep(1000)
 
-def wait_for_ever() -> None:
-    time.sleep(1000)
 
-
-def test_a_timeout_shows_where_the_worker_is() -> None:
-    loader = DataLoader(Stuck(SIZE), BATCH, num_workers=2, timeout=1)
+def test_a_timeout_shows_where_the_worker_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 60.0)
+    loader = DataLoader(Stuck(SIZE), BATCH, num_workers=2, readers=1, timeout=1)
+    iterator = iter(loader)
+    wait_until(lambda: bool(Stuck.stuck[0]))  # its start may take longer than the timeout
     with pytest.raises(RuntimeError, match="timed out after 1 seconds") as raised:
-        list(loader)
+        list(iterator)
     error: BaseException | None = raised.value
     said = []
     while error is not None:
@@ -368,13 +478,18 @@ def test_hugging_faces_shuffle_is_resumed_exactly(num_workers: int) -> None:
 
 
 class Noted:
-    """Notes for which numbers it is called as ``worker_init_fn``."""
+    """Notes for which numbers it is called as ``worker_init_fn``; its transform waits until these are as many."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: int) -> None:
         self.called = shared_integers(8)
+        self.expected = expected
 
     def __call__(self, number: int) -> None:
         self.called[number] += 1
+
+    def transform(self, number: int) -> int:
+        wait_until(lambda: int(self.called.sum()) >= self.expected)
+        return number
 
 
 @pytest.mark.parametrize("method", ["process", "thread"])
@@ -386,8 +501,10 @@ def test_each_worker_and_each_reader_is_initialised(
     readers: Any, num_workers: int, called: int, method: str
 ) -> None:
     """A worker without readers is a worker, whose threads a program may limit there."""
-    noted = Noted()
+    noted = Noted(called)
     options: dict[str, Any] = {"num_workers": num_workers, "workers": method, "readers": readers}
-    loader = DataLoader(Split(SIZE), BATCH, worker_init_fn=noted, transforms=[int], **options)
+    loader = DataLoader(
+        Split(SIZE), BATCH, worker_init_fn=noted, transforms=[noted.transform], **options
+    )
     assert sorted(numbers(loader)) == list(range(SIZE))
     assert list(noted.called) == [1] * called + [0] * (8 - called)

@@ -32,8 +32,8 @@ from tests.stress.rounds import Round
 PROGRAM = "tests.stress.chaos"
 TURN_S = 20.0
 """How long one form of the core runs before the other has its turn."""
-LIVES = 16
-"""So many training runs are killed in one turn."""
+LIVES, LIVES_S = 16, 400.0
+"""So many training runs are killed in one turn, which takes so long at most, on a busy machine."""
 
 
 def take_turn(options: argparse.Namespace) -> dict[str, Any]:
@@ -58,7 +58,9 @@ def take_turn(options: argparse.Namespace) -> dict[str, Any]:
 def lives(seed: int, pure: bool) -> dict[str, Any]:
     """Kill training runs and let them go on; at the end each sample was trained once in each epoch."""
     with tempfile.TemporaryDirectory() as directory:
-        killed, trained = subprocesses.run("training.py", LIVES, seed, directory, pure=pure).split()
+        arguments = LIVES, seed, directory
+        out = subprocesses.run("training.py", *arguments, pure=pure, timeout_s=LIVES_S)
+        killed, trained = out.split()
     figures = {"training runs killed": int(killed), "samples": int(trained)}
     return {"figures": figures, "recoveries_s": []}
 
@@ -88,9 +90,9 @@ def report(seconds: float, seed: int, figures: Counter[str], recoveries_s: list[
     counts = figures.copy()
     del counts["samples"]
     about = [
-        "Loaders in all orders, with all start methods, worker processes and threads, the compiled core and the pure",
-        "one, while their workers and whole training runs are killed; `tests/stress/chaos.py` says how. Each epoch is",
-        "compared with what it should have been: every sample once, with its content.",
+        "Workers and whole training runs are killed (`tests/stress/chaos.py`), in all orders, with all start methods,",
+        "with processes and threads, compiled and pure. Each epoch is compared with the expected one: every sample",
+        "once, with its content.",
     ]
     lines = [
         f"On {os.cpu_count()} cores, minato {minato.__version__}, torch {torch.__version__}:",
@@ -101,11 +103,11 @@ def report(seconds: float, seed: int, figures: Counter[str], recoveries_s: list[
         "| samples lost, repeated or altered | 0 |",
         *(f"| {what} | {count} |" for what, count in sorted(counts.items())),
         "",
-        f"From a kill until another worker has been started in its place: median {median:.1f} ms, P99 {p99:.1f} ms,",
+        f"From a kill to the start of the replacing worker: median {median:.1f} ms, P99 {p99:.1f} ms,",
         f"over {len(recoveries_s)} kills. This includes the time until the training loop waits for a batch again:",
-        "workers are replaced when it does. A worker that nobody needs any more is not replaced.",
+        "workers are replaced when it does. A worker that is no longer needed is not replaced.",
     ]
-    return scenario.section("Loaders under fire", about, PROGRAM, seconds, seed, lines)
+    return scenario.section("Loaders under random faults", about, PROGRAM, seconds, seed, lines)
 
 
 def section(options: argparse.Namespace) -> str:

@@ -15,6 +15,8 @@ from tests.stress.scenario import watch
 
 PEACE = 5
 """No kill for so many times as long as the last replacement took: else a slow start leaves no time to work."""
+LEAST_PEACE_S = 0.2
+"""The same in seconds: else a slow sample may run whenever a worker is killed."""
 PATIENCE_S = 5.0
 """How long a replacement is waited for: the consumer may have no need of it."""
 
@@ -80,7 +82,7 @@ class Disturber:
         while (took_s := time.perf_counter() - begin) < PATIENCE_S and self._pool is pool:
             if pool.processes[number].pid not in (pid, None):
                 self.recoveries_s.append(took_s)
-                self._peace_until = begin + PEACE * took_s
+                self._peace_until = begin + max(PEACE * took_s, LEAST_PEACE_S)
                 return
             time.sleep(0.0005)
 

@@ -54,21 +54,21 @@ DRAWN = 64
 TORN = 26
 """A sample whose batch ``collate_fn`` does not like."""
 METHODS = ("fork", "spawn", "forkserver", "thread")
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 """A cell that takes so long hangs: its session is killed."""
-ENDS_S = 5.0
+ENDS_S = 20.0
 """How soon after the end of a loader nothing of it may be left."""
 MARGIN_BYTES = 3 << 30
 """Address space that the process may take beyond what it has."""
 FAULTS: dict[str, str] = {
-    "disk full": "complete; the cache, the quarantine and the trace warn",
-    "read-only disk": "complete; the cache, the quarantine and the trace warn",
+    "disk full": "complete; the cache, the failure log and the trace warn",
+    "read-only disk": "complete; the cache, the failure log and the trace warn",
     "descriptors used up": "complete, or an `OSError` that names the limit, and then complete",
     "memory limit": "complete",
     "worker stopped": "complete",
     "parent stopped": "complete",
     "worker killed": "complete",
-    "sampler raises": "its error, once; then complete, or the end where the sampler cannot go on",
+    "sampler raises": "its error, once; then complete, or the end if the sampler cannot continue",
     "collate raises": "its error in place of its batch; the others come",
     "signal": "complete where the handler returns; Ctrl-C ends the loop",
 }

@@ -55,7 +55,7 @@ from minato.workers.worker_process import host_of, initialise
 from tests.stress.bare import fork
 from tests.stress.tracee import POSSIBLE, UNTRACEABLE, Tracee
 
-HANG_S = 30
+HANG_S = 120
 SIZE, BATCHES = 3, 5
 LENGTH = SIZE * BATCHES
 DELIVERED = 2
@@ -73,7 +73,7 @@ STALLED = 2000
 LOST = "DataLoader worker exited unexpectedly"
 CHANGING = {
     *("attach", "claim", "end", "fill", "fill_run", "note_costs", "allocate", "publish_layout"),
-    *("offer", "reserve", "set_ready", "set_result", "skip"),
+    *("offer", "reserve", "reserve_fields", "set_ready", "set_result", "skip"),
 }
 """Operations of workers that change the ledger."""
 HOSTING = tuple(module.__file__ for module in (hosting, reading, readers))
@@ -188,8 +188,8 @@ class Offering(HostWorker):
     """It offers all items, however cheap."""
 
     @property
-    def _is_worth(self) -> bool:
-        return True
+    def _is_offering(self) -> bool:
+        return self._offers
 
 
 def collate(samples: Any) -> Any:
@@ -628,7 +628,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         begun = time.monotonic()
         try:
-            kills = kill_everywhere(scene, 1 if options.all else 7)
+            kills = kill_everywhere(scene, 1 if options.all else 13)
         except PermissionError as error:
             print(error)
             return UNTRACEABLE

@@ -13,6 +13,7 @@ from tests.stress.scenario import write_section
 
 @pytest.mark.slow
 @pytest.mark.stress
+@pytest.mark.timeout(1200)
 def test_nothing_is_lost_in_chaos(stress_s: float) -> None:
     seed = int(stress_s)
     figures, recoveries_s = run(stress_s, seed)

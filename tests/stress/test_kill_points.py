@@ -9,7 +9,7 @@ from tests.stress.tracee import UNTRACEABLE
 from tests.subprocesses import python
 
 LONG_S = 100
-"""From which ``--stress-s`` on there is time for every store; else it is each seventh."""
+"""From which ``--stress-s`` on there is time for every store; else it is each thirteenth."""
 
 
 @pytest.mark.slow

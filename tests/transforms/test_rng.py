@@ -5,11 +5,13 @@ import contextlib
 import ctypes
 import importlib
 import itertools
+import json
 import pickle
 import random
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from random import gauss as early_gauss
 from random import random as early_random
@@ -386,6 +388,22 @@ def test_a_bit_generator_that_changes_inside_saved_is_followed() -> None:
     with randomness.saved():
         assert bound_draws(randomness, 0, 1) == first
     assert np.random.get_bit_generator().state == state
+
+
+@pytest.mark.parametrize("bits", [np.random.MT19937, np.random.PCG64])
+def test_global_states_as_plain_data(bits: Any) -> None:
+    """Another bit generator of NumPy's is left out."""
+    np.random.set_bit_generator(bits(3))
+    np.random.normal()
+    random.gauss(0, 1)
+    torch.randn(1)
+    with warnings.catch_warnings(action="error"):
+        plain = json.loads(json.dumps(rng_memory.GlobalGenerators.to_plain()))
+    first = draws()
+    rng_memory.GlobalGenerators.load_plain(plain)
+    again = draws()
+    assert (first[:6], first[12:]) == (again[:6], again[12:])
+    assert (first[6:12] == again[6:12]) == (bits is np.random.MT19937)
 
 
 def test_threads_that_draw_meanwhile_do_no_harm() -> None:

@@ -39,13 +39,12 @@ DataLoader(
     num_workers=minato.AutoScale(min=1, max=8, controller=minato.PaperController(alpha=1.0)),
     pin_memory="in_place",
     order="arrival",
-    workers="thread",
     compat=None,
     errors=substitute,
     memory_budget="8GB",
     observe=Observe(stats="gpu", metrics="127.0.0.1:9000"),
     fetch_concurrency=minato.FetchOptions(4, max_in_flight=16),
-    shared_pool=minato.SharedPool("wait"),
+    workers=minato.SharedPool("wait"),
     stragglers=minato.StragglerPolicy(after_s=0.5),
 )
 DataLoader(Images(), errors=minato.ErrorPolicy("skip", max_failures=0.01, log="failures.jsonl"))
@@ -57,7 +56,8 @@ DataLoader(Images(), workers="fiber")  # type: ignore[arg-type]
 DataLoader(Images(), errors="ignore")  # type: ignore[arg-type]
 DataLoader(Images(), compat="jax")  # type: ignore[arg-type]
 DataLoader(Images(), num_workers="many")  # type: ignore[arg-type]
-DataLoader(Images(), shared_pool="yes")  # type: ignore[arg-type]
+DataLoader(Images(), workers="thread")
+DataLoader(Images(), shared_pool=True)  # type: ignore[call-arg]
 DataLoader(Images(), stragglers=90)  # type: ignore[arg-type]
 DataLoader(Images(), worker_method="thread")  # type: ignore[call-arg]
 DataLoader(Images(), 1, None, None, None, 0, None, False, False, 0, None, None, None, 2)  # type: ignore[call-arg]

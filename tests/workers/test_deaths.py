@@ -101,9 +101,10 @@ class Killer:
                     self.killed.append(victim)
 
     def watch(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Iterate over a loader under fire."""
+        """Iterate over a loader under fire, after the first shot."""
         for batch in loader:
             self.batches += 1
+            wait_until(lambda: bool(self.killed))
             yield batch
 
     def stop(self) -> None:
@@ -127,7 +128,6 @@ def test_random_kills_lose_nothing(order: str, killer: Killer) -> None:
     with warnings.catch_warnings(action="ignore"):
         loader = DataLoader(Drawing(400), num_workers=3, persistent_workers=True, **arguments)
         under_fire = [content(killer.watch(loader)) for _ in range(2)]
-    assert killer.killed
     quiet = DataLoader(Drawing(400), **arguments)
     assert under_fire == [content(quiet) for _ in range(2)]
 
@@ -155,11 +155,12 @@ def test_dead_workers_are_replaced_although_the_loop_does_not_wait(
     batches: Any = iter(DataLoader(Slow(400), 4, num_workers=2, prefetch_factor=8))
     next(batches)
     engine = batches._source
-    wait_until(lambda: engine._dispatcher.num_ready > 0, 20)
+    dispatcher = engine._dispatcher
+    wait_until(lambda: dispatcher._is_ready(dispatcher._open[0]))
     dead = list(engine.workers)
     for process in dead:
         os.kill(process.pid, signal.SIGKILL)
-    wait_until(lambda: len(engine._pool._watch._ended) == 2, 20)
+    wait_until(lambda: len(engine._pool._watch._ended) == 2)
     monkeypatch.setattr(engine._pool, "wait", lambda *_: pytest.fail("the loop waits"))
     with pytest.warns(RuntimeWarning, match="takes its place"):
         next(batches)
@@ -222,10 +223,16 @@ def test_keys_that_cannot_be_told_apart_by_hash(keys: Any) -> None:
     assert "3 workers died there" in str(caught.value.__cause__)
 
 
-def test_workers_with_state_are_not_replaced() -> None:
+def test_workers_with_state_are_not_replaced(tmp_path: Any) -> None:
     """Round-robin workers hold random streams that a new one would not have."""
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        content(DataLoader(Deadly(80), 4, num_workers=2, compat="torch"))
+    dataset = DeadlyOnce(80, str(tmp_path / "mark"))
+    loader = DataLoader(dataset, 4, num_workers=2, compat="torch", persistent_workers=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+            content(loader)
+        assert "call loader.close() to start new ones" in str(caught.value.__cause__)
+    loader.close()
+    assert len(content(loader)) == 80
 
 
 def test_deaths_before_any_sample_add_up() -> None:

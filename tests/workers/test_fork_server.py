@@ -17,9 +17,8 @@ import torch
 from torch.utils.data import Dataset
 
 from minato import DataLoader, MinatoWarning
-from tests.subprocesses import python
-
-LIMIT_S = 60.0
+from tests.datasets import wait_until
+from tests.subprocesses import TIMEOUT_S, python
 
 
 class Processes(Dataset[Any]):
@@ -91,7 +90,7 @@ def test_all_workers_of_all_loaders_come_from_one_server() -> None:
 def test_the_server_imports_what_the_program_and_the_workers_need(tmp_path: Path) -> None:
     """Before a worker imports the script: that comes after it, except from Python 3.13.1 on."""
     script = write(tmp_path, SCRIPT)
-    ended = python(script, timeout_s=LIMIT_S, given="\n")
+    ended = python(script, given="\n")
     assert ended.returncode == 0, ended.stderr
     assert "'graphlib'" in ended.stdout
     if sys.version_info < (3, 13):
@@ -105,7 +104,7 @@ def test_a_script_without_a_guard_is_refused_and_named(tmp_path: Path) -> None:
         f"{AS_LATER_PYTHONS}from minato import DataLoader\n"
         "next(iter(DataLoader([1, 2], num_workers=1, multiprocessing_context='forkserver')))\n",
     )
-    ended = python(script, timeout_s=LIMIT_S)
+    ended = python(script)
     assert ended.returncode == 1
     assert 'if __name__ == "__main__":' in ended.stderr
     assert f"and {script} starts workers when it is imported" in ended.stderr
@@ -132,7 +131,7 @@ def test_a_killed_server_of_a_program_without_a_file_is_started_again() -> None:
         "print(first, sum(len(batch) for batch in loader))\n"
     )
     command = [sys.executable, "-c", program]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ran.stdout == "24 24\n", ran.stderr
 
 
@@ -147,7 +146,7 @@ def test_server_and_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
         descendants = psutil.Process(program.pid).children(recursive=True)
         assert len(descendants) >= 3
         program.kill()
-    _, alive = psutil.wait_procs(descendants, timeout=LIMIT_S / 2)
+    _, alive = psutil.wait_procs(descendants, timeout=60)
     assert not alive
 
 
@@ -155,9 +154,11 @@ def test_a_killed_worker_is_replaced_from_the_server() -> None:
     loader = DataLoader(
         Processes(), batch_size=1, num_workers=2, multiprocessing_context="forkserver"
     )
-    iterator = iter(loader)
+    iterator: Any = iter(loader)
     pids = [int(next(iterator)[1]) for _ in range(3)]
     os.kill(pids[-1], signal.SIGKILL)
+    # The other one might complete the epoch before anybody knows.
+    wait_until(lambda: iterator._source._pool._watch.first_ended() is not None)
     with pytest.warns(MinatoWarning, match="Another worker takes its place"):
         rest = [tuple(map(int, batch)) for batch in iterator]
     assert len(rest) == 21

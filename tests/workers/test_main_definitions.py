@@ -14,7 +14,7 @@ from minato import DataLoader
 from tests.datasets import Numbers
 from tests.subprocesses import python
 
-LIMIT_S = 90.0
+LIMIT_S = 200.0
 METHODS = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 DEFINITIONS = """\
@@ -105,7 +105,8 @@ def test_a_jupyter_kernel(method: str, tmp_path: Path, monkeypatch: pytest.Monke
         for source in (DEFINITIONS, ITERATION.format(method=method))
     ]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3").execute()
+    limits = {"timeout": LIMIT_S, "startup_timeout": LIMIT_S}
+    nbclient.NotebookClient(notebook, **limits, kernel_name="python3").execute()
     written = [each.text for each in notebook.cells[1].outputs if each.name == "stdout"]
     assert "".join(written).strip() == GOT
 

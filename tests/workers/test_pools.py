@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -51,6 +52,7 @@ class Stage:
         self.ready = EventCount(self.segment.array, 0)
         self.left = False
         self.works = True
+        self.ledger = SimpleNamespace(stopping=False)
         self.begun = False
         self.at_once = 2
         self.deaths: list[tuple[Any, ...]] = []
@@ -159,15 +161,48 @@ def test_an_exit_code_that_another_thread_has_taken(
     pool.shut_down()
 
 
-def test_processes_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocked", [False, True], ids=["killed", "the kill is blocked"])
+def test_processes_that_do_not_listen(monkeypatch: pytest.MonkeyPatch, blocked: bool) -> None:
     monkeypatch.setattr(supervision, "_GRACE_S", 0.05)
     monkeypatch.setattr(supervision, "_TERMINATION_S", 0.05)
     stage = Stage()
     pool = stage.processes(deaf)
     pool.start()
     wait_until(lambda: all(stage.segment.array[200:202]))
-    pool.shut_down()
+    kill = BaseProcess.kill
+
+    def kill_or_not(process: BaseProcess) -> None:
+        if not blocked:
+            monkeypatch.setattr(supervision, "_TERMINATION_S", PATIENCE_S)
+            kill(process)
+
+    # As by a driver that hangs: neither the end nor the exit of the program waits for it.
+    monkeypatch.setattr(BaseProcess, "kill", kill_or_not)
+    assert pool.shut_down() is not blocked
+    assert not set(pool.processes) & set(multiprocessing.active_children())
+    monkeypatch.undo()
+    for worker in pool.processes:
+        worker.kill()
+        worker.join()
     assert [worker.exitcode for worker in pool.processes] == [-signal.SIGKILL] * 2
+
+
+def test_a_collection_within_threading_ends_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that notices the end of processes needs the lock of threading.enumerate() to end."""
+    monkeypatch.setattr(supervision, "_GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(supervision, "_TERMINATION_S", 0.05)
+    pool = Stage().processes(obedient)
+    pool.start()
+
+    def collect() -> None:
+        with threading._active_limbo_lock:  # type: ignore[attr-defined]
+            pool.shut_down()
+
+    other = threading.Thread(target=collect, daemon=True)
+    other.start()
+    other.join(PATIENCE_S)
+    assert not other.is_alive()
+    assert [worker.exitcode for worker in pool.processes] == [0, 0]
 
 
 def test_two_deaths_are_handled_though_the_first_recovery_is_interrupted() -> None:
@@ -193,7 +228,8 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_end_is_a_sudden_one() -> None:
+def test_an_interrupted_end_is_a_sudden_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_TERMINATION_S", PATIENCE_S)
     stage = Stage()
     pool = stage.processes(deaf)
     pool.start()
@@ -204,6 +240,7 @@ def test_an_interrupted_end_is_a_sudden_one() -> None:
 
 
 def test_workers_end_where_no_more_threads_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_GRACE_S", PATIENCE_S)
     stage = Stage()
     pool = stage.processes(obedient)
 

@@ -1,0 +1,572 @@
+"""Epochs that end after as many batches in every rank, where nobody knows how many each has.
+
+A thread of each process tells the others, by a store of torch.distributed, how many batches its rank surely has. In
+steady state no rank waits for that, as each holds a few batches back.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from minato._fork_safety import forget_in_children
+from minato._support.threads import at_end, start_thread
+from minato.batching.arena import MemoryPinner
+from minato.delivery.device import Pin, Unpinned
+from minato.delivery.iterator import BatchSource
+from minato.errors import CLOSED
+from minato.sampling.epoch import Epoch
+from minato.sampling.progress import Outgoing
+from minato.sampling.samplers import IndexBatches
+
+__all__ = ["EvenEnds"]
+
+AHEAD = 2
+"""Batches that a rank holds back."""
+_HOLDER = "ranks"
+_RING = 16
+"""Batches after which counters are used again; a rank is never as far ahead of another one."""
+_POLL_S, _IDLE_S = 0.002, 0.05
+"""Time between two looks at the store, while the training loop waits and while it does not."""
+_LOOK_S = 0.001
+"""Time between two looks of the training loop, while it waits, at what the thread knows."""
+_BEAT_S = 2.0
+"""Time between two signs of life of a rank."""
+_SILENT_S = 60.0
+"""Time without one after which a rank that others wait for counts as dead."""
+_LONGEST_S = 1800.0
+"""The longest wait for a rank that lives."""
+_EXIT_S = 10.0
+"""The longest wait of a process at its exit."""
+
+
+class Store(Protocol):
+    """The part of a store of torch.distributed that is used: counters."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, 0 at first, and return it."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a counter."""
+
+
+class Channel:
+    """What this rank and the others know of each other in one epoch of one loader.
+
+    The training loop writes ``promised``, then ``ended``, and reads the rest, which the thread writes.
+
+    Args:
+        name: Of the epoch, the same in all ranks.
+        shortest: The epoch ends with the first rank that has no more; otherwise with the last one.
+
+    Attributes:
+        promised: Number of batches that this rank surely has.
+        ended: Whether it has no more.
+        given: Number of batches that the training loop has.
+        waits_since: Since when the training loop waits; None: it does not.
+        agreed: With ``shortest``, number of batches that all ranks have; otherwise that the longest one has.
+        is_over: No rank gets more than that.
+        error: Why the epoch cannot go on.
+        is_open: The thread knows it.
+        is_done: The epoch is over in this rank …
+        has_told_end: … as the others can know …
+        has_left: … or the training loop has left it before.
+    """
+
+    def __init__(self, name: str, rank: int, ranks: int, shortest: bool) -> None:
+        self.name, self.rank, self.ranks, self.shortest = name, rank, ranks, shortest
+        self.promised = self.given = self.agreed = 0
+        self.ended = self.is_over = False
+        self.waits_since: float | None = None
+        self.error: str | None = None
+        self.is_open = self.is_done = self.has_left = False
+        self.has_told_end = False
+        self._posted = 0
+        self._posted_end = False
+        self._num_ended = 0
+        self._longest = rank
+        self._bound: int | None = None
+        self._looked = 0.0
+        self._signs: dict[int, tuple[int, float]] = {}
+
+    @property
+    def may_give(self) -> bool:
+        """Whether the next batch of this rank is one of this epoch."""
+        return self.agreed > self.given
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known if there is a next batch."""
+        return self.may_give or self.is_over
+
+    # ---- in the thread
+
+    def exchange(self, store: Store) -> None:
+        """Tell the others, and hear of them."""
+        ended = self.ended  # first
+        promised = self.promised
+        self._post(store, promised, ended)
+        if self.shortest:
+            self._agree(store)
+        elif ended and not self.may_give:
+            self._follow(store)
+        now = time.monotonic()
+        waits = self.waits_since
+        if waits is not None and now - max(waits, self._looked) > _BEAT_S and not self.is_over:
+            self._looked = now
+            self.error = self._missing(store, now, now - waits)
+
+    def _post(self, store: Store, promised: int, ended: bool) -> None:
+        if self.shortest:
+            for number in range(self._posted, promised):
+                store.add(f"{self.name}/all/{number % _RING}", 1)
+        news = 2 * (promised - self._posted) + (ended and not self._posted_end)
+        if news:
+            store.add(f"{self.name}/rank/{self.rank}", news)
+        if ended and not self._posted_end:
+            store.add(f"{self.name}/ended", 1)
+        self._posted, self._posted_end = promised, ended
+
+    def _of(self, store: Store, rank: int) -> tuple[int, bool]:
+        """How many batches a rank surely has, and whether it has no more."""
+        known = store.add(f"{self.name}/rank/{rank}", 0)
+        return known >> 1, bool(known & 1)
+
+    def _agree(self, store: Store) -> None:
+        """Look how many batches all ranks have."""
+        while self.agreed < self._posted:
+            number = self.agreed
+            have = store.add(f"{self.name}/all/{number % _RING}", 0)
+            if have < self.ranks * (number // _RING + 1):
+                break
+            self.agreed = number + 1
+        num_ended = store.add(f"{self.name}/ended", 0)
+        if num_ended > self._num_ended:
+            known = (self._of(store, rank) for rank in range(self.ranks))
+            self._bound = min((count for count, ended in known if ended), default=None)
+            self._num_ended = num_ended
+        self.is_over = self._bound is not None and self.agreed >= self._bound
+
+    def _follow(self, store: Store) -> None:
+        """Look whether any rank has more batches than this one."""
+        self.agreed, _ = self._of(store, self._longest)
+        if self.may_give:
+            return
+        num_ended = store.add(f"{self.name}/ended", 0)  # first: they posted their batches before
+        known = [self._of(store, rank)[0] for rank in range(self.ranks)]
+        self.agreed, self._longest = max((count, rank) for rank, count in enumerate(known))
+        self.is_over = num_ended == self.ranks
+
+    def _missing(self, store: Store, now: float, waited_s: float) -> str | None:
+        """Why this rank waits in vain; None: it need not."""
+        for rank in range(self.ranks):
+            has_left = store.add(f"{self.name}/left/{rank}", 0)  # first: it tells the rest before
+            count, ended = self._of(store, rank)
+            if rank == self.rank or ended or count > self.given:
+                continue
+            sign = store.add(f"alive/{rank}", 0)
+            before, since = self._signs.get(rank, (-1, now))
+            if sign != before:
+                self._signs[rank] = sign, now
+                since = now
+            done = f"rank {rank} had {count} batches of this epoch, as far as it told, and "
+            if has_left:
+                return f"{done}has left it, while rank {self.rank} waits for more: end it in all ranks at the same step"
+            if sign and now - since > _SILENT_S:
+                return f"{done}has given no sign of life for {now - since:.0f} seconds: its process has ended or hangs"
+            if waited_s > _LONGEST_S:
+                return (
+                    f"{done}told no more for {waited_s:.0f} seconds: make and iterate loaders with epoch_end= alike in "
+                    "all ranks"
+                )
+        return None
+
+    def close(self, store: Store) -> bool:
+        """Take leave; returns whether nobody needs what is in the store."""
+        self._post(store, self.promised, self.ended)
+        if self.has_left:
+            store.add(f"{self.name}/left/{self.rank}", 1)
+            return True
+        if not self.has_told_end:
+            store.add(f"{self.name}/over", 1)
+            self.has_told_end = True
+        if store.add(f"{self.name}/over", 0) < self.ranks:
+            return False
+        if self.rank == 0:
+            rings = (f"all/{i}" for i in range(_RING)) if self.shortest else ()
+            for key in (*rings, "ended", *(f"rank/{i}" for i in range(self.ranks))):
+                store.delete_key(f"{self.name}/{key}")
+        return True
+
+
+class _Service:
+    """The thread of this process that talks to the store, for all loaders.
+
+    The training loop takes no lock, which a signal's handler could leave locked.
+
+    Attributes:
+        open: The channels of epochs that go on.
+        closing: Those of epochs that are over, maybe not for all ranks.
+        sources: The sources of batches, which are made in the same sequence in all ranks.
+        failure: What has ended the thread.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self._pid = rank, ranks, os.getpid()
+        self.open: list[Channel] = []
+        self.closing: list[Channel] = []
+        self.sources: list[object] = []
+        self.failure: BaseException | None = None
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="minato-ranks", daemon=True)
+        start_thread(self._thread)
+        self._stay_no_longer = at_end(self._take_leave)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its thread is in this process, not in the one that this was forked from."""
+        return self._pid == os.getpid()
+
+    def notify(self) -> None:
+        """Have the thread look at the channels now."""
+        if self.is_here:
+            self._news.put(None)
+
+    def close(self, channel: Channel) -> None:
+        """End a channel; a second call changes nothing."""
+        if channel in self.open:
+            if channel not in self.closing:
+                self.closing.append(channel)
+            self.open.remove(channel)
+        self.notify()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._stay_no_longer()
+        self.failure = RuntimeError("this process has ended what tells it of the others")
+        self.notify()
+        self._thread.join(_BEAT_S)
+
+    def _run(self) -> None:
+        try:
+            # Other ranks use it after the thread has ended.
+            self._store = _connected(self.rank, self.ranks)
+            self._serve(self._store)
+        except BaseException as error:
+            self.failure = error
+
+    def _serve(self, store: Store) -> None:
+        sign_due = 0.0
+        while self.failure is None:
+            if time.monotonic() >= sign_due:
+                store.add(f"alive/{self.rank}", 1)
+                sign_due = time.monotonic() + _BEAT_S
+            for channel in list(self.open):
+                channel.exchange(store)
+            for channel in list(self.closing):
+                if channel not in self.open and channel.close(store):
+                    self.closing.remove(channel)
+            waits = any(channel.waits_since is not None for channel in list(self.open))
+            pause_s = _POLL_S if waits else _IDLE_S if self.open or self.closing else _BEAT_S
+            with suppress(Empty):
+                self._news.get(timeout=pause_s)
+
+    def _take_leave(self) -> None:
+        """Tell the others, before this process exits; that of rank 0 keeps the store until they know of their end."""
+        if not self.is_here:
+            return
+        for channel in list(self.open):
+            _left(self, channel)
+        until = time.monotonic() + _EXIT_S
+        while any(self.rank == 0 or not channel.has_told_end for channel in list(self.closing)):
+            if self.failure is not None or time.monotonic() > until:
+                break
+            time.sleep(_LOOK_S)
+        self.end()  # an interpreter that ends while the thread is in the store aborts
+
+
+def _connected(rank: int, ranks: int) -> Store:
+    """The store of all ranks, which the process of rank 0 hosts, or the launcher.
+
+    Raises:
+        RuntimeError: Nobody says where it is, or it cannot be reached.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdigit():
+        raise RuntimeError(
+            "epoch_end= needs an address at which rank 0 can listen for the others: set MASTER_ADDR and MASTER_PORT, "
+            "as torchrun does"
+        )
+    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        *(address, int(port), None, rank == 0 and not is_hosted),
+        timeout=timedelta(seconds=_LONGEST_S),
+        wait_for_workers=False,
+        multi_tenant=True,  # beside that of init_process_group
+    )
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"minato/{restarts}/{ranks}", store)
+
+
+_services: dict[tuple[int, int], _Service] = {}
+"""By rank and number of ranks, which a program may change while older iterators go on."""
+forget_in_children(_services.clear)
+
+
+def _service_of(rank: int, ranks: int) -> _Service:
+    known = _services.get((rank, ranks))
+    if known is not None and known.failure is None:
+        return known
+    _services[rank, ranks] = made = _Service(rank, ranks)
+    if known is not None:
+        made.sources = known.sources  # the store may have counters of theirs
+    return made
+
+
+class _Held(Outgoing):
+    """A batch that is held back.
+
+    Attributes:
+        origin: As the source gave it.
+    """
+
+    __slots__ = ("origin",)
+
+    def __init__(self, origin: Outgoing) -> None:
+        super().__init__(origin.batch, origin.error)
+        self.records = origin.records
+        self.is_pinned = origin.is_pinned
+        self.origin = origin
+
+
+class EvenEnds:
+    """A source of batches that ends after as many in every rank.
+
+    Args:
+        source: The batches of this rank.
+        epoch_end: ``shortest``, ``repeat`` or ``pad``.
+        dealt: This rank, and the number of ranks.
+        again: Returns the batches of an epoch from its start, as often as they are asked for.
+        pin: Pins a batch, if those of the source are :class:`minato.delivery.device.Pinned`.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        epoch_end: str,
+        dealt: tuple[int, int],
+        again: Callable[[Epoch], Iterator[Outgoing]],
+        pin: Pin | None,
+    ) -> None:
+        self._source = source
+        self._epoch_end = epoch_end
+        self._dealt = dealt
+        self._make_again = again
+        self._pin = pin
+        self._token, self._num_begun = object(), 0
+        self._queue: deque[_Held] = deque()
+        self._given: Outgoing | None = None
+        self._channel: Channel | None = None
+        self._service: _Service | None = None
+        self._again: Iterator[Outgoing] | None = None
+        self._padding: Outgoing | None = None
+        self._is_over = self._has_ended = self._is_stopped = False
+        self._leave: Callable[[], object] = int
+
+    def begin(self, epoch: Epoch, batches: IndexBatches) -> bool:
+        """Start an epoch."""
+        self._leave()
+        self._epoch, self._progress = epoch, epoch.progress
+        self._queue.clear()
+        self._given = self._channel = self._again = self._padding = None
+        self._is_over = self._has_ended = self._is_stopped = False
+        self._progress.held_by.add(_HOLDER)
+        return self._source.begin(epoch, batches)
+
+    def _opened(self) -> Channel:
+        """The channel of the epoch, which begins with its first batch."""
+        (rank, ranks), channel = self._dealt, self._channel
+        service = self._service
+        if channel is None or service is None:
+            service = _service_of(rank, ranks)
+            if self._token not in service.sources:
+                service.sources.append(self._token)
+            number = self._num_begun + 1
+            name = f"{service.sources.index(self._token)}/{number}/{self._epoch.number}"
+            channel = Channel(name, rank, ranks, self._epoch_end == "shortest")
+            # At once: a signal's handler may raise at any line, and another rank counts alike.
+            vars(self).update(_channel=channel, _service=service, _num_begun=number)
+        if not channel.is_open:
+            self._leave = weakref.finalize(self, _left, service, channel)
+            if channel not in service.open:
+                service.open.append(channel)
+            channel.is_open = True
+        return channel
+
+    def next(self) -> Outgoing:
+        """The next batch: the same one until it is given. A signal's handler may raise at any line.
+
+        Raises:
+            StopIteration: The epoch is over in all ranks.
+            RuntimeError: Another rank does not answer, or has left the epoch.
+        """
+        if self._is_over:
+            raise StopIteration
+        if self._given is None or self._given.is_given:
+            self._given = self._following(self._opened())
+        self._progress.is_padding = self._padding is not None and not self._queue
+        self._progress.last = self._given
+        return self._given
+
+    def _following(self, channel: Channel) -> Outgoing:
+        """The batch after the one that was given last."""
+        service, given = self._service, self._given
+        assert service is not None
+        if given is not None:
+            self._progress.settle()
+            if self._queue and self._queue[0] is given:
+                self._queue.popleft()
+            self._given, channel.given = None, channel.given + 1
+        while not self._has_ended and len(self._queue) <= AHEAD:
+            self._pull()
+        if not channel.ended:
+            channel.promised = channel.given + len(self._queue)
+        if self._has_ended and not channel.ended:
+            self._prepare_end()
+            channel.ended = True
+        service.notify()
+        if channel.shortest or not self._queue:
+            self._wait(channel, service)
+            if not channel.may_give:
+                self._finish(channel, service)
+                raise StopIteration
+        given = self._queue[0] if self._queue else self._extra()
+        if given.records:  # their number was not known yet
+            given.records = self._progress.together([given.records])
+        return given
+
+    def _pull(self) -> None:
+        """Take a batch of the source, which goes on then; a signal may interrupt that anywhere."""
+        progress, queue = self._progress, self._queue
+        try:
+            batch = self._source.next()
+        except StopIteration:
+            self._has_ended = True
+            return
+        if not (queue and queue[-1].origin is batch):
+            queue.append(_Held(batch))
+        batch.records, batch.batch, batch.error = (), None, None
+        progress.last, batch.is_given = None, True
+
+    def _wait(self, channel: Channel, service: _Service) -> None:
+        """Wait until it is known whether there is another batch."""
+        if not service.is_here:
+            raise RuntimeError(
+                "this process was forked from one with an iterator of readers with epoch_end=, which agrees with other "
+                "ranks: make a loader here"
+            )
+        try:
+            while not channel.is_settled:
+                if self._is_stopped:
+                    raise RuntimeError(CLOSED)
+                if channel.error is not None or service.failure is not None:
+                    text = (
+                        channel.error
+                        or f"rank 0 and its store cannot be reached: {service.failure}"
+                    )
+                    raise RuntimeError(text) from service.failure
+                if channel.waits_since is None:
+                    channel.waits_since = time.monotonic()
+                    service.notify()
+                time.sleep(_LOOK_S)
+        finally:
+            channel.waits_since = None
+
+    def _prepare_end(self) -> None:
+        """Make the batch that stands for those that this rank lacks, if there is one."""
+        if self._epoch_end != "pad":
+            return
+        known = [held for held in self._queue if held.error is None]
+        last = known[-1] if known else self._repeated()
+        batch: Any = last.batch
+        if self._pin is not None and last.error is None:
+            batch = batch.result()
+        self._padding = Outgoing(copy.deepcopy(batch), last.error)
+
+    def _extra(self) -> Outgoing:
+        """A batch beyond those of this rank."""
+        padding = self._padding
+        if padding is None:
+            return self._repeated()
+        batch = copy.deepcopy(padding.batch)  # the loop may change it
+        return Outgoing(batch if self._pin is None else Unpinned(self._pin, batch), padding.error)
+
+    def _repeated(self) -> Outgoing:
+        """The next batch of this rank's own items, from the start of the epoch."""
+        if self._again is None:
+            self._again = self._make_again(self._epoch)
+        try:
+            found = next(self._again, None)
+        except BaseException:
+            self._again = None  # it has ended
+            raise
+        if found is None:
+            raise RuntimeError(
+                f"rank {self._dealt[0]} has no items in this epoch, so that it has none for epoch_end="
+                f"{self._epoch_end!r} either: use fewer readers, or 'shortest'"
+            )
+        return found
+
+    def _finish(self, channel: Channel, service: _Service) -> None:
+        """End the epoch in this rank."""
+        self._progress.held_by.discard(_HOLDER)
+        if self._queue or not self._has_ended:
+            self._progress.cut()
+        else:
+            self._progress.finish()
+        channel.is_done = True
+        service.close(channel)
+        self._again, self._is_over = None, True
+        self._queue.clear()
+
+    def pinned(self, duration_ns: int) -> None:
+        """Record how long it took to pin a batch."""
+        self._source.pinned(duration_ns)
+
+    def pin_slots(self, locker: MemoryPinner) -> None:
+        """Keep the memory of batches in place."""
+        self._source.pin_slots(locker)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes."""
+        return list(getattr(self._source, "workers", ()))
+
+    def stop(self) -> None:
+        """Have ``next()`` raise RuntimeError rather than wait for workers or other ranks."""
+        self._is_stopped = True
+        self._source.stop()
+
+    def shut_down(self) -> None:
+        """End the workers, and leave an epoch that is not over."""
+        self._again = None
+        self._queue.clear()
+        self._leave()
+        self._source.shut_down()
+
+
+def _left(service: _Service, channel: Channel) -> None:
+    """Tell the others that this rank has left an epoch, unless it is over."""
+    channel.has_left = not channel.is_done
+    service.close(channel)

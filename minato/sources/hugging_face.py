@@ -1,0 +1,96 @@
+"""Data files that Hugging Face's package ``datasets`` reads, as shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from minato._support.text import message_of, type_name
+from minato.errors import missing
+from minato.sources.base import Row, SourceError
+from minato.sources.connections import Settings
+from minato.streams.shards import ShardedDataset, State
+
+try:
+    import datasets
+except ModuleNotFoundError:
+    raise missing("minato.sources.hugging_face", "datasets", "datasets") from None
+
+__all__ = ["HuggingFaceShards"]
+
+
+class HuggingFaceShards(ShardedDataset[Row]):
+    """Streaming, with each data file as a shard: ``datasets.load_dataset(path, data_files=[file], streaming=True)``.
+
+    The state of an open file is that of ``datasets``, which is exact as nothing is shuffled within.
+
+    Args:
+        path: As of ``load_dataset``: ``"parquet"``, ``"json"``, ``"text"``, or a repository of the Hub.
+        files: Paths, URLs, or paths in the repository. Patterns are not expanded, so that each name is one file.
+        seed, new_shards: See :class:`~minato.ShardedDataset`.
+        options: Further arguments of ``load_dataset`` (``name``, ``revision``, ``columns``, ``token`` …), each of them
+            a value or an :class:`~minato.sources.connections.Env`.
+
+    Raises:
+        SourceError: While iterating: ``datasets`` cannot read on in a file. If this is skipped, so is the rest of it.
+            How many rows of a damaged Parquet file come first may vary: ``pyarrow`` reads ahead in threads.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        files: Sequence[str],
+        *,
+        seed: int | None = None,
+        new_shards: str = "refuse",
+        **options: object,
+    ) -> None:
+        super().__init__(seed=seed, new_shards=new_shards)
+        self._path, self._files = path, files
+        self.settings = Settings(options)
+
+    def shards(self) -> Sequence[str]:
+        """The files."""
+        return self._files
+
+    def iter_shard(self, name: str, state: State = None) -> Iterator[Row]:
+        """The rows of a file."""
+        stream = datasets.load_dataset(
+            self._path,
+            data_files=[name],
+            split="train",
+            streaming=True,
+            **self.settings.values(),
+        )
+        if state is not None:
+            stream.load_state_dict(state)
+        return _Rows(name, stream, state)
+
+
+class _Rows(Iterator[Row]):
+    """The rows of a stream, whose state is the stream's."""
+
+    def __init__(self, name: str, stream: datasets.IterableDataset, state: State) -> None:
+        self._name, self._stream = name, stream
+        self._start = state  # the stream returns another one until a row was asked for
+        self._has_failed = False
+        # In batches of one: without batches the stream would take get_worker_info() as the reason to divide itself.
+        self._batches = stream.iter(batch_size=1)
+
+    def __next__(self) -> Row:
+        self._start = None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._has_failed = True
+            raise SourceError(
+                f"cannot read on in {self._name!r}, and leaves out the rest: {type_name(error)}: {message_of(error)}"
+            ) from error
+        return {name: values[0] for name, values in batch.items()}
+
+    def state_dict(self) -> State:
+        """The state of the stream after the last row; None behind an error, so that the file is read again."""
+        if self._has_failed:
+            return None
+        return self._stream.state_dict() if self._start is None else self._start

@@ -1,0 +1,197 @@
+"""Tar files in WebDataset's layout, as shards; remote ones through fsspec (extra ``fsspec``)."""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any, NamedTuple, TypeAlias, cast
+
+from minato._support.text import message_of
+from minato.errors import missing
+from minato.sources.base import SourceError
+from minato.sources.connections import Place, Settings, shown_url
+from minato.streams.shards import ShardedDataset
+
+__all__ = ["TarShards"]
+
+Sample: TypeAlias = dict[str, Any]
+"""``__key__``: the key; and the bytes of each member by its suffix."""
+
+_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
+"""Key and suffix, which the first dot behind the folders divides."""
+_HIDDEN = re.compile(r"(^|/)__[^/]*__($|/|\.)")
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz")
+
+
+class TarShards(ShardedDataset[Sample]):
+    """Samples in tar files as WebDataset writes them: consecutive members with one name up to the first dot.
+
+    ``cat/7.jpg`` and ``cat/7.cls`` become ``{"__key__": "cat/7", "jpg": b"…", "cls": b"…"}``, with suffixes in lower
+    case. Decode them in ``transforms=``, which any worker runs. Folders, members without a suffix, and names like
+    ``__this__`` are left out.
+
+    Passing over samples reads only the headers of a file, unless it is compressed.
+
+    Args:
+        files: Paths, or URLs of any fsspec file system (``s3://…``, ``https://…``). Each is a shard, whose name in
+            messages and states is the URL without passwords and tokens.
+        seed, new_shards: See :class:`~minato.ShardedDataset`.
+        settings: fsspec's storage options for the URLs, each of them a value or an
+            :class:`~minato.sources.connections.Env`.
+
+    Raises:
+        SourceError: While iterating: a file is damaged, or cannot be read. If this is skipped, so is the rest of it.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | os.PathLike[str]],
+        *,
+        seed: int | None = None,
+        new_shards: str = "refuse",
+        **settings: object,
+    ) -> None:
+        super().__init__(seed=seed, new_shards=new_shards)
+        if isinstance(files, (str, os.PathLike)):
+            raise TypeError(f"files={os.fspath(files)!r} is one file: give a list")
+        urls = [os.fspath(file) for file in files]
+        self._names = [shown_url(url) for url in urls]
+        self._places = {name: Place(url) for name, url in zip(self._names, urls, strict=True)}
+        self.settings = Settings(settings)
+
+    def shards(self) -> Sequence[str] | Mapping[str, float]:
+        """The files, with their sizes in bytes if all of them are local and no name comes twice."""
+        if any(map(_is_remote, self._names)) or len(self._places) < len(self._names):
+            return self._names
+        return {name: os.path.getsize(name) for name in self._names}
+
+    def iter_shard(self, name: str, state: object = None) -> Iterator[Sample]:
+        """The samples of a file."""
+        url = self._places[name].url
+        try:
+            return _Samples(
+                name, _opened(url, self.settings) if _is_remote(url) else open(url, "rb")
+            )
+        except (OSError, tarfile.TarError) as error:
+            raise SourceError(f"cannot read {name!r}: {_described(error)}") from error
+
+
+class _Member(NamedTuple):
+    key: str
+    suffix: str
+    info: tarfile.TarInfo
+
+
+class _Samples(Iterator[Sample]):
+    """The samples of a tar file."""
+
+    def __init__(self, name: str, file: IO[bytes]) -> None:
+        self._name = name
+        self._close = weakref.finalize(self, file.close)
+        streams = name.partition("?")[0].endswith(_COMPRESSED) or not file.seekable()
+        mode = "r|*" if streams else "r:"
+        self._archive: Any = tarfile.open(  # noqa: SIM115
+            fileobj=file, mode=cast(Any, mode), tarinfo=_Header
+        )
+        self._count = 0
+        self._next: _Member | None = None
+        self._advance()
+
+    def __next__(self) -> Sample:
+        sample = self._take(reads=True)
+        if sample is None:
+            raise StopIteration
+        return sample
+
+    def skip(self, n: int) -> int:
+        """Pass over samples; returns how many there were, those that raise among them."""
+        for i in range(n):
+            with suppress(SourceError):  # an earlier run has raised it
+                if self._take(reads=False) is None:
+                    return i
+        return n
+
+    def _take(self, reads: bool) -> Sample | None:
+        """The next sample, with its bytes or without; None: there is none."""
+        member = self._next
+        if member is None:
+            return None
+        key = member.key
+        sample: Sample = {"__key__": key}
+        twice = None
+        try:
+            while member is not None and member.key == key:
+                suffix = member.suffix
+                if suffix in sample:
+                    twice = suffix
+                sample[suffix] = self._archive.extractfile(member.info).read() if reads else b""
+                member = self._advance()
+        except Exception as error:  # tarfile raises more than its own, and would do so again
+            self._end()
+            raise SourceError(
+                f"cannot read {self._name!r} behind {self._count} samples, and leaves out the rest: {_described(error)}"
+            ) from error
+        self._count += 1
+        if twice is not None:
+            raise SourceError(
+                f"{self._name!r}: the sample {key!r} has two members with the suffix {twice!r}: give each sample a "
+                "name of its own"
+            )
+        return sample
+
+    def _advance(self) -> _Member | None:
+        """Go on to the next member that is part of a sample, and return it; None: there is none."""
+        while (member := self._archive.next()) is not None:
+            self._archive.members = []  # otherwise it keeps all of them
+            found = _NAME.fullmatch(member.name)
+            if member.isdir() or found is None or _HIDDEN.search(member.name):
+                continue
+            if not member.isfile():
+                raise tarfile.ReadError(
+                    f"the member {member.name!r} is a link or a device: write it as a plain file"
+                )
+            self._next = _Member(found[1], found[2].lower(), member)
+            return self._next
+        self._end()
+        return None
+
+    def _end(self) -> None:
+        self._next = None
+        self._close()
+
+
+class _Header(tarfile.TarInfo):
+    """A header of a member; a damaged one would otherwise count as the end of the file."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> tarfile.TarInfo:  # type: ignore[override]
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            # Of the two that are no faults, one is the end of the file, and one that of the archive.
+            if type(error).__name__ in ("EmptyHeaderError", "EOFHeaderError"):
+                raise
+            raise tarfile.ReadError(f"a header is damaged: {message_of(error)}") from error
+
+
+def _is_remote(name: str) -> bool:
+    return "://" in name or "::" in name
+
+
+def _opened(url: str, settings: Settings) -> IO[bytes]:
+    try:
+        import fsspec
+    except ModuleNotFoundError:
+        raise missing(f"the URL {shown_url(url)!r}", "fsspec", "fsspec") from None
+    # Otherwise a forked worker would get the instance and the event loop of its parent.
+    system, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, **settings.values())
+    found: IO[bytes] = system.open(path, "rb")
+    return found
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {message_of(error)}"

@@ -1,0 +1,505 @@
+"""What datasets over other datasets share: the state of a child, items that are read again, figures of all readers."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import GeneratorType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from minato._compat import applies_state_later, forget_loaded_state, state_is_inexact
+from minato._core import mix_seed, now_ns
+from minato._support.counters import shared_integers
+from minato._support.items import announced_reader, next_of, resumed_states, set_resumed
+from minato._support.text import text_of, type_name
+from minato.errors import warn
+from minato.sampling.resume import is_stateful
+from minato.transforms.rng_memory import GlobalGenerators
+
+__all__ = [
+    "Child",
+    "Dataset",
+    "Draws",
+    "State",
+    "Stream",
+    "Tally",
+    "Window",
+    "check_state",
+    "check_stream",
+    "is_state",
+    "reader_number",
+    "set_epoch_of",
+]
+
+_STATE_SHARE = 100
+"""States of a child take at most this part of the time."""
+_MOST_POINTS = 16
+"""More states of a child are not kept."""
+_MOST_READERS = 4096
+State: TypeAlias = dict[str, Any]
+Dataset: TypeAlias = IterableDataset[Any]
+Generators: TypeAlias = list[Any]
+
+
+def check_stream(what: str, dataset: object) -> None:
+    """A dataset is iterable.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"{what} needs a torch.utils.data.IterableDataset, and {text_of(dataset)} is of type {type_name(dataset)}"
+        )
+
+
+def reader_number() -> int:
+    """Number of the reader that asks, at the start of ``__iter__``."""
+    info = get_worker_info()
+    return 0 if info is None else info.id
+
+
+class Draws:
+    """Random numbers of 64 bits, each a function of (seed, epoch, reader, ordinal).
+
+    Args:
+        kind: Draws of different kinds are independent.
+    """
+
+    def __init__(self, seed: int, epoch: int, reader: int, kind: int) -> None:
+        self._key, self._kind = mix_seed(seed, epoch, reader), kind
+
+    def __getitem__(self, ordinal: int) -> int:
+        return mix_seed(self._key, self._kind, ordinal)
+
+
+class Tally:
+    """Whole numbers of each reader, in memory that copies of a dataset in other processes share."""
+
+    def __init__(self, columns: int) -> None:
+        self._rows = shared_integers(_MOST_READERS, columns)
+
+    def __deepcopy__(self, memo: object) -> Tally:
+        return self
+
+    def __fingerprint__(self) -> None:
+        """Numbers change with each item, and no item with them."""
+
+    def row(self, reader: int) -> np.ndarray:
+        """The numbers of a reader, to be written by that reader only."""
+        row: np.ndarray = self._rows[reader % _MOST_READERS].numpy()
+        return row
+
+    def totals(self) -> list[int]:
+        """The sums over all readers."""
+        totals: list[int] = self._rows.sum(0).tolist()
+        return totals
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset over others.
+
+    Attributes:
+        children: They.
+        epoch: What ``set_epoch`` was called with.
+        loaded: Names of the children for which a state was loaded, which they may apply in later epochs, too.
+    """
+
+    def __init__(self, children: Mapping[str, Dataset]) -> None:
+        self.children = dict(children)
+        self.epoch = 0
+        self.loaded: set[str] = set()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next ``iter()``, of the children too."""
+        self.epoch = epoch
+        for child in self.children.values():
+            set_epoch_of(child, epoch)
+
+    def minato_figures(self) -> dict[str, float]:
+        """Figures for ``loader.report()``: of the present epoch of each reader, those of the children after its own."""
+        found = self.own_figures()
+        for name, child in self.children.items():
+            figures = getattr(child, "minato_figures", None)
+            for inner, value in (figures() if callable(figures) else {}).items():
+                label = f"{name}: {inner}" if len(self.children) > 1 else inner
+                while label in found:
+                    label = f"inner {label}"
+                found[label] = value
+        return found
+
+    def own_figures(self) -> dict[str, float]:
+        """Its figures without those of the children."""
+        raise NotImplementedError
+
+
+def check_state(what: str, state: object, key: str) -> None:
+    """A loaded state is that of a kind of stream.
+
+    Raises:
+        ValueError: It is another's.
+    """
+    if not is_state(state, key):
+        raise ValueError(
+            f"the state is not that of {what}: resume with the datasets that it was saved with"
+        )
+
+
+def is_state(state: object, key: str) -> bool:
+    """Whether a state has a part of this name."""
+    return isinstance(state, dict) and key in state
+
+
+def set_epoch_of(dataset: object, epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset that has it."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+class Child:
+    """An iterator over a child of a stream, with the state of both.
+
+    What ``iter()`` draws from the global generators is drawn again where a state is loaded.
+
+    Args:
+        stream: Whose child it is.
+        key: Its name there.
+        name: Of the dataset in messages.
+        resumed: What its ``__iter__`` finds as ``resumed_states()``: what ``state`` has returned for each reader.
+
+    Attributes:
+        items: The iterator.
+        is_new: Whether nobody has asked it for an item.
+    """
+
+    def __init__(
+        self, stream: Stream, key: str, name: str, resumed: Sequence[State | None] = ()
+    ) -> None:
+        self._stream, self._key, self._name = stream, key, name
+        self._dataset: Any = stream.children[key]
+        self._resumed = [None if each is None else each["iterator"] for each in resumed]
+        # Otherwise it is read again, which is exact.
+        self._dataset_keeps = is_stateful(self._dataset) and not state_is_inexact(self._dataset)
+        self.is_new = True
+        self._loaded: State | None = None
+        # Threads share the generators with others.
+        in_main = threading.current_thread() is threading.main_thread()
+        self._outer = GlobalGenerators() if in_main else None
+        self._generators: State | None = None  # before iter(), if that has drawn
+        if key in stream.loaded:
+            forget_loaded_state(self._dataset)
+            stream.loaded.discard(key)
+        if self._outer is not None:
+            self._outer.keep()
+        self.items = self._begun()
+        # A stream draws nothing itself, and its children see to theirs.
+        if self._outer is not None and not isinstance(self._dataset, Stream):
+            self._generators = _drawn_from(self._outer)
+
+    def _begun(self) -> Any:
+        before = resumed_states()
+        set_resumed(self._resumed)
+        try:
+            with announced_reader():
+                return iter(self._dataset)
+        finally:
+            set_resumed(before)
+
+    def first(self, ask: Callable[[Iterator[object]], object] = next) -> Any:
+        """The first item, which ``ask`` returns for the iterator."""
+        self.is_new, self._loaded = False, None
+        with announced_reader():  # a generator may ask only now which reader it is
+            return ask(self.items)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the dataset or its iterator has a state."""
+        return self._dataset_keeps or is_stateful(self.items)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the iterator has other shards to read than the loaded states say."""
+        return bool(getattr(self.items, "has_changed", False))
+
+    def state(self, *, begins: bool = False) -> State:
+        """A copy of the present state.
+
+        Args:
+            begins: No item was asked for. The state of Hugging Face's streams is still that of another iterator.
+        """
+        if self._loaded is not None:  # some datasets would return another one
+            return copy.deepcopy(self._loaded)
+        of_dataset = self._dataset_keeps and self.items is not self._dataset
+        of_dataset = of_dataset and not (begins and applies_state_later(self._dataset))
+        of_iterator = is_stateful(self.items)
+        return {
+            "dataset": copy.deepcopy(self._dataset.state_dict()) if of_dataset else None,
+            "iterator": copy.deepcopy(self.items.state_dict()) if of_iterator else None,
+            "generators": self._generators,
+        }
+
+    def load(self, state: State) -> None:
+        """Go on from a state."""
+        own = copy.deepcopy(state)  # a dataset may keep and change what it gets
+        of_dataset, generators = own["dataset"], own["generators"]
+        if of_dataset is not None:
+            self._stream.loaded.add(self._key)
+            self._dataset.load_state_dict(of_dataset)
+        if self._outer is not None and generators is not None:
+            with _left_alone(self._outer):
+                self._outer.load_plain(generators)
+                self.items = self._begun()
+        elif of_dataset is not None:
+            self.items = self._begun()
+        if own["iterator"] is not None:
+            self.items.load_state_dict(own["iterator"])
+        if self.has_changed:
+            raise ValueError(
+                f"{self._name} has other shards than when the state was saved, and which items follow depends on where "
+                "they end: resume with the same shards, or begin the epoch again"
+            )
+        self.is_new, self._loaded = True, state
+        self._generators = state["generators"]
+
+    def note_error(self) -> None:
+        """Warn if an exception has ended the iterator."""
+        if isinstance(self.items, GeneratorType) and self.items.gi_frame is None:
+            warn(
+                f"the generator of {self._name} has ended by an exception: the rest of it is missing"
+            )
+
+
+@contextmanager
+def _left_alone(outer: GlobalGenerators) -> Iterator[None]:
+    """Leave the global generators as they are."""
+    outer.keep()
+    before = outer.kept()
+    try:
+        yield
+    finally:
+        outer.load(before)
+
+
+def _drawn_from(outer: GlobalGenerators) -> State | None:
+    """The generators that were kept, as plain data, if somebody has drawn from them since."""
+    if outer.are_kept():
+        return None
+    first = outer.kept()
+    with _left_alone(outer):
+        outer.load(first)
+        return outer.to_plain()
+
+
+class _Point(NamedTuple):
+    """A place where the items of a child can be read again.
+
+    Attributes:
+        ordinal: Of the item that comes next there.
+        child: State of the child.
+        generators: The three global generators at the first draw after that; None: none is known.
+        owns: Whether these are the child's own.
+    """
+
+    ordinal: int
+    child: State
+    generators: Generators | None
+    owns: bool
+
+
+class Window(Child):
+    """A child of whose items some are held. They are no part of the state: they are read again.
+
+    The state is that of the child at a point not after the oldest held item. What the child draws from the global
+    generators must come again, too, whatever else draws between its items. So it has generators of its own, from the
+    first item on that draws.
+
+    Args:
+        every: Number of items after which a state is kept, or more if that takes long.
+
+    Attributes:
+        at: Ordinal of the next item: the number of calls of ``next()``.
+    """
+
+    def __init__(self, stream: Stream, key: str, name: str, every: int) -> None:
+        states = resumed_states()
+        is_ours = all(each is None or is_state(each, "window") for each in states)
+        resumed = [each and each["window"]["child"] for each in states] if is_ours else ()
+        super().__init__(stream, key, name, resumed)
+        self.at = 0
+        self._every = every
+        self._ended = False
+        self._points = deque([_Point(0, self.state(begins=True), None, False)])
+        self._due, self._due_ns = every, 0
+        self._target = 0  # items before it are read again
+        self._ends = False  # and then it ends
+        self._own: list[Any] | None = None
+        # The generators where they were left in ``_at_generators``.
+        self._again: list[Any] | None = None
+
+    def read(self) -> Any:
+        """The next item.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        if self._ended:
+            raise StopIteration
+        try:
+            item = self._next()
+        except StopIteration:
+            self._ended = True
+            raise
+        except Exception:
+            self.at += 1
+            self.note_error()
+            raise
+        self.at += 1
+        return item
+
+    def hold_from(self, oldest: int) -> None:
+        """Forget how to read the items before an ordinal again."""
+        while len(self._points) > 1 and self._points[1].ordinal <= oldest:
+            self._points.popleft()
+
+    def _next(self, drops: bool = False) -> Any:
+        if self.at >= self._due and now_ns() >= self._due_ns and self.keeps_state:
+            began_ns = now_ns()
+            self._points.append(_Point(self.at, self.state(), self._own, self._own is not None))
+            if len(self._points) > _MOST_POINTS:  # the held items are of a longer time
+                self._points = deque(list(self._points)[::2])
+                self._every *= 2
+            ended_ns = now_ns()
+            self._due = self.at + self._every
+            self._due_ns = ended_ns + _STATE_SHARE * (ended_ns - began_ns)
+        outer = self._outer
+        if outer is None:
+            return self._asked(drops)
+        outer.keep()
+        if self._own is None:
+            try:
+                return self._asked(drops)
+            finally:
+                if not outer.are_kept():
+                    self._separate(outer)
+        before = outer.kept()
+        try:
+            outer.load(self._own)
+            return self._asked(drops)
+        finally:
+            outer.keep()
+            self._own = outer.kept()
+            outer.load(before)
+
+    def _asked(self, drops: bool) -> Any:
+        if self.is_new:
+            return self.first(partial(next_of, drops=drops))
+        return next_of(self.items, drops=drops)
+
+    def _separate(self, outer: GlobalGenerators) -> None:
+        """Give the child generators of its own, after its first item that has drawn."""
+        first = outer.kept()
+        self._points = deque(each._replace(generators=first) for each in self._points)
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        outer.keep()
+        after = outer.kept()
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)
+        outer.keep()
+        self._own = outer.kept()
+        outer.load(after)
+
+    def window_state(self) -> State:
+        """The state from which the held items can be read again."""
+        point = self._points[0]
+        generators = None
+        if self._outer is not None and point.generators is not None:
+            with self._at_generators(point.generators):
+                generators = self._outer.to_plain()
+        return {
+            "at": max(self.at, self._target),
+            "ended": self._ended or self._ends,
+            "from": point.ordinal,
+            "child": point.child,
+            "generators": generators,
+            "owns": point.owns,
+        }
+
+    def load_window(self, state: State) -> None:
+        """Go on from a state, first of all with ``read_again``."""
+        self.at, self._target, self._ends = state["from"], state["at"], state["ended"]
+        self.load(state["child"])
+        self._due, generators, owns = self.at + self._every, None, state["owns"]
+        if self._outer is not None and state["generators"] is not None:
+            with self._at_generators(None):
+                self._outer.load_plain(state["generators"])
+            generators = self._again
+            self._own = generators if owns else None
+        self._points = deque([_Point(self.at, state["child"], generators, owns)])
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether ``read_again`` has something to do."""
+        return self.at < self._target
+
+    def read_again(self, held: Container[int], found: dict[int, object]) -> None:
+        """Read up to where a loaded state was taken. A call that was interrupted can be repeated.
+
+        Args:
+            held: Ordinals of the items to keep; the others are dropped.
+            found: Where they are put, by ordinal.
+
+        Raises:
+            Exception: Raised by an item that is to be kept; the next call goes on after it.
+            RuntimeError: The child has fewer items than before.
+        """
+        with self._at_generators(self._again):
+            while self.is_behind:
+                keeps = self.at in held
+                try:
+                    item = self._next(drops=not keeps)
+                except StopIteration:
+                    before, self._target, self._ended = self._target, self.at, True
+                    raise RuntimeError(
+                        f"{self._name} has {self.at} items and had {before} before the state was saved: resume with "
+                        "the same data"
+                    ) from None
+                except Exception:
+                    self.at += 1
+                    if keeps:
+                        raise
+                else:
+                    if keeps:
+                        found[self.at] = item
+                    self.at += 1
+            if self._ends:  # some datasets begin again when their iterator has ended
+                self._ended, self._ends = True, False
+                with suppress(Exception):
+                    self._next(drops=True)
+
+    @contextmanager
+    def _at_generators(self, states: Generators | None) -> Iterator[None]:
+        """Have other states of the global generators meanwhile; None: the present ones."""
+        if self._outer is None:
+            yield
+            return
+        self._outer.keep()
+        before = self._outer.kept()
+        if states is not None:
+            self._outer.load(states)
+        try:
+            yield
+        finally:
+            self._outer.keep()
+            self._again = self._outer.kept()
+            self._outer.load(before)

@@ -1,0 +1,363 @@
+"""Several iterable datasets as one, by weights."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from minato._support.items import resumed_states
+from minato._support.text import text_of, type_name
+from minato.checks import check_choice, check_number, check_whole, did_you_mean
+from minato.streams.children import (
+    Child,
+    Dataset,
+    Draws,
+    State,
+    Stream,
+    Tally,
+    check_state,
+    check_stream,
+    is_state,
+    reader_number,
+    set_epoch_of,
+)
+
+__all__ = ["Mixed", "mix"]
+
+_PASS = 1 << 20
+"""Pass p of a source in epoch e is its epoch e + p * this."""
+Weights = Mapping[str, float]
+
+
+def mix(
+    datasets: Mapping[str, Dataset],
+    weights: Weights | Mapping[int, Weights] | None = None,
+    *,
+    passes: float | Mapping[str, float] = 1,
+    exhausted: str = "continue",
+    seed: int = 0,
+) -> Mixed:
+    """The items of several iterable datasets, each next one from a source that is drawn by weight.
+
+    Which source comes next is a function of (seed, epoch, reader, ordinal), and of which sources are exhausted. The
+    state holds those of the sources, and how many items each has given. If a source has no state, there is none.
+
+    Args:
+        datasets: The sources, by name.
+        weights: Probability of each source, up to a factor; by default all are the same. Or a schedule: weights by the
+            ordinal of the reader's item from which on they hold, ``{0: {...}, 10_000: {...}}``. Where they leave no
+            source, the next ones hold that do.
+        passes: How often each source is read before it is exhausted: one number, or one for each name; ``math.inf`` is
+            without end. Pass p of epoch e calls ``set_epoch(e + p * 2**20)`` of the source.
+        exhausted: When a source is exhausted: ``"continue"`` with the others, ``"stop"``, or ``"repeat"``: read it
+            again until all are that have a weight, then or later.
+        seed: Of the draws.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid.
+    """
+    _check_sources(datasets)
+    check_choice("exhausted", exhausted, ("continue", "stop", "repeat"))
+    names = list(datasets)
+    counts = dict(zip(names, _passes(names, passes), strict=True))
+    whole_seed = check_whole("seed", seed, None) or 0
+    return Mixed(datasets, _phases(names, weights), counts, exhausted, whole_seed)
+
+
+class Mixed(Stream):
+    """What :func:`mix` returns."""
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Dataset],
+        phases: list[tuple[int, list[float]]],
+        passes: Mapping[str, float],
+        exhausted: str,
+        seed: int,
+    ) -> None:
+        super().__init__(datasets)
+        self.names = list(datasets)
+        self.phases, self.passes, self.exhausted, self.seed = phases, passes, exhausted, seed
+        self.tally = Tally(len(self.names))
+        self.sets_epochs = exhausted == "repeat" or max(passes.values()) > 1
+        """Whether sources may be in a later pass, whose epoch is another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        states = resumed_states()
+        is_ours = all(each is None or is_state(each, "sources") for each in states)
+        sources = [
+            _Source(
+                self,
+                name,
+                [each and each["sources"].get(name) for each in states] if is_ours else (),
+            )
+            for name in self.names
+        ]
+        keeps = all(source.child.keeps_state for source in sources)
+        return (_StatefulItems if keeps else _Items)(self, sources)
+
+    def own_figures(self) -> dict[str, float]:
+        """See the base class."""
+        return {
+            f"items of {name}": count
+            for name, count in zip(self.names, self.tally.totals(), strict=True)
+        }
+
+
+class _Source:
+    """A source, as one reader reads it.
+
+    Attributes:
+        count: Items that it has given.
+        passes: Passes that have ended.
+        at: Items that it has been asked for in this pass.
+        is_live: Whether it may be drawn.
+    """
+
+    def __init__(self, mixed: Mixed, name: str, resumed: Sequence[State | None]) -> None:
+        self._mixed, self.name = mixed, name
+        self._resumed = resumed
+        self.count = self.passes = self.at = 0
+        self.is_live = True
+        self.child = self._begun()
+
+    def _set_epoch(self) -> None:
+        if self._mixed.sets_epochs:
+            dataset = self._mixed.children[self.name]
+            set_epoch_of(dataset, self._mixed.epoch + self.passes * _PASS)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether it has had its passes."""
+        return not self.is_live or self.passes >= self._mixed.passes[self.name]
+
+    def _begun(self) -> Child:
+        self._set_epoch()
+        self._pass = self.passes
+        resumed = [
+            None if each is None or each["passes"] != self.passes else each["child"]
+            for each in self._resumed
+        ]
+        return Child(self._mixed, self.name, f"source {self.name!r} of minato.mix", resumed)
+
+    def first(self) -> Any:
+        """The first item of this pass here."""
+        self._set_epoch()  # the dataset may share it with a copy in another process, which is in another pass
+        return self.child.first()
+
+    def begin_again(self) -> None:
+        """Begin the next pass."""
+        self.at = 0
+        self.child = self._begun()
+
+    def state(self) -> State:
+        """Its state; nothing is left of a pass that has ended."""
+        is_of_this_pass = self.is_live and self._pass == self.passes
+        kept = self.child.state(begins=not self.at) if is_of_this_pass else None
+        return {**{name: getattr(self, name) for name in _COUNTED}, "child": kept}
+
+    def load(self, state: State) -> None:
+        """Go on from a state."""
+        for name in _COUNTED:
+            setattr(self, name, state[name])
+        if self.passes and self.is_live:
+            self.child = self._begun()
+        if state["child"] is not None:
+            self.child.load(state["child"])
+
+
+_COUNTED = ("count", "passes", "at", "is_live")
+
+
+class _Items:
+    """An iterator without a state."""
+
+    def __init__(self, mixed: Mixed, sources: list[_Source]) -> None:
+        reader = reader_number()
+        self._mixed, self._sources = mixed, sources
+        kind = zlib.crc32(repr(mixed.names).encode())
+        self._draws = Draws(mixed.seed, mixed.epoch, reader, kind)
+        self._row = mixed.tally.row(reader)
+        self._row[:] = 0
+        self._at = 0
+        self._ended = False
+        self._bounds: list[float] = []
+        self._until: float = 0  # the ordinal at which they change
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while not self._ended:
+            if self._at >= self._until:
+                self._weigh()
+            total = self._bounds[-1]
+            if not total:
+                break
+            # 53 bits, so that the product is below the total.
+            i = bisect(self._bounds, (self._draws[self._at] >> 11) / 2**53 * total)
+            source = self._sources[i]
+            child = source.child
+            try:
+                item = source.first() if child.is_new else next(child.items)
+            except StopIteration:
+                self._end_pass(source)
+                continue
+            except Exception:
+                source.at += 1
+                self._at += 1
+                child.note_error()
+                raise
+            source.at += 1
+            source.count += 1
+            self._at += 1
+            self._row[i] = source.count
+            return item
+        self._ended = True
+        raise StopIteration
+
+    def _phase(self) -> int:
+        """The number of the present phase."""
+        return bisect([start for start, _ in self._mixed.phases], self._at) - 1
+
+    def _weigh(self) -> None:
+        """Find the weights of the sources that may be drawn: the present ones, or else the next that leave any."""
+        phases = self._mixed.phases
+        for number in range(self._phase(), len(phases)):
+            self._until = phases[number + 1][0] if number + 1 < len(phases) else math.inf
+            self._bounds = list(
+                accumulate(
+                    weight * source.is_live
+                    for weight, source in zip(phases[number][1], self._sources, strict=True)
+                )
+            )
+            if self._bounds[-1]:
+                break
+
+    def _end_pass(self, source: _Source) -> None:
+        """A source has ended: read it again, or do what the rule says."""
+        rule, self._until = self._mixed.exhausted, 0
+        source.passes += 1
+        is_empty = not source.at  # it would end again and again
+        if is_empty or source.is_exhausted:
+            source.is_live = not is_empty and rule == "repeat"
+            # What has no weight any more is not waited for.
+            weights = zip(*(each for _, each in self._mixed.phases[self._phase() :]), strict=True)
+            self._ended = rule == "stop" or all(
+                other.is_exhausted or not any(own)
+                for other, own in zip(self._sources, weights, strict=True)
+            )
+        if source.is_live and not self._ended:
+            source.begin_again()
+
+
+class _StatefulItems(_Items):
+    """An iterator with a state."""
+
+    @property
+    def has_changed(self) -> bool:
+        """See ``Child``."""
+        return any(source.is_live and source.child.has_changed for source in self._sources)
+
+    def state_dict(self) -> State:
+        sources = {source.name: source.state() for source in self._sources}
+        return {"at": self._at, "ended": self._ended, "sources": sources}
+
+    def load_state_dict(self, state: State) -> None:
+        check_state("minato.mix", state, "sources")
+        kept, names = state["sources"], self._mixed.names
+        if set(kept) != set(names):
+            changes = [
+                f"{words} {text_of(name)}"
+                for words, some, others in (("no", kept, names), ("a new", names, kept))
+                for name in some
+                if name not in others
+            ]
+            raise ValueError(
+                f"minato.mix has {' and '.join(changes)}, other than when the state was saved: resume with the same "
+                "names, and give weight 0 to a source that is to end"
+            )
+        self._at, self._ended, self._until = state["at"], state["ended"], 0
+        for i, source in enumerate(self._sources):
+            source.load(kept[source.name])
+            self._row[i] = source.count
+
+
+def _check_sources(datasets: object) -> None:
+    if not isinstance(datasets, Mapping) or not datasets:
+        raise TypeError(
+            f"datasets={text_of(datasets)} has no names: give minato.mix a dictionary of datasets"
+        )
+    for name, dataset in datasets.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"the name {text_of(name)} of a source is a {type_name(name)}: give text"
+            )
+        check_stream(f"source {text_of(name)} of minato.mix", dataset)
+    if len({id(dataset) for dataset in datasets.values()}) < len(datasets):
+        raise ValueError(
+            "two sources of minato.mix are the same object: give each name its own dataset"
+        )
+
+
+def _by_name(what: str, names: list[str], given: object) -> list[float]:
+    """The numbers that a mapping has for the names."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what}={text_of(given)} has no names: give a dictionary of numbers")
+    for name in given:
+        if name not in names:
+            raise ValueError(
+                f"{what} names {text_of(name)}, which is no source{did_you_mean(name, names)}: the sources are "
+                f"{', '.join(map(text_of, names))}"
+            )
+    for name in names:
+        if name not in given:
+            raise ValueError(f"{what} lacks {text_of(name)}: give a number for each source")
+    numbers = []
+    for name in names:
+        number = check_number(f"{what}[{text_of(name)}]", given[name])
+        if number is None or not number >= 0:
+            raise ValueError(
+                f"{what}[{text_of(name)}]={number} is not possible: give a number of at least 0"
+            )
+        numbers.append(number)
+    return numbers
+
+
+def _weights(what: str, names: list[str], given: object) -> list[float]:
+    weights = _by_name(what, names, given)
+    if not 0 < sum(weights) < math.inf:
+        raise ValueError(
+            f"{what}={text_of(given)} has the sum {sum(weights)}: give finite numbers, not all of them 0"
+        )
+    return weights
+
+
+def _phases(names: list[str], weights: object) -> list[tuple[int, list[float]]]:
+    """The ordinals from which weights hold, and these."""
+    if weights is None:
+        return [(0, [1.0] * len(names))]
+    if not (
+        isinstance(weights, Mapping) and weights and all(isinstance(key, int) for key in weights)
+    ):
+        return [(0, _weights("weights", names, weights))]
+    if min(weights) != 0:
+        raise ValueError(
+            f"weights begin at item {min(weights)}: name those from item 0 on, {{0: ...}}"
+        )
+    return [(at, _weights(f"weights[{at}]", names, weights[at])) for at in sorted(weights)]
+
+
+def _passes(names: list[str], given: object) -> list[float]:
+    each = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    passes = _by_name("passes", names, each)
+    for name, number in zip(names, passes, strict=True):
+        if number < 1 or number not in (math.inf, math.floor(min(number, 1 << 60))):
+            raise ValueError(
+                f"passes[{text_of(name)}]={number} is not possible: give a whole number of at least 1, or math.inf"
+            )
+    return passes

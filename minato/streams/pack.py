@@ -1,0 +1,363 @@
+"""Sequences packed into rows of fixed length."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from minato._support.text import message_of, text_of, type_name
+from minato.checks import check_choice, check_number, check_whole
+from minato.streams.children import (
+    Dataset,
+    State,
+    Stream,
+    Tally,
+    Window,
+    check_state,
+    check_stream,
+    reader_number,
+)
+
+__all__ = ["Packed", "pack"]
+
+_OLDEST = 4
+"""A row is given at the latest when this many times the number of open rows have been begun after it."""
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+def pack(
+    dataset: Dataset,
+    length: int,
+    *,
+    fields: Mapping[str, float] | None = None,
+    oversized: str = "raise",
+    open_rows: int = 32,
+) -> Packed:
+    """Rows of the same length from sequences of different lengths.
+
+    A row is a dict of tensors of shape ``(length,)``: the fields; ``position_ids``, which count from 0 in each
+    sequence; and ``segment_ids``, which number the sequences of the row from 1, and are 0 where the row is padded.
+    Padding stands at the end, and its positions count from 0, too.
+
+    Each sequence goes into the open row that it fills best. A row is given when it is full; when there are too many,
+    that with the least space is given. Rows of a corpus with log-normal lengths are about 99 % full if few sequences
+    are longer than half a row.
+
+    The state holds ordinals, not tokens: the sequences of open rows are read again. They are those of at most about
+    five times ``open_rows`` rows. If the dataset has no state, there is none.
+
+    Args:
+        dataset: Its items are sequences of numbers: lists, arrays or tensors of one dimension; or dicts with such
+            fields, which are of the same length.
+        length: Of a row.
+        fields: Names of the fields, and the values with which they are padded; by default ``{"input_ids": 0}``. Items
+            that are no dicts are the only one. Whole numbers become int64; others keep their type.
+        oversized: What becomes of a sequence longer than a row: ``"raise"``, ``"split"`` into parts that are sequences
+            of their own, ``"truncate"`` or ``"drop"``. Empty sequences are dropped.
+        open_rows: Number of rows that are filled at the same time.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid; later, an item is no such sequence, or is too long.
+    """
+    check_stream("minato.pack", dataset)
+    check_choice("oversized", oversized, ("raise", "split", "truncate", "drop"))
+    padding = {"input_ids": 0} if fields is None else _checked(fields)
+    whole, most = check_whole("length", length, 1), check_whole("open_rows", open_rows, 1)
+    return Packed(dataset, whole or 1, padding, oversized, most or 1)
+
+
+def _checked(fields: object) -> dict[str, float]:
+    if not isinstance(fields, Mapping) or not fields:
+        raise TypeError(
+            f"fields={text_of(fields)} has no names: give a dictionary of fields and values to pad them with"
+        )
+    if taken := _OWN & fields.keys():
+        raise ValueError(
+            f"fields has {text_of(min(taken))}, which minato.pack makes itself: rename it"
+        )
+    numbers = {name: check_number(f"fields[{text_of(name)}]", fields[name]) for name in fields}
+    return {name: 0 if number is None else number for name, number in numbers.items()}
+
+
+_OWN = {"position_ids", "segment_ids"}
+_ROWS, _TOKENS, _TRUNCATED, _DROPPED = range(4)
+"""What is counted."""
+
+
+class Packed(Stream):
+    """What :func:`pack` returns."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        length: int,
+        fields: Mapping[str, float],
+        oversized: str,
+        open_rows: int,
+    ) -> None:
+        super().__init__({"dataset": dataset})
+        self.dataset, self.length, self.fields = dataset, length, fields
+        self.oversized, self.open_rows = oversized, open_rows
+        self.tally = Tally(4)
+
+    def __iter__(self) -> Iterator[Any]:
+        window = Window(self, "dataset", "the dataset of minato.pack", self.open_rows)
+        return (_StatefulRows if window.keeps_state else _Rows)(self, window)
+
+    def own_figures(self) -> dict[str, float]:
+        """See the base class."""
+        rows, tokens, truncated, dropped = self.tally.totals()
+        return {
+            "rows packed": rows,
+            "share of rows filled": tokens / max(rows * self.length, 1),
+            "sequences truncated": truncated,
+            "sequences dropped": dropped,
+        }
+
+
+class _Piece(NamedTuple):
+    """A sequence of a row: a part of an item, as an array for each field."""
+
+    ordinal: int
+    start: int
+    stop: int
+    arrays: tuple[Array, ...]
+
+
+class _Row:
+    """A row that is filled.
+
+    Args:
+        number: Number of rows that were begun before.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pieces: list[_Piece] = []
+
+
+class _Rows:
+    """An iterator without a state."""
+
+    def __init__(self, dataset: Packed, window: Window) -> None:
+        self._dataset, self._window = dataset, window
+        self._counts = [0] * 4
+        self._row = dataset.tally.row(reader_number())
+        self._row[:] = 0
+        self._begun = 0
+        self._open: dict[int, _Row] = {}
+        self._space: list[tuple[int, int]] = []  # of each open row, with its number; ascending
+        self._ready: deque[_Row] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        window, ready = self._window, self._ready
+        while not ready:
+            at = window.at
+            try:
+                item = window.read()
+            except StopIteration:
+                if not self._open:
+                    raise
+                ready.extend(self._open.values())
+                self._open, self._space = {}, []
+            else:
+                self._add(at, self._arrays(item))
+        row = ready.popleft()
+        self._counts[_ROWS] += 1
+        self._counts[_TOKENS] += sum(piece.stop - piece.start for piece in row.pieces)
+        self._row[:] = self._counts
+        held = (each.pieces[0].ordinal for each in (*self._open.values(), *ready))
+        window.hold_from(min(held, default=window.at))
+        return self._built(row)
+
+    def _arrays(self, item: object) -> tuple[Array, ...]:
+        """The sequence of each field.
+
+        Raises:
+            TypeError, ValueError: It is none.
+        """
+        names = self._dataset.fields
+        if isinstance(item, Mapping):
+            for name in names:
+                if name not in item:
+                    raise ValueError(
+                        f"minato.pack got an item without {text_of(name)}: name its fields in fields="
+                    )
+            values = [item[name] for name in names]
+        elif len(names) == 1:
+            values = [item]
+        else:
+            raise TypeError(
+                f"minato.pack got a {type_name(item)}, and has {len(names)} fields: give dicts with these names"
+            )
+        arrays = tuple(_array(*pair) for pair in zip(names, values, strict=True))
+        lengths = {len(array) for array in arrays}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"minato.pack got fields of {' and '.join(map(str, sorted(lengths)))} numbers in one item: give fields "
+                "of the same length"
+            )
+        return arrays
+
+    def _add(self, at: int, arrays: tuple[Array, ...]) -> None:
+        """Put a sequence into rows."""
+        length, rule, total = self._dataset.length, self._dataset.oversized, len(arrays[0])
+        if total > length and rule == "raise":
+            raise ValueError(
+                f"minato.pack got a sequence of {total} numbers for rows of {length}: choose oversized='split', "
+                "'truncate' or 'drop'"
+            )
+        if not total or (total > length and rule == "drop"):
+            self._counts[_DROPPED] += 1
+            return
+        if total > length and rule == "truncate":
+            self._counts[_TRUNCATED] += 1
+            total = length
+        for start in range(0, total, length):
+            stop = min(start + length, total)
+            self._place(_Piece(at, start, stop, tuple(array[start:stop] for array in arrays)))
+
+    def _place(self, piece: _Piece) -> None:
+        size, space = piece.stop - piece.start, self._space
+        i = bisect_left(space, (size, -1))
+        if i < len(space):
+            left, number = space.pop(i)
+            row = self._open.pop(number) if left == size else self._open[number]
+        else:
+            left, number = self._dataset.length, self._begun
+            row = _Row(number)
+            self._begun += 1
+            if left > size:
+                self._open[number] = row
+        row.pieces.append(piece)
+        if left == size:
+            self._ready.append(row)
+            return
+        insort(space, (left - size, number))
+        if len(space) > self._dataset.open_rows:
+            self._ready.append(self._open.pop(space.pop(0)[1]))
+        oldest = next(iter(self._open))
+        if oldest < self._begun - _OLDEST * self._dataset.open_rows:
+            row = self._open.pop(oldest)
+            space.remove((self._dataset.length - _size(row), oldest))
+            self._ready.append(row)
+
+    def _built(self, row: _Row) -> dict[str, torch.Tensor]:
+        length, pieces, values = self._dataset.length, row.pieces, {}
+        positions, segments = np.arange(length), np.zeros(length, np.int64)
+        for i, (name, padding) in enumerate(self._dataset.fields.items()):
+            kind = np.result_type(*(piece.arrays[i] for piece in pieces))
+            filled = np.full(length, padding, np.int64 if kind.kind in "iu" else kind)
+            end = 0
+            for piece in pieces:
+                start, end = end, end + len(piece.arrays[i])
+                filled[start:end] = piece.arrays[i]
+            values[name] = filled
+        end = 0
+        for number, piece in enumerate(pieces, 1):
+            start, end = end, end + piece.stop - piece.start
+            positions[start:] -= positions[start]
+            segments[start:end] = number
+        positions[end:] -= positions[end] if end < length else 0
+        values |= {"position_ids": positions, "segment_ids": segments}
+        return {name: torch.from_numpy(value) for name, value in values.items()}
+
+
+class _StatefulRows(_Rows):
+    """An iterator with a state."""
+
+    _loaded: State | None = None  # until the sequences are read again
+
+    def __init__(self, dataset: Packed, window: Window) -> None:
+        super().__init__(dataset, window)
+        self._found: dict[int, Any] = {}
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self._loaded is not None:
+            self._read_again(self._loaded)
+            self._loaded, self._found = None, {}
+        return super().__next__()
+
+    @property
+    def has_changed(self) -> bool:
+        """See ``Child``."""
+        return self._window.has_changed
+
+    def state_dict(self) -> State:
+        """The ordinals of the sequences in open rows, and from where to read them again."""
+        if self._loaded is not None:
+            return self._loaded
+        return {
+            "length": self._dataset.length,
+            "begun": self._begun,
+            "counts": list(self._counts),
+            "open": [_row_state(row) for row in self._open.values()],
+            "ready": [_row_state(row) for row in self._ready],
+            "window": self._window.window_state(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a state."""
+        check_state("minato.pack", state, "begun")
+        if state["length"] != self._dataset.length:
+            raise ValueError(
+                f"the state is that of rows of {state['length']}, and length={self._dataset.length}: resume with the "
+                "same length"
+            )
+        self._loaded, self._begun, self._counts = state, state["begun"], list(state["counts"])
+        self._window.load_window(state["window"])
+
+    def _read_again(self, state: State) -> None:
+        rows = [*state["open"], *state["ready"]]
+        held = frozenset(ordinal for row in rows for ordinal, *_ in row["pieces"])
+        self._window.read_again(held, self._found)
+        arrays = {ordinal: self._arrays(item) for ordinal, item in self._found.items()}
+        for each in rows:
+            row = _Row(each["number"])
+            for ordinal, start, stop in each["pieces"]:
+                if ordinal in arrays:  # otherwise it has raised now
+                    some = tuple(array[start:stop] for array in arrays[ordinal])
+                    row.pieces.append(_Piece(ordinal, start, stop, some))
+            if not row.pieces:
+                continue
+            if each in state["ready"]:
+                self._ready.append(row)
+            else:
+                self._open[row.number] = row
+                insort(self._space, (self._dataset.length - _size(row), row.number))
+
+
+def _size(row: _Row) -> int:
+    return sum(piece.stop - piece.start for piece in row.pieces)
+
+
+def _row_state(row: _Row) -> State:
+    return {"number": row.number, "pieces": [list(piece[:3]) for piece in row.pieces]}
+
+
+def _array(name: str, values: object) -> Array:
+    """A sequence of numbers as an array.
+
+    Raises:
+        TypeError, ValueError: It is none.
+    """
+    try:
+        array = np.asarray(values)
+    except Exception as error:
+        raise TypeError(
+            f"minato.pack got a field {text_of(name)} that is no array: {message_of(error)}"
+        ) from error
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        raise ValueError(
+            f"minato.pack got a field {text_of(name)} of shape {array.shape} and type {array.dtype}: give one "
+            "dimension of numbers"
+        )
+    return array

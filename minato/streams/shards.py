@@ -1,0 +1,404 @@
+"""Shards by name: an iterable dataset in named parts, whose state says which of them are done."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from types import GeneratorType
+from typing import Any, TypeAlias, TypedDict, TypeVar
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from minato._support.items import resumed_states, set_skipping
+from minato._support.text import message_of, text_of, type_name
+from minato.checks import check_choice, check_whole
+from minato.errors import add_note, warn
+
+__all__ = ["ShardIterator", "ShardedDataset"]
+
+T = TypeVar("T")
+State: TypeAlias = Any
+"""What ``state_dict()`` of the iterator of a shard returned."""
+
+_NAMED = 3
+"""Names in a message, of several."""
+
+
+class Position(TypedDict):
+    """The state of a reader's iterator.
+
+    Attributes:
+        shards: The names of the shards of each reader, in order.
+        done: How many of this reader's are done.
+        items: How many items of the next one are.
+        state: That of the next one's iterator, if it has one.
+        gone: The shards that were missing when a state was loaded: they are left out for the rest of the epoch.
+    """
+
+    shards: list[list[str]]
+    done: int
+    items: int
+    state: State
+    gone: list[str]
+
+
+class ShardedDataset(IterableDataset[T]):
+    """A dataset in named shards, such as files, which are dealt to the readers.
+
+    Which reader has which shards, in which order, is a function of the shards, ``seed``, epoch, and the reader's
+    number and their number. A state names the shards, so that a run also goes on where shards were added or removed.
+
+    A subclass defines ``shards`` and ``iter_shard``. In torch's loader, a worker is a reader.
+
+    Args:
+        seed: Shuffles the order of the shards, as a function of (seed, epoch); None: the order of ``shards()``.
+        new_shards: What happens if a state is loaded and there are other shards than when it was taken. ``"refuse"``:
+            a ValueError that names them. ``"append"``: done shards stay done, the open ones go on, new ones join
+            behind all others, and a warning names those that are gone, which are left out for the rest of the epoch.
+
+    Attributes:
+        epoch: What ``set_epoch`` was called with last.
+
+    Raises:
+        ValueError, TypeError: An argument is not possible.
+    """
+
+    seed: int | None = None
+    new_shards: str = "refuse"
+    epoch: int = 0
+
+    def __init__(self, *, seed: int | None = None, new_shards: str = "refuse") -> None:
+        check_choice("new_shards", new_shards, ("refuse", "append"))
+        self.seed = check_whole("seed", seed, None)
+        self.new_shards = new_shards
+
+    def shards(self) -> Sequence[str] | Mapping[str, float]:
+        """The names of all shards; each reader calls it, and must get the same.
+
+        Returns:
+            A list; each reader gets every n-th. Or a dict from names to sizes in any unit, which are dealt so that
+            each reader has about the same.
+        """
+        raise NotImplementedError(f"{type_name(self)} has no method shards()")
+
+    def iter_shard(self, name: str, state: State = None) -> Iterator[T]:
+        """The items of a shard.
+
+        Args:
+            state: What ``state_dict()`` of an earlier iterator of this shard returned; None: from its start.
+
+        Returns:
+            An iterator, which gives the same items each time. It may have ``state_dict()``, JSON-able, which is that
+            after the last item. It may have ``skip(n)``, which passes over n items, or all that are left, and returns
+            their number; those that raise count. Without either, or where the state is None, items are read again, and
+            ``minato.skipping()`` is true.
+        """
+        raise NotImplementedError(f"{type_name(self)} has no method iter_shard(name, state)")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next ``iter()``."""
+        self.epoch = epoch
+
+    def __iter__(self) -> ShardIterator[T]:
+        info = get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        return ShardIterator(self, number, count)
+
+
+class ShardIterator(Iterator[T]):
+    """The items of one reader's shards, one shard after the other.
+
+    Args:
+        number: Of the reader.
+        count: Number of readers.
+
+    Attributes:
+        has_changed: Whether this reader has other shards to read than the loaded states say.
+
+    Raises:
+        ValueError: There are no shards, or one comes twice.
+        TypeError: ``shards()`` returned something else than names.
+    """
+
+    has_changed = False
+
+    def __init__(self, dataset: ShardedDataset[T], number: int, count: int) -> None:
+        self._dataset = dataset
+        self._number = number
+        self._sizes = _sizes_of(dataset)
+        self._gone: frozenset[str] = frozenset()
+        self._dealt: list[list[str]] = [[] for _ in range(count)]
+        self._done = 0  # number of shards of this reader
+        known: list[Position] = [state for state in resumed_states() if _is_position(state)]
+        self._is_joined = bool(known)
+        if known:  # also a reader that had not begun must know what was dealt
+            self._join(known)
+        else:
+            self._dealt = _dealt(self._dealt, self._ordered([*self._sizes]), self._sizes)
+        self._calls = 0  # of ``next()`` of the open one
+        self._items: Any = None  # of the open one
+
+    def _ordered(self, names: list[str]) -> list[str]:
+        seed, epoch = self._dataset.seed, self._dataset.epoch
+        if seed is None:
+            return names
+        order = np.random.default_rng((seed % 2**64, epoch % 2**64)).permutation(len(names))
+        return [names[i] for i in order]
+
+    def __iter__(self) -> ShardIterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        while self._open():
+            try:
+                item: T = next(self._items)
+            except StopIteration:
+                self._close()
+                continue
+            except Exception as error:
+                self._failed(error)
+                raise
+            self._calls += 1
+            return item
+        raise StopIteration
+
+    def skip(self, n: int) -> None:
+        """Pass over items.
+
+        Raises:
+            StopIteration: There are fewer.
+            ValueError: Some of them belong to a shard that is gone, so that it is not known which items follow them.
+        """
+        while n > 0:
+            name = self._name()
+            if name in self._gone:
+                self._end()
+                raise ValueError(
+                    f"the shard {name!r} is gone, and {n} items of it or of those behind it were delivered, it is not "
+                    "known which: put it back, or begin the epoch again"
+                )
+            try:
+                is_open = self._open()
+            except Exception:  # an earlier run has raised it
+                n -= 1
+                continue
+            if not is_open:
+                raise StopIteration
+            try:
+                passed = self._skip_in_shard(n)
+            except Exception:  # it is not known which items follow
+                self._end()
+                raise
+            self._calls += passed
+            n -= passed
+            if n > 0:
+                self._close()
+
+    def _skip_in_shard(self, n: int) -> int:
+        """Pass over items of the open shard; returns how many there were, n at most."""
+        skip = getattr(self._items, "skip", None)
+        if callable(skip):
+            try:
+                passed = skip(n)
+            except Exception as error:
+                raise RuntimeError(
+                    f"skip({n}) of the iterator of shard {self._name()!r} raised {type_name(error)}: "
+                    f"{message_of(error)}: let it count items that raise as others"
+                ) from error
+            if isinstance(passed, int) and 0 <= passed <= n:
+                return passed
+            raise TypeError(
+                f"skip({n}) of the iterator of shard {self._name()!r} returned {text_of(passed)}: return how many "
+                "items it passed over, fewer only where the shard has ended"
+            )
+        set_skipping(True)
+        try:
+            for i in range(n):
+                try:
+                    next(self._items)
+                except StopIteration:
+                    return i
+                except Exception:  # an earlier run has raised it
+                    if _has_ended(self._items):
+                        return i + 1
+        finally:
+            set_skipping(False)
+        return n
+
+    def _name(self) -> str | None:
+        """The shard that is open, or is opened next; None: all are done."""
+        own = self._dealt[self._number]
+        return own[self._done] if self._done < len(own) else None
+
+    def _open(self, state: State = None) -> bool:
+        """Open the next shard, if none is open; returns whether there is one."""
+        while self._items is None:
+            name = self._name()
+            if name is None:
+                return False
+            if name in self._gone:
+                self._done += 1
+                continue
+            try:
+                self._items = iter(self._dataset.iter_shard(name, copy.deepcopy(state)))
+            except StopIteration as error:  # which would count as the end of all shards
+                self._close()
+                raise RuntimeError(
+                    f"iter_shard({name!r}) raised StopIteration: return an iterator without items if the shard has none"
+                ) from error
+            except Exception as error:
+                add_note(error, f"in shard {name!r}, which cannot be opened")
+                self._close()
+                raise
+        return True
+
+    def _close(self) -> None:
+        self._items, self._calls = None, 0
+        self._done += 1
+
+    def _end(self) -> None:
+        self._items, self._done = None, len(self._dealt[self._number])
+
+    def _failed(self, error: Exception) -> None:
+        """Go on after an item that raised, in the same shard unless it cannot."""
+        name = self._name()
+        add_note(error, f"in shard {name!r}, item {self._calls}")
+        self._calls += 1
+        if _has_ended(self._items):
+            warn(
+                f"shard {name!r} ended by an exception after {self._calls - 1} items; the rest of it is missing: a "
+                "generator that has raised cannot go on, so catch the exception inside of it"
+            )
+
+    # ---- states
+
+    def state_dict(self) -> Position:
+        """The position as plain data."""
+        own = getattr(self._items, "state_dict", None)
+        return {
+            "shards": [list(names) for names in self._dealt],
+            "done": self._done,
+            "items": self._calls,
+            "state": copy.deepcopy(own()) if callable(own) else None,
+            "gone": sorted(self._gone),
+        }
+
+    def load_state_dict(self, state: Position) -> None:
+        """Go on where a state was taken.
+
+        Raises:
+            ValueError: Shards have changed, and ``new_shards`` is ``"refuse"``; or the number of readers has.
+        """
+        self._items, self._done, self._calls = None, state["done"], 0
+        if self._is_joined:
+            self._compare(state)
+        else:
+            self._join([state])
+        name, items = self._name(), state["items"]
+        if not items or name is None or name in self._gone:
+            return
+        inner = state["state"]
+        self._open(inner)
+        passed = items if inner is not None else self._skip_in_shard(items)
+        if passed < items:
+            raise ValueError(
+                f"the shard {name!r} has changed: {items} items of it were read when the state was taken, and it has "
+                f"{passed}"
+            )
+        self._calls = items
+
+    def _join(self, known: Sequence[Position]) -> None:
+        """Take over what was dealt, and deal new shards behind it."""
+        newest = max(known, key=_num_shards)
+        dealt = newest["shards"]
+        if len(dealt) != len(self._dealt):
+            raise ValueError(
+                f"the state is that of one of {len(dealt)} readers, and there are {len(self._dealt)}: use "
+                f"readers={len(dealt)}"
+            )
+        before = frozenset(chain(*dealt))
+        new = [name for name in self._ordered([*self._sizes]) if name not in before]
+        gone = before.difference(self._sizes)
+        if (new or gone) and self._dataset.new_shards == "refuse":
+            changes = [_counted(new, "new")] if new else []
+            changes += [_counted(sorted(gone), "gone")] if gone else []
+            raise ValueError(
+                f"the shards have changed since the state was taken, {' and '.join(changes)}: give "
+                f"{type_name(self._dataset)} new_shards='append', or the shards that there were"
+            )
+        if gone and self._number == 0:
+            warn(
+                f"{_counted(sorted(gone), 'gone')} since the state was taken: what was not delivered of them is left "
+                "out for the rest of the epoch"
+            )
+        self._dealt = _dealt(dealt, new, self._sizes)
+        # One that comes back stays out: items behind it may be delivered.
+        self._gone = gone.union(*(state["gone"] for state in known))
+        self._compare(newest)
+
+    def _compare(self, state: Position) -> None:
+        own, before = self._dealt[self._number], state["shards"][self._number]
+        gone = self._gone.difference(state["gone"])
+        self.has_changed = own != before or not gone.isdisjoint(own[self._done :])
+
+
+def _is_position(state: object) -> bool:
+    """Whether a state is that of a ``ShardIterator``, not of an iterator around it."""
+    return isinstance(state, dict) and state.keys() == Position.__annotations__.keys()
+
+
+def _num_shards(state: Position) -> int:
+    return sum(map(len, state["shards"]))
+
+
+def _has_ended(items: object) -> bool:
+    """Whether an iterator that has raised cannot go on."""
+    return isinstance(items, GeneratorType) and items.gi_frame is None
+
+
+def _counted(names: Sequence[str], what: str) -> str:
+    shown = ", ".join(map(repr, names[:_NAMED]))
+    more = ", …" if len(names) > _NAMED else ""
+    return f"{len(names)} {'is' if len(names) == 1 else 'are'} {what} ({shown}{more})"
+
+
+def _sizes_of(dataset: ShardedDataset[T]) -> dict[str, float]:
+    """The names of all shards and their sizes, 1 if they are not known."""
+    given = dataset.shards()
+    names = [given] if isinstance(given, str) else [*given]
+    for name in names:
+        if not isinstance(name, str) or isinstance(given, str):
+            raise TypeError(
+                f"shards() of {type_name(dataset)} returned {text_of(given)}: return a list of names, which are "
+                "strings, or a dict from names to sizes"
+            )
+    if not names:
+        raise ValueError(f"{type_name(dataset)} has no shards: its shards() returned no names")
+    sizes = dict(given) if isinstance(given, Mapping) else dict.fromkeys(names, 1.0)
+    if len(sizes) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(
+            f"the shard {twice!r} comes twice in shards() of {type_name(dataset)}: give each a name of its own"
+        )
+    return sizes
+
+
+def _dealt(known: list[list[str]], names: list[str], sizes: Mapping[str, float]) -> list[list[str]]:
+    """Deal shards to readers, each to the one with the least, large ones first; the order of the names stays.
+
+    Args:
+        known: What each reader has.
+        names: Further ones.
+        sizes: Of all shards that there are.
+    """
+    loads = [sum(sizes.get(name, 0) for name in own) for own in known]
+    reader_of: dict[str, int] = {}
+    for name in sorted(names, key=lambda name: -sizes[name]):
+        reader_of[name] = reader = loads.index(min(loads))
+        loads[reader] += sizes[name]
+    dealt = [[*own] for own in known]
+    for name in names:
+        dealt[reader_of[name]].append(name)
+    return dealt

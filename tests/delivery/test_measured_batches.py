@@ -1,0 +1,309 @@
+"""Batches that are closed by the cost of their samples: bounds, and each sample once whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import minato
+from minato import CostBatches, CostBatchSampler, DataLoader, PadCollate, Record
+from minato._support.counters import shared_integers
+from minato.loader import torch_arguments
+from tests.datasets import Numbers, wait_until
+from tests.selection import mostly_slow
+
+SIZE = 300
+MASKED = PadCollate(masks={"mask": "tokens"})
+
+
+def text_of(index: int) -> dict[str, Any]:
+    length = max(int(random.Random(index).lognormvariate(3, 1)), 1)
+    return {"tokens": torch.full((min(length, 400),), index), "at": index}
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from range(first, SIZE, step)
+
+
+def make(workers: int = 0, order: str = "arrival", readers: int = 0, **options: Any) -> Any:
+    dataset: Any = Stream() if readers else Numbers(SIZE)
+    options = {"batch_size": CostBatches(1500, "tokens", max_wait=90), **options}
+    if readers:
+        options["readers"] = readers
+    else:
+        options.update(shuffle=True, seed=1)
+    return DataLoader(
+        dataset,
+        order=order,
+        num_workers=workers,
+        **{"transforms": [text_of], "collate_fn": MASKED, **options},
+    )
+
+
+def indices_of(batches: Any) -> list[int]:
+    return [index for batch in batches for index in batch["at"].tolist()]
+
+
+# ---- bounds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_batch_is_above_a_bound(seed: int) -> None:
+    draw = random.Random(seed)
+    most, padding = draw.choice([500, 2000]), draw.choice([0.05, 0.3, 0.6])
+    size, wait = draw.choice([None, 1, 7]), draw.choice([0, 20, 1000])
+    plan = CostBatches(most, "tokens", max_padding=padding, max_size=size, max_wait=wait)
+    arrived = []
+
+    def noted(index: int) -> dict[str, Any]:
+        arrived.append(index)
+        return text_of(index)
+
+    seen = []
+    for batch in make(batch_size=plan, transforms=[noted]):
+        mask = batch["mask"]
+        assert mask.numel() <= most
+        assert 1 - mask.float().mean() <= padding + 1e-6
+        assert size is None or len(mask) <= size
+        oldest = min(map(arrived.index, batch["at"].tolist()))
+        # One sample more has come, which may have opened the next batch.
+        assert len(arrived) - oldest <= wait + 2 or len(arrived) == SIZE
+        seen += batch["at"].tolist()
+    assert sorted(seen) == [*range(SIZE)]
+
+
+def test_batches_are_full_where_enough_samples_are_alike() -> None:
+    plan = CostBatches(1000, "tokens", max_padding=0.2)
+    loader = make(batch_size=plan, transforms=[lambda i: {"tokens": torch.ones(10), "at": i}])
+    assert [len(batch["at"]) for batch in loader] == [100, 100, 100]
+
+
+def test_without_padding_costs_are_added() -> None:
+    plan = CostBatches(
+        100, lambda sample: sample["cost"], padded=False, max_padding=0.01, max_wait=SIZE
+    )
+    costs = {"cost": 30.0}, {"cost": 3.0}
+    loader = make(
+        batch_size=plan, transforms=[lambda i: {"at": i, **costs[i % 2]}], collate_fn=list
+    )
+    sums = [sum(each["cost"] for each in batch) for batch in loader]
+    assert max(sums) <= 100
+    assert min(sums[:-1]) > 70
+
+
+def test_the_length_of_a_sample_is_its_cost_and_it_is_padded() -> None:
+    loader = DataLoader(
+        [torch.ones(3), torch.ones(2), torch.ones(3)], CostBatches(9, max_padding=0.5)
+    )
+    assert [batch.tolist() for batch in loader] == [[[1, 1, 1], [1, 1, 0], [1, 1, 1]]]
+
+
+LOADED = shared_integers(1)
+
+
+def waiting_for_others(index: int) -> dict[str, Any]:
+    """Sample 0 is loaded after two hundred others."""
+    if index == 0:
+        wait_until(lambda: int(LOADED) >= 200)
+    LOADED.add_(1)
+    return {"tokens": torch.ones(10), "at": index}
+
+
+@pytest.mark.parametrize("batch_size", [CostBatches(100, "tokens"), None], ids=["cost", "single"])
+def test_others_do_not_wait_for_a_slow_sample(batch_size: Any) -> None:
+    LOADED.zero_()
+    loader = DataLoader(
+        Numbers(SIZE), batch_size, transforms=[waiting_for_others], order="arrival", num_workers=2
+    )
+    ats = [torch.as_tensor(batch["at"]).flatten().tolist() for batch in loader]
+    assert sorted(itertools.chain(*ats)) == [*range(SIZE)]
+
+
+# ---- each sample once ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "readers"),
+    mostly_slow(
+        [
+            ("strict", 0),
+            ("arrival", 3),
+            ("strict", 1),
+            ("arrival", 0),
+            ("strict", 3),
+            ("arrival", 1),
+        ],
+        quick=2,
+    ),
+)
+def test_any_number_of_stops_and_workers(order: str, readers: int) -> None:
+    draw = random.Random(order)
+    for _ in range(6):
+        state, seen = None, list[int]()
+        while len(seen) < SIZE:
+            plan = CostBatches(draw.choice([600, 1500]), "tokens", max_wait=draw.choice([10, 90]))
+            loader = make(draw.choice([0, 0, 2]), order, readers, batch_size=plan)
+            if state is not None:
+                loader.load_state_dict(json.loads(state))
+            seen += indices_of(itertools.islice(loader, draw.randint(0, 12)))
+            state = json.dumps(loader.state_dict())
+        assert sorted(seen) == [*range(SIZE)]
+
+
+def test_epochs_follow_each_other_and_the_report_counts_batches() -> None:
+    loader = make(2, persistent_workers=True)
+    for epoch in range(3):
+        batches = [*loader]
+        assert sorted(indices_of(batches)) == [*range(SIZE)]
+        assert loader.coverage().complete
+        last = loader.report().epochs[-1]
+        assert last.throughput.batches == len(batches), epoch
+        assert last.throughput.samples == SIZE
+
+
+def test_programs_find_the_workers() -> None:
+    iterator = iter(make(2))
+    next(iterator)
+    assert [worker.is_alive() for worker in iterator._workers] == [True, True]
+
+
+def test_skipped_samples_are_no_loss() -> None:
+    def broken(index: int) -> dict[str, Any]:
+        if index % 10 == 3:
+            raise ValueError(index)
+        return text_of(index)
+
+    loader = make(2, errors="skip", transforms=[broken])
+    with pytest.warns(minato.MinatoWarning, match="30 samples"):
+        assert sorted(indices_of(loader)) == [i for i in range(SIZE) if i % 10 != 3]
+    assert loader.coverage().skipped.samples == SIZE // 10
+
+
+def goes_on_after(loader: Any, error: type[BaseException], match: str) -> list[int]:
+    """The samples of an epoch in which ``next()`` raises once."""
+    batches, seen = iter(loader), list[int]()
+    with pytest.raises(error, match=match):
+        while True:
+            seen += next(batches)["at"].tolist()
+    return sorted(seen + indices_of(batches))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_raises_takes_the_place_of_a_batch(workers: int) -> None:
+    def broken(index: int) -> dict[str, Any]:
+        if index == 77:
+            raise ValueError("this one")
+        return text_of(index)
+
+    loader = make(workers, transforms=[broken])
+    seen = goes_on_after(loader, ValueError, "this one")
+    assert seen == [i for i in range(SIZE) if i != 77]
+
+
+@pytest.mark.parametrize(
+    ("cost", "match"),
+    [(-1.0, "cost= returned -1.0"), (2000.0, "raise max_cost"), ("x", "cost= returned 'x'")],
+)
+def test_a_sample_without_a_cost(cost: object, match: str) -> None:
+    plan = CostBatches(1500, lambda sample: cost if sample["at"] == 5 else len(sample["tokens"]))
+    seen = goes_on_after(make(batch_size=plan), ValueError, match)
+    assert seen == [i for i in range(SIZE) if i != 5]
+
+
+def once(action: Callable[[Any], Any], error: BaseException) -> Callable[[Any], Any]:
+    """An action that raises at its 50th call."""
+    calls = 0
+
+    def act(value: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 50:
+            raise error
+        return action(value)
+
+    return act
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interruption_loses_nothing(workers: int) -> None:
+    cost = once(lambda sample: len(sample["tokens"]), KeyboardInterrupt("now"))
+    loader = make(workers, batch_size=CostBatches(1500, cost))
+    assert goes_on_after(loader, KeyboardInterrupt, "now") == [*range(SIZE)]
+    collate = once(MASKED, KeyboardInterrupt("now"))
+    loader = make(workers, batch_size=CostBatches(400, "tokens", max_size=2), collate_fn=collate)
+    assert goes_on_after(loader, KeyboardInterrupt, "now") == [*range(SIZE)]
+
+
+def test_a_batch_that_cannot_be_collated_counts_as_delivered() -> None:
+    collate = once(MASKED, ValueError("no"))
+    loader = make(batch_size=CostBatches(400, "tokens", max_size=2), collate_fn=collate)
+    assert len(goes_on_after(loader, ValueError, "no")) == SIZE - 2
+
+
+# ---- what it goes with ----------------------------------------------------------------------------
+
+
+def test_loaders_that_are_made_of_it_have_it() -> None:
+    loader = make()
+    for other in (
+        DataLoader(**torch_arguments(loader)),
+        DataLoader.from_torch(loader, num_workers=1),
+        pickle.loads(pickle.dumps(DataLoader(Numbers(3), CostBatches(9, abs)))),
+    ):
+        with pytest.raises(TypeError, match="number of batches is unknown"):
+            len(other)
+    assert isinstance(loader, TorchLoader)
+    assert loader.batch_size is None
+
+
+class Kept(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"device": "meta"}, "use pin_memory=True"),
+        (
+            {
+                "batch_sampler": CostBatchSampler([1], 3),
+                "shuffle": None,
+                "seed": None,
+                "order": None,
+            },
+            "use sampler=",
+        ),
+        ({"recording": Record("order")}, "leave it out"),
+        ({"batch_size": lambda: CostBatches(0)}, "max_cost=0 is no cost"),
+        ({"batch_size": lambda: CostBatches(1, max_padding=1)}, "max_padding=1 is no share"),
+        ({"batch_size": lambda: CostBatches(1, max_size=0)}, "max_size=0"),
+        ({"drop_last": True}, "drop_last"),
+    ],
+)
+def test_what_it_does_not_go_with(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        if callable(given := options.get("batch_size")):
+            given()
+        make(**options)
+
+
+def test_a_dataset_with_a_state_is_refused() -> None:
+    dataset: Dataset[Any] = Kept(4)
+    with pytest.raises(ValueError, match=r"the dataset has a state_dict\(\)"):
+        iter(minato.DataLoader(dataset, CostBatches(9, abs)))

@@ -1,0 +1,133 @@
+"""Streams of Hugging Face's package below minato's: a run that stops and goes on has the rows of one that does not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minato
+from minato import DataLoader
+from tests.selection import mostly_slow, numbers_for
+from tests.streams.test_resume import resumed, saved
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
+
+from minato.sources.hugging_face import HuggingFaceShards  # noqa: E402
+
+FOLDER = Path()
+"""Of data files, in tests."""
+
+
+def plain(first: int, count: int) -> Any:
+    table = datasets.Dataset.from_dict({"row": list(range(first, first + count))})
+    return table.to_iterable_dataset(num_shards=3)
+
+
+def shuffled(first: int, count: int) -> Any:
+    return plain(first, count).shuffle(seed=1, buffer_size=7)
+
+
+def mapped(first: int, count: int) -> Any:
+    return plain(first, count).map(dict, batched=True, batch_size=4).with_format("numpy")
+
+
+def interleaved(first: int, count: int) -> Any:
+    parts = [shuffled(first, count // 2), plain(first + count // 2, count - count // 2)]
+    return datasets.interleave_datasets(
+        parts, stopping_strategy="all_exhausted_without_replacement"
+    )
+
+
+def concatenated(first: int, count: int) -> Any:
+    return datasets.concatenate_datasets([shuffled(first, count // 2), plain(first, count)])
+
+
+def both(first: int, count: int) -> Any:
+    return datasets.interleave_datasets(
+        [plain(first, count // 2), plain(first + 100, count)], [0.6, 0.4], seed=2
+    )
+
+
+def files(first: int, count: int) -> Any:
+    found = []
+    for i in range(3):
+        file = FOLDER / f"{first}-{count}-{i}.jsonl"
+        file.write_text("".join(f'{{"row": {n}}}\n' for n in range(first + i, first + count, 3)))
+        found.append(str(file))
+    return HuggingFaceShards("json", found, seed=first)
+
+
+STREAMS: list[Callable[[int, int], Any]] = [
+    plain,
+    shuffled,
+    mapped,
+    interleaved,
+    concatenated,
+    both,
+]
+
+
+def above(rng: random.Random) -> Any:
+    """A dataset over two streams, one of which is seldom read."""
+    make = rng.choice(STREAMS)
+    mixed = minato.mix(
+        {"often": make(0, 50), "seldom": rng.choice(STREAMS)(1000, 12)},
+        {"often": 9, "seldom": 1},
+        passes=rng.choice([1, 2]),
+    )
+    return rng.choice(
+        [mixed, make(0, 50), minato.shuffle(mixed, 5), minato.shuffle(make(0, 50), 5)]
+    )
+
+
+def numbers(samples: list[Any]) -> list[int]:
+    return [int(sample["row"]) for sample in samples]
+
+
+def rows(batches: Any) -> list[int]:
+    return [row for batch in batches for row in batch]
+
+
+def check_history(seed: int) -> None:
+    def make() -> Any:
+        rng = random.Random(seed)
+        readers = rng.choice([None, 2])
+        workers = rng.choice([0, 0, 0, 2])
+        return DataLoader(above(rng), 3, readers=readers, num_workers=workers, collate_fn=numbers)
+
+    rng = random.Random(-seed)
+    expected = rows(make())
+    loader, got = make(), list[int]()
+    for stop in [*(rng.randrange(6) for _ in range(rng.randrange(1, 5))), None]:
+        batches = list(itertools.islice(loader, stop))
+        got += rows(batches)
+        if stop is None or len(batches) < stop:
+            break
+        loader = resumed(saved(loader), make())
+    assert got == expected, seed
+    assert rows(loader) == expected, seed  # the next epoch begins at its beginning
+
+
+@pytest.mark.parametrize("first", mostly_slow(range(0, 80, 10)))
+def test_stops_lose_and_repeat_nothing(
+    first: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread of tqdm's that stays
+    monkeypatch.setattr("tests.sources.test_hugging_face.FOLDER", tmp_path)
+    for seed in range(first, first + 10):
+        check_history(seed)
+
+
+@pytest.mark.stress
+def test_any_stops_lose_and_repeat_nothing(
+    stress_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setattr("tests.sources.test_hugging_face.FOLDER", tmp_path)
+    for seed in numbers_for(stress_s, 80):
+        check_history(seed)

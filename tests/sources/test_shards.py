@@ -1,0 +1,290 @@
+"""Tar files, row groups and data files of Hugging Face as shards, with real files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minato import DataLoader, MinatoWarning
+from minato.sources.base import SourceError
+from minato.sources.tars import TarShards
+from tests.streams.test_resume import resumed, saved
+
+COUNT, SHARDS = 10, 4
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> str:
+    with tarfile.open(path, "w") as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return str(path)
+
+
+def members(number: int, count: int = COUNT) -> list[tuple[str, bytes]]:
+    """Two members for each sample; the data of the second says its number."""
+    found = [("folder/__meta__.json", b"{}")]
+    for i in range(100 * number, 100 * number + count):
+        found += [(f"folder/{i}.JPG", bytes(700 + i)), (f"folder/{i}.label.txt", b"%d" % i)]
+    return found
+
+
+def tars(folder: Path, first: int = 0) -> Callable[..., Any]:
+    files = [write_tar(folder / f"{i}.tar", members(i)) for i in range(first, SHARDS)]
+    return lambda **options: TarShards(files, **options)
+
+
+def groups(folder: Path, first: int = 0) -> Callable[..., Any]:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: install 'test'")
+    import pyarrow.parquet as pq
+
+    from minato.sources.parquet import ParquetShards
+
+    files = []
+    for i in range(first, SHARDS):
+        table = pa.table({"label.txt": range(100 * i, 100 * i + COUNT)})
+        pq.write_table(table, folder / f"{i}.parquet", row_group_size=4)
+        files.append(str(folder / f"{i}.parquet"))
+    return lambda **options: ParquetShards(files, **options)
+
+
+def texts(folder: Path, first: int = 0) -> Callable[..., Any]:
+    pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # otherwise a progress bar leaves a thread behind
+    from minato.sources.hugging_face import HuggingFaceShards
+
+    files = []
+    for i in range(first, SHARDS):
+        file = folder / f"{i}.jsonl"
+        lines = [f'{{"label.txt": {n}}}\n' for n in range(100 * i, 100 * i + COUNT)]
+        file.write_text("".join(lines), encoding="utf-8")
+        files.append(str(file))
+    return lambda **options: HuggingFaceShards("json", files, **options)
+
+
+KINDS = pytest.mark.parametrize("kind", [tars, groups, texts])
+EVERY = [100 * i + k for i in range(SHARDS) for k in range(COUNT)]
+
+
+def labels(batches: Any) -> list[int]:
+    return [int(label) for batch in batches for label in batch["label.txt"]]
+
+
+@KINDS
+def test_resumed_with_other_workers_and_once_more(kind: Callable[..., Any], tmp_path: Path) -> None:
+    make = kind(tmp_path)
+
+    def loader(**options: Any) -> Any:
+        return DataLoader(make(seed=4), 3, readers=2, **options)
+
+    expected = labels(loader())
+    assert sorted(expected) == EVERY
+    first = loader(num_workers=1)
+    got = labels(itertools.islice(first, 5))
+    second = resumed(saved(first), loader())
+    got += labels(itertools.islice(second, 3))
+    got += labels(resumed(saved(second), loader(num_workers=2)))
+    assert got == expected
+
+
+@KINDS
+def test_a_loaded_state_is_the_state_until_an_item_is_asked_for(
+    kind: Callable[..., Any], tmp_path: Path
+) -> None:
+    items = iter(kind(tmp_path)())
+    for _ in range(13):
+        next(items)
+    state = items.state_dict()
+    other = iter(kind(tmp_path)())
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+
+
+@KINDS
+def test_new_shards_join_and_gone_ones_are_told(kind: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    whole = kind(tmp_path / "all")
+    few = kind(tmp_path / "all", 1)
+    first = DataLoader(few(new_shards="append"), 4, readers=2)
+    got = labels(itertools.islice(first, 3))
+    grown = resumed(saved(first), DataLoader(whole(new_shards="append"), 4, readers=2))
+    assert sorted(got + labels(grown)) == EVERY
+    with pytest.raises(ValueError, match="the shards have changed since the state was taken"):
+        list(resumed(saved(first), DataLoader(whole(), 4, readers=2)))
+    first = DataLoader(whole(), 4)  # in order: of shard 3 nothing
+    got = labels(itertools.islice(first, 4))
+    kept = kind(tmp_path / "all", 1)(new_shards="append")
+    with pytest.warns(MinatoWarning, match=r"gone \(.*0\..*\) since the state was taken"):
+        got += labels(resumed(saved(first), DataLoader(kept, 4)))
+    assert sorted(got) == EVERY
+
+
+def broken_tars(folder: Path) -> Callable[[], Any]:
+    """The fourth sample of the first file raises, and so does the place behind the sixth of the second."""
+    twice = [*members(0), ("folder/3.JPG", b"")]
+    twice.sort(key=lambda each: each[0])
+    files = [write_tar(folder / "0.tar", twice)]
+    files += [write_tar(folder / f"{i}.tar", members(i)) for i in (1, 2)]
+    data = Path(files[1]).read_bytes()
+    Path(files[1]).write_bytes(data[: data.index(b"folder/106.JPG") + 700])
+    return lambda: TarShards(files)
+
+
+def broken_texts(folder: Path) -> Callable[[], Any]:
+    """``datasets`` cannot read the whole first file.
+
+    Not of Parquet: how far ``pyarrow``, which reads ahead in threads, gives out rows before the error, varies.
+    """
+    pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
+    from minato.sources.hugging_face import HuggingFaceShards
+
+    files = []
+    for i in range(2):
+        lines = [f'{{"label.txt": {n}}}\n' for n in range(100 * i, 100 * i + 50)]
+        if i == 0:
+            lines[30] = '{"label.txt"\n'
+        files.append(str(folder / f"{i}.jsonl"))
+        Path(files[-1]).write_text("".join(lines), encoding="utf-8")
+    return lambda: HuggingFaceShards("json", files, chunksize=100)
+
+
+@pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
+@pytest.mark.parametrize("kind", [broken_tars, broken_texts])
+def test_what_raised_before_the_saved_place_ends_no_reader(
+    kind: Callable[..., Any], tmp_path: Path
+) -> None:
+    make = kind(tmp_path)
+
+    def loader() -> Any:
+        return DataLoader(make(), 3, readers=1, errors="skip")
+
+    expected = labels(loader())
+    assert 20 < len(expected) < 90
+    for stop in range(1, 6):
+        first = loader()
+        got = labels(itertools.islice(first, stop))
+        second = resumed(saved(first), loader())
+        got += labels(itertools.islice(second, 2))
+        assert got + labels(resumed(saved(second), loader())) == expected
+    items = iter(make())
+    with pytest.raises(SourceError) as raised:
+        list(items)
+    assert ".tar" in str(raised.value) or "0.jsonl', and leaves out the rest: " in str(raised.value)
+
+
+def test_a_sample_of_a_tar_file(tmp_path: Path) -> None:
+    file = write_tar(
+        tmp_path / "a.tar",
+        [
+            ("x/.hidden", b"0"),
+            ("x/no-suffix", b"0"),
+            ("x.y/1.jpg", b"a"),
+            ("x.y/1.seg.PNG", b"b"),
+            ("1.jpg", b"c"),
+        ],
+    )
+    expected = [
+        {"__key__": "x.y/1", "jpg": b"a", "seg.png": b"b"},
+        {"__key__": "1", "jpg": b"c"},
+    ]
+    assert list(TarShards([Path(file)])) == expected
+    packed = tmp_path / "a.tar.gz"
+    packed.write_bytes(gzip.compress(Path(file).read_bytes()))
+    pytest.importorskip("fsspec", reason="fsspec is not installed: install the extra 'test'")
+    for url in (str(packed), f"file://{file}", f"file://{packed}"):
+        shards = TarShards([url])
+        assert list(shards) == expected
+        rest = iter(shards)
+        rest.skip(1)
+        assert list(rest) == expected[1:]
+    with pytest.raises(TypeError, match=r"files='.*a\.tar' is one file: give a list"):
+        TarShards(file)
+
+
+def test_skipping_reads_only_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = TarShards([write_tar(tmp_path / "0.tar", members(0))])
+    read: list[str] = []
+    extract = tarfile.TarFile.extractfile
+
+    def recorded(self: Any, member: Any) -> Any:
+        read.append(member.name)
+        return extract(self, member)
+
+    monkeypatch.setattr(tarfile.TarFile, "extractfile", recorded)
+    rest = iter(shards)
+    rest.skip(COUNT - 1)
+    assert [sample["__key__"] for sample in rest] == [f"folder/{COUNT - 1}"]
+    assert read == [f"folder/{COUNT - 1}.JPG", f"folder/{COUNT - 1}.label.txt"]
+
+
+def damaged_header(data: bytes) -> bytes:
+    at = data.index(b"folder/5.JPG")
+    return data[:at] + b"X" * 512 + data[at + 512 :]
+
+
+def cut(data: bytes) -> bytes:
+    return data[: data.index(b"folder/5.JPG") + 700]
+
+
+def linked(data: bytes) -> bytes:
+    at = data.index(b"folder/5.JPG")
+    header = tarfile.TarInfo.frombuf(data[at : at + 512], "utf-8", "strict")
+    header.type, header.linkname = tarfile.SYMTYPE, "4.JPG"
+    return data[:at] + header.tobuf() + data[at + 512 :]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "text", "kept"),
+    [
+        (damaged_header, "a header is damaged", 4),
+        (cut, "unexpected end of data", 5),
+        (linked, r"the member 'folder/5\.JPG' is a link or a device: write it as a plain file", 4),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_it(
+    damage: Any, text: str, kept: int, packs: bool, tmp_path: Path
+) -> None:
+    """And the other files go on, if the error is skipped."""
+    good = write_tar(tmp_path / "1.tar", members(1))
+    data = damage(Path(write_tar(tmp_path / "0.tar", members(0))).read_bytes())
+    bad = tmp_path / ("0.tar.gz" if packs else "0.tar")
+    bad.write_bytes(gzip.compress(data) if packs else data)
+    shards = TarShards([str(bad), good])
+    with pytest.raises(
+        SourceError, match=rf"cannot read '.*{bad.name}' behind {kept} samples.*{text}"
+    ):
+        list(shards)
+    loader = DataLoader(shards, 3, errors="skip")
+    with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
+        assert labels(loader) == [*range(kept), *range(100, 100 + COUNT)]
+
+
+def test_files_that_cannot_be_opened_and_keys_that_come_twice(tmp_path: Path) -> None:
+    for name, data in (("empty.tar", b""), ("text.tar", b"no tar" * 1000)):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(SourceError, match=f"cannot read '.*{name}': ReadError"):
+            list(TarShards([tmp_path / name]))
+    with pytest.raises(FileNotFoundError, match=r"none\.tar"):
+        list(TarShards([tmp_path / "none.tar"]))
+    twice = write_tar(tmp_path / "2.tar", [("a.x", b"1"), ("a.x", b"2"), ("b.x", b"3")])
+    samples = iter(TarShards([twice]))
+    with pytest.raises(SourceError, match="the sample 'a' has two members with the suffix 'x'"):
+        next(samples)
+    assert next(samples) == {"__key__": "b", "x": b"3"}
+
+
+def test_a_state_has_no_secrets(tmp_path: Path) -> None:
+    shards = TarShards(["https://user:hunter2@example.org/a.tar?token=hunter2"])
+    assert "hunter2" not in repr(shards.shards())
+    assert "hunter2" not in repr(vars(shards))

@@ -1,0 +1,334 @@
+"""minato.shuffle and minato.mix: what they draw, what they refuse, what the report says of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minato
+from minato import DataLoader
+from tests.streams.streams import (
+    DatasetState,
+    Decoding,
+    Dying,
+    IteratorState,
+    Sequences,
+    ShardedSequences,
+    Split,
+)
+
+
+def given(dataset: Any, epoch: int = 0) -> list[Any]:
+    dataset.set_epoch(epoch)
+    return list(dataset)
+
+
+def test_a_shuffle_is_a_permutation_that_mixes_and_differs_by_epoch_seed_and_reader() -> None:
+    size, buffer = 4000, 200
+    dataset = minato.shuffle(Split(size), buffer)
+    other = minato.shuffle(Split(size), buffer, seed=1)
+    later = [number - 1000 for number in given(dataset, 1)]
+    orders = [given(dataset), later, given(other)]
+    for order in orders:
+        assert sorted(order) == list(range(size))
+        moved = np.array(order) - np.arange(size)
+        # The time in the buffer is geometric, up to its limit and the end.
+        assert 0.8 * buffer < moved.std() < buffer
+        assert -moved.min() <= 4 * buffer  # no item stays longer
+    assert len({tuple(order) for order in orders}) == 3
+    two = [int(item) % size for item in DataLoader(dataset, None, readers=2)]
+    assert sorted(two) == list(range(size))
+
+
+def test_an_item_stays_in_the_buffer_for_four_buffers_at_most() -> None:
+    for buffer in (1, 3, 50):
+        at = {item: i for i, item in enumerate(given(minato.shuffle(Split(3000), buffer)))}
+        assert max(at[item] - item for item in at) <= 4 * buffer
+
+
+WEB, CODE = 0, 10**13
+
+
+def names_of(mixed: Any) -> list[str]:
+    return ["code" if sequence[0] >= CODE else "web" for sequence in mixed]
+
+
+def make_mix(web: int, code: int, **options: Any) -> Any:
+    return minato.mix({"web": Sequences(web, WEB), "code": Sequences(code, CODE)}, **options)
+
+
+@pytest.mark.parametrize("exhausted", ["stop", "continue", "repeat"])
+def test_weights_are_respected_until_sources_are_exhausted(exhausted: str) -> None:
+    names = names_of(make_mix(3000, 600, weights={"web": 3, "code": 1}, exhausted=exhausted))
+    assert 0.72 < names[:2000].count("web") / 2000 < 0.78
+    counts = Counter(names)
+    if exhausted == "stop":
+        assert counts["code"] == 600
+        assert 1500 < counts["web"] < 2100
+    else:
+        assert counts["web"] == 3000
+        assert counts["code"] == 600 if exhausted == "continue" else 850 < counts["code"] < 1150
+
+
+def test_passes_are_epochs_of_their_own() -> None:
+    mixed = make_mix(50, 20, passes={"web": 1, "code": 3})
+    mixed.set_epoch(2)
+    numbers = [int(sequence[0]) for sequence in mixed]
+    assert Counter(names_of(mixed)) == {"web": 50, "code": 60}
+    code = [number - CODE for number in numbers if number >= CODE]
+    assert code == [1000 * (2 + p * 2**20) + i for p in range(3) for i in range(20)]
+    assert [int(sequence[0]) for sequence in mixed] == numbers  # the epoch is set back
+    endless = make_mix(50, 0, passes=math.inf)
+    assert names_of(itertools.islice(endless, 500)) == ["web"] * 500
+
+
+def test_weights_change_at_an_item_and_at_a_resume() -> None:
+    schedule = {0: {"web": 1, "code": 0}, 100: {"web": 0, "code": 1}}
+    names = names_of(make_mix(200, 200, weights=schedule))
+    assert names == ["web"] * 100 + ["code"] * 200
+
+    def items() -> Any:
+        web, code = (IteratorState(200) for _ in range(2))
+        code.set_epoch(3)
+        return iter(minato.mix({"web": web, "code": code}, weights))
+
+    weights = {"web": 1.0, "code": 0.0}
+    first = items()
+    got = [next(first)[0] for _ in range(80)]
+    weights = {"web": 0.0, "code": 1.0}
+    second = items()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert got + [item[0] for item in second] == [*range(80), *range(3000, 3200)]
+
+
+def test_a_source_that_has_no_weight_any_more_is_not_waited_for() -> None:
+    schedule = {0: {"web": 1, "code": 1}, 20: {"web": 1, "code": 0}}
+    mixed = make_mix(30, 500, weights=schedule, exhausted="repeat")
+    names = names_of(itertools.islice(mixed, 1000))
+    assert names[20:] == ["web"] * len(names[20:])
+    assert Counter(names)["web"] == 30
+
+
+def test_weights_that_leave_no_source_give_way_to_the_next_ones() -> None:
+    schedule = {
+        0: {"web": 1, "code": 0},
+        60: {"web": 2, "code": 0},
+        90: {"web": 0, "code": 1},
+        100: {"web": 1, "code": 0},
+    }
+    assert names_of(make_mix(50, 70, weights=schedule)) == ["web"] * 50 + ["code"] * 50
+    repeated = names_of(make_mix(50, 70, weights=schedule, exhausted="repeat"))
+    assert repeated[:100] == ["web"] * 90 + ["code"] * 10
+    assert names_of(make_mix(50, 70, weights=schedule, exhausted="stop")) == ["web"] * 50
+
+
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_a_source_that_is_read_late_or_again_divides_itself(workers: str) -> None:
+    """Its generator asks only then which reader it is."""
+
+    def items(num_workers: int) -> list[int]:
+        sources = {"early": DatasetState(50), "late": DatasetState(12)}
+        schedule = {0: {"early": 1, "late": 0}, 20: {"early": 1, "late": 1}}
+        mixed = minato.mix(sources, schedule, passes=2)
+        loader = DataLoader(mixed, 3, readers=2, num_workers=num_workers, workers=workers)
+        return sorted(number for batch in loader for number in batch.tolist())
+
+    assert items(2) == items(0)
+    assert len(items(2)) == 2 * (50 + 12)
+
+
+def test_the_report_shows_what_each_source_has_given() -> None:
+    mixed = make_mix(60, 20)
+    loader = DataLoader(minato.shuffle(mixed, 10), 4, readers=2, num_workers=2, collate_fn=list)
+    for _ in range(2):
+        for number, _ in enumerate(loader):
+            if number == 4:
+                held = loader.report().dataset["items in shuffle buffers"]
+    assert held > 0
+    report = loader.report()
+    assert report.dataset["items of web"] == 60
+    assert report.dataset["items of code"] == 20
+    assert report.dataset["items in shuffle buffers"] == 0
+    assert "items of web" in report.details()
+    assert json.loads(report.to_json())["dataset"]["items of code"] == 20
+
+
+class Killing(Split):
+    """Kills its process once, at the number 50, if there is a file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(200)
+        self.path = path
+
+    def __iter__(self) -> Any:
+        for number in self.numbers():
+            if number == 50:
+                try:
+                    os.remove(self.path)
+                except FileNotFoundError:
+                    pass
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            yield number
+
+
+@pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
+def test_the_death_of_a_worker_loses_and_repeats_nothing(tmp_path: Any) -> None:
+    path = tmp_path / "once"
+    path.touch()
+    sources = {"dies": Killing(str(path)), "other": IteratorState(100)}
+    sources["other"].set_epoch(1)
+    dataset = minato.shuffle(minato.mix({**sources}), 20)
+    loader = DataLoader(dataset, None, num_workers=2, readers=3, collate_fn=first_number)
+    assert sorted(loader) == [*range(200), *range(1000, 1100)]
+    assert not path.exists()
+
+
+def first_number(item: Any) -> int:
+    return int(item[0] if isinstance(item, list) else item)
+
+
+def test_held_items_are_not_those_that_are_dropped() -> None:
+    """A dataset that does no work on dropped items does it for those that a buffer holds."""
+
+    def make() -> Any:
+        return DataLoader(minato.shuffle(Decoding(60), 8), 4)
+
+    loader = make()
+    got = next(iter(loader)).tolist()
+    state = loader.state_dict()
+    loader = make()
+    loader.load_state_dict(state)
+    got += [number for batch in loader for number in batch.tolist()]
+    assert sorted(got) == list(range(60))
+
+
+def test_a_generator_that_raised_is_told() -> None:
+    items = iter(minato.mix({"a": Dying(10, [4]), "b": Split(0)}))
+    assert [next(items) for _ in range(4)] == [0, 1, 2, 3]
+    with (
+        pytest.warns(minato.MinatoWarning, match="source 'a' of minato.mix"),
+        pytest.raises(KeyError),
+    ):
+        next(items)
+    assert list(items) == []
+
+
+A, B = Split(3), Split(3)
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: minato.shuffle([1, 2], 3),
+        "minato.shuffle needs a torch.utils.data.IterableDataset, and",
+    ),
+    (lambda: minato.shuffle(A, 0), "buffer_size=0 is too small"),
+    (lambda: minato.shuffle(A, 3, seed=0.5), "seed=0.5 is a float: give an integer"),
+    (lambda: minato.mix([A, B]), "has no names"),
+    (lambda: minato.mix({}), "has no names"),
+    (lambda: minato.mix({1: A}), "the name 1 of a source is a int: give text"),
+    (lambda: minato.mix({"a": A, "b": A}), "two sources of minato.mix are the same object"),
+    (lambda: minato.mix({"a": A, "b": [1]}), "source 'b' of minato.mix needs a torch"),
+    (lambda: minato.mix({"a": A}, [1]), "weights=[1] has no names: give a dictionary"),
+    (lambda: minato.mix({"a": A}, {"a": -1}), "weights['a']=-1 is not possible"),
+    (lambda: minato.mix({"a": A}, {"a": math.nan}), "weights['a']=nan is not possible"),
+    (lambda: minato.mix({"a": A}, {"a": math.inf}), "has the sum inf: give finite numbers"),
+    (
+        lambda: minato.mix({"a": A}, {"a": 0}),
+        "has the sum 0: give finite numbers, not all of them 0",
+    ),
+    (lambda: minato.mix({"a": A}, {"a": "much"}), "weights['a']='much' is a str: give a number"),
+    (
+        lambda: minato.mix({"web": A, "b": B}, {"wep": 1, "b": 1}),
+        "did you mean 'web'?: the sources are 'web', 'b'",
+    ),
+    (
+        lambda: minato.mix({"a": A, "b": B}, {"a": 1}),
+        "weights lacks 'b': give a number for each source",
+    ),
+    (lambda: minato.mix({"a": A}, {5: {"a": 1}}), "weights begin at item 5"),
+    (lambda: minato.mix({"a": A}, passes=0.5), "passes['a']=0.5 is not possible"),
+    (lambda: minato.mix({"a": A}, exhausted="end"), "exhausted='end' is not possible"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), BAD)
+def test_bad_arguments_are_refused_in_a_sentence(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: minato.mix({"a": IteratorState(9), "c": IteratorState(9)}),
+            "no 'b' and a new 'c'",
+        ),
+        (lambda: minato.shuffle(IteratorState(9), 3), "the state is not that of minato.shuffle"),
+    ],
+)
+def test_states_of_others_are_refused(make: Callable[[], Any], words: str) -> None:
+    items = iter(minato.mix({"a": IteratorState(9), "b": DatasetState(9)}))
+    next(items)
+    other = iter(make())
+    with pytest.raises(ValueError, match=words):
+        other.load_state_dict(items.state_dict())
+
+
+def test_a_stream_that_became_shorter_is_refused() -> None:
+    items = iter(minato.shuffle(IteratorState(30), 10))
+    next(items)
+    other = iter(minato.shuffle(IteratorState(5), 10))
+    other.load_state_dict(items.state_dict())
+    with pytest.raises(RuntimeError, match="has 5 items and had 10 before"):
+        next(other)
+
+
+def test_shards_may_join_below() -> None:
+    """Also for a reader that has not begun."""
+
+    class Growing(ShardedSequences):
+        names: list[str]
+
+        def shards(self) -> list[str]:
+            return self.names
+
+    def make(names: list[str]) -> Any:
+        dataset = Growing(80)
+        dataset.seed, dataset.new_shards, dataset.names = None, "append", names
+        return DataLoader(
+            minato.shuffle(minato.mix({"a": dataset}), 5), 1, readers=2, collate_fn=list
+        )
+
+    loader = make(["1", "2", "3"])
+    got = [int(sample[0]) for batch in itertools.islice(loader, 1) for sample in batch]
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader = make(["0", "1", "2", "3"])
+    loader.load_state_dict(state)
+    got += [int(sample[0]) for batch in loader for sample in batch]
+    assert sorted(got) == list(range(80))
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_reader_that_has_ended_in_an_earlier_pass_than_others_is_resumed(seed: int) -> None:
+    def make() -> Any:
+        sources = {"web": ShardedSequences(20, WEB), "code": ShardedSequences(20, CODE)}
+        mixed = minato.mix(sources, exhausted="repeat", seed=seed)
+        return DataLoader(mixed, 1, readers=4, collate_fn=lambda samples: int(samples[0][0]))
+
+    expected = list(make())
+    for taken in range(len(expected)):
+        first, second = make(), make()
+        got = [*itertools.islice(first, taken)]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert got + list(second) == expected

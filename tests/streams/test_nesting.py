@@ -1,0 +1,208 @@
+"""Datasets over datasets, nested at random: a run that stops and goes on has the items of one that does not."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import minato
+from minato import DataLoader, ErrorPolicy
+from tests.datasets import ORDERS
+from tests.selection import mostly_slow, numbers_for
+from tests.streams.streams import (
+    DrawingSequences,
+    SequenceCursor,
+    Sequences,
+    SequenceState,
+    ShardedSequences,
+    StartingOver,
+    sequence_of,
+)
+
+
+class Late(Sequences):
+    """As a stream of Hugging Face: a loaded state counts from the next first item on, and in later iterations, too."""
+
+    def __init__(self, size: int, first: int = 0) -> None:
+        super().__init__(size, first)
+        self.at = 0
+        self._starting_state_dict: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self._starting_state_dict
+        self.at = start["at"] if start is not None and start["epoch"] == self.epoch else 0
+        for number in self.numbers()[self.at :]:
+            self.at += 1
+            yield sequence_of(self.first + number)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._starting_state_dict = state
+
+
+class Keeping(SequenceCursor):
+    """Its state is a dict that it keeps and changes, also one that was loaded."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.state = {"at": 0}
+        super().__init__(numbers)
+
+    @property
+    def at(self) -> int:  # type: ignore[override]
+        return self.state["at"]
+
+    @at.setter
+    def at(self, at: int) -> None:
+        self.state["at"] = at
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+class OwnOrder(Sequences):
+    """Sequences in an order that ``iter()`` draws."""
+
+    def __iter__(self) -> Any:
+        numbers = self.numbers()
+        order = torch.randperm(len(numbers)).tolist()
+        cursor = Keeping(random.sample([numbers[i] for i in order], len(numbers)))
+        cursor.first = self.first
+        return cursor
+
+
+class OwnShards(ShardedSequences):
+    """Shards whose states are kept and changed."""
+
+    def iter_shard(self, name: str, state: Any = None) -> Any:
+        cursor = Keeping(super().iter_shard(name).numbers)
+        cursor.first = self.first
+        if state is not None:
+            cursor.load_state_dict(state)
+        return cursor
+
+
+RULES = ("continue", "stop", "repeat")
+
+
+def nested(rng: random.Random, depth: int, rules: tuple[str, ...] = RULES) -> IterableDataset[Any]:
+    """Datasets over datasets, each of whose sequences has numbers of its own.
+
+    Args:
+        rules: For exhausted sources; some leave others where they are, which then go on there or start over.
+    """
+    kind = rng.choice(["shuffle", "mix", "pack"]) if depth else "leaf"
+    seed = rng.randrange(100)
+    if kind == "leaf":
+        state = StartingOver if "stop" in rules else SequenceState
+        leaf = rng.choice(
+            [state, DrawingSequences, ShardedSequences, Late, OwnOrder, OwnShards]
+            if rng.random() < 0.8
+            else [Sequences]
+        )
+        dataset = leaf(rng.randrange(60), 1_000_000 * rng.randrange(1, 1000))
+        if leaf is DrawingSequences and rng.random() < 0.3:
+            dataset.raises = frozenset(rng.sample(range(60), 3))
+        return dataset
+    if kind == "shuffle":
+        return minato.shuffle(nested(rng, depth - 1, rules), rng.choice([1, 2, 7, 30]), seed)
+    if kind == "pack":
+        return minato.pack(
+            nested(rng, depth - 1, rules),
+            rng.randrange(6, 25),
+            oversized=rng.choice(["raise", "split", "truncate", "drop"]),
+            open_rows=rng.choice([1, 3, 8]),
+        )
+    names = ["a", "b", "c"][: rng.randrange(1, 4)]
+    phases = {at: {name: rng.choice([0, 1, 2, 4]) for name in names} for at in (0, 9, 25)}
+    for weights in phases.values():
+        weights[rng.choice(names)] = 3
+    return minato.mix(
+        {name: nested(rng, depth - 1, rules) for name in names},
+        phases if rng.random() < 0.5 else phases[0],
+        passes=rng.randrange(1, 3),
+        exhausted=rng.choice(rules),
+        seed=seed,
+    )
+
+
+def as_text(samples: list[Any]) -> list[str]:
+    return [str(sample) for sample in samples]
+
+
+def make(history: int, num_workers: int) -> DataLoader[Any]:
+    rng = random.Random(history)
+    dataset = nested(rng, rng.randrange(1, 4), rng.choice([RULES, RULES[:1]]))
+    return DataLoader(
+        dataset,
+        rng.randrange(1, 6),
+        readers=rng.randrange(1, 5),
+        order=rng.choice(ORDERS),
+        num_workers=num_workers,
+        collate_fn=as_text,
+        errors=ErrorPolicy(on_error="skip"),
+        seed=history,
+    )
+
+
+def taken(loader: DataLoader[Any], count: int) -> list[str]:
+    """The items of so many batches."""
+    found: list[str] = []
+    for number, batch in enumerate(loader, 1):
+        found += batch
+        if number == count:
+            break
+    return found
+
+
+def check_history(history: int) -> None:
+    """A run with random stops has the items of one without."""
+    rng = random.Random(-history)
+    epoch = rng.randrange(3)
+    loader = make(history, 0)
+    loader.set_epoch(epoch)
+    expected = taken(loader, 1 << 60)
+    got: list[str] = []
+    state: Any = None
+    for stop in range(rng.randrange(2, 5)):
+        loader = make(history, rng.choice([0, 0, 1, 2, 3]) if stop else 0)
+        if state is None:
+            loader.set_epoch(epoch)
+        else:
+            loader.load_state_dict(state)
+        got += taken(loader, rng.randrange(1, 20))
+        state = json.loads(json.dumps(loader.state_dict()))
+        if state["finished"]:
+            break
+    else:
+        loader = make(history, 0)
+        loader.load_state_dict(state)
+        got += taken(loader, 1 << 60)
+    assert Counter(got) == Counter(expected), history
+    if loader.order == "strict":
+        assert got == expected, history
+
+
+@pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
+@pytest.mark.parametrize("first", mostly_slow(range(0, 120, 10), quick=2))
+def test_stops_lose_and_repeat_nothing(first: int) -> None:
+    for history in range(first, first + 10):
+        check_history(history)
+
+
+@pytest.mark.stress
+@pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
+def test_any_stops_lose_and_repeat_nothing(stress_s: float) -> None:
+    for history in numbers_for(stress_s, 120):
+        check_history(history)

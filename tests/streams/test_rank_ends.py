@@ -1,0 +1,448 @@
+"""Ranks whose streams end at different times: all get as many batches, and no rank waits for one that is gone."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils.data import IterableDataset, get_worker_info
+
+from minato import CostBatches, DataLoader, Readers, merge_states
+from minato.delivery import rank_ends
+from minato.delivery.iterator import BatchIterator
+from minato.engine import factory, measured_batches
+from minato.engine.engine import Engine
+from minato.engine.inline import InlineEngine
+from tests.datasets import ORDERS, wait_until
+from tests.delivery.recorder import Recorder
+from tests.delivery.test_pinning import accelerated
+from tests.edges.test_interruptions import (
+    COST,
+    LENGTH,
+    SIZE,
+    Content,
+    Interrupter,
+    check,
+    collate,
+)
+from tests.integrations.models import OURS
+from tests.integrations.ranks import Machine, machines, run_ranks
+from tests.selection import mostly_slow
+from tests.subprocesses import children
+
+PROGRAMS = Path(__file__).parent / "rank_programs.py"
+MODES = ("shortest", "repeat", "pad")
+HOLDERS = tuple(str(module.__file__) for module in (rank_ends, measured_batches, factory))
+"""Modules that hold batches back, or make them again."""
+BY_COST = CostBatches(12, lambda number: 1 + number % 7, max_wait=5)
+
+
+class Uneven(IterableDataset[int]):
+    """Each reader has as many items as ``sizes`` say."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        for i in range(self.sizes[info.id]):
+            yield 1000 * info.id + i
+
+    @property
+    def items(self) -> list[int]:
+        return [1000 * reader + i for reader, size in enumerate(self.sizes) for i in range(size)]
+
+
+def end_services() -> None:
+    for service in rank_ends._services.values():
+        service.end()
+    rank_ends._services.clear()
+
+
+def _in_turn(self: Any, turn: Any, method: Any, *arguments: Any) -> Any:
+    with turn:
+        return method(self, *arguments)
+
+
+Run = Callable[[int, Callable[[int], Any]], list[Any]]
+
+
+@pytest.fixture
+def in_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A function that runs another one as each of some ranks, each in a thread with services of its own."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    # torch keeps one record of worker info, and one process has only one rank. A worker that is forked while another
+    # thread draws from torch's generator would wait for its lock, which torch's own workers do, too.
+    turn = threading.RLock()
+    for kind, name in (
+        (InlineEngine, "begin"),
+        (InlineEngine, "next"),
+        (Engine, "begin"),
+        (BatchIterator, "__init__"),
+    ):
+        alone = functools.partialmethod(_in_turn, turn, getattr(kind, name))
+        monkeypatch.setattr(kind, name, alone)
+
+    def run(ranks: int, program: Callable[[int], Any]) -> list[Any]:
+        end_services()
+        store = HashStore()
+        monkeypatch.setattr(rank_ends, "TCPStore", lambda *_, **__: store)
+        for rank in range(ranks):
+            rank_ends._service_of(rank, ranks)  # an interruption may leave an idle one behind
+        with ThreadPoolExecutor(ranks) as pool:
+            return list(pool.map(program, range(ranks)))
+
+    yield run
+    end_services()
+
+
+def check_history(seed: int, in_ranks: Run, workers: tuple[int, ...]) -> None:
+    """An epoch with random stops of all ranks at the same step, each time with another number of ranks.
+
+    The loop changes each batch in place. In half of the histories calls of ``next()`` are interrupted.
+    """
+    rng = random.Random(seed)
+    readers, mode, order = rng.choice([3, 4, 8]), rng.choice(MODES), rng.choice(ORDERS)
+    least = 0 if mode == "shortest" else 1
+    stream = Uneven([rng.randint(least, rng.choice([3, 20, 40])) for _ in range(readers)])
+    size: Any = rng.choice([1, 3, 4, BY_COST])
+    chance = rng.choice([0, 0.03])
+    state, real = None, Counter[int]()
+    said: list[object] = [mode, order, stream.sizes, size]
+
+    def one_rank(rank: int, ranks: int, stop: int, num_workers: int) -> Any:
+        how = Readers(readers, rank=rank, ranks=ranks, epoch_end=mode)
+        options: Any = {"order": order, "num_workers": num_workers}
+        if size is BY_COST:
+            options["collate_fn"] = torch.tensor
+        loader = DataLoader(stream, size, readers=how, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        found, own, last = list[list[int]](), Counter[int](), None
+        interrupter = Interrupter(chance, 1 << 30, HOLDERS, rng.getrandbits(30))
+        batches = iter(loader)
+        for _ in range(stop):
+            try:
+                batch = interrupter.call(lambda: next(batches, None))
+            except KeyboardInterrupt:
+                batch = next(batches, None)
+            if batch is None:
+                break
+            found.append(batch.tolist())
+            if loader.is_padding:
+                assert last in (None, found[-1]), said
+            else:
+                last = found[-1]
+                own.update(last)
+            batch.fill_(-1)
+        return len(found), own, json.loads(json.dumps(loader.state_dict()))
+
+    while state is None or not state["finished"]:
+        ranks, stop = rng.randint(2, min(readers, 4)), rng.randint(1, 20)
+        said.append((ranks, stop))
+        found = in_ranks(
+            ranks,
+            lambda rank: one_rank(rank, ranks, stop, rng.choice(workers)),  # noqa: B023
+        )
+        said.append([each[0] for each in found])
+        assert len({each[0] for each in found}) == 1, said
+        for _, own, _ in found:
+            real += Counter(set(own)) if mode == "repeat" else own
+        state = merge_states([each[2] for each in found])
+    if mode == "repeat":
+        assert set(real) == set(stream.items), said
+    else:
+        assert max(real.values(), default=0) <= 1, said
+    if mode == "pad":
+        assert sorted(real) == stream.items, said
+
+
+@pytest.mark.filterwarnings("ignore:.* readers received nothing")
+@pytest.mark.parametrize("seeds", mostly_slow([range(12), range(12, 150)], quick=1))
+def test_ranks_get_as_many_batches(seeds: range, in_ranks: Run) -> None:
+    for seed in seeds:
+        check_history(seed, in_ranks, (0,))
+
+
+@pytest.mark.filterwarnings("ignore:.* readers received nothing")
+@pytest.mark.parametrize("seeds", mostly_slow([range(3), range(3, 30)], quick=1))
+def test_ranks_with_workers_get_as_many_batches(seeds: range, in_ranks: Run) -> None:
+    for seed in seeds:
+        check_history(seed, in_ranks, (0, 1, 2))
+
+
+def check_epochs(mode: str, ranks: list[list[list[Any]]]) -> None:
+    """What the ranks got of ``rank_programs.Filtered`` in each epoch."""
+    for epochs in zip(*ranks, strict=True):
+        longest, shortest = ([batch for batch, _ in epoch] for epoch in epochs)
+        real = [number for batch, is_padding in epochs[1] if not is_padding for number in batch]
+        assert len(longest) == len(shortest)
+        assert len(set(itertools.chain(*longest))) == sum(map(len, longest))
+        if mode == "shortest":
+            assert sorted(itertools.chain(*shortest)) == sorted(UNEVEN)
+            continue
+        assert sorted(itertools.chain(*longest)) == list(range(0, 200, 2))
+        assert set(real) == UNEVEN
+        assert (sorted(real) == sorted(UNEVEN)) == (mode == "pad")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_whose_number_changes_while_an_older_iterator_goes_on(
+    mode: str, in_ranks: Run
+) -> None:
+    stream = Uneven([9, 21, 30, 9, 9, 9])
+
+    def batches(rank: int, ranks: int) -> Any:
+        return iter(
+            DataLoader(stream, 3, readers=Readers(6, rank=rank, ranks=ranks, epoch_end=mode))
+        )
+
+    def one_rank(rank: int) -> list[int]:
+        older = batches(rank, 2) if rank < 2 else iter(())
+        first = len([*itertools.islice(older, 1)])
+        newer = len([*batches(rank, 3)])
+        again = len([*batches(rank, 2)]) if rank < 2 else 0
+        return [newer, again, first + len([*older])]
+
+    first, second, third = in_ranks(3, one_rank)
+    assert first == second
+    assert first[0] == third[0]
+    assert first[1] == first[2]
+
+
+UNEVEN = set(range(1, 60, 2))
+"""The numbers of the rank that has fewer."""
+
+
+@pytest.fixture
+def two_machines() -> Iterator[list[Machine]]:
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(machines(2))
+        except OSError as error:
+            pytest.skip(f"no machines can be imitated here: {error}")
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["here", "two_machines"])
+def test_distributed_data_parallel(where: str, request: pytest.FixtureRequest) -> None:
+    found = [] if where == "here" else request.getfixturevalue(where)
+    ranks = run_ranks("ddp", programs=PROGRAMS, machines=found)
+    for mode in MODES:
+        check_epochs(mode, [rank[mode] for rank in ranks])
+    assert [rank["engines"] for rank in ranks] == [OURS, OURS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["accelerate", "lightning"])
+def test_trainers(trainer: str) -> None:
+    pytest.importorskip(trainer)
+    program = {"accelerate": "accelerated"}.get(trainer, trainer)
+    ranks = run_ranks(program, programs=PROGRAMS)
+    for mode in MODES[:2]:
+        check_epochs(mode, [rank[mode] for rank in ranks])
+    if trainer == "accelerate":
+        assert {"dispatch_batches=False" in rank["refusal"] for rank in ranks} == {True}
+        # Accelerate asks for a batch ahead of the step.
+        early = [[padding for _, padding in epoch] for epoch in ranks[1]["pad"]]
+        assert early[0].count(True) > 1
+
+
+@pytest.mark.slow
+def test_lightning_resumes_from_the_merged_state() -> None:
+    pytest.importorskip("lightning")
+    longest, shortest = run_ranks("lightning_resumed", programs=PROGRAMS)
+    assert sorted(longest["first"] + longest["second"]) == list(range(0, 200, 2))
+    assert not set(shortest["first"]) & set(shortest["second"])
+    assert set(shortest["first"] + shortest["second"]) == UNEVEN
+    assert len(shortest["first"]) == len(longest["first"]) == 12
+
+
+@pytest.mark.slow
+def test_accelerate_resumes_from_the_merged_state() -> None:
+    pytest.importorskip("accelerate")
+    longest, shortest = run_ranks("accelerated_resumed", programs=PROGRAMS)
+    assert sorted(longest["first"] + longest["second"]) == list(range(0, 200, 2))
+    assert not set(shortest["first"]) & set(shortest["second"])
+    assert set(shortest["first"] + shortest["second"]) == UNEVEN
+    # Its own checkpoint has the state of one of the two.
+    assert sorted("merge the states" in rank["refusal"] for rank in (longest, shortest)) == [
+        False,
+        True,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["bereaved", "left"])
+def test_ranks_that_are_gone_are_named(program: str) -> None:
+    killed = [2] if program == "bereaved" else []
+    ranks = run_ranks(program, 3, killed, PROGRAMS)
+    gone = "rank 2 .* no sign of life" if killed else "rank 1 .* has left it"
+    for number, rank in enumerate(ranks):
+        if number in killed:
+            assert rank is None
+        elif program == "left" and number == 1:
+            assert rank == {"kept": 1, "error": None}
+        else:
+            assert re.search(gone, rank["error"])
+            assert rank["kept"] == 3  # two are held back
+
+
+@pytest.mark.filterwarnings("ignore:.* readers received nothing")
+@pytest.mark.parametrize("mode", ["repeat", "pad"])
+def test_a_rank_without_items_says_so(mode: str, in_ranks: Run) -> None:
+    def one_rank(rank: int) -> list[Any]:
+        readers = Readers(2, rank=rank, ranks=2, epoch_end=mode)
+        found: list[Any] = []
+        try:
+            found.extend(batch.tolist() for batch in DataLoader(Uneven([5, 0]), 3, readers=readers))
+        except RuntimeError as error:
+            found.append(str(error))
+        return found
+
+    first, second = in_ranks(2, one_rank)
+    assert first[:2] == [[0, 1, 2], [3, 4]]
+    assert re.match(f"rank 1 has no items .* epoch_end='{mode}'", second[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run) -> None:
+    is_closed = threading.Event()
+
+    def one_rank(rank: int) -> bool:
+        readers = Readers(2, rank=rank, ranks=2, epoch_end=mode)
+        batches: Any = iter(DataLoader(Uneven([2, 9]), 1, readers=readers))
+        if rank == 1:
+            return is_closed.wait(60) or len([*batches]) < 0  # which ends the wait, too
+        service = rank_ends._services[0, 2]
+
+        def close() -> None:
+            wait_until(lambda: any(each.waits_since is not None for each in list(service.open)))
+            batches.shut_down()
+            is_closed.set()
+
+        threading.Thread(target=close).start()
+        with pytest.raises(RuntimeError, match="was closed before the end of the epoch"):
+            list(batches)
+        return True
+
+    assert in_ranks(2, one_rank) == [True, True]
+
+
+def test_wrong_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match="epoch_end='pad' is about readers .* give ranks='auto' too"
+    ):
+        Readers(4, epoch_end="pad")
+    readers = Readers(4, rank=0, ranks=2, epoch_end="pad")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RuntimeError, match="set MASTER_ADDR and MASTER_PORT"):
+        next(iter(DataLoader(Uneven([4] * 4), 2, readers=replace(readers, epoch_end="shortest"))))
+    end_services()
+
+
+def test_no_thread_is_in_the_store_when_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch's store would abort the program."""
+    monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: HashStore())
+    service = rank_ends._Service(1, 2)
+    service._take_leave()
+    assert not service._thread.is_alive()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_child_of_multiprocessing_keeps_the_store_for_slower_ranks(method: str) -> None:
+    done = children("ends", method)
+    assert (done.stdout, done.stderr) == ("[0, 0]\n", "")
+
+
+def test_headroom_waits_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    readers = Readers(4, rank=0, ranks=2, epoch_end="pad")
+    room = DataLoader(Uneven([4] * 4), 2, readers=readers).headroom(steps=1)
+    assert len([*room]) == 6
+    assert not rank_ends._services
+
+
+class Half(IterableDataset[Any]):
+    """All samples of ``test_interruptions``, in the readers of rank 0 of 2."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        first, step = info.id // 2, info.num_workers // 2
+        return map(Content().__getitem__, range(first, LENGTH, step))
+
+
+class Endless(HashStore):  # type: ignore[misc]
+    """The other rank has more batches than anyone needs, and is gone at the end."""
+
+    def add(self, key: str, amount: int) -> int:
+        found = super().add(key, amount)
+        return found + (1 << 30 if "/all/" in key else key.endswith("/over"))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("size", [SIZE, COST], ids=["size", "cost"])
+@pytest.mark.parametrize(("chance", "epochs", "least"), mostly_slow([(0.1, 6, 3), (0.5, 12, 30)]))
+def test_an_interruption_at_any_line_loses_nothing(
+    num_workers: int,
+    size: Any,
+    chance: float,
+    epochs: int,
+    least: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: Endless())
+    rank_ends._service_of(0, 2)
+    readers = Readers(4, rank=0, ranks=2, epoch_end="shortest")
+    interrupter = Interrupter(chance)
+    # A signal in the training process may end the iterator that reads there.
+    how: Any = {"num_workers": num_workers, "readers": readers, "collate_fn": collate}
+    try:
+        check(lambda: DataLoader(Half(), size, **how), interrupter, epochs)
+    finally:
+        end_services()
+    assert interrupter.raised > least
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("mode", ["repeat", "pad"])
+def test_batches_that_are_pinned(
+    mode: str, num_workers: int, in_ranks: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a rank lacks, too; by a thread, where there are workers."""
+    recorder = accelerated(Recorder(), monkeypatch)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", int)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+
+    def one_rank(rank: int) -> list[list[int]]:
+        readers = Readers(2, rank=rank, ranks=2, epoch_end=mode)
+        how: Any = {"num_workers": num_workers, "pin_memory": True}
+        return [batch.tolist() for batch in DataLoader(Uneven([9, 4]), 3, readers=readers, **how)]
+
+    first, second = in_ranks(2, one_rank)
+    assert first == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert second == [
+        [1000, 1001, 1002],
+        [1003],
+        [1000, 1001, 1002] if mode == "repeat" else [1003],
+    ]
+    # Each rank keeps a copy of its last batch, for which the thread that pins for workers must have pinned that.
+    assert len(recorder.pageable) == 6 + 2 * (mode == "pad" and num_workers > 0)

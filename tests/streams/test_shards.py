@@ -1,0 +1,482 @@
+"""Shards by name: dealt to readers, resumed anywhere, and with other shards than before."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader as TorchLoader
+
+import minato
+from minato import DataLoader, MinatoWarning, ShardedDataset
+from minato._support.items import set_resumed
+from minato.streams.shards import ShardIterator
+from tests.datasets import ORDERS
+from tests.selection import mostly_slow
+from tests.streams.streams import numbers
+from tests.streams.test_resume import resumed, saved, workers_of
+
+
+class Cursor:
+    """An iterator of a shard with the methods that its kind has: ``state``, ``skip`` or both."""
+
+    def __init__(self, items: range) -> None:
+        self.items, self.at = items, 0
+
+    def __iter__(self) -> Cursor:
+        return self
+
+    def __next__(self) -> int:
+        if self.at == len(self.items):
+            raise StopIteration
+        self.at += 1
+        return self.items[self.at - 1]
+
+
+class Stateful(Cursor):
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+
+class Seeking(Cursor):
+    def skip(self, n: int) -> int:
+        before, self.at = self.at, min(self.at + n, len(self.items))
+        return self.at - before
+
+
+class Both(Stateful, Seeking):
+    pass
+
+
+CURSORS = [iter, Cursor, Stateful, Seeking, Both]
+
+
+class Numbers(ShardedDataset[int]):
+    """Shard ``"n"`` has as many numbers as ``lengths`` say, from 1000 * n on."""
+
+    def __init__(
+        self,
+        lengths: Mapping[str, int],
+        cursor: Any = iter,
+        says_sizes: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.lengths, self.cursor, self.says_sizes = lengths, cursor, says_sizes
+
+    def shards(self) -> Sequence[str] | Mapping[str, float]:
+        return dict(self.lengths) if self.says_sizes else [*self.lengths]
+
+    def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
+        found = self.cursor(items_of(name, self.lengths[name]))
+        if state is not None:
+            found.at = state["at"]
+        return found
+
+
+def items_of(name: str, length: int) -> range:
+    return range(1000 * int(name), 1000 * int(name) + length)
+
+
+def all_of(lengths: Mapping[str, int]) -> list[int]:
+    return sorted(itertools.chain(*(items_of(*each) for each in lengths.items())))
+
+
+def check_history(seed: int) -> None:
+    """An epoch with random stops, in one random order, with other workers after each."""
+    rng = random.Random(seed)
+    names = [str(i) for i in range(rng.randint(1, 12))]
+    rng.shuffle(names)
+    lengths = {name: rng.choice([0, 1, 5, 9, 30]) for name in names}
+    order, size, readers = rng.choice(ORDERS), rng.choice([1, 3, 4]), rng.choice([1, 2, 3, 5])
+    options: dict[str, Any] = {
+        "cursor": rng.choice(CURSORS),
+        "says_sizes": rng.random() < 0.5,
+        "seed": rng.choice([None, seed]),
+    }
+    transforms = rng.choice([None, [abs]])
+    said = [seed, lengths, order, size, readers, options, transforms]
+
+    def make(**workers: Any) -> Any:
+        dataset = Numbers(lengths, **options)
+        return DataLoader(
+            dataset, size, readers=readers, order=order, transforms=transforms, **workers
+        )
+
+    expected = numbers(DataLoader(Numbers(lengths, **options), size, readers=readers))
+    got: list[int] = []
+    state: Any = None
+    for stop in [*(rng.randint(0, 8) for _ in range(rng.randint(1, 4))), None]:
+        workers = workers_of(rng, rng.random() < 0.8)
+        said.append((stop, workers))
+        loader = make(**workers)
+        if state is not None:
+            resumed(state, loader)
+        batches = list(itertools.islice(loader, stop))
+        got += numbers(batches)
+        if stop is None or len(batches) < stop:
+            break
+        state = saved(loader)
+    if order == "strict":
+        assert got == expected, said
+    assert sorted(got) == sorted(expected) == all_of(lengths), said
+
+
+@pytest.mark.filterwarnings("ignore:.* received nothing")
+@pytest.mark.parametrize("seeds", mostly_slow([range(6), *(range(i, i + 25) for i in (6, 31))]))
+def test_random_stops(seeds: range) -> None:
+    for seed in seeds:
+        check_history(seed)
+
+
+def changed(rng: random.Random, lengths: Mapping[str, int], ever: int) -> dict[str, int]:
+    """Other shards: new ones anywhere between the old ones, some of which are gone."""
+    names = [name for name in lengths if rng.random() < 0.9] or [*lengths]
+    for name in range(ever, ever + rng.randint(0, 3)):
+        names.insert(rng.randint(0, len(names)), str(name))
+    return {name: lengths.get(name, rng.choice([0, 1, 5, 9, 30])) for name in names}
+
+
+def check_changes(seed: int) -> None:
+    """An epoch with random stops, and with other shards after each."""
+    rng = random.Random(seed)
+    ever = {str(i): rng.choice([0, 1, 5, 9, 30]) for i in range(rng.randint(1, 8))}
+    lengths, gone = dict(ever), set[str]()
+    order, size, readers = rng.choice(ORDERS), rng.choice([1, 3, 4]), rng.choice([1, 2, 3, 5])
+    options: dict[str, Any] = {
+        "cursor": rng.choice(CURSORS),
+        "says_sizes": rng.random() < 0.5,
+        "seed": rng.choice([None, seed]),
+        "new_shards": "append",
+    }
+    said = [seed, lengths, order, size, readers, options]
+    got: list[int] = []
+    state: Any = None
+    for stop in [*(rng.randint(0, 8) for _ in range(rng.randint(1, 4))), None]:
+        workers = workers_of(rng, rng.random() < 0.8)
+        said.append((stop, workers, lengths))
+        loader = DataLoader(
+            Numbers(lengths, **options), size, readers=readers, order=order, **workers
+        )
+        if state is not None:
+            resumed(state, loader)
+        try:
+            batches = list(itertools.islice(loader, stop))
+        except ValueError as error:  # refused, not lost
+            if any(f"the shard '{name}' is gone, and " in str(error) for name in gone):
+                return
+            raise
+        got += numbers(batches)
+        if stop is None or len(batches) < stop:
+            break
+        state = saved(loader)
+        if rng.random() < 0.7:
+            lengths = changed(rng, lengths, len(ever))
+            gone |= ever.keys() - lengths
+            ever = {**lengths, **ever}
+    assert len(set(got)) == len(got), said
+    present = {name: length for name, length in ever.items() if name not in gone}
+    assert set(all_of(present)) <= set(got) <= set(all_of(ever)), said
+
+
+@pytest.mark.filterwarnings("ignore:.* received nothing", "ignore:.* gone .* since the state")
+@pytest.mark.parametrize("seeds", mostly_slow([range(6), *(range(i, i + 25) for i in (6, 31))]))
+def test_random_changes(seeds: range) -> None:
+    for seed in seeds:
+        check_changes(seed)
+
+
+def test_sizes_are_dealt_evenly_and_every_nth_without() -> None:
+    lengths = {"0": 30, "1": 1, "2": 1, "3": 10, "4": 10, "5": 10}
+    for says_sizes, expected in (
+        (True, [["0", "1"], ["2", "3", "4", "5"]]),
+        (False, [["0", "2", "4"], ["1", "3", "5"]]),
+    ):
+        loader = DataLoader(Numbers(lengths, says_sizes=says_sizes), 4, readers=2)
+        next(iter(loader))
+        first = loader.state_dict()["readers"]["each"][0]["state"]["iterator"]
+        assert first["shards"] == expected
+        assert (first["done"], first["items"]) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ([], ValueError, "Given has no shards"),
+        (["a", "b", "a"], ValueError, "the shard 'a' comes twice"),
+        ([1], TypeError, r"returned \[1\]: return a list of names"),
+        ("abc", TypeError, "returned 'abc': return a list of names"),
+    ],
+)
+def test_names_that_are_none(given: Any, error: type[Exception], text: str) -> None:
+    class Given(Numbers):
+        def shards(self) -> Any:
+            return given
+
+    with pytest.raises(error, match=text):
+        next(iter(Given({})))
+
+
+def test_changed_shards_are_refused_with_their_names() -> None:
+    loader = DataLoader(Numbers({str(i): 9 for i in range(6)}), 3, readers=2)
+    next(iter(loader))
+    state = saved(loader)
+    other = DataLoader(Numbers({str(i): 9 for i in range(1, 12)}), 3, readers=2)
+    text = r"6 are new \('6', '7', '8', …\) and 1 is gone \('0'\): give Numbers new_shards='append'"
+    with pytest.raises(ValueError, match=text):
+        list(resumed(state, other))
+    moved = DataLoader(Numbers({str(i): 9 for i in (5, 2, 4, 0, 1, 3)}), 3, readers=2)
+    assert sorted([0, 1, 2, *numbers(resumed(state, moved))]) == all_of(dict.fromkeys("012345", 9))
+
+
+def check_returns(seed: int) -> None:
+    """Shards that are new, gone, and there again, with states that are kept where a reader begins or has changed."""
+    rng = random.Random(seed)
+    ever = {str(i): rng.choice([0, 1, 5, 9]) for i in range(rng.randint(1, 8))}
+    lengths, gone, count = dict(ever), set[str](), rng.choice([1, 2, 3])
+    cursor, says_sizes, order = rng.choice(CURSORS), rng.random() < 0.5, rng.choice([None, seed])
+    states: list[Any] = [None] * count
+    since, got, left = [0] * count, list[int](), set[int]()
+    for run in range(5):
+        dataset = Numbers(lengths, cursor, says_sizes, seed=order, new_shards="append")
+        known = copy.deepcopy(states)
+        for number in range(count):
+            if run < 4 and rng.random() < 0.3:  # it gives nothing in this run
+                continue
+            set_resumed(known)
+            items = ShardIterator(dataset, number, count)
+            set_resumed(())
+            if known[number] is not None:
+                items.load_state_dict(known[number])
+            if items.has_changed or known[number] is None:
+                states[number] = saved_state(items)
+            try:
+                items.skip(since[number])
+            except ValueError as error:  # refused, not lost
+                if any(f"the shard '{name}' is gone, and " in str(error) for name in gone):
+                    return
+                raise
+            for item in itertools.islice(items, rng.randint(0, 9) if run < 4 else None):
+                got.append(item)
+                since[number] += 1
+                if rng.random() < 0.1:
+                    states[number], since[number] = saved_state(items), 0
+        left = set(all_of({name: length for name, length in lengths.items() if name not in gone}))
+        lengths = changed(rng, lengths, len(ever))
+        back = [name for name in gone if rng.random() < 0.5]
+        lengths = {**dict.fromkeys(back, 0), **lengths} if rng.random() < 0.5 else lengths
+        lengths = {name: ever.get(name, length) for name, length in lengths.items()}
+        gone |= ever.keys() - lengths
+        ever = {**lengths, **ever}
+    said = [seed, count, got]
+    assert len(set(got)) == len(got), said
+    assert left <= set(got) <= set(all_of(ever)), said
+
+
+def saved_state(items: Any) -> Any:
+    return json.loads(json.dumps(items.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:.* gone .* since the state")
+def test_shards_that_come_back() -> None:
+    for seed in range(300):
+        check_returns(seed)
+
+
+class Failing(Numbers):
+    """Shard "1" cannot be opened, the generator of "2" raises at its third item, the cursor of "3" at its second."""
+
+    def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
+        if name == "1":
+            raise OSError("no such shard")
+        if name == "3":
+            return Stumbling(items_of(name, self.lengths[name]))
+        return self.generated(name)
+
+    def generated(self, name: str) -> Iterator[int]:
+        for i, item in enumerate(items_of(name, self.lengths[name])):
+            if name == "2" and i == 2:
+                raise KeyError(item)
+            yield item
+
+
+class Stumbling(Cursor):
+    def __next__(self) -> int:
+        item = super().__next__()
+        if item == 3001:
+            raise KeyError(item)
+        return item
+
+
+FOUND = [0, 1, 2, 3, 2000, 2001, 3000, 3002, 3003, 4000, 4001, 4002, 4003]
+"""Of five shards with four items each."""
+
+
+@pytest.mark.filterwarnings("ignore:.* samples of this epoch were skipped")
+@pytest.mark.filterwarnings("ignore:shard '2' ended by an exception")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_errors_leave_out_what_cannot_be_read_and_no_more(num_workers: int) -> None:
+    def loader(**options: Any) -> Any:
+        return DataLoader(
+            Failing(dict.fromkeys("01234", 4)), 1, readers=1, errors="skip", **options
+        )
+
+    assert numbers(loader(num_workers=num_workers)) == FOUND
+    for stop in range(1, len(FOUND), 1 + 2 * num_workers):
+        first = loader(num_workers=num_workers)
+        got = numbers(itertools.islice(first, stop))
+        assert got + numbers(resumed(saved(first), loader())) == FOUND
+
+
+def test_errors_name_the_shard() -> None:
+    items = iter(Failing(dict.fromkeys("0123", 2), new_shards="append"))
+    with pytest.raises(OSError, match="no such shard") as opened:
+        list(items)
+    assert opened.value.__notes__ == ["in shard '1', which cannot be opened"]
+    items = iter(Failing({"2": 4, "0": 1}))
+    assert [next(items), next(items)] == [2000, 2001]
+    text = "shard '2' ended by an exception after 2 items; the rest of it is missing"
+    with pytest.warns(MinatoWarning, match=text), pytest.raises(KeyError) as raised:
+        next(items)
+    assert raised.value.__notes__ == ["in shard '2', item 2"]
+    assert [*items] == [0]
+
+
+def test_a_shard_that_has_become_shorter_and_a_skip_without_a_number() -> None:
+    loader = DataLoader(Numbers({"0": 9, "1": 9}), 5, readers=1)
+    next(iter(loader))
+    shorter = DataLoader(Numbers({"0": 3, "1": 9}), 5, readers=1)
+    text = (
+        "the shard '0' has changed: 5 items of it were read when the state was taken, and it has 3"
+    )
+    with pytest.raises(ValueError, match=text):
+        list(resumed(saved(loader), shorter))
+
+    class Silent(Cursor):
+        def skip(self, n: int) -> None:
+            self.at += n
+
+    silent = DataLoader(Numbers({"0": 9, "1": 9}, Silent), 5, readers=1)
+    with pytest.raises(
+        TypeError, match=r"skip\(5\) .* of shard '0' returned None: return how many"
+    ):
+        list(resumed(saved(loader), silent))
+
+
+def test_what_skip_raises_names_the_shard_and_ends_the_reader() -> None:
+    """It is not known what follows, and another call would pass over more."""
+
+    class Raising(Seeking):
+        def skip(self, n: int) -> int:
+            raise StopIteration if self.items.start else KeyError("broken")
+
+    for lengths, kind in (({"0": 9, "1": 9}, "KeyError: 'broken'"), ({"1": 9}, "StopIteration")):
+        items = iter(Numbers(lengths, Raising))
+        next(items)
+        text = rf"skip\(3\) of the iterator of shard '.' raised {kind}"
+        with pytest.raises(RuntimeError, match=text):
+            items.skip(3)
+        assert list(items) == []
+
+
+def test_a_shard_whose_opening_raises_the_end_is_not_the_end() -> None:
+    class Headed(Numbers):
+        def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
+            found = iter(items_of(name, self.lengths[name]))
+            next(found)
+            return found
+
+    items = iter(Headed({"0": 3, "1": 0, "2": 2}))
+    assert [next(items), next(items)] == [1, 2]
+    with pytest.raises(RuntimeError, match=r"iter_shard\('1'\) raised StopIteration: return an"):
+        next(items)
+    assert list(items) == [2001]
+
+
+def test_a_state_of_other_readers_is_refused() -> None:
+    state = iter(Numbers({"0": 9, "1": 9})).state_dict()
+    state["shards"].append([])
+    with pytest.raises(ValueError, match="one of 2 readers, and there are 1: use readers=2"):
+        iter(Numbers({"0": 9, "1": 9})).load_state_dict(state)
+
+
+def test_torchs_loader_reads_and_shuffles_alike() -> None:
+    """A worker of torch's is a reader; the order follows from (seed, epoch)."""
+    dataset = Numbers({str(i): 5 for i in range(9)}, seed=2)
+    orders = []
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        order = numbers(DataLoader(dataset, 3, readers=2))
+        assert order == numbers(TorchLoader(dataset, 3, num_workers=2))
+        orders.append(order)
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def shuffled(dataset: Any) -> Any:
+    return minato.shuffle(dataset, 4, seed=1)
+
+
+def mixed(dataset: Any) -> Any:
+    return minato.mix({"new": dataset, "old": Numbers({"50": 9, "51": 9})}, {"new": 3, "old": 1})
+
+
+@pytest.mark.parametrize("above", [shuffled, mixed])
+def test_what_depends_on_where_shards_end_refuses_other_ones(above: Any) -> None:
+    """It would lose and repeat items, as what was drawn near the end is drawn anew."""
+
+    def loader(count: int) -> Any:
+        dataset = Numbers({str(i): 9 for i in range(count)}, seed=1, new_shards="append")
+        return DataLoader(above(dataset), 3, readers=2)
+
+    first = loader(4)
+    got = numbers(itertools.islice(first, 6))
+    state = saved(first)
+    with pytest.raises(ValueError, match="other shards than when the state was saved"):
+        list(resumed(state, loader(8)))
+    assert got + numbers(resumed(state, loader(4))) == numbers(loader(4))
+
+
+@pytest.mark.parametrize("every", [100, None, "auto"])
+@pytest.mark.parametrize("resume", ["state", "read"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_other_shards_are_refused_whatever_states_are_kept(
+    num_workers: int, resume: str, every: Any
+) -> None:
+    def make(names: str, **options: Any) -> Any:
+        dataset = Numbers(dict.fromkeys(names, 9), **options)
+        readers = minato.Readers(2, resume=resume)
+        return DataLoader(
+            dataset, 4, readers=readers, num_workers=num_workers, snapshot_every_n_steps=every
+        )
+
+    loader = make("23")
+    got = numbers(itertools.islice(loader, 2))
+    state = saved(loader)
+    with pytest.raises(ValueError, match="the shards have changed since .* 1 is new"):
+        list(resumed(state, make("123")))
+    loader = resumed(state, make("123", new_shards="append"))
+    assert sorted(got + numbers(loader)) == all_of(dict.fromkeys("123", 9))
+
+
+@pytest.mark.filterwarnings("ignore:1 shard is gone", "ignore:shard .* is gone")
+def test_shards_that_change_twice_in_a_row() -> None:
+    """The second time nothing was kept but what the first resumed run began with."""
+
+    def make(names: str) -> Any:
+        dataset = Numbers(dict.fromkeys(names, 8), new_shards="append")
+        return DataLoader(dataset, 4, readers=2, num_workers=1, snapshot_every_n_steps=100)
+
+    first = make("123")
+    got = numbers(itertools.islice(first, 2))
+    second = resumed(saved(first), make("1234"))
+    got += numbers(itertools.islice(second, 1))
+    third = resumed(saved(second), make("12345"))
+    got += numbers(itertools.islice(third, 2))
+    fourth = resumed(saved(third), make("12345"))
+    assert sorted(got + numbers(fourth)) == all_of(dict.fromkeys("12345", 8))
