@@ -80,7 +80,7 @@ define run_tests
 	@$(1) $(PY) -m pytest -m $(QUICK) $(RAY) > $(RAY_OUT) 2>&1 & ray=$$!; status=0; set -x; \
 	$(1) $(PYTEST) -m $(QUICK) $(LARGE_IMPORTS:%=--ignore=%) --ignore=$(RAY) \
 	    && $(1) $(PYTEST) -m $(QUICK) --dist loadgroup $(LARGE_IMPORTS) || status=$$?; \
-	wait $$ray || status=$$?; cat $(RAY_OUT); exit $$status
+	wait $$ray || { status=$$?; cat $(RAY_OUT); }; tail -n 1 $(RAY_OUT); exit $$status
 endef
 
 test: build  ## run the tests but the slow and the random ones (JOBS=3: in three processes, since many wait)
