@@ -86,8 +86,8 @@ endef
 test: build  ## run the tests but the slow and the random ones (JOBS=3: in three processes, since many wait)
 	$(call run_tests)
 
-test-slow: build  ## the tests that take more than five seconds
-	$(PYTEST) -m "slow and not stress"
+test-slow: build  ## the tests that take more than five seconds (SHORT=1: one case of each)
+	$(PYTEST) -m "slow and not stress" $(if $(SHORT),--one-case)
 
 test-pure: install  ## the same as test, with the pure-Python core
 	$(call run_tests,MINATO_NO_EXTENSIONS=1)

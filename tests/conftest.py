@@ -15,7 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -63,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="how long one stress test runs (default: 2)",
     )
+    group.addoption(
+        "--one-case",
+        action="store_true",
+        help="of each test with parameters run one case, the same each time",
+    )
 
 
 def pytest_configure() -> None:
@@ -84,8 +90,10 @@ def pytest_report_header() -> str:
     return f"minato: {kind} core ({reason}), torch {torch_version}, {os.cpu_count()} CPUs"
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before and after -m deselects
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     stress_s = config.getoption("--stress-s")
     for item in items:
         # Each spawned worker imports torch. Tests without this parameter cover spawning in `make test`.
@@ -99,6 +107,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         compiled = [item for item in items if _is_compiled(item)]
         config.hook.pytest_deselected(items=compiled)
         items[:] = [item for item in items if not _is_compiled(item)]
+    yield
+    if config.getoption("--one-case"):
+        chosen = {item.nodeid for item in _one_of_each(items)}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def _one_of_each(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """One case of each test; the choice depends on names alone."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for those in cases.values():
+        yield min(those, key=lambda item: zlib.crc32(item.nodeid.encode()))
 
 
 def pytest_collection_finish() -> None:
