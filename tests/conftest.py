@@ -96,8 +96,8 @@ def pytest_collection_modifyitems(
 ) -> Generator[None, None, None]:
     stress_s = config.getoption("--stress-s")
     for item in items:
-        # Each spawned worker imports torch. Tests without this parameter cover spawning in `make test`.
-        if "spawn" in _parameters(item):
+        # Spawned workers and fork servers import torch. Tests without this parameter cover them in `make test`.
+        if {"spawn", "forkserver"} & set(_parameters(item)):
             item.add_marker("slow")
         if "sources" in item.path.parts:
             item.add_marker(pytest.mark.xdist_group("servers"))  # one process starts them

@@ -288,11 +288,20 @@ def test_batches_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
         [torch.ones(2, requires_grad=True)] * 2,
         [torch.ones(2, dtype=torch.uint8).view(torch.uint2)] * 2,
         [torch.ones(2).to_sparse()] * 2,
-        [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)] * 2,
         [object(), object()],
     ],
 )
 def test_errors_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
+    _check_same_errors(samples)
+
+
+@pytest.mark.usefixtures("in_a_worker")
+def test_errors_of_nested_tensors_are_those_of_torch() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    _check_same_errors([nested] * 2)
+
+
+def _check_same_errors(samples: list[Any]) -> None:
     with pytest.raises((RuntimeError, TypeError)) as expected:
         default_collate(samples)
     with pytest.raises(expected.type) as found:

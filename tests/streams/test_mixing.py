@@ -17,6 +17,7 @@ import pytest
 
 import minato
 from minato import DataLoader
+from tests.selection import mostly_slow
 from tests.streams.streams import (
     DatasetState,
     Decoding,
@@ -319,7 +320,7 @@ def test_shards_may_join_below() -> None:
     assert sorted(got) == list(range(80))
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", mostly_slow([0, 2]))
 def test_a_reader_that_has_ended_in_an_earlier_pass_than_others_is_resumed(seed: int) -> None:
     def make() -> Any:
         sources = {"web": ShardedSequences(20, WEB), "code": ShardedSequences(20, CODE)}

@@ -142,7 +142,7 @@ def test_any_random_stops(stress_s: float) -> None:
 
 @pytest.mark.parametrize("workers", [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("stop", [5, 0])
-@pytest.mark.parametrize("stream", mostly_slow(STREAMS[::-1], quick=3))
+@pytest.mark.parametrize("stream", mostly_slow(STREAMS[::-1]))
 def test_a_loaded_state_is_used_up_by_the_first_batch(
     stream: Any, stop: int, workers: tuple[int, bool]
 ) -> None:
@@ -309,8 +309,10 @@ class Shuffled(Split):
 
 
 @pytest.mark.parametrize("resume", ["state", "read"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stream", [Ordered, Shuffled])
+@pytest.mark.parametrize(
+    ("stream", "num_workers"),
+    mostly_slow([(Shuffled, 2), (Ordered, 0), (Ordered, 2), (Shuffled, 0)], quick=2),
+)
 def test_what_is_drawn_where_iteration_begins_is_drawn_again(
     stream: Any, num_workers: int, resume: str
 ) -> None:
