@@ -78,6 +78,11 @@ def pytest_configure() -> None:
     # Names of semaphores say which tests made them, where several run at once.
     current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
     BaseProcess.start = _recorded(BaseProcess.start)  # type: ignore[method-assign]
+    # Otherwise a process's first progress bar, also one of a library's, starts a thread that stays.
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0
     # A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

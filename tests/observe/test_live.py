@@ -34,8 +34,7 @@ ENDED = r"Numbers, epoch 0: 40 batches, 80 samples in \S+ [mµ]?s, \S+ samples/s
 
 
 @pytest.fixture(autouse=True)
-def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # a thread of tqdm's that stays
+def patient_views(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_JOIN_S", LONGEST_S)
     monkeypatch.setattr(live, "_LINE_EVERY_S", 3600.0)  # no line of an epoch that takes long
 

@@ -117,7 +117,6 @@ def check_history(seed: int) -> None:
 def test_stops_lose_and_repeat_nothing(
     first: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a thread of tqdm's that stays
     monkeypatch.setattr("tests.sources.test_hugging_face.FOLDER", tmp_path)
     for seed in range(first, first + 10):
         check_history(seed)
@@ -127,7 +126,6 @@ def test_stops_lose_and_repeat_nothing(
 def test_any_stops_lose_and_repeat_nothing(
     stress_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     monkeypatch.setattr("tests.sources.test_hugging_face.FOLDER", tmp_path)
     for seed in numbers_for(stress_s, 80):
         check_history(seed)

@@ -58,9 +58,6 @@ def groups(folder: Path, first: int = 0) -> Callable[..., Any]:
 
 def texts(folder: Path, first: int = 0) -> Callable[..., Any]:
     pytest.importorskip("datasets", reason="datasets is not installed: install 'test'")
-    from tqdm import tqdm
-
-    tqdm.monitor_interval = 0  # otherwise a progress bar leaves a thread behind
     from minato.sources.hugging_face import HuggingFaceShards
 
     files = []
