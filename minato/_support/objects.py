@@ -14,7 +14,7 @@ import types
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "attribute",
     "derives",
     "failing_part",
+    "figures_of",
     "in_any_process",
     "is_exactly",
     "is_own_class",
@@ -68,6 +69,13 @@ def attribute(thing: object, name: str, default: object = None) -> Any:
         return getattr(thing, name, default)
     except Exception:  # a property or __getattr__ may raise anything
         return default
+
+
+def figures_of(dataset: object) -> dict[str, float]:
+    """What ``minato_figures()`` of a dataset's class returns: numbers by name for a report; empty without it."""
+    # Not of the instance: its __getattr__ may return anything for any name.
+    known = callable(attribute(type(dataset), "minato_figures"))
+    return cast(Any, dataset).minato_figures() if known else {}
 
 
 def takes_lists(dataset: object) -> bool:

@@ -166,8 +166,8 @@ class EngineFactory:
         """The batches of an epoch from its start, as often as they are asked for, without any trace of it here."""
         from minato.engine.history import History
 
-        found = 0
         while True:
+            found = 0
             factory, position = self.fresh(traced=False), EpochPosition()
             position.set_epoch(epoch.number)
             again = factory.epoch(spec, position, persists=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from minato._support.objects import figures_of
 from minato._support.text import message_of, seconds, text_of, type_name
 from minato._system import available_cores, environment, local_rank
 from minato.engine.factory import RankSession
@@ -77,9 +78,8 @@ class Inspector:
         """See ``DataLoader.report``."""
         from minato.observe.report import report_of
 
-        named = getattr(self._spec.dataset, "minato_figures", None)
-        of_dataset: dict[str, float] = named() if callable(named) else {}
-        return report_of(self._setup(), self._spec.stages, self._measured(), of_dataset)
+        figures = figures_of(self._spec.dataset)
+        return report_of(self._setup(), self._spec.stages, self._measured(), figures)
 
     def _setup(self) -> Setup:
         """What a report says about the loader itself."""

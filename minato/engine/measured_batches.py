@@ -7,7 +7,7 @@ delivered with their batch: to a state that is taken meanwhile, those that wait 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import floor, isfinite, log
+from math import floor, isfinite, log, log1p
 from typing import Any, NamedTuple, Protocol
 
 from minato._support.text import text_of
@@ -242,7 +242,7 @@ class MeasuredBatches:
         plan = self._plan
         if not plan.padded or not cost:
             return 0
-        return floor(log(cost) / -log(1 - plan.max_padding)) + _ABOVE_ZERO
+        return floor(log(cost) / -log1p(-plan.max_padding)) + _ABOVE_ZERO
 
     def _group_of(self, one: _Waiting) -> list[_Waiting]:
         return [each for each in self._waiting if each.group == one.group]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from minato._support.text import type_name
@@ -41,12 +41,13 @@ def merge_states(states: Iterable[PlainState], *, same_step: bool = False) -> Pl
     """
     by_rank = _by_rank(list(states), same_step)
     first = next(iter(by_rank.values()))
-    for rank, state in by_rank.items():
-        _check_alike(rank, _shared_facts(state), _shared_facts(first))
+    _check_alike(by_rank, _shared_facts)
     if _streams(first):
         return _merged_streams(by_rank)
-    is_whole = len(by_rank) == _rank_of(first)[1]
-    return _merged_indices(by_rank) if is_whole else of_all_ranks(first)
+    if len(by_rank) == _rank_of(first)[1]:
+        return _merged_indices(by_rank)
+    _check_alike(by_rank, _steps)
+    return of_all_ranks(first)
 
 
 def _streams(state: PlainState) -> bool:
@@ -103,14 +104,19 @@ def _rank_of(state: PlainState) -> tuple[int, int]:
     return dealing["rank"], dealing["count"]
 
 
-def _check_alike(rank: int, facts: PlainState, expected: PlainState) -> None:
-    """Raise ValueError if the state of a rank is not of the same run and epoch as that of rank 0."""
-    for name, value in facts.items():
-        if expected.get(name) != value:
-            was, now = reprlib.repr(expected.get(name)), reprlib.repr(value)
-            raise ValueError(
-                f"{name} is {was} in the state of rank 0 and {now} in that of rank {rank}: {_SAME_STEP}"
-            )
+def _check_alike(
+    by_rank: dict[int, PlainState], facts_of: Callable[[PlainState], PlainState]
+) -> None:
+    """Raise ValueError if the state of a rank is not of the same run and step as that of the first."""
+    first = next(iter(by_rank))
+    expected = facts_of(by_rank[first])
+    for rank, state in by_rank.items():
+        for name, value in facts_of(state).items():
+            if expected.get(name) != value:
+                was, now = reprlib.repr(expected.get(name)), reprlib.repr(value)
+                raise ValueError(
+                    f"{name} is {was} in the state of rank {first} and {now} in that of rank {rank}: {_SAME_STEP}"
+                )
 
 
 def _shared_facts(state: PlainState) -> PlainState:
@@ -133,6 +139,11 @@ def _shared_facts(state: PlainState) -> PlainState:
     return shared
 
 
+def _steps(state: PlainState) -> PlainState:
+    """How many batches a rank had, where one state stands for all."""
+    return {} if state["finished"] else {"the number of its batches": state["done"]["batches"]}
+
+
 def _merged_streams(by_rank: dict[int, PlainState]) -> PlainState:
     """The states of ranks that each have some readers of an iterable dataset."""
     running = [state for state in by_rank.values() if not state["finished"]]
@@ -143,7 +154,10 @@ def _merged_streams(by_rank: dict[int, PlainState]) -> PlainState:
         state = by_rank[reader % len(by_rank)]
         known = None if state["readers"] is None else state["readers"]["each"][reader]
         if running and state["finished"]:
-            known = {"done": [[0, _ALL]], "end": _ALL, "state": None, "jumped": False}
+            kept = (
+                None if known is None else known["state"]
+            )  # of a dataset that stays for the next epoch
+            known = {"done": [[0, _ALL]], "end": _ALL, "state": kept, "jumped": False}
         elif known is None and state["readers"] is not None:
             raise ValueError(f"the state is damaged: it does not hold reader {reader}")
         each.append(copy.deepcopy(known))

@@ -648,7 +648,9 @@ class EpochReaders:
             state = self._known_state(reader, _LAST)
             kept = None
             if state is not None:
-                kept = vars(ReaderState(0, state.dataset, before=state.generators))
+                # A reader that only waited for the end of others has not begun from where it starts.
+                drawn = state.before if state.generators is None else state.generators
+                kept = vars(ReaderState(0, state.dataset, before=drawn))
             each[reader] = _plain([], None, kept)
         return {"turn": 0, "set_epoch": None, "each": each}
 

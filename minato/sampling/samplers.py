@@ -328,21 +328,30 @@ def _kept_states() -> Callable[[], None]:
     return restore
 
 
-def _drawn_apart(sampler: Iterable[object], begin: Callable[[], object]) -> Iterator[object]:
-    """Yield from a sampler, whose draws from the default generators leave no trace.
+def _drawn_apart(
+    sampler: Iterable[object], begin: Callable[[], object], once: bool
+) -> Iterator[object]:
+    """Yield from a sampler, which has states of the default generators of its own.
 
     Args:
         begin: Gives these the states from which it draws its order.
+        once: The sampler draws for its first item only.
     """
-    end = _kept_states()
-    try:
-        begin()
-        draw = iter(sampler)
-        first = [*itertools.islice(draw, 1)]
-    finally:
-        end()
-    yield from first
-    yield from draw
+    draw: Iterator[object] | None = None
+    while True:
+        outside = _kept_states()
+        try:
+            begin()
+            draw = iter(sampler) if draw is None else draw
+            found = [*itertools.islice(draw, 1)]
+        finally:
+            begin = _kept_states()
+            outside()
+        yield from found
+        if once:
+            yield from draw
+        if once or not found:
+            return
 
 
 class InterleavedRanks:
@@ -362,10 +371,12 @@ class InterleavedRanks:
         own = attribute(ranked(self.sampler), "rank")
         samplers = {rank: sampler_at_rank(self.sampler, rank) for rank in self.ranks}
         # Where nothing is drawn, another thread may use the default generators meanwhile.
-        draws_nothing = all(is_exactly(each, DRAWS_NOTHING) for each in nested(self.sampler))
+        kinds = [*nested(self.sampler)]
+        draws_nothing = all(is_exactly(each, DRAWS_NOTHING) for each in kinds)
+        once = all(is_exactly(each, (*DRAWS_NOTHING, *DRAWS_AT_FIRST)) for each in kinds)
         begin: Callable[[], object] = int if draws_nothing else _kept_states()
         draws = [
-            iter(sampler) if draws_nothing or rank == own else _drawn_apart(sampler, begin)
+            iter(sampler) if draws_nothing or rank == own else _drawn_apart(sampler, begin, once)
             for rank, sampler in samplers.items()
         ]
         texts = list[set[str]]()

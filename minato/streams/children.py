@@ -20,6 +20,7 @@ from minato._compat import applies_state_later, forget_loaded_state, state_is_in
 from minato._core import mix_seed, now_ns
 from minato._support.counters import shared_integers
 from minato._support.items import announced_reader, next_of, resumed_states, set_resumed
+from minato._support.objects import figures_of
 from minato._support.text import text_of, type_name
 from minato.errors import warn
 from minato.sampling.resume import is_stateful
@@ -129,8 +130,7 @@ class Stream(IterableDataset[Any]):
         """Figures for ``loader.report()``: of the present epoch of each reader, those of the children after its own."""
         found = self.own_figures()
         for name, child in self.children.items():
-            figures = getattr(child, "minato_figures", None)
-            for inner, value in (figures() if callable(figures) else {}).items():
+            for inner, value in figures_of(child).items():
                 label = f"{name}: {inner}" if len(self.children) > 1 else inner
                 while label in found:
                     label = f"inner {label}"

@@ -126,6 +126,15 @@ def test_the_state_of_one_rank_stands_for_all_that_step_together(
     assert sorted(flat(indices([*got, *more, *rest]))) == list(range(SIZE))
 
 
+def test_states_that_contradict_the_same_step_are_refused() -> None:
+    states = begun([rank_of(4, rank) for rank in range(3)], 2, 2, 1)[1]
+    assert minato.merge_states(states[:2], same_step=True)
+    with pytest.raises(
+        ValueError, match="batches is 2 in the state of rank 1 and 1 in that of rank 2"
+    ):
+        minato.merge_states(states[1:], same_step=True)
+
+
 BY_COST = {
     padded: {
         "batch_size": CostBatches(6, lambda index: 1 + index % 3, padded=padded, max_wait=3),

@@ -90,6 +90,12 @@ def test_batches_are_full_where_enough_samples_are_alike() -> None:
     assert [len(batch["at"]) for batch in loader] == [100, 100, 100]
 
 
+def test_any_share_of_padding_has_groups() -> None:
+    for share in (1e-17, 1 - 1e-16):
+        loader = DataLoader([torch.ones(3), torch.ones(2)], CostBatches(9, max_padding=share))
+        assert sum(len(batch) for batch in loader) == 2
+
+
 def test_without_padding_costs_are_added() -> None:
     plan = CostBatches(
         100, lambda sample: sample["cost"], padded=False, max_padding=0.01, max_wait=SIZE

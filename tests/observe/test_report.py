@@ -9,7 +9,7 @@ import platform
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -189,6 +189,24 @@ def test_what_a_reader_takes_is_the_time_of_the_dataset(arguments: Any) -> None:
     assert stages["dataset"].share > 0.6
     assert stages["dataset"].mean_s >= 0.004
     assert sum(stage.share for stage in stages.values()) == pytest.approx(1.0)
+
+
+class AnyName(Numbers):
+    """Has an attribute of any name, or raises another exception than an AttributeError for it."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__(8)
+        self.found = found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.found[name]
+
+
+def test_a_dataset_that_answers_to_any_name_has_a_report() -> None:
+    for found in ({}, defaultdict(lambda: lambda: "figures")):
+        assert run(DataLoader(AnyName(found), 4)).run.throughput.samples == 8
 
 
 def test_details_leave_out_what_is_zero(report: Report) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -97,6 +98,30 @@ class Divided(DistributedSampler[int]):
         return iter([drawn[i] for i in super().__iter__()])
 
 
+class Later(Shuffled):
+    """Draws each two when they are due."""
+
+    def __iter__(self) -> Iterator[int]:
+        for first in range(0, 8, 2):
+            two = [first, first + 1]
+            self.generator.shuffle(two)
+            yield from two
+
+
+class OfTorch:
+    """The functions of torch, by the name that others have for them."""
+
+    def shuffle(self, order: list[int]) -> None:
+        order[:] = [order[i] for i in torch.randperm(len(order))]
+
+
+class DividedLater(Divided):
+    """The same without a look ahead."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.sampler, self.rank, None, self.num_replicas)
+
+
 class Mixed(BatchSampler):
     """Shuffles the batches of a rank."""
 
@@ -113,6 +138,7 @@ class Mixed(BatchSampler):
 SHUFFLES: list[Callable[[], Any]] = [
     Drawn,
     *(partial(Divided, Shuffled(module)) for module in (np.random, random)),
+    *(partial(DividedLater, Later(module)) for module in (np.random, random, OfTorch())),
     lambda: Divided(Shuffled(np.random.default_rng(1))),
     lambda: Divided(Shuffled(np.random.RandomState(1))),
     lambda: Divided(Shuffled(random.Random(1))),

@@ -322,6 +322,35 @@ def test_a_rank_without_items_says_so(mode: str, in_ranks: Run) -> None:
     assert re.match(f"rank 1 has no items .* epoch_end='{mode}'", second[0])
 
 
+class Drying(Uneven):
+    """Reader 0 has nothing more from its third pass on."""
+
+    passes = itertools.count()  # of all copies
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        dries = info.id == 0 and next(Drying.passes) > 1
+        return iter(()) if dries else super().__iter__()
+
+
+@pytest.mark.filterwarnings("ignore:.* readers received nothing")
+def test_a_rank_that_has_nothing_more_to_repeat_says_so(in_ranks: Run) -> None:
+    def one_rank(rank: int) -> list[Any]:
+        readers = Readers(2, rank=rank, ranks=2, epoch_end="repeat")
+        found: list[Any] = []
+        try:
+            found.extend(map(int, DataLoader(Drying([1, 5]), 1, readers=readers)))
+        except RuntimeError as error:
+            found.append(str(error))
+        return found
+
+    first, second = in_ranks(2, one_rank)
+    assert first[:2] == [0, 0]
+    assert first[2].startswith("rank 0 has no items in this epoch")
+    assert second[:5] == [1000 + i for i in range(5)]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run) -> None:
     is_closed = threading.Event()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset, get_worker_info
 
 from minato import DataLoader, MinatoWarning, Readers, merge_states
 from minato.streams.shards import ShardedDataset
@@ -87,6 +88,52 @@ def test_ranks_and_workers_come_and_go(seeds: range) -> None:
 def test_any_ranks_and_workers_come_and_go(stress_s: float) -> None:
     for seed in numbers_for(stress_s, 500):
         check_history(seed, (0, 1, 2))
+
+
+class Counting(IterableDataset[int]):
+    """Counts its epochs in its state."""
+
+    def __init__(self) -> None:
+        self.epoch, self.at = -1, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += not self.at
+        info = get_worker_info()
+        assert info is not None
+        while self.at < 4:
+            self.at += 1
+            yield 1000 * self.epoch + 100 * info.id + self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+@pytest.mark.parametrize("stops", [(2, 4), (4, 2), (4, 4)])
+def test_the_epoch_after_a_merged_one_goes_on_from_all_states(stops: tuple[int, ...]) -> None:
+    def loader(rank: int, ranks: int) -> DataLoader[Any]:
+        how = Readers(2, rank=rank, ranks=ranks)
+        return DataLoader(Counting(), 1, num_workers=1, persistent_workers=True, readers=how)
+
+    got, states = [], []
+    for rank, stop in enumerate(stops):
+        with loader(rank, 2) as one:
+            assert len([*one]) == 4
+            iterator = iter(one)
+            got += [int(next(iterator)) for _ in range(stop)]
+            if stop == 4:
+                assert next(iterator, None) is None
+            states.append(json.loads(json.dumps(one.state_dict())))
+    with loader(0, 1) as one:
+        one.load_state_dict(merge_states(states))
+        if min(stops) < 4:
+            got += map(int, one)
+        for epoch, found in (1, got), (2, map(int, one)):
+            expected = [1000 * epoch + 100 * reader + i for reader in (0, 1) for i in range(1, 5)]
+            assert sorted(found) == expected
 
 
 def test_one_rank_of_one_is_the_loader_itself() -> None:
