@@ -198,8 +198,7 @@ def announce_worker(info: WorkerInfo) -> None:
     Torch keeps one record for all threads. So one that another thread has announced is not what comes back then.
     """
     before: WorkerInfo | None = worker._worker_info
-    known = _announced.get(id(before))
-    if known is not None and known[1] != threading.get_ident():
+    while (known := _announced.get(id(before))) is not None and known[1] != threading.get_ident():
         before = known[2]
     _announced[id(info)] = info, threading.get_ident(), before
     worker._worker_info = info

@@ -270,6 +270,7 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             in_order=in_order,
             has_batch_sampler=batch_sampler is not None,
             is_stream=isinstance(dataset, IterableDataset),
+            drop_last=bool(drop_last),
             in_threads=_starts_threads(multiprocessing_context),
             is_single=batch_sampler is None
             and (batch_size is None or isinstance(batch_size, CostBatches)),
@@ -742,11 +743,11 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             index_sampler(self),
             is_batched(self),
             fetcher_is_replaced(),
-            *self._dealt,
         )
         parts = *_SPEC_PARTS(self), *own
         kept, spec = self._engines.spec
-        if spec is None or self._session is not None or not all(map(operator.is_, parts, kept)):
+        is_kept = spec is not None and self._session is None and spec.sampling.dealt == self._dealt
+        if spec is None or not is_kept or not all(map(operator.is_, parts, kept)):
             self._engines.spec = parts, spec = parts, self._new_spec()
         return spec
 

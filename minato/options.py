@@ -906,6 +906,7 @@ class TorchArguments(NamedTuple):
     in_order: bool
     has_batch_sampler: bool
     is_stream: bool
+    drop_last: bool = False
     in_threads: bool = False
     is_single: bool = False
     dataset_name: str = "dataset"
@@ -1239,6 +1240,7 @@ def refuse_beside_cost_batches(options: Options, torchs: TorchArguments) -> None
     """
     refused = {
         "batch_sampler=, which makes the batches itself: use sampler=": torchs.has_batch_sampler,
+        "drop_last=True, as no number of samples makes a batch full: leave it out": torchs.drop_last,
         "device=, which would copy samples one by one: use pin_memory=True": options.device
         is not None,
         "workers=SharedPool(...), where each rank has a given number of batches: leave it out": (

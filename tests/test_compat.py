@@ -418,6 +418,14 @@ def test_worker_info_that_other_threads_announce_meanwhile_does_not_stay() -> No
         second(_compat.withdraw_worker)
         assert get_worker_info() is None
     inner = _compat.worker_info(7, 8, 1, None)
+    # The other thread finds the inner one of two.
+    _compat.announce_worker(mine)
+    _compat.announce_worker(inner)
+    other(_compat.announce_worker)
+    _compat.withdraw_worker(inner)
+    _compat.withdraw_worker(mine)
+    other(_compat.withdraw_worker)
+    assert get_worker_info() is None
     _compat.announce_worker(mine)
     _compat.announce_worker(inner)
     _compat.withdraw_worker(inner)

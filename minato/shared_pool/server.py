@@ -136,8 +136,9 @@ class PoolServer:
             if failure is not None:
                 this.error, this.exhausted = failure, True
             ranks.begin(this)
+            if failure is not None:
+                ranks.leave(number)
         if failure is not None:
-            ranks.leave(number)
             try:
                 raise failure
             finally:

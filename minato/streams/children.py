@@ -126,6 +126,13 @@ class Stream(IterableDataset[Any]):
         for child in self.children.values():
             set_epoch_of(child, epoch)
 
+    def reads_states(self) -> bool:
+        """Whether a dataset below it has a state."""
+        return any(
+            is_stateful(child) or (isinstance(child, Stream) and child.reads_states())
+            for child in self.children.values()
+        )
+
     def minato_figures(self) -> dict[str, float]:
         """Figures for ``loader.report()``: of the present epoch of each reader, those of the children after its own."""
         found = self.own_figures()

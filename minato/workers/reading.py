@@ -932,16 +932,18 @@ class Host:
 
 def _has_state(dataset: object) -> bool:
     """Whether a dataset has a state, or one that a stream such as ``minato.shuffle`` reads."""
-    children = attribute(dataset, "children")
-    inner = children.values() if isinstance(children, dict) else ()
-    return is_stateful(dataset) or any(map(_has_state, inner))
+    reads_states = attribute(type(dataset), "reads_states")
+    return is_stateful(dataset) or (callable(reads_states) and reads_states(dataset))
 
 
 def _copied(dataset: object) -> object:
     try:
         for _ in range(_COPY_TRIES):
-            with suppress(RuntimeError):
+            try:
                 return copy.deepcopy(dataset)
+            except RuntimeError as error:
+                if "during iteration" not in str(error):
+                    raise
         return copy.deepcopy(dataset)
     except Exception as error:
         raise TypeError(

@@ -93,8 +93,8 @@ class StackFile:
 class SampleWatchdog:
     """Ends worker processes that spend too long on a sample.
 
-    Each first writes its stack, one at a time. The consumer does not wait for it: one call of ``end`` requests the
-    stack, a later one reads it.
+    Each first writes its stack, one at a time. The consumer does not wait for it: one call of ``end_overdue``
+    requests the stack, a later one reads it.
     """
 
     ledger: ConsumerLedger

@@ -299,7 +299,7 @@ class Kept(Numbers):
         ({"batch_size": lambda: CostBatches(0)}, "max_cost=0 is no cost"),
         ({"batch_size": lambda: CostBatches(1, max_padding=1)}, "max_padding=1 is no share"),
         ({"batch_size": lambda: CostBatches(1, max_size=0)}, "max_size=0"),
-        ({"drop_last": True}, "drop_last"),
+        ({"drop_last": True}, r"CostBatches\(...\) .*drop_last=True.*leave it out"),
     ],
 )
 def test_what_it_does_not_go_with(options: dict[str, Any], match: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from minato import DataLoader
-from tests.datasets import ORDERS, Failing, Numbers, flat, indices
+from minato import DataLoader, Readers
+from tests.datasets import ORDERS, Failing, Numbers, Stream, flat, indices
 
 FIRST = [[0, 1], [2, 3], [4]]
 
@@ -149,6 +149,16 @@ def test_an_epoch_that_is_over_leaves_its_engine_to_the_next() -> None:
         assert engine() is None
     finally:
         gc.enable()
+
+
+def test_a_rank_of_many_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "300")
+    monkeypatch.setenv("WORLD_SIZE", "512")
+    loader = DataLoader(Stream(5), 2, readers=Readers(512, ranks="auto"))
+    assert loader._spec() is loader._spec()
+    kept = loader._spec()
+    monkeypatch.setenv("RANK", "301")
+    assert loader._spec().sampling.dealt == (301, 512) != kept.sampling.dealt
 
 
 def test_a_copy_of_a_loader_has_an_engine_of_its_own() -> None:

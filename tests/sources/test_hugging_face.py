@@ -69,6 +69,7 @@ STREAMS: list[Callable[[int, int], Any]] = [
     interleaved,
     concatenated,
     both,
+    files,
 ]
 
 

@@ -346,6 +346,37 @@ def test_a_copy_that_another_thread_has_spoilt_is_made_again() -> None:
     assert sorted(numbers(loader)) == list(range(SIZE))
 
 
+class Uncopied(Split):
+    """Cannot be copied, whoever leaves it alone, as torch's tensors that others follow from."""
+
+    tries = itertools.count()
+
+    def __deepcopy__(self, memo: Any) -> Uncopied:
+        next(Uncopied.tries)
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user support the deepcopy protocol"
+        )
+
+
+def test_a_copy_that_cannot_be_made_is_tried_once() -> None:
+    with pytest.raises(TypeError, match="a Uncopied cannot be copied"):
+        numbers(DataLoader(Uncopied(SIZE), BATCH, readers=2))
+    assert next(Uncopied.tries) == 1
+
+
+class Tree(Split):
+    """Has children of its own, which know it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.children = {"itself": self}
+
+
+def test_an_attribute_that_has_the_name_of_ours_is_the_datasets() -> None:
+    loader = DataLoader(Tree(SIZE), BATCH, num_workers=1, workers="thread")
+    assert sorted(numbers(loader)) == list(range(SIZE))
+
+
 # ---- what can neither be forked nor pickled
 
 
