@@ -58,11 +58,12 @@ class _RowGroups:
         self._filesystem = filesystem
         self._paths: list[str] | None = None
         self._all: tuple[list[Any], pa.Schema] | None = None
+        self._numbers: dict[str, int] | None = None
         if filesystem is None and isinstance(files, (str, os.PathLike)) and os.path.isdir(files):
             self._listed()  # otherwise each worker would do so, and some find a file that others do not
 
     def __getstate__(self) -> Row:
-        return {**self.__dict__, "_all": None}
+        return {**self.__dict__, "_all": None, "_numbers": None}
 
     def __fingerprint__(self) -> Row:
         return {**self.__getstate__(), "_paths": None}
@@ -110,6 +111,16 @@ class _RowGroups:
             return [group.row_groups[0].num_rows for group in groups]
         return [group.to_table(schema, columns=[], filter=self._where).num_rows for group in groups]
 
+    def names(self) -> list[str]:
+        """For each row group the file, ``#``, and its number there."""
+        return [f"{group.path}#{group.row_groups[0].id}" for group in self.all]
+
+    def number_of(self, name: str) -> int:
+        """The number of the row group with a name."""
+        if self._numbers is None:
+            self._numbers = {name: number for number, name in enumerate(self.names())}
+        return self._numbers[name]
+
     def read(self, number: int) -> _Rows:
         groups, schema = self._found()
         group = groups[number]
@@ -126,23 +137,52 @@ class _RowGroups:
 
 
 def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The columns of all files, each of a type that holds the values of all; without one, of the first type."""
+    """The columns of all files, each of a type that holds the values of all; without one, of the first type.
+
+    Raises:
+        ValueError: Either type would cut values of the other.
+    """
     columns: dict[str, pa.Field] = {}
     for field in itertools.chain(*schemas):
         known = columns.setdefault(field.name, field)
         if known.type != field.type:
-            if _would_be_cut(field.type, known.type):
-                columns[field.name] = field
-            with suppress(pa.ArrowTypeError, pa.ArrowInvalid):
-                both = [pa.schema([known]), pa.schema([field])]
+            both = [pa.schema([known]), pa.schema([field])]
+            try:
                 columns[field.name] = pa.unify_schemas(both, promote_options="permissive").field(0)
+            except (pa.ArrowTypeError, pa.ArrowInvalid):
+                if not _would_be_cut(field.type, known.type):
+                    continue
+                columns[field.name] = field
+                if _would_be_cut(known.type, field.type):
+                    raise ValueError(
+                        f"column {field.name!r} is of type {known.type} in one file and {field.type} in another, and "
+                        "no type holds the values of both: write the files with one type, or read them apart"
+                    ) from None
     return pa.schema(list(columns.values()))
 
 
 def _would_be_cut(kind: pa.DataType, to: pa.DataType) -> bool:
     """Whether Arrow casts values to another type without a word about what is lost."""
+    parts, others = _parts_of(kind), _parts_of(to)
+    if parts and others:
+        return any(_would_be_cut(parts[name], others[name]) for name in parts.keys() & others)
     whole_days = types.is_date(to) or types.is_time(to)
-    return (types.is_boolean(to) and _is_number(kind)) or (whole_days and types.is_timestamp(kind))
+    return (
+        (types.is_boolean(to) and _is_number(kind))
+        or (whole_days and types.is_timestamp(kind))
+        or (_is_number(kind) and types.is_temporal(to))  # which is of any unit
+        or (types.is_temporal(kind) and _is_number(to))
+    )
+
+
+def _parts_of(kind: pa.DataType) -> dict[str, pa.DataType]:
+    """The types of the values in values of a type, by name; empty if it has none."""
+    if types.is_struct(kind):
+        return {part.name: part.type for part in map(kind.field, range(kind.num_fields))}
+    if types.is_map(kind):
+        return {"key": kind.key_type, "value": kind.item_type}
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return {"value": kind.value_type} if is_list else {}
 
 
 class Parquet(KeyedSource):
@@ -328,18 +368,15 @@ class ParquetShards(ShardedDataset[Row]):
 
     def shards(self) -> Sequence[str] | Mapping[str, float]:
         """The row groups, with their numbers of rows, of which ``where`` may select some, if no name comes twice."""
-        names, groups = self._names(), self._groups.all
+        names, groups = self._groups.names(), self._groups.all
         if len(set(names)) < len(names):
             return names
         sizes = [group.row_groups[0].num_rows for group in groups]
         return dict(zip(names, sizes, strict=True))
 
-    def _names(self) -> list[str]:
-        return [f"{group.path}#{group.row_groups[0].id}" for group in self._groups.all]
-
     def iter_shard(self, name: str, state: object = None) -> Iterator[Row]:
         """The rows of a row group."""
-        return _RowsInOrder(*self._groups.read(self._names().index(name)))
+        return _RowsInOrder(*self._groups.read(self._groups.number_of(name)))
 
 
 class _RowsInOrder(Iterator[Row]):

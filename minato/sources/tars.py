@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import tarfile
@@ -24,7 +25,8 @@ Sample: TypeAlias = dict[str, Any]
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 """Key and suffix, which the first dot behind the folders divides."""
 _HIDDEN = re.compile(r"(^|/)__[^/]*__($|/|\.)")
-_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz")
+_GZIPPED = (".gz", ".tgz")
+_COMPRESSED = (*_GZIPPED, ".bz2", ".xz")
 
 
 class TarShards(ShardedDataset[Sample]):
@@ -92,11 +94,12 @@ class _Samples(Iterator[Sample]):
     def __init__(self, name: str, file: IO[bytes]) -> None:
         self._name = name
         self._close = weakref.finalize(self, file.close)
-        streams = name.partition("?")[0].endswith(_COMPRESSED) or not file.seekable()
-        mode = "r|*" if streams else "r:"
-        self._archive: Any = tarfile.open(  # noqa: SIM115
-            fileobj=file, mode=cast(Any, mode), tarinfo=_Header
-        )
+        path = name.partition("?")[0]
+        streams = path.endswith(_COMPRESSED) or not file.seekable()
+        mode: Any = "r|*" if streams else "r:"
+        if path.endswith(_GZIPPED):  # tarfile itself does not compare the checksum
+            mode, file = "r|", cast(IO[bytes], gzip.GzipFile(fileobj=file))
+        self._archive: Any = tarfile.open(fileobj=file, mode=mode, tarinfo=_Header)  # noqa: SIM115
         self._count = 0
         self._next: _Member | None = None
         self._advance()
@@ -172,9 +175,12 @@ class _Header(tarfile.TarInfo):
         try:
             return super().fromtarfile(archive)
         except tarfile.HeaderError as error:
-            # Of the two that are no faults, one is the end of the file, and one that of the archive.
-            if type(error).__name__ in ("EmptyHeaderError", "EOFHeaderError"):
+            # The end of an archive is a header, and an empty archive may have none.
+            is_empty = type(error).__name__ == "EmptyHeaderError"
+            if type(error).__name__ == "EOFHeaderError" or (is_empty and not archive.offset):
                 raise
+            if is_empty:
+                raise tarfile.ReadError("the file ends before its archive does") from error
             raise tarfile.ReadError(f"a header is damaged: {message_of(error)}") from error
 
 

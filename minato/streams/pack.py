@@ -174,8 +174,9 @@ class _Rows:
         self._counts[_ROWS] += 1
         self._counts[_TOKENS] += sum(piece.stop - piece.start for piece in row.pieces)
         self._row[:] = self._counts
-        held = (each.pieces[0].ordinal for each in (*self._open.values(), *ready))
-        window.hold_from(min(held, default=window.at))
+        if not ready:  # until then nothing was read
+            held = (each.pieces[0].ordinal for each in self._open.values())
+            window.hold_from(min(held, default=window.at))
         return self._built(row)
 
     def _arrays(self, item: object) -> tuple[Array, ...]:
@@ -256,6 +257,10 @@ class _Rows:
         for i, (name, padding) in enumerate(self._dataset.fields.items()):
             kind = np.result_type(*(piece.arrays[i] for piece in pieces))
             filled = np.full(length, padding, np.int64 if kind.kind in "iu" else kind)
+            if filled[0] != padding and padding == padding:
+                raise ValueError(
+                    f"fields[{text_of(name)}]={padding} cannot pad values of type {kind}: give a number of that type"
+                )
             end = 0
             for piece in pieces:
                 start, end = end, end + len(piece.arrays[i])
@@ -279,11 +284,12 @@ class _StatefulRows(_Rows):
     def __init__(self, dataset: Packed, window: Window) -> None:
         super().__init__(dataset, window)
         self._found: dict[int, Any] = {}
+        self._arrays_found: dict[int, tuple[Array, ...]] = {}
 
     def __next__(self) -> dict[str, torch.Tensor]:
         if self._loaded is not None:
             self._read_again(self._loaded)
-            self._loaded, self._found = None, {}
+            self._loaded, self._arrays_found = None, {}
         return super().__next__()
 
     @property
@@ -297,6 +303,7 @@ class _StatefulRows(_Rows):
             return self._loaded
         return {
             "length": self._dataset.length,
+            "fields": list(self._dataset.fields),
             "begun": self._begun,
             "counts": list(self._counts),
             "open": [_row_state(row) for row in self._open.values()],
@@ -312,6 +319,11 @@ class _StatefulRows(_Rows):
                 f"the state is that of rows of {state['length']}, and length={self._dataset.length}: resume with the "
                 "same length"
             )
+        if state["fields"] != list(self._dataset.fields):
+            raise ValueError(
+                f"the state is that of rows with the fields {', '.join(state['fields'])}, and now they are "
+                f"{', '.join(self._dataset.fields)}: resume with the same fields"
+            )
         self._loaded, self._begun, self._counts = state, state["begun"], list(state["counts"])
         self._window.load_window(state["window"])
 
@@ -319,20 +331,22 @@ class _StatefulRows(_Rows):
         rows = [*state["open"], *state["ready"]]
         held = frozenset(ordinal for row in rows for ordinal, *_ in row["pieces"])
         self._window.read_again(held, self._found)
-        arrays = {ordinal: self._arrays(item) for ordinal, item in self._found.items()}
-        for each in rows:
-            row = _Row(each["number"])
-            for ordinal, start, stop in each["pieces"]:
-                if ordinal in arrays:  # otherwise it has raised now
-                    some = tuple(array[start:stop] for array in arrays[ordinal])
-                    row.pieces.append(_Piece(ordinal, start, stop, some))
-            if not row.pieces:
-                continue
-            if each in state["ready"]:
-                self._ready.append(row)
-            else:
-                self._open[row.number] = row
-                insort(self._space, (self._dataset.length - _size(row), row.number))
+        while self._found:  # one that raises now is left out
+            ordinal, item = self._found.popitem()
+            self._arrays_found[ordinal] = self._arrays(item)
+        for row in filter(None, map(self._row_again, state["open"])):
+            self._open[row.number] = row
+            insort(self._space, (self._dataset.length - _size(row), row.number))
+        self._ready.extend(filter(None, map(self._row_again, state["ready"])))
+
+    def _row_again(self, state: State) -> _Row | None:
+        """A row of the sequences that were read again; None if there are none."""
+        row = _Row(state["number"])
+        for ordinal, start, stop in state["pieces"]:
+            if ordinal in self._arrays_found:
+                some = tuple(array[start:stop] for array in self._arrays_found[ordinal])
+                row.pieces.append(_Piece(ordinal, start, stop, some))
+        return row if row.pieces else None
 
 
 def _size(row: _Row) -> int:
@@ -360,4 +374,10 @@ def _array(name: str, values: object) -> Array:
             f"minato.pack got a field {text_of(name)} of shape {array.shape} and type {array.dtype}: give one "
             "dimension of numbers"
         )
+    if array.dtype == np.uint64:
+        if len(array) and array.max() > np.iinfo(np.int64).max:
+            raise ValueError(
+                f"minato.pack got a field {text_of(name)} with the number {array.max()}, which int64 does not hold"
+            )
+        return array.astype(np.int64)
     return array

@@ -139,6 +139,7 @@ class ShardIterator(Iterator[T]):
             self._dealt = _dealt(self._dealt, self._ordered([*self._sizes]), self._sizes)
         self._calls = 0  # of ``next()`` of the open one
         self._items: Any = None  # of the open one
+        self._late: Exception | None = None  # with which a shard could not be opened again
 
     def _ordered(self, names: list[str]) -> list[str]:
         seed, epoch = self._dataset.seed, self._dataset.epoch
@@ -151,6 +152,9 @@ class ShardIterator(Iterator[T]):
         return self
 
     def __next__(self) -> T:
+        if self._late is not None:
+            error, self._late = self._late, None
+            raise error
         while self._open():
             try:
                 item: T = next(self._items)
@@ -179,6 +183,10 @@ class ShardIterator(Iterator[T]):
                     f"the shard {name!r} is gone, and {n} items of it or of those behind it were delivered, it is not "
                     "known which: put it back, or begin the epoch again"
                 )
+            if self._late is not None:
+                self._late = None
+                n -= 1
+                continue
             try:
                 is_open = self._open()
             except Exception:  # an earlier run has raised it
@@ -291,7 +299,7 @@ class ShardIterator(Iterator[T]):
         Raises:
             ValueError: Shards have changed, and ``new_shards`` is ``"refuse"``; or the number of readers has.
         """
-        self._items, self._done, self._calls = None, state["done"], 0
+        self._items, self._done, self._calls, self._late = None, state["done"], 0, None
         if self._is_joined:
             self._compare(state)
         else:
@@ -300,7 +308,11 @@ class ShardIterator(Iterator[T]):
         if not items or name is None or name in self._gone:
             return
         inner = state["state"]
-        self._open(inner)
+        try:
+            self._open(inner)
+        except Exception as error:  # that of the next item: other shards follow
+            self._late = error
+            return
         passed = items if inner is not None else self._skip_in_shard(items)
         if passed < items:
             raise ValueError(
