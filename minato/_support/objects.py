@@ -14,6 +14,7 @@ import types
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -426,9 +427,10 @@ class Search:
         if kind.container is not None:
             items = items_of(thing, kind.container)
             self.looks += len(items)
+            kinds = list(map(id, map(type, map(itemgetter(1), items))))
             left_out: dict[int, list[Any]] = {}  # items by their type, after a node of the first
-            for item in items:
-                kind_id = id(type(item[1]))
+            # No loop over a thousand texts.
+            for kind_id, item in zip(kinds, items, strict=True) if set(kinds) - self._plain else ():
                 if kind_id in self._plain:
                     continue
                 if kind_id in left_out:

@@ -216,6 +216,8 @@ _DEEPEST = 8
 
 def nested(sampler: object) -> list[Any]:
     """Return a sampler, the one it draws from, and so on, by the attributes ``sampler`` and ``batch_sampler``."""
+    if type(sampler) is BatchSampler and is_exactly(sampler.sampler, _INNERMOST):
+        return [sampler, sampler.sampler]  # torch's own, of which each epoch asks several times
     found: list[object] = []
     while sampler is not None and len(found) < _DEEPEST:
         found.append(sampler)

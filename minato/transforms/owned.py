@@ -153,14 +153,17 @@ class _NamesOnly(NamedTuple):
 
     def holds(self) -> bool:
         """Whether its attributes are the same, and no name stands for a generator."""
-        values = list(vars_of(self.kind).values())
-        if len(values) != len(self.values) or not all(
-            value is known or type(value) is known
-            for value, known in zip(values, self.values, strict=True)
-        ):
+        values = [*vars_of(self.kind).values()]
+        if len(values) != len(self.values):
             return False
-        now = (held.get(name) for held, names in self.named for name in names)
-        return not any(issubclass(type(value), _GENERATORS) for value in now)
+        for value, known in zip(values, self.values, strict=True):
+            if value is not known and type(value) is not known:
+                return False
+        for held, names in self.named:
+            for value in map(held.get, names):
+                if issubclass(type(value), _GENERATORS):
+                    return False
+        return True
 
 
 def _code_or_types(kind: type) -> list[Any]:

@@ -408,14 +408,14 @@ class Runner:
         runs them again, bound, if one draws after all.
         """
         estimate = self.cost_estimate
+        mean_ns = estimate.mean_ns
         return (
-            self._stage_runner is not None
-            and not self.tracer.enabled
-            and estimate.draws is False
-            and (self.randomness is None or not collates or estimate.collate_draws is False)
-            and min(self.longest_ns, estimate.mean_ns) < _WORTH_BINDING_NS
-            and estimate.mean_ns * _EXPENSIVE < self._worth_measuring_ns
+            estimate.draws is False
+            and (mean_ns < _WORTH_BINDING_NS or self.longest_ns < _WORTH_BINDING_NS)
+            and mean_ns * _EXPENSIVE < self._worth_measuring_ns  # nothing where samples are traced
             and count <= len(self.durations)
+            and self._stage_runner is not None
+            and (not collates or estimate.collate_draws is False or self.randomness is None)
         )
 
     def undo_draws(self, randomness: SampleRandomness) -> None:
