@@ -232,9 +232,7 @@ class BatchIterator(TorchIterator):
         if not (torch_looks_on() or (self._checks_length and length_was_asked(self))):
             try:
                 given = self._next_given()
-            except (
-                StopIteration
-            ) as end:  # usually the end of the epoch, whose traceback nobody reads
+            except StopIteration as end:  # of the epoch: nobody reads its traceback
                 return Outgoing(error=BaseException.with_traceback(end, None)), None
             except Exception as error:
                 return Outgoing(error=shortened(error)), None
