@@ -22,6 +22,7 @@ __all__ = [
     "WORK_EVENTS_OFFSET",
     "Arrivals",
     "BatchRecord",
+    "Calls",
     "Claim",
     "ConsumerLedger",
     "EventCount",
@@ -80,6 +81,7 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
     from minato._core._counting_py import (
         HISTOGRAM_NBYTES,
         Arrivals,
+        Calls,
         Histogram,
         Occurrences,
         sum_of_hashes,
@@ -107,6 +109,7 @@ else:
     from minato._core._counting_c import (
         HISTOGRAM_NBYTES,
         Arrivals,
+        Calls,
         Histogram,
         Occurrences,
         sum_of_hashes,

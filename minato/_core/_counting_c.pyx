@@ -33,7 +33,7 @@ cdef extern from "histogram.h" nogil:
     Py_ssize_t sizeof_histogram "sizeof(mn_histogram)"
 
 
-__all__ = ["HISTOGRAM_NBYTES", "Arrivals", "Histogram", "Occurrences", "sum_of_hashes"]
+__all__ = ["HISTOGRAM_NBYTES", "Arrivals", "Calls", "Histogram", "Occurrences", "sum_of_hashes"]
 
 HISTOGRAM_NBYTES = sizeof_histogram
 """Bytes of one histogram: count, total and max, then 720 buckets from byte 64, all uint64."""
@@ -165,6 +165,36 @@ cdef class Histogram:
         window.h.total -= older.h.total
         window.h.max = min(window.h.max, mn_histogram_middle(last))
         return window
+
+
+@cython.final
+cdef class Calls:
+    """The calls of ``next()`` in an epoch, in ns."""
+
+    cdef readonly Histogram waits, steps
+    cdef public int64_t began_ns, entered_ns, left_ns, wall_ns, due_ns, samples, nbytes
+    cdef public bint is_wanted
+
+    def __cinit__(self, int64_t now):
+        self.waits, self.steps = Histogram(), Histogram()
+        self.began_ns = self.entered_ns = self.left_ns = now
+
+    def enter(self, int64_t now) -> None:
+        """A call begins."""
+        self.entered_ns = now
+        if mn_histogram_get(&self.waits.h.count):
+            mn_histogram_record(self.steps.h, <uint64_t>max(now - self.left_ns, 0))
+
+    def leave(self, int64_t now, int64_t samples, int64_t nbytes, bint looked=False) -> bool:
+        """A call returns a batch."""
+        if not looked and (self.is_wanted or now - self.began_ns >= self.due_ns):
+            return False
+        self.left_ns = now
+        mn_histogram_record(self.waits.h, <uint64_t>max(now - self.entered_ns, 0))
+        self.wall_ns = now - self.began_ns
+        self.samples += samples
+        self.nbytes += nbytes
+        return True
 
 
 cdef enum:

@@ -15,7 +15,7 @@ from minato._core._seeding_py import _GOLDEN, _MASK, _avalanche
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["HISTOGRAM_NBYTES", "Arrivals", "Histogram", "Occurrences", "sum_of_hashes"]
+__all__ = ["HISTOGRAM_NBYTES", "Arrivals", "Calls", "Histogram", "Occurrences", "sum_of_hashes"]
 
 _TOP = 2**48 - 1
 _BUCKETS = 720
@@ -195,6 +195,49 @@ class Histogram:
         window._words[_TOTAL] -= older.total
         window._words[_MAX] = min(window.max, _middle(int(held[-1])) if len(held) else 0)
         return window
+
+
+@final
+class Calls:
+    """The calls of ``next()`` in an epoch, in ns; one thread writes, others may read.
+
+    Attributes:
+        waits: Time in each call that returned a batch.
+        steps: Time between two of them.
+        began_ns: When the epoch began.
+        entered_ns, left_ns: When the last call began, and when the last one ended.
+        wall_ns: Time from the start to the last return.
+        due_ns: From this time after the start on, ``leave`` asks for a look at the loader.
+        is_wanted: ``leave`` asks for one anyway.
+        samples, nbytes: Of the batches that were returned.
+    """
+
+    def __init__(self, now: int) -> None:
+        self.waits, self.steps = Histogram(), Histogram()
+        self.began_ns = self.entered_ns = self.left_ns = now
+        self.wall_ns = self.due_ns = self.samples = self.nbytes = 0
+        self.is_wanted = False
+
+    def enter(self, now: int) -> None:
+        """A call begins."""
+        self.entered_ns = now
+        if self.waits.count:
+            self.steps.record(now - self.left_ns)
+
+    def leave(self, now: int, samples: int, nbytes: int, looked: bool = False) -> bool:
+        """A call returns a batch.
+
+        Returns:
+            False: it notes nothing, since a look at the loader is due; it is called again after that, with ``looked``.
+        """
+        if not looked and (self.is_wanted or now - self.began_ns >= self.due_ns):
+            return False
+        self.left_ns = now
+        self.waits.record(now - self.entered_ns)
+        self.wall_ns = now - self.began_ns
+        self.samples += samples
+        self.nbytes += nbytes
+        return True
 
 
 def _hash(index: object, hash_other: Callable[[object], int]) -> int:

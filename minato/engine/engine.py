@@ -23,7 +23,6 @@ from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
 from minato.engine.pools import make_pool
 from minato.errors import ErrorBudgetError, Postponed, not_the_end
-from minato.observe.lateness import InOrderLateness
 from minato.observe.meters import CostStats, merged
 from minato.observe.observers import LoaderSnapshot, Observer, Observers
 from minato.observe.trace import LoopTrack, Track
@@ -290,7 +289,7 @@ class Engine:
         )
         self._outgoing, self._progress = None, epoch.progress
         if self.plan.worker.order.in_order:
-            epoch.progress.lateness = InOrderLateness()
+            epoch.progress.come_in_order()
         if self._scaler is not None:
             self._scaler.restart()
         self._dispatcher.refill()

@@ -27,7 +27,6 @@ from minato.engine.history import History
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan, base_seed_of
 from minato.errors import SKIP, ErrorBudgetError, not_the_end
-from minato.observe.lateness import InOrderLateness
 from minato.observe.meters import CostStats, Meters
 from minato.observe.observers import LoaderSnapshot, Observer, Observers
 from minato.observe.trace import LoopTrack
@@ -52,6 +51,8 @@ __all__ = ["InlineEngine"]
 
 _ERRORS: Kinds = (Exception, GeneratorExit, SystemExit, CancelledError)
 """What a sample may raise as its error; a KeyboardInterrupt leaves ``next()``, and the next call runs it again."""
+_ANYTHING: Kinds = (BaseException,)
+"""The second KeyboardInterrupt in the same batch is the error of the sample."""
 _PATIENCE_S = 1.0
 """The longest wait for a read between two checks that its process owns it."""
 _LEAST_ROWS = 8
@@ -82,9 +83,6 @@ class _Batch(Outgoing):
     occurrences: Sequence[int] | None = None
 
     def __init__(self, drawn: Drawn, first: int) -> None:
-        self.batch = self.error = None
-        self.is_given = self.is_pinned = False
-        self.records = ()
         given = drawn[2]
         if type(given) is Recurring:
             given, self.occurrences = given.indices, given.occurrences
@@ -196,7 +194,6 @@ class InlineEngine:
         self._position = 0  # of the first sample of the next batch
         self._num_begun = 0  # epochs
         self._tried: Drawn | None = None  # the batch that an interruption has left
-        self._batch_bytes = 0
         self._is_started = False
         self._kind: tuple[bool, bool] | None = None
         self._retry: SampleRetry | None = None
@@ -226,7 +223,7 @@ class InlineEngine:
         Returns:
             True: no batch is prefetched for another epoch.
         """
-        epoch.progress.lateness = InOrderLateness()
+        epoch.progress.come_in_order()
         self._history.engine = weakref.ref(self)
         self.observers.begin(epoch.number, epoch.progress, self._metrics)
         if self._failures is not None:
@@ -430,12 +427,11 @@ class InlineEngine:
 
     def _make(self, batch: _Batch) -> None:
         """Make a batch, or its error, unless it has no samples."""
-        # The second KeyboardInterrupt in the same batch is the error of the sample.
-        current = self._current
-        current.kinds = (BaseException,) if self._tried is batch.drawn else _ERRORS
-        current.batch, self._runner.catches = batch, current.kinds
+        current, runner = self._current, self._runner
+        kinds = _ANYTHING if self._tried is batch.drawn else _ERRORS
+        current.batch, current.kinds, runner.catches = batch, kinds, kinds
         if self._host is not None:
-            self._host.catches = current.kinds
+            self._host.catches = kinds
         self._tried = batch.drawn
         batch.began_ns = began_ns = now_ns()
         if is_profiling():
@@ -451,7 +447,7 @@ class InlineEngine:
         activity.busy_ns += busy_ns
         activity.idle_ns += began_ns - self._idle_since
         self._idle_since = now
-        self._runner.observe(busy_ns / size)
+        runner.observe(busy_ns / size)
         if self._tracer.enabled:
             self._tracer.slice("load", began_ns)
             self._sample_tracer.flush()
@@ -511,7 +507,8 @@ class InlineEngine:
             randomness.mark()
         if type(indices) is not list:
             indices = list(indices)
-        samples, error = runner.run_unbound(batch.first, self._number, indices, fetcher.now())
+        fetch = fetcher.now(len(indices))
+        samples, error = runner.run_unbound(batch.first, self._number, indices, fetch)
         made = None
         if error is None:
             builder = self._builder
@@ -529,7 +526,10 @@ class InlineEngine:
             return False
         if 0 < self._slow_ns < runner.longest_ns:
             self._count_slow(batch, len(samples))
-        self._give(batch, made, error)
+        if self._copier is None:
+            batch.batch, batch.error, batch.is_made = made, error, True
+        else:
+            self._give(batch, made, error)
         return True
 
     def _count_slow(self, batch: _Batch, count: int) -> None:
@@ -595,7 +595,7 @@ class InlineEngine:
         number = self._number
         if fetcher.takes_lists:
             return runner.run(position, number, indices, fetcher.single)
-        found = runner.run_steps(position, number, indices, fetcher.now(), 0)
+        found = runner.run_steps(position, number, indices, fetcher.now(len(indices)), 0)
         if 0 < self._slow_ns < runner.longest_ns and self._batch is not None:
             self._count_slow(self._batch, len(found[0]))
         return found
@@ -745,25 +745,25 @@ class InlineEngine:
 
     def _prepare(self, batch: _Batch) -> None:
         """Prepare what to record of a batch before it is given; each part once."""
-        progress, given = self._progress, batch.given
+        progress, count, tracer = self._progress, len(batch.given), self._tracer
         if progress is not None:
             positions = range(batch.first, batch.first + batch.size - batch.missing)
             batch.records = (progress.returns(positions, 0, batch.num_slow),)
             if batch.skipped or batch.missing or self._counted is not None:
                 batch.records = self._more_records(batch, progress)
             progress.last = batch
-        if self._tracer.enabled:
-            args = {"epoch": self._number, "samples": len(given)}
-            self._tracer.span("batch", batch.began_ns, self._tracer.now(), args)
-            self._tracer.slice("read", self._tracer.now())
+        if tracer.enabled:
+            args = {"epoch": self._number, "samples": count}
+            tracer.span("batch", batch.began_ns, tracer.now(), args)
+            tracer.slice("read", tracer.now())
         self._batches.drop(batch.drawn)
         if self._failures is not None:
-            self._failures.finished += len(given)
-        samples = len(given) - len(batch.skipped) - batch.missing
+            self._failures.finished += count
+        if batch.skipped or batch.missing:
+            count -= len(batch.skipped) + batch.missing
         if self._host is not None:
             self._host.release()
-        nbytes = self._batch_bytes = self._builder.nbytes
-        self.observers.leave(samples, nbytes, self._snapshot)
+        self.observers.leave(count, self._builder.nbytes, self._snapshot)
         if self.arena.num_slots:
             self.arena.trim(1)
         batch.is_prepared = True
@@ -781,7 +781,7 @@ class InlineEngine:
         return records
 
     def _snapshot(self) -> LoaderSnapshot:
-        return LoaderSnapshot(1, 0, 0, 1, self._batch_bytes, self.plan.budget_bytes)
+        return LoaderSnapshot(1, 0, 0, 1, self._builder.nbytes, self.plan.budget_bytes)
 
     def pinned(self, duration_ns: int) -> None:
         """Record the time in ns that pinning the last batch took."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minato._core import Histogram, now_ns
+from minato._core import Calls, Histogram, now_ns
 from minato.observe.lateness import Lateness, ThresholdDecision
 from minato.observe.machine import MachineSnapshot
 from minato.observe.meters import EMPTY, SlowSample, slowest_of
@@ -40,6 +40,7 @@ class LoaderUse:
         memory_bytes: The largest memory of the batches in flight.
         workers: The smallest and the largest number of active workers.
         waited: Time since the start of the epoch, and time waited until then, in ns, in turn.
+        due_ns: When to look at the loader again, in ns since the start of the epoch.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,6 @@ class LoaderUse:
         self.memory_bytes = 0
         self.workers = (0, 0)
         self.due_ns = 0
-        """When to look at the loader again, in ns since the start of the epoch."""
         self._at_ns = self._sum_ns = 0
         self._occupancy_ns = self._in_flight_ns = 0.0
 
@@ -82,14 +82,11 @@ class EpochRecord:
 
     Attributes:
         epoch: Its number.
-        wall_ns: From its start to the last return of ``next()``.
+        calls: The calls of ``next()``.
         start_ns: Time in ``iter()``.
         first_ns: Time in ``next()`` for the first batch.
-        waits: Time inside each ``next()``, in ns.
-        steps: Time between two of them, in ns.
         failed_ns: Time inside the calls of ``next()`` that raised.
         pinned_ns: Time to copy batches to pinned memory.
-        samples, nbytes: Of the returned batches.
         coverage: Numbers of requested, delivered and outstanding samples.
         lateness: Distance of the batches from the sampler's order.
         before, after: Metrics of engine, machine and storage at the start of the epoch, and as of the last update.
@@ -101,15 +98,11 @@ class EpochRecord:
     """
 
     epoch: int
-    wall_ns: int = 0
+    calls: Calls = field(default_factory=lambda: Calls(now_ns()))
     start_ns: int = 0
     first_ns: int = 0
-    waits: Histogram = field(default_factory=Histogram)
-    steps: Histogram = field(default_factory=Histogram)
     failed_ns: int = 0
     pinned_ns: int = 0
-    samples: int = 0
-    nbytes: int = 0
     coverage: tuple[int, int, int] = (0, 0, 0)
     lateness: Lateness | None = None
     before: Metrics = field(default_factory=Metrics)
@@ -121,6 +114,16 @@ class EpochRecord:
     finished: bool = False
 
     @property
+    def waits(self) -> Histogram:
+        """Time inside each ``next()``, in ns."""
+        return self.calls.waits
+
+    @property
+    def steps(self) -> Histogram:
+        """Time between two of them, in ns."""
+        return self.calls.steps
+
+    @property
     def waited_ns(self) -> int:
         """Time inside ``iter()`` and ``next()``."""
         return self.start_ns + self.waits.total + self.failed_ns
@@ -128,24 +131,24 @@ class EpochRecord:
     @property
     def metrics(self) -> Metrics:
         """The metrics of this epoch, and all of the above; each call makes another."""
-        metrics = self.after.since(self.before)
+        metrics, calls = self.after.since(self.before), self.calls
         asked, delivered, outstanding = self.coverage
         metrics.counts.update(
             asked=asked,
             delivered=delivered,
             outstanding=outstanding,
             epochs=1,
-            batches=self.waits.count,
-            samples=self.samples,
-            bytes=self.nbytes,
-            wall_ns=self.wall_ns,
+            batches=calls.waits.count,
+            samples=calls.samples,
+            bytes=calls.nbytes,
+            wall_ns=calls.wall_ns,
             start_ns=self.start_ns,
             first_ns=self.first_ns,
             failed_ns=self.failed_ns,
             pinned_ns=self.pinned_ns,
         )
         lag = EMPTY if self.lateness is None else self.lateness.latest
-        metrics.histograms.update(wait=self.waits, step=self.steps, lag=lag)
+        metrics.histograms.update(wait=calls.waits, step=calls.steps, lag=lag)
         return metrics
 
 
@@ -193,15 +196,15 @@ class EpochLog(Observer):
         self.machine: Callable[[], MachineSnapshot] = MachineSnapshot
         self.storage: Callable[[], Counter[str]] = Counter
         self._loader: LoaderSnapshot | None = None
-        self._loader_wanted = False
         self._current: EpochRecord | None = None
+        self._between = Calls(0)  # for calls after the end of an epoch, which count nowhere
+        self._calls = self._between
         nothing = dict.fromkeys(("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK), 0)
         # Totals of the epochs that have ended, and the epoch that runs: together, for readers in other threads.
         self._live: tuple[Totals, EpochRecord | None] = Totals(nothing), None
         self._progress: EpochState | None = None
         self._source: MetricsSource | None = None  # of the epoch that runs
         self._measured: MetricsSource | None = None  # of the engine that runs
-        self._began_ns = self._entered_ns = self._left_ns = 0
         self._shown = {"wall_ns": 0, "waited_ns": 0}
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
@@ -215,66 +218,63 @@ class EpochLog(Observer):
             known = self.past[-1].after if source.stands_still else None
         before, machine = self._metrics(source, known)
         self._source, self._progress = source, progress
-        self._loader, self._loader_wanted = None, False
-        self._began_ns = self._entered_ns = self._left_ns = now_ns()
-        self._current = EpochRecord(epoch, before=before, after=before, machine=machine)
+        self._loader, self._calls = None, Calls(now_ns())
+        self._current = EpochRecord(
+            epoch, self._calls, before=before, after=before, machine=machine
+        )
         # Last: other threads read the rest if it is there.
         self._live = self._live[0], self._current
 
     def started(self) -> None:
         """The workers of the epoch have started."""
         if self._current is not None:
-            self._left_ns = now_ns()
-            self._current.wall_ns = self._current.start_ns = self._left_ns - self._began_ns
+            calls = self._calls
+            calls.left_ns = now_ns()
+            calls.wall_ns = self._current.start_ns = calls.left_ns - calls.began_ns
 
     def enter(self) -> None:
         """``next()`` is called."""
-        self._entered_ns = now = now_ns()
-        record = self._current
-        if record is not None and record.waits.count:
-            record.steps.record(now - self._left_ns)
+        self._calls.enter(now_ns())
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
         """``next()`` returns a batch."""
-        now, record = now_ns(), self._current
-        if record is None:
-            return
-        waits, use, state = record.waits, record.use, None
-        is_due, is_wanted = now - self._began_ns >= use.due_ns, self._loader_wanted
-        if is_due or is_wanted:
-            # First: if a signal's handler raises in it, the batch comes again. Until then the loop waits.
-            state, now = loader(), now_ns()
-        self._left_ns = now
-        waits.record(now - self._entered_ns)
-        record.wall_ns = wall_ns = now - self._began_ns
-        record.samples += samples
-        record.nbytes += nbytes
-        if state is not None and is_due:
-            if waits.count == 1:
-                record.first_ns = now - self._entered_ns
-            use.add(wall_ns, state, record.waited_ns)
-        if state is not None and is_wanted:
-            self._loader_wanted, self._loader = False, state
+        if not self._calls.leave(now_ns(), samples, nbytes):
+            self._look(samples, nbytes, loader)
+
+    def _look(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
+        """Look at the loader, as ``next()`` returns a batch."""
+        record, calls = self._current, self._calls
+        is_wanted = calls.is_wanted
+        # First: if a signal's handler raises in it, the batch comes again. Until then the loop waits.
+        state, now = loader(), now_ns()
+        calls.leave(now, samples, nbytes, True)
+        if record is not None and calls.wall_ns >= calls.due_ns:
+            if calls.waits.count == 1:
+                record.first_ns = now - calls.entered_ns
+            record.use.add(calls.wall_ns, state, record.waited_ns)
+            calls.due_ns = record.use.due_ns
+        if is_wanted:
+            calls.is_wanted, self._loader = False, state
 
     def fail(self) -> None:
         """``next()`` raises."""
-        record, entered_ns, left_ns = self._current, self._entered_ns, self._left_ns
+        record, calls = self._current, self._calls
         # Otherwise it had left, and was then interrupted.
-        if record is not None and entered_ns > left_ns:
-            self._left_ns = now = now_ns()
-            record.failed_ns += now - entered_ns
-            record.wall_ns = now - self._began_ns
+        if record is not None and calls.entered_ns > calls.left_ns:
+            calls.left_ns = now = now_ns()
+            record.failed_ns += now - calls.entered_ns
+            calls.wall_ns = now - calls.began_ns
 
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""
-        self._left_ns = now_ns()
+        self._calls.left_ns = now_ns()
         if self._current is not None:
             self._current.pinned_ns += duration_ns
 
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``."""
         if self._current is not None:
-            self._current.wall_ns = now_ns() - self._began_ns
+            self._calls.wall_ns = now_ns() - self._calls.began_ns
             self._current.finished = True
             self._settle()
 
@@ -289,6 +289,7 @@ class EpochLog(Observer):
         """The epoch that runs is given up: its figures would not change any more. Those before it stay."""
         self._live = self._live[0], None
         self._current = self._source = self._progress = self._measured = None
+        self._calls = self._between
 
     def _forget_source(self) -> None:
         """Take what is left of an engine whose memory may go."""
@@ -309,7 +310,7 @@ class EpochLog(Observer):
         ended, before, after = self._live[0], record.before.counts, record.after.counts
         counts = {name: after[name] - before[name] for name in _QUICK}
         self._live = self._with(ended, record, counts, running=False), None
-        self._current = None
+        self._current, self._calls = None, self._between
         if len(self.past) == self.past.maxlen:
             self.forgotten += self.past[0].metrics
         self.past.append(record)
@@ -332,7 +333,7 @@ class EpochLog(Observer):
                 start = record.before.counts
                 counts = {n: count - start[n] for n, count in source.quick_counts().items()}
                 found = self._with(found, record, counts, running=True)
-            self._loader_wanted = True
+            self._calls.is_wanted = True
             if live is self._live:  # else an epoch has ended or begun meanwhile
                 # The loop may be between two lines of leave(): what it waits is then in neither place.
                 self._shown = {n: max(found.counts[n], least) for n, least in self._shown.items()}
@@ -342,17 +343,18 @@ class EpochLog(Observer):
         self, ended: Totals, record: EpochRecord, counts: Mapping[str, int], *, running: bool
     ) -> Totals:
         """Totals over the epochs that have ended, and one more, with the present call of ``next()``."""
-        wall_ns, waited_ns = record.wall_ns, record.waited_ns
-        if (entered_ns := self._entered_ns) > self._left_ns:
+        calls, waited_ns = record.calls, record.waited_ns
+        wall_ns = calls.wall_ns
+        if (entered_ns := calls.entered_ns) > calls.left_ns:
             now = now_ns()
-            wall_ns = max(wall_ns, now - self._began_ns)
+            wall_ns = max(wall_ns, now - calls.began_ns)
             waited_ns += max(now - entered_ns, 0)
         total = dict(ended.counts)
         for name in _QUICK:
             total[name] += counts.get(name, 0)
-        total["batches"] += record.waits.count
-        total["samples"] += record.samples
-        total["bytes"] += record.nbytes
+        total["batches"] += calls.waits.count
+        total["samples"] += calls.samples
+        total["bytes"] += calls.nbytes
         total["wall_ns"] += wall_ns
         total["waited_ns"] += waited_ns
         loader = self._loader or record.use.last or _NO_LOADER
@@ -362,8 +364,8 @@ class EpochLog(Observer):
             running=running,
             wall_ns=wall_ns,
             waited_ns=waited_ns,
-            batches=record.waits.count,
-            samples=record.samples,
+            batches=calls.waits.count,
+            samples=calls.samples,
             loader=loader,
         )
 

@@ -35,10 +35,7 @@ class Lateness:
         lags: Number of samples by lag in batches; negative: earlier than in the sampler's order.
         latest: The largest lag in each returned batch, in batches, at least 0.
         slow_shares: The share of slow samples in each returned batch, from 0 to 1.
-        counts: Whether it must know which samples the sampler asked for.
     """
-
-    counts = True
 
     def __init__(self) -> None:
         self.lags: Counter[int] = Counter()
@@ -80,24 +77,15 @@ class Lateness:
 
 
 class InOrderLateness(Lateness):
-    """The lags of an epoch whose batches come in the sampler's order, with its samples: none is late."""
+    """The lags of an epoch whose batches come in the sampler's order, with its samples: none is late.
 
-    counts = False
+    Args:
+        samples, batches: Numbers of those that were returned.
+        slow: The share of slow samples in the batches that have some.
+    """
 
-    def __init__(self) -> None:
-        self._samples = self._batches = 0
-        self._slow: dict[int, float] = {}
-
-    def delivered(
-        self, positions: list[int] | range, start: int, num_slow: int, number: int | None = None
-    ) -> None:
-        if number is not None and number < self._batches:
-            return
-        count = len(positions) if type(positions) is range else len(positions) - positions.count(-1)
-        if num_slow:
-            self._slow[self._batches] = num_slow / max(count, 1)
-        self._samples += count
-        self._batches += 1
+    def __init__(self, samples: int, batches: int, slow: dict[int, float]) -> None:
+        self._samples, self._batches, self._slow = samples, batches, slow
 
     @property
     def slow_shares(self) -> array[float]:  # type: ignore[override]

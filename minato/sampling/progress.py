@@ -12,7 +12,7 @@ from minato._core import Arrivals, sum_of_hashes
 from minato._support.hashes import index_hash
 from minato._support.items import item_of
 from minato.errors import CoverageError, Postponed, not_the_end, warn
-from minato.observe.lateness import Lateness
+from minato.observe.lateness import InOrderLateness, Lateness
 from minato.sampling.readers import EpochReaders
 from minato.sampling.replay import OrderRecord
 from minato.sampling.samplers import Batch, Recurring, unmarked
@@ -147,13 +147,13 @@ class Outgoing:
         records: Functions that record the batch. Each may be called again, without effect.
     """
 
-    __slots__ = ("batch", "error", "is_given", "is_pinned", "records")
+    batch: Any = None
+    error: BaseException | None = None
+    is_given = is_pinned = False
+    records: Sequence[Callable[[], object]] = ()
 
     def __init__(self, batch: object = None, error: BaseException | None = None) -> None:
-        self.batch = batch
-        self.error = error
-        self.is_given = self.is_pinned = False
-        self.records: Sequence[Callable[[], object]] = ()
+        self.batch, self.error = batch, error
 
     @classmethod
     def of_error(cls, error: Exception) -> Outgoing:
@@ -173,12 +173,23 @@ class Outgoing:
                 del error  # its traceback holds this frame
         return batch
 
-    def settle(self) -> bool:
-        """Record the batch, if the training loop has it; returns whether it has."""
-        if self.is_given:
-            for record in self.records:
+
+class _Recorder:
+    """What records batches once the training loop has them.
+
+    Attributes:
+        last: The last batch on its way to the training loop, until it is recorded.
+    """
+
+    last: Outgoing | None = None
+
+    def settle(self) -> None:
+        """Record the last batch, if the training loop has it."""
+        last = self.last
+        if last is not None and last.is_given:
+            for record in last.records:
                 record()
-        return self.is_given
+            self.last = None
 
 
 class Coverage(NamedTuple):
@@ -210,7 +221,7 @@ class Coverage(NamedTuple):
         return f"<Coverage of epoch {self.epoch}: {', '.join(parts)}>"
 
 
-class Progress:
+class Progress(_Recorder):
     """Follows the indices of one epoch from the sampler to the delivered batches.
 
     Args:
@@ -223,8 +234,6 @@ class Progress:
         is_padding: Whether the last batch stands for one that this rank lacks.
         held_by: What keeps samples or batches that the engine gave: the epoch does not end with the last of them.
         batches: Number of batches delivered in this run.
-        last: The last batch, until it is recorded.
-        lateness: Distance of the batches from the sampler's order, and the slow samples in each.
         record: Records the order of the batches; None without ``Record``.
         length: Returns the number of batches that remain when the epoch begins; None if it is unknown.
         part: Batches of this rank, which a state holds if several ranks share the epoch; None otherwise.
@@ -237,40 +246,46 @@ class Progress:
         self.finished = self.is_padding = False
         self.held_by: set[str] = set()
         self.batches = 0
-        self.last: Outgoing | None = None
-        self.lateness = Lateness()
         self.record: OrderRecord | None = None
         self.length: Callable[[], int | None] = lambda: None
         self.part: RankProgress | None = None
         self.readers: EpochReaders | None = None
         self.earlier = NOTHING, NOTHING
+        self._lateness: Lateness | None = Lateness()
+        self._slow_shares: dict[int, float] = {}
         self._before = before = done or Completed()
         self._last_batch: tuple[list[int] | range, int] = [], 0
-        self._requested = 0  # batches
         self._reported = before.delivered
         self._arrivals = Arrivals(index_hash, before.expected, before.delivered, before.skipped)
 
-    def settle(self) -> None:
-        """Record the last batch, if the training loop has it."""
-        if self.last is not None and self.last.settle():
-            self.last = None
+    def come_in_order(self) -> None:
+        """Note that batches come in the sampler's order, with its samples: none is late."""
+        self._lateness = None
 
-    def requested(self, indices: Batch, number: int | None = None) -> None:
-        """Note a batch of indices that the sampler yields.
+    @property
+    def lateness(self) -> Lateness:
+        """Distance of the batches so far from the sampler's order, and the slow samples in each."""
+        if self._lateness is not None:
+            return self._lateness
+        samples = self._arrivals.delivered[0] - self._before.delivered.samples
+        return InOrderLateness(samples, self.batches, dict(self._slow_shares))
+
+    def requested(self, batches: Sequence[Batch], first: int) -> None:
+        """Note batches of indices that the sampler yields.
 
         Args:
-            number: Of the batch, from 0 on in this run; a second note of it changes nothing. None: the next one.
+            first: Number of the first of them, from 0 on in this run; a second note of a batch changes nothing.
         """
-        if number is None:
-            number = self._requested
-        plain, occurrences = unmarked(indices) if type(indices) is Recurring else (indices, None)
-        if self.record is not None:
-            self.record.requested(plain, occurrences, number)
-        self._arrivals.ask(plain, number)
-        if self.lateness.counts:
-            self.lateness.asked(len(indices) or 1, number)
-        if number >= self._requested:
-            self._requested = number + 1
+        record, ask, lateness = self.record, self._arrivals.ask, self._lateness
+        for number, indices in enumerate(batches, first):
+            occurrences = None
+            if type(indices) is Recurring:
+                indices, occurrences = indices.indices, indices.occurrences
+            if record is not None:
+                record.requested(indices, occurrences, number)
+            ask(indices, number)
+            if lateness is not None:
+                lateness.asked(len(indices) or 1, number)
 
     def returns(
         self,
@@ -326,7 +341,10 @@ class Progress:
         """
         if number is None:
             number = self.batches
-        self.lateness.delivered(positions, start, num_slow, number)
+        if self._lateness is not None:
+            self._lateness.delivered(positions, start, num_slow, number)
+        elif num_slow and number >= self.batches:
+            self._slow_shares[number] = num_slow / max(sum(each >= 0 for each in positions), 1)
         self._arrivals.deliver(positions, start, number)
         if number >= self.batches:
             self.batches = number + 1
@@ -465,7 +483,7 @@ class Progress:
         )
 
 
-class RankProgress:
+class RankProgress(_Recorder):
     """Counts the batches that one rank gets. The rank that runs the workers counts those of the whole epoch.
 
     Args:
@@ -475,14 +493,12 @@ class RankProgress:
     Attributes:
         length, before: The same.
         finished: Whether the rank got all its batches, and the end of the epoch.
-        last: The last batch on its way to the training loop, until it is recorded.
     """
 
     def __init__(self, length: int, before: Completed | None = None) -> None:
         self.before = before
         self.length = length
         self.finished = False
-        self.last: Outgoing | None = None
         done = before or Completed()
         self._ranges = list(done.ranges)
         # Changed at once, whatever a signal's handler raises; ranges beyond the number are not counted.
@@ -498,11 +514,6 @@ class RankProgress:
         """Number of batches that the rank got in the epoch."""
         self.settle()
         return self._got[1]
-
-    def settle(self) -> None:
-        """Record the last batch, if the training loop has it."""
-        if self.last is not None and self.last.settle():
-            self.last = None
 
     def handed(self, part: BatchPart, number: int | None = None) -> None:
         """Count a batch that the program gets.

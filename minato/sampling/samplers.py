@@ -821,7 +821,8 @@ class IndexBatches:
 
     Args:
         again: Returns the batches from one on, given the number of those before it; None: an interruption ends them.
-        note: Called with the indices of each batch and its number. It may be called again, without effect.
+        note: Called with the indices of some batches, and the number of the first. It may be called again, without
+            effect.
 
     Attributes:
         goes_on: Whether the last error was that of one batch, which has no indices; the next call is for the next one.
@@ -831,7 +832,7 @@ class IndexBatches:
         self,
         begin: Callable[[], Source],
         again: Callable[[int], Source] | None = None,
-        note: Callable[[Batch, int], object] = lambda indices, number: None,
+        note: Callable[[Sequence[Batch], int], object] = lambda batches, first: None,
     ) -> None:
         self._begin = begin
         self._again = again
@@ -877,9 +878,12 @@ class IndexBatches:
     def _complete(self) -> None:
         """Make the indices of all batches that were drawn, and note them, unless that is done."""
         self.goes_on = False
-        for drawn in [drawn for drawn in self._ahead if len(drawn) < 4]:
+        new = [drawn for drawn in self._ahead if len(drawn) < 4]
+        if not new:
+            return
+        make = None if self._source is None else self._source.make
+        for drawn in new:
             if len(drawn) == 2:
-                make = None if self._source is None else self._source.make
                 try:
                     drawn.append(drawn[0] if make is None else make(drawn[0]))
                 except Exception:  # no such indices: as with torch, the next batch follows
@@ -887,7 +891,8 @@ class IndexBatches:
                     self._num_dropped = drawn.number + 1
                     self._ahead.remove(drawn)
                     raise
-            self._note(drawn[2], drawn[1])
+        self._note([drawn[2] for drawn in new], new[0][1])
+        for drawn in new:
             drawn.append(True)
 
     def _draw(self, together: bool = False) -> bool:

@@ -18,6 +18,8 @@ from minato.workers.plan import WorkerPlan
 __all__ = ["Fetcher", "Items", "fetcher_of", "one_each"]
 
 _METHODS = FunctionType, MethodDescriptorType
+_LEAST_BOUND = 16
+"""Samples for which it pays to look up the dataset's method."""
 """Types of ``__getitem__`` that are called sooner than an index is taken."""
 
 
@@ -52,8 +54,10 @@ class Fetcher:
 
     present = state
 
-    def now(self) -> Callable[[Any], Any]:
-        """As ``one``, for a few samples now: the method itself takes less time than an index."""
+    def now(self, count: int) -> Callable[[Any], Any]:
+        """As ``one``, for some samples now: the method itself takes less time than an index, but to look it up."""
+        if count < _LEAST_BOUND:
+            return self.one
         method = getattr(type(self._dataset), "__getitem__", None)
         if self._run is None and type(method) in _METHODS:
             return method.__get__(self._dataset)  # type: ignore[no-any-return, union-attr]
@@ -148,7 +152,7 @@ class ReplacedFetcher(Fetcher):
         self._fetch = make_fetcher(samples, batched, collate_fn, drop_last).fetch
         self.one = self._fetch
 
-    def now(self) -> Callable[[Any], Any]:
+    def now(self, count: int) -> Callable[[Any], Any]:
         return self.one
 
     def many(self, indices: object) -> Any:

@@ -274,7 +274,9 @@ class Worker:
             return self.runner.run(position, epoch, indices, fetcher.each(indices))
         slow_ns = 0 if self._deferral is None else self.ledger.slow_ns
         runner = self.runner
-        samples, error = runner.run_steps(position, epoch, indices, fetcher.now(), slow_ns)
+        samples, error = runner.run_steps(
+            position, epoch, indices, fetcher.now(len(indices)), slow_ns
+        )
         is_expensive = runner.cost_estimate.mean_ns >= _WORTH_NOTING_NS
         if is_expensive or 0 < self.ledger.slow_ns < runner.longest_ns:
             self.ledger.note_costs(position, runner.durations, len(samples))

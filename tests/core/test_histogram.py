@@ -229,3 +229,26 @@ def test_the_largest_of_several_is_told(twin: ModuleType) -> None:
     assert values.record_all(array.array("q", [3, 900, 40, 5000]), 3) == 900
     assert values.record_all(array.array("q", [7]), 0) == 0
     assert (values.count, values.max) == (3, 900)
+
+
+def test_calls_count_those_that_return_and_the_time_between(twin: ModuleType) -> None:
+    calls = twin.Calls(100)
+    assert (calls.began_ns, calls.entered_ns, calls.left_ns) == (100, 100, 100)
+    calls.enter(110)
+    assert not calls.leave(130, 2, 50)  # a first look is due
+    assert (calls.waits.count, calls.samples, calls.nbytes, calls.wall_ns) == (0, 0, 0, 0)
+    assert calls.leave(140, 2, 50, True)
+    calls.due_ns = 100
+    calls.enter(150)
+    assert calls.leave(155, 1, 5)
+    assert (calls.waits.count, calls.waits.total, calls.steps.count) == (2, 35, 1)
+    assert (calls.steps.total, calls.samples, calls.nbytes, calls.wall_ns) == (10, 3, 55, 55)
+    assert (calls.entered_ns, calls.left_ns) == (150, 155)
+    calls.enter(160)
+    calls.is_wanted = True
+    assert not calls.leave(170, 1, 5)
+    calls.is_wanted = False
+    assert calls.leave(199, 1, 5)
+    calls.enter(200)
+    assert not calls.leave(200, 1, 5)
+    assert (calls.waits.count, calls.steps.count, calls.samples) == (3, 3, 4)

@@ -41,8 +41,7 @@ def test_ranges_grow_as_sets_do(data: Any) -> None:
 
 
 def run(progress: Progress, batches: list[list[Any]], delivered: list[list[int]]) -> None:
-    for keys in batches:
-        progress.requested(keys)
+    progress.requested(batches, 0)
     for numbers in delivered:
         progress.delivered([number + 100 for number in numbers], 100)
 
@@ -76,8 +75,7 @@ def test_keys_that_are_left_are_cut_anew() -> None:
 def test_skipped_keys_shorten_the_last_batch() -> None:
     batches = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     progress = Progress(0)
-    for keys in batches:
-        progress.requested(keys)
+    progress.requested(batches, 0)
     progress.skipped([1], 0)
     progress.delivered([0, 2, 3], 0)
     done = progress.done()
@@ -112,8 +110,7 @@ def test_nothing_is_lost_however_often_a_pass_is_resumed(data: Any) -> None:
         progress = Progress(0, done)
         left = remaining(batches, done, mixes, drop_last)
         assert len(left) == len(batches) - done.batches
-        for batch in left:
-            progress.requested(batch)
+        progress.requested(left, 0)
         flat = [key for batch in left for key in batch]
         if mixes:
             numbers = list(range(len(flat)))

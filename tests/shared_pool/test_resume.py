@@ -317,8 +317,7 @@ def test_parts_make_up_the_pass_however_often_it_is_resumed(data: Any) -> None:
             Progress(0, done),
             [RankProgress(rounds + 1, before) for before in befores],
         )
-        for batch in left:
-            progress.requested(batch)
+        progress.requested(left, 0)
         progress.part = parts[0]
         numbers = iter(range(sum(map(len, left))))
         places = [[next(numbers) for _ in batch] for batch in left]
