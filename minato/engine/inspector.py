@@ -103,12 +103,13 @@ class Inspector:
             prefetch_factor=workers.prefetch_factor if bounded else None,
             persistent_workers=workers.persistent,
             pin_memory=spec.pin_memory,
-            readers=None if options.readers is None else spec.sampling.readers,
+            readers=None if options.readers is None else len(spec.sampling.own_readers),
             reads_here=options.readers is not None and options.readers.where == "main",
             cores=available_cores(whole_node=options.shared_pool is not None),
             name=options.name,
             uses_pil=uses_pil([spec.dataset, *spec.transforms.steps]),
             ranks=1 if self._session is None else len(self._session.ranks),
+            reader_ranks=spec.sampling.dealt[1],
         )
 
     def live(self) -> Live:

@@ -268,13 +268,18 @@ class Setup:
     prefetch_factor: int | None = _figure("batches", "for each worker, if it was given")
     persistent_workers: bool = _figure("yes or no", "whether workers outlive an epoch")
     pin_memory: bool = _figure("yes or no", "whether batches are copied to pinned memory")
-    readers: int | None = _figure("readers", "of an iterable dataset, if it was given")
+    readers: int | None = _figure(
+        "readers", "of an iterable dataset that this process has, if their number was given"
+    )
     reads_here: bool = _figure("yes or no", "whether a thread of the training process reads")
     cores: float = _figure("cores", "available to this process")
     name: str = _figure("name", "of the loader")
     uses_pil: bool = _figure("yes or no", "whether the dataset or a transform decodes with PIL")
     ranks: int = _figure(
         "ranks", "that share the workers; num_workers= and memory_budget= are per rank"
+    )
+    reader_ranks: int = _figure(
+        "ranks", "among which the readers are dealt; the number given to readers= is of all of them"
     )
 
 

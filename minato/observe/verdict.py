@@ -216,10 +216,13 @@ def _reading(setup: Setup, run: Period, costs: _Costs) -> Verdict:
         advice = "Make its iterator cheaper: what transforms= does, all workers do."
         speedup = costs.whole / max(costs.whole - saved, 1e-9)
         return Verdict("source", summary, (evidence,), advice, None, speedup, "dataset")
-    changes = {"readers": wanted}
+    changes = {"readers": wanted * setup.reader_ranks}
+    given = f"readers={changes['readers']}"
+    if setup.reader_ranks > 1:
+        given += f" of {setup.reader_ranks} ranks together"
     if wanted > setup.num_workers:
         changes["num_workers"] = wanted
-    given = ", ".join(f"{name}={value}" for name, value in changes.items())
+        given += f", num_workers={wanted}"
     shared = dataclasses.replace(costs, reading=costs.reading * readers / wanted)
     return Verdict(
         "source",

@@ -20,7 +20,7 @@ import pytest
 import rich.console
 import torch
 
-from minato import DataLoader, ErrorPolicy, FetchOptions, StragglerPolicy
+from minato import DataLoader, ErrorPolicy, FetchOptions, Readers, StragglerPolicy
 from minato.caching import MemoryCache
 from minato.observe import report as report_module
 from minato.observe.epoch_log import LoaderUse
@@ -189,6 +189,13 @@ def test_what_a_reader_takes_is_the_time_of_the_dataset(arguments: Any) -> None:
     assert stages["dataset"].share > 0.6
     assert stages["dataset"].mean_s >= 0.004
     assert sum(stage.share for stage in stages.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("readers", [3, Readers(6, ranks=2, rank=1), Readers(7, ranks=2, rank=1)])
+def test_the_readers_of_a_report_are_those_of_this_process(readers: Any) -> None:
+    loader: Any = DataLoader(SlowStream(12), batch_size=4, num_workers=1, readers=readers)
+    setup = loader.report().setup
+    assert (setup.readers, setup.reader_ranks) == (3, 1 if readers == 3 else 2)
 
 
 class AnyName(Numbers):

@@ -47,6 +47,7 @@ SETUP = Setup(
         "numbers",
         False,
         1,
+        1,
     )
 )
 
@@ -246,6 +247,10 @@ def test_readers_that_read_all_the_time() -> None:
     assert found.speedup == pytest.approx(0.1 / 0.05)
     here = verdict({"readers": 1, "reads_here": True}, busy_s=1.0, busy_share=0.1)
     assert (here.bottleneck, here.changes) == ("source", None)
+    # What is given is the number of readers of all ranks together.
+    dealt = verdict({"readers": 1, "reader_ranks": 4}, **read)
+    assert dealt.changes == {"readers": 44, "num_workers": 11}
+    assert dealt.advice.startswith("readers=44 of 4 ranks together, num_workers=11, if")
 
 
 IDLE = {"busy_s": 10.0, "busy_share": 0.5}
