@@ -63,10 +63,14 @@ class Waiting:
         "s", "copying to pinned memory, after next(); near the step's time: it is the bottleneck"
     )
     pinning_s: float = _figure(
-        "s", "in next(), pinning the memory of batches in place, once for each part of it"
+        "s",
+        "in next(), pinning the memory of batches in place, once for each part of it; 0 with SharedPool, whose ranks "
+        "pin after that",
     )
     queueing_s: float = _figure(
-        "s", "in next(), queueing copies to the device; large: the device's own queue is full"
+        "s",
+        "in next(), queueing copies to the device; large: the device's own queue is full; 0 with SharedPool, whose "
+        "ranks copy after that",
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DistributedSampler
 from minato import DataLoader, DeviceCopies, SharedPool
 from minato._core.segment import Segment
 from minato.batching.arena import Slot
+from minato.observe.figures import legend
 from minato.shared_pool import source
 from minato.shared_pool.channel import BatchDescriptor
 from minato.shared_pool.source import BatchHandle, RankDevice
@@ -254,6 +255,28 @@ def test_one_rank_may_stay_in_main_memory() -> None:
         return flat(indices_of(batches))
 
     assert run(program) == [list(range(0, 48, 2)), list(range(1, 48, 2))]
+
+
+def test_a_report_leaves_out_what_each_rank_does_for_its_device() -> None:
+    """It would be no part of the waiting: that ends when a batch has come to the rank."""
+
+    def program(rank: int, together: Any) -> Any:
+        recorder = Recorder()
+        loader = loader_of(recorder, Filled(24, 4, 5))
+        batches = list(loader)
+        assert recorder.locked
+        assert recorder.copies
+        recorder.run()
+        del batches
+        together.wait()
+        if rank:
+            return None
+        waiting = loader.report().run.waiting
+        return waiting.pinning_s, waiting.queueing_s
+
+    assert run(program)[0] == (0.0, 0.0)
+    for name in ("pinning_s", "queueing_s"):
+        assert "0 with SharedPool" in legend()["Waiting"][name]["reading"]
 
 
 def test_without_the_recorder() -> None:
