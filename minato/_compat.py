@@ -254,7 +254,7 @@ def _default_rules() -> dict[Any, Any] | None:
 
 _COLLATE = vars(collate)
 _DEFAULT_RULES = _default_rules()
-_COLLATES_TEXTS = getattr(collate, "collate_str_fn", None)
+_OF_TEXTS = getattr(collate, "collate_str_fn", NotImplemented)
 _CALLED_BY_RULES = torch.stack, torch.as_tensor, torch.tensor
 
 
@@ -274,8 +274,10 @@ def collates_by_default() -> bool:
 def collates_texts() -> bool:
     """Whether ``default_collate`` returns a list of texts as it is."""
     rules = _COLLATE.get("default_collate_fn_map") or {}
-    return rules.get(str) is rules.get(bytes) is _COLLATES_TEXTS is not None and (
-        getattr(_COLLATE.get("collate"), "__globals__", None) is _COLLATE
+    return (
+        rules.get(str) is _OF_TEXTS
+        and rules.get(bytes) is _OF_TEXTS
+        and getattr(_COLLATE.get("collate"), "__globals__", None) is _COLLATE
     )
 
 

@@ -38,6 +38,21 @@ def at_work() -> Iterator[bool]:
             _lock.release()
 
 
+class _ThisProcess:
+    """The process that this is.
+
+    Attributes:
+        pid: Its number. Where the kernel is far away, as in some virtual machines, to ask takes as long as a small
+            sample.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+
+this_process = _ThisProcess()
+
+
 def forget_in_children(forget: Callable[[], None]) -> None:
     """Call ``forget`` in each forked child, where the thread that it belongs to does not exist."""
     _forgotten.append(forget)
@@ -333,6 +348,7 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     global _child, _calls_changed, _forking, _interrupted
+    this_process.pid = os.getpid()
     child, _child = _child, None
     if child is not None:
         child.begin_in_child()

@@ -19,7 +19,7 @@ from minato._compat import (
     torch_looks_on,
 )
 from minato._core import now_ns
-from minato._fork_safety import check_owner
+from minato._fork_safety import check_owner, this_process
 from minato.batching.arena import MemoryPinner
 from minato.checks import explain_dataset
 from minato.delivery.device import Pin, memory_pinner
@@ -176,7 +176,7 @@ class BatchIterator(TorchIterator):
         return epoch.readers is not None or (self._num_workers > 0 and not stays)
 
     def __next__(self) -> Any:
-        if os.getpid() != self._owner:
+        if this_process.pid != self._owner:
             self._enter_child()
         if is_owned(self._turn):
             raise RuntimeError(

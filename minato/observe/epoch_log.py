@@ -197,8 +197,6 @@ class EpochLog(Observer):
         self.storage: Callable[[], Counter[str]] = Counter
         self._loader: LoaderSnapshot | None = None
         self._current: EpochRecord | None = None
-        self._between = Calls(0)  # for calls after the end of an epoch, which count nowhere
-        self._calls = self._between
         nothing = dict.fromkeys(("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK), 0)
         # Totals of the epochs that have ended, and the epoch that runs: together, for readers in other threads.
         self._live: tuple[Totals, EpochRecord | None] = Totals(nothing), None
@@ -218,37 +216,33 @@ class EpochLog(Observer):
             known = self.past[-1].after if source.stands_still else None
         before, machine = self._metrics(source, known)
         self._source, self._progress = source, progress
-        self._loader, self._calls = None, Calls(now_ns())
-        self._current = EpochRecord(
-            epoch, self._calls, before=before, after=before, machine=machine
-        )
+        self._loader, calls = None, Calls(now_ns())
+        self._current = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
         # Last: other threads read the rest if it is there.
         self._live = self._live[0], self._current
 
     def started(self) -> None:
         """The workers of the epoch have started."""
         if self._current is not None:
-            calls = self._calls
+            calls = self._current.calls
             calls.left_ns = now_ns()
             calls.wall_ns = self._current.start_ns = calls.left_ns - calls.began_ns
 
     def enter(self) -> None:
         """``next()`` is called."""
-        self._calls.enter(now_ns())
+        if self._current is not None:
+            self._current.calls.enter(now_ns())
 
     def leave(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
         """``next()`` returns a batch."""
-        if not self._calls.leave(now_ns(), samples, nbytes):
-            self._look(samples, nbytes, loader)
-
-    def _look(self, samples: int, nbytes: int, loader: Callable[[], LoaderSnapshot]) -> None:
-        """Look at the loader, as ``next()`` returns a batch."""
-        record, calls = self._current, self._calls
-        is_wanted = calls.is_wanted
+        record = self._current
+        if record is None or record.calls.leave(now_ns(), samples, nbytes):
+            return
+        calls, is_wanted = record.calls, record.calls.is_wanted
         # First: if a signal's handler raises in it, the batch comes again. Until then the loop waits.
         state, now = loader(), now_ns()
         calls.leave(now, samples, nbytes, True)
-        if record is not None and calls.wall_ns >= calls.due_ns:
+        if calls.wall_ns >= calls.due_ns:
             if calls.waits.count == 1:
                 record.first_ns = now - calls.entered_ns
             record.use.add(calls.wall_ns, state, record.waited_ns)
@@ -258,23 +252,26 @@ class EpochLog(Observer):
 
     def fail(self) -> None:
         """``next()`` raises."""
-        record, calls = self._current, self._calls
-        # Otherwise it had left, and was then interrupted.
-        if record is not None and calls.entered_ns > calls.left_ns:
+        record = self._current
+        if record is None:
+            return
+        calls = record.calls
+        if calls.entered_ns > calls.left_ns:  # otherwise it had left, and was then interrupted
             calls.left_ns = now = now_ns()
             record.failed_ns += now - calls.entered_ns
             calls.wall_ns = now - calls.began_ns
 
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""
-        self._calls.left_ns = now_ns()
         if self._current is not None:
+            self._current.calls.left_ns = now_ns()
             self._current.pinned_ns += duration_ns
 
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``."""
         if self._current is not None:
-            self._calls.wall_ns = now_ns() - self._calls.began_ns
+            calls = self._current.calls
+            calls.wall_ns = now_ns() - calls.began_ns
             self._current.finished = True
             self._settle()
 
@@ -289,7 +286,6 @@ class EpochLog(Observer):
         """The epoch that runs is given up: its figures would not change any more. Those before it stay."""
         self._live = self._live[0], None
         self._current = self._source = self._progress = self._measured = None
-        self._calls = self._between
 
     def _forget_source(self) -> None:
         """Take what is left of an engine whose memory may go."""
@@ -310,7 +306,7 @@ class EpochLog(Observer):
         ended, before, after = self._live[0], record.before.counts, record.after.counts
         counts = {name: after[name] - before[name] for name in _QUICK}
         self._live = self._with(ended, record, counts, running=False), None
-        self._current, self._calls = None, self._between
+        self._current = None
         if len(self.past) == self.past.maxlen:
             self.forgotten += self.past[0].metrics
         self.past.append(record)
@@ -333,7 +329,8 @@ class EpochLog(Observer):
                 start = record.before.counts
                 counts = {n: count - start[n] for n, count in source.quick_counts().items()}
                 found = self._with(found, record, counts, running=True)
-            self._calls.is_wanted = True
+            if record is not None:
+                record.calls.is_wanted = True
             if live is self._live:  # else an epoch has ended or begun meanwhile
                 # The loop may be between two lines of leave(): what it waits is then in neither place.
                 self._shown = {n: max(found.counts[n], least) for n, least in self._shown.items()}

@@ -184,7 +184,7 @@ def test_all_time_is_waited_or_not(seed: int, monkeypatch: pytest.MonkeyPatch) -
             journal.leave(1, 1, lambda: STANDING)
             waits += 1
         elif kind == "interrupted":  # where it looks at the loader; the batch comes again
-            journal._calls.is_wanted = True
+            journal._current.calls.is_wanted = True
             with pytest.raises(KeyboardInterrupt):
                 journal.leave(1, 1, interrupt)
             journal.fail()
