@@ -219,7 +219,8 @@ class _Service:
         open: The channels of epochs that go on.
         closing: Those of epochs that are over, maybe not for all ranks.
         sources: The sources of batches, which are made in the same sequence in all ranks.
-        failure: What has ended the thread.
+        turns: Number of times that the store has answered.
+        failure: What has ended the thread, or ends it once the store answers.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -227,6 +228,7 @@ class _Service:
         self.open: list[Channel] = []
         self.closing: list[Channel] = []
         self.sources: list[object] = []
+        self.turns = 0
         self.failure: BaseException | None = None
         self._news: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="minato-ranks", daemon=True)
@@ -277,6 +279,7 @@ class _Service:
             for channel in list(self.closing):
                 if channel not in self.open and channel.close(store):
                     self.closing.remove(channel)
+            self.turns += 1
             waits = any(channel.waits_since is not None for channel in list(self.open))
             pause_s = _POLL_S if waits else _IDLE_S if self.open or self.closing else _BEAT_S
             with suppress(Empty):
@@ -476,10 +479,17 @@ class EvenEnds:
                 "this process was forked from one with an iterator of readers with epoch_end=, which agrees with other "
                 "ranks: make a loader here"
             )
+        turns = looks = 0
         try:
             while not channel.is_settled:
                 if self._is_stopped:
                     raise RuntimeError(CLOSED)
+                # Looks, not time: if this process was stopped meanwhile, it has not looked. The store itself counts the
+                # time until it is found.
+                looks = looks + 1 if service.turns == turns > 0 else 0
+                turns = service.turns
+                if looks * _LOOK_S > _SILENT_S and service.failure is None:
+                    service.failure = TimeoutError(f"no answer for {_SILENT_S:.0f} seconds")
                 if channel.error is not None or service.failure is not None:
                     text = (
                         channel.error

@@ -375,6 +375,36 @@ def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run
     assert in_ranks(2, one_rank) == [True, True]
 
 
+class Hanging(HashStore):  # type: ignore[misc]
+    """Answers once or more, and no longer when a rank tells how many batches it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        if "/rank/" in key:
+            self.goes_on.wait(60)
+        return super().add(key, amount)
+
+
+def test_a_store_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Hanging()
+    monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: store)
+    monkeypatch.setattr(rank_ends, "_SILENT_S", 0.05)
+    wait_until(lambda: rank_ends._service_of(1, 2).turns > 0)
+    loader = DataLoader(Uneven([9, 9]), readers=Readers(2, rank=1, ranks=2, epoch_end="shortest"))
+    try:
+        batches = iter(loader)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="rank 0 and its store .* no answer for"):
+                next(batches)
+        assert not store.goes_on.is_set()
+    finally:
+        store.goes_on.set()
+        end_services()
+
+
 def test_wrong_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match="epoch_end='pad' is about readers .* give ranks='auto' too"
