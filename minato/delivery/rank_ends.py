@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from minato._fork_safety import forget_in_children
+from minato._support.text import message_of
 from minato._support.threads import at_end, start_thread
 from minato.batching.arena import MemoryPinner
 from minato.delivery.device import Pin, Unpinned
@@ -508,18 +509,31 @@ class EvenEnds:
         if self._epoch_end != "pad":
             return
         known = [held for held in self._queue if held.error is None]
-        last = known[-1] if known else self._repeated()
-        batch: Any = last.batch
-        if self._pin is not None and last.error is None:
-            batch = batch.result()
-        self._padding = Outgoing(copy.deepcopy(batch), last.error)
+        try:
+            last = known[-1] if known else self._repeated()
+            batch: Any = last.batch
+            if self._pin is not None and last.error is None:
+                batch = batch.result()
+            self._padding = Outgoing(self._copied(batch), last.error)
+        except Exception as error:  # of the padding alone, which this rank may not need
+            self._padding = Outgoing(error=error)
+
+    def _copied(self, batch: object) -> object:
+        try:
+            return copy.deepcopy(batch)
+        except Exception as error:
+            raise RuntimeError(
+                f"rank {self._dealt[0]} has fewer batches than another one, and cannot copy its last for "
+                f"epoch_end='pad', by copy.deepcopy: {message_of(error)}; leave out of the batch what "
+                "cannot be copied, or use 'shortest' or 'repeat'"
+            ) from error
 
     def _extra(self) -> Outgoing:
         """A batch beyond those of this rank."""
         padding = self._padding
         if padding is None:
             return self._repeated()
-        batch = copy.deepcopy(padding.batch)  # the loop may change it
+        batch = self._copied(padding.batch)  # the loop may change it
         return Outgoing(batch if self._pin is None else Unpinned(self._pin, batch), padding.error)
 
     def _repeated(self) -> Outgoing:

@@ -351,6 +351,31 @@ def test_a_rank_that_has_nothing_more_to_repeat_says_so(in_ranks: Run) -> None:
     assert second[:5] == [1000 + i for i in range(5)]
 
 
+def with_lock(items: list[int]) -> Any:
+    return items[0], threading.Lock()
+
+
+def test_a_batch_that_cannot_be_copied_stops_only_the_padding(in_ranks: Run) -> None:
+    def one_rank(rank: int) -> list[Any]:
+        readers = Readers(2, rank=rank, ranks=2, epoch_end="pad")
+        batches = iter(DataLoader(Uneven([5, 3]), 1, readers=readers, collate_fn=with_lock))
+        found: list[Any] = []
+        while True:
+            try:
+                found.append(next(batches)[0])
+            except StopIteration:
+                return found
+            except RuntimeError as error:
+                found.append(str(error))
+
+    longest, shortest = in_ranks(2, one_rank)
+    assert longest == [0, 1, 2, 3, 4]
+    assert shortest[:3] == [1000, 1001, 1002]
+    assert len(shortest) == 5
+    for error in shortest[3:]:  # in place of each batch that the rank lacks
+        assert re.match("rank 1 .* cannot copy its last .*: cannot pickle", error)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run) -> None:
     is_closed = threading.Event()
