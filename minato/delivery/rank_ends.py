@@ -44,6 +44,8 @@ _LOOK_S = 0.001
 """Time between two looks of the training loop, while it waits, at what the thread knows."""
 _BEAT_S = 2.0
 """Time between two signs of life of a rank."""
+_WATCHED = 3
+"""Signs that a process gives before it takes part, where its rank has given some before."""
 _SILENT_S = 60.0
 """Time without one after which a rank that others wait for counts as dead."""
 _LONGEST_S = 1800.0
@@ -220,8 +222,8 @@ class _Service:
         open: The channels of epochs that go on.
         closing: Those of epochs that are over, maybe not for all ranks.
         sources: The sources of batches, which are made in the same sequence in all ranks.
-        turns: Number of times that the store has answered.
-        failure: What has ended the thread, or ends it once the store answers.
+        turns: Number of rounds of talk with the store; 0: this rank takes no part.
+        failure: Why the thread has ended, or ends once the store answers.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -230,7 +232,7 @@ class _Service:
         self.closing: list[Channel] = []
         self.sources: list[object] = []
         self.turns = 0
-        self.failure: BaseException | None = None
+        self.failure: str | None = None
         self._news: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="minato-ranks", daemon=True)
         start_thread(self._thread)
@@ -257,7 +259,7 @@ class _Service:
     def end(self) -> None:
         """End the thread."""
         self._stay_no_longer()
-        self.failure = RuntimeError("this process has ended what tells it of the others")
+        self.failure = "this process has ended what tells it of the others"
         self.notify()
         self._thread.join(_BEAT_S)
 
@@ -267,20 +269,32 @@ class _Service:
             self._store = _connected(self.rank, self.ranks)
             self._serve(self._store)
         except BaseException as error:
-            self.failure = error
+            reason = message_of(error).partition("\n")[0]  # torch adds its frames
+            self.failure = f"rank 0 and its store cannot be reached: {reason}"
 
     def _serve(self, store: Store) -> None:
-        sign_due = 0.0
+        sign_due, before, signs = 0.0, 0, 0
         while self.failure is None:
-            if time.monotonic() >= sign_due:
-                store.add(f"alive/{self.rank}", 1)
-                sign_due = time.monotonic() + _BEAT_S
-            for channel in list(self.open):
-                channel.exchange(store)
-            for channel in list(self.closing):
-                if channel not in self.open and channel.close(store):
-                    self.closing.remove(channel)
             self.turns += 1
+            if time.monotonic() >= sign_due:
+                known = _services.get((self.rank, self.ranks), self)
+                if known is not self and known.failure is None:
+                    return  # an interruption has lost this one
+                sign = store.add(f"alive/{self.rank}", 1)
+                if not signs:
+                    before = sign - 1  # maybe of a process that has ended
+                signs += 1
+                if sign - before - signs > 1:  # one may come late, of a thread that has ended here
+                    store.add(f"alive/{self.rank}", 2)  # which tells the other process
+                    self.failure, self.turns = _taken(self.rank, self.ranks), 0
+                    return
+                sign_due = time.monotonic() + _BEAT_S
+            if not before or signs > _WATCHED:
+                for channel in list(self.open):
+                    channel.exchange(store)
+                for channel in list(self.closing):
+                    if channel not in self.open and channel.close(store):
+                        self.closing.remove(channel)
             waits = any(channel.waits_since is not None for channel in list(self.open))
             pause_s = _POLL_S if waits else _IDLE_S if self.open or self.closing else _BEAT_S
             with suppress(Empty):
@@ -300,11 +314,19 @@ class _Service:
         self.end()  # an interpreter that ends while the thread is in the store aborts
 
 
-def _connected(rank: int, ranks: int) -> Store:
-    """The store of all ranks, which the process of rank 0 hosts, or the launcher.
+def _taken(rank: int, ranks: int) -> str:
+    return (
+        f"another process takes part as rank {rank} of {ranks}, too, so that batches would count twice: with "
+        "epoch_end= give each process another rank; where several need the same batches, load in one of them and "
+        "broadcast these"
+    )
+
+
+def _address() -> tuple[str, int]:
+    """Where the store is.
 
     Raises:
-        RuntimeError: Nobody says where it is, or it cannot be reached.
+        RuntimeError: Nobody says so.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdigit():
@@ -312,9 +334,18 @@ def _connected(rank: int, ranks: int) -> Store:
             "epoch_end= needs an address at which rank 0 can listen for the others: set MASTER_ADDR and MASTER_PORT, "
             "as torchrun does"
         )
+    return address, int(port)
+
+
+def _connected(rank: int, ranks: int) -> Store:
+    """The store of all ranks, which the process of rank 0 hosts, or the launcher.
+
+    Raises:
+        RuntimeError: It cannot be reached.
+    """
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
-        *(address, int(port), None, rank == 0 and not is_hosted),
+        *(*_address(), None, rank == 0 and not is_hosted),
         timeout=timedelta(seconds=_LONGEST_S),
         wait_for_workers=False,
         multi_tenant=True,  # beside that of init_process_group
@@ -332,6 +363,7 @@ def _service_of(rank: int, ranks: int) -> _Service:
     known = _services.get((rank, ranks))
     if known is not None and known.failure is None:
         return known
+    _address()  # what is wrong with it is raised here, and not where this rank waits
     _services[rank, ranks] = made = _Service(rank, ranks)
     if known is not None:
         made.sources = known.sources  # the store may have counters of theirs
@@ -442,6 +474,8 @@ class EvenEnds:
             if self._queue and self._queue[0] is given:
                 self._queue.popleft()
             self._given, channel.given = None, channel.given + 1
+        if service.failure is not None and not service.turns:
+            raise RuntimeError(service.failure)
         while not self._has_ended and len(self._queue) <= AHEAD:
             self._pull()
         if not channel.ended:
@@ -490,13 +524,12 @@ class EvenEnds:
                 looks = looks + 1 if service.turns == turns > 0 else 0
                 turns = service.turns
                 if looks * _LOOK_S > _SILENT_S and service.failure is None:
-                    service.failure = TimeoutError(f"no answer for {_SILENT_S:.0f} seconds")
-                if channel.error is not None or service.failure is not None:
-                    text = (
-                        channel.error
-                        or f"rank 0 and its store cannot be reached: {service.failure}"
+                    service.failure = (
+                        f"rank 0 and its store have not answered for {_SILENT_S:.0f} seconds"
                     )
-                    raise RuntimeError(text) from service.failure
+                why = channel.error or service.failure
+                if why is not None:
+                    raise RuntimeError(why)
                 if channel.waits_since is None:
                     channel.waits_since = time.monotonic()
                     service.notify()

@@ -199,7 +199,7 @@ def lightning_resumed() -> Any:
 
 def all_told(count: int) -> None:
     """Have rank 0 wait for so many ranks in all: its process hosts what they hear of each other by."""
-    store: Any = rank_ends._services[rank_and_count()]._store
+    store: Any = next(iter(rank_ends._services.values()))._store
     store.add("told", 1)
     while rank_and_count()[0] == 0 and store.add("told", 0) < count:
         time.sleep(0.01)
@@ -238,10 +238,30 @@ def left() -> Any:
     return {"kept": kept, "error": told}
 
 
+def doubled() -> Any:
+    """Two processes read the same, as rank 1 of 2."""
+    rank, count = rank_and_count()
+    told: str | None = None
+    if rank == 0:
+        service: Any = rank_ends._service_of(0, 2)
+        while not hasattr(service, "_store"):
+            time.sleep(0.01)
+    else:
+        try:
+            for _ in DataLoader(
+                Filtered(), 4, readers=Readers(2, rank=1, ranks=2, epoch_end="pad")
+            ):
+                pass
+        except RuntimeError as error:
+            told = str(error)
+    all_told(count)
+    return {"error": told}
+
+
 if __name__ == "__main__":
     programs = (
         *(ddp, accelerated, accelerated_resumed, lightning, lightning_resumed),
-        *(bereaved, left),
+        *(bereaved, left, doubled),
     )
     program = next(each for each in programs if each.__name__ == sys.argv[1])
     print(json.dumps(program()))

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,13 @@ def end_services() -> None:
     for service in rank_ends._services.values():
         service.end()
     rank_ends._services.clear()
+
+
+def given(monkeypatch: pytest.MonkeyPatch, store: HashStore) -> None:
+    """Have services use a store."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: store)
 
 
 def _in_turn(self: Any, turn: Any, method: Any, *arguments: Any) -> Any:
@@ -305,6 +311,15 @@ def test_ranks_that_are_gone_are_named(program: str) -> None:
             assert rank["kept"] == 3  # two are held back
 
 
+@pytest.mark.slow
+def test_each_of_two_processes_of_one_rank_is_told() -> None:
+    _, *both = run_ranks("doubled", 3, programs=PROGRAMS)
+    assert ["another process takes part as rank 1 of 2" in each["error"] for each in both] == [
+        True,
+        True,
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:.* readers received nothing")
 @pytest.mark.parametrize("mode", ["repeat", "pad"])
 def test_a_rank_without_items_says_so(mode: str, in_ranks: Run) -> None:
@@ -401,7 +416,7 @@ def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run
 
 
 class Hanging(HashStore):  # type: ignore[misc]
-    """Answers once or more, and no longer when a rank tells how many batches it has."""
+    """It answers no longer when a rank tells how many batches it has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,14 +430,14 @@ class Hanging(HashStore):  # type: ignore[misc]
 
 def test_a_store_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Hanging()
-    monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: store)
+    given(monkeypatch, store)
     monkeypatch.setattr(rank_ends, "_SILENT_S", 0.05)
-    wait_until(lambda: rank_ends._service_of(1, 2).turns > 0)
+    rank_ends._service_of(1, 2)
     loader = DataLoader(Uneven([9, 9]), readers=Readers(2, rank=1, ranks=2, epoch_end="shortest"))
     try:
         batches = iter(loader)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="rank 0 and its store .* no answer for"):
+            with pytest.raises(RuntimeError, match="rank 0 and its store have not answered for"):
                 next(batches)
         assert not store.goes_on.is_set()
     finally:
@@ -435,16 +450,73 @@ def test_wrong_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match="epoch_end='pad' is about readers .* give ranks='auto' too"
     ):
         Readers(4, epoch_end="pad")
-    readers = Readers(4, rank=0, ranks=2, epoch_end="pad")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(RuntimeError, match="set MASTER_ADDR and MASTER_PORT"):
-        next(iter(DataLoader(Uneven([4] * 4), 2, readers=replace(readers, epoch_end="shortest"))))
-    end_services()
+    for mode in MODES:
+        readers = Readers(4, rank=0, ranks=2, epoch_end=mode)
+        batches = iter(DataLoader(Uneven([4] * 4), 2, readers=readers))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="set MASTER_ADDR and MASTER_PORT"):
+                next(batches)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("comes", ["before", "later"])
+def test_two_processes_of_one_rank_are_told(
+    mode: str, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, has_ended = Endless(), threading.Event()
+    given(monkeypatch, store)
+    monkeypatch.setattr(rank_ends, "_BEAT_S", 0.01)
+
+    def other_process() -> None:
+        while not has_ended.wait(0.005):
+            store.add("alive/1", 1)
+
+    readers = Readers(2, rank=1, ranks=2, epoch_end=mode)
+    batches = iter(DataLoader(Uneven([99, 99]), readers=readers))
+    other = threading.Thread(target=other_process)
+    try:
+        if comes == "before":
+            other.start()
+            wait_until(lambda: store.add("alive/1", 0) > 1)
+            rank_ends._service_of(1, 2)
+        else:
+            next(batches)
+            other.start()
+        wait_until(lambda: rank_ends._services[1, 2].failure is not None)
+        with pytest.raises(RuntimeError, match="another process .* rank 1 of 2, too"):
+            while comes == "later" or next(batches):
+                next(batches)
+    finally:
+        has_ended.set()
+        other.join()
+        end_services()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_comes_again_takes_part(
+    mode: str, in_ranks: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a store that knows its signs of life, as of a process that has ended."""
+    monkeypatch.setattr(rank_ends, "_BEAT_S", 0.01)
+
+    def one_rank(rank: int) -> list[int]:
+        service = rank_ends._services[rank, 2]
+        wait_until(lambda: service.turns > 0)
+        service.end()
+        loaders = [
+            DataLoader(Uneven([7, 4]), 1, readers=Readers(2, rank=rank, ranks=2, epoch_end=mode))
+            for _ in range(2)
+        ]
+        return [len([*loader]) for loader in loaders]
+
+    first, second = in_ranks(2, one_rank)
+    assert first == second
 
 
 def test_no_thread_is_in_the_store_when_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """There torch's store would abort the program."""
-    monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: HashStore())
+    given(monkeypatch, HashStore())
     service = rank_ends._Service(1, 2)
     service._take_leave()
     assert not service._thread.is_alive()
@@ -493,7 +565,7 @@ def test_an_interruption_at_any_line_loses_nothing(
     least: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rank_ends, "_connected", lambda rank, ranks: Endless())
+    given(monkeypatch, Endless())
     rank_ends._service_of(0, 2)
     readers = Readers(4, rank=0, ranks=2, epoch_end="shortest")
     interrupter = Interrupter(chance)
