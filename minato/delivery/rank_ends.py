@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -393,7 +393,7 @@ class EvenEnds:
         source: The batches of this rank.
         epoch_end: ``shortest``, ``repeat`` or ``pad``.
         dealt: This rank, and the number of ranks.
-        again: Returns the batches of an epoch from its start, as often as they are asked for.
+        again: Returns a source of the batches of an epoch from its start.
         pin: Pins a batch, if those of the source are :class:`minato.delivery.device.Pinned`.
     """
 
@@ -402,7 +402,7 @@ class EvenEnds:
         source: BatchSource,
         epoch_end: str,
         dealt: tuple[int, int],
-        again: Callable[[Epoch], Iterator[Outgoing]],
+        again: Callable[[Epoch], BatchSource],
         pin: Pin | None,
     ) -> None:
         self._source = source
@@ -415,7 +415,8 @@ class EvenEnds:
         self._given: Outgoing | None = None
         self._channel: Channel | None = None
         self._service: _Service | None = None
-        self._again: Iterator[Outgoing] | None = None
+        self._again: BatchSource | None = None
+        self._num_again = 0
         self._padding: Outgoing | None = None
         self._is_over = self._has_ended = self._is_stopped = False
         self._leave: Callable[[], object] = int
@@ -425,7 +426,8 @@ class EvenEnds:
         self._leave()
         self._epoch, self._progress = epoch, epoch.progress
         self._queue.clear()
-        self._given = self._channel = self._again = self._padding = None
+        self._end_again()
+        self._given = self._channel = self._padding = None
         self._is_over = self._has_ended = self._is_stopped = False
         self._progress.held_by.add(_HOLDER)
         return self._source.begin(epoch, batches)
@@ -571,19 +573,35 @@ class EvenEnds:
 
     def _repeated(self) -> Outgoing:
         """The next batch of this rank's own items, from the start of the epoch."""
-        if self._again is None:
-            self._again = self._make_again(self._epoch)
-        try:
-            found = next(self._again, None)
-        except BaseException:
-            self._again = None  # it has ended
-            raise
-        if found is None:
-            raise RuntimeError(
-                f"rank {self._dealt[0]} has no items in this epoch, so that it has none for epoch_end="
-                f"{self._epoch_end!r} either: use fewer readers, or 'shortest'"
-            )
-        return found
+        while True:
+            source = self._again
+            if source is None:
+                self._num_again = 0
+                self._again = source = self._make_again(self._epoch)
+            if self._is_stopped:  # maybe while there was nothing to stop
+                raise RuntimeError(CLOSED)
+            try:
+                given = source.next()
+                self._num_again += 1
+                taken = Outgoing(given.batch, given.error)
+                given.batch, given.error, given.is_given = None, None, True
+            except StopIteration:
+                self._end_again()
+            except BaseException:
+                self._end_again()
+                raise
+            else:
+                return taken
+            if not self._num_again:
+                raise RuntimeError(
+                    f"rank {self._dealt[0]} has no items in this epoch, so that it has none for epoch_end="
+                    f"{self._epoch_end!r} either: use fewer readers, or 'shortest'"
+                )
+
+    def _end_again(self) -> None:
+        source, self._again = self._again, None
+        if source is not None:
+            source.shut_down()
 
     def _finish(self, channel: Channel, service: _Service) -> None:
         """End the epoch in this rank."""
@@ -594,8 +612,9 @@ class EvenEnds:
             self._progress.finish()
         channel.is_done = True
         service.close(channel)
-        self._again, self._is_over = None, True
+        self._is_over = True
         self._queue.clear()
+        self._end_again()
 
     def pinned(self, duration_ns: int) -> None:
         """Record how long it took to pin a batch."""
@@ -614,10 +633,12 @@ class EvenEnds:
         """Have ``next()`` raise RuntimeError rather than wait for workers or other ranks."""
         self._is_stopped = True
         self._source.stop()
+        if (again := self._again) is not None:
+            again.stop()
 
     def shut_down(self) -> None:
         """End the workers, and leave an epoch that is not over."""
-        self._again = None
+        self._end_again()
         self._queue.clear()
         self._leave()
         self._source.shut_down()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from minato.engine.spec import LoaderSpec
 from minato.sampling.epoch import Epoch, EpochPosition
-from minato.sampling.progress import Completed, Outgoing, RankProgress
+from minato.sampling.progress import Completed, RankProgress
 from minato.sampling.resume import DatasetStates
 from minato.transforms.owned import OwnedGenerators
 
@@ -162,32 +162,21 @@ class EngineFactory:
 
     def _repeated(
         self, spec: LoaderSpec, wrap: Wrap | None, pin: Pin | None, epoch: Epoch
-    ) -> Iterator[Outgoing]:
-        """The batches of an epoch from its start, as often as they are asked for, without any trace of it here."""
+    ) -> BatchSource:
+        """The batches of an epoch from its start, without any trace of it here."""
         from minato.engine.history import History
 
-        while True:
-            found = 0
-            factory, position = self.fresh(traced=False), EpochPosition()
-            position.set_epoch(epoch.number)
-            again = factory.epoch(spec, position, persists=False)
-            if again.readers is not None and epoch.readers is not None:
-                again.readers.set_epoch = epoch.readers.set_epoch
-            again.set_base_seed(epoch.base_seed)
-            source: BatchSource = factory.engine(spec, again, history=History.of(spec), pin=pin)
-            if wrap is not None:
-                source = wrap(source)
-            try:
-                source.begin(again, again.batches(iter(())))
-                while (given := _next_of(source)) is not None:
-                    found += 1
-                    taken = Outgoing(given.batch, given.error)
-                    given.batch, given.error, given.is_given = None, None, True
-                    yield taken
-            finally:
-                source.shut_down()
-            if not found:
-                return
+        factory, position = self.fresh(traced=False), EpochPosition()
+        position.set_epoch(epoch.number)
+        again = factory.epoch(spec, position, persists=False)
+        if again.readers is not None and epoch.readers is not None:
+            again.readers.set_epoch = epoch.readers.set_epoch
+        again.set_base_seed(epoch.base_seed)
+        source: BatchSource = factory.engine(spec, again, history=History.of(spec), pin=pin)
+        if wrap is not None:
+            source = wrap(source)
+        source.begin(again, again.batches(iter(())))
+        return source
 
     def engine(
         self,
@@ -264,14 +253,6 @@ class EngineFactory:
             reads = OwnedGenerators({"dataset": spec.dataset}).names
             history.warn_of_generators(reads, "reads of several samples share them")
         history.warn_of_generators(owned.others)
-
-
-def _next_of(source: BatchSource) -> Outgoing | None:
-    """The next batch; None: there are no more."""
-    try:
-        return source.next()
-    except StopIteration:
-        return None
 
 
 def _kept(

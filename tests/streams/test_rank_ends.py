@@ -415,6 +415,52 @@ def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run
     assert in_ranks(2, one_rank) == [True, True]
 
 
+class Waiting(Uneven):
+    """Reader 0 waits in its second pass, until there is a file."""
+
+    def __init__(self, sizes: list[int], folder: Path) -> None:
+        super().__init__(sizes)
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        if info.id == 0 and (self.folder / "first").exists():
+            (self.folder / "second").touch()
+            wait_until(lambda: (self.folder / "go on").exists())
+        elif info.id == 0:
+            (self.folder / "first").touch()
+        return super().__iter__()
+
+
+def test_closing_a_loader_ends_its_wait_for_what_it_repeats(tmp_path: Path, in_ranks: Run) -> None:
+    is_closed = threading.Event()
+    stream = Waiting([2, 9], tmp_path)
+
+    def one_rank(rank: int) -> bool:
+        readers = Readers(2, rank=rank, ranks=2, epoch_end="repeat")
+        batches: Any = iter(DataLoader(stream, 1, num_workers=1, readers=readers))
+        if rank == 1:
+            next(batches)
+            return is_closed.wait(60) or len([*batches]) < 0
+
+        def close() -> None:
+            wait_until(lambda: (tmp_path / "second").exists())
+            batches.shut_down()
+            is_closed.set()
+
+        threading.Thread(target=close).start()
+        with pytest.raises(RuntimeError, match="was closed before the end of the epoch"):
+            list(batches)
+        assert not (tmp_path / "go on").exists()
+        return True
+
+    try:
+        assert in_ranks(2, one_rank) == [True, True]
+    finally:
+        (tmp_path / "go on").touch()
+
+
 class Hanging(HashStore):  # type: ignore[misc]
     """It answers no longer when a rank tells how many batches it has."""
 
