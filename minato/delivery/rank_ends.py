@@ -200,15 +200,16 @@ class Channel:
         self._post(store, self.promised, self.ended)
         if self.has_left:
             store.add(f"{self.name}/left/{self.rank}", 1)
-            return True
-        if not self.has_told_end:
-            store.add(f"{self.name}/over", 1)
-            self.has_told_end = True
-        if store.add(f"{self.name}/over", 0) < self.ranks:
-            return False
-        if self.rank == 0:
+        else:
+            if not self.has_told_end:
+                store.add(f"{self.name}/over", 1)
+                self.has_told_end = True
+            if store.add(f"{self.name}/over", 0) < self.ranks:
+                return False
+        if store.add(f"{self.name}/gone", 1) == self.ranks:
+            of_ranks = (f"{kind}/{i}" for kind in ("rank", "left") for i in range(self.ranks))
             rings = (f"all/{i}" for i in range(_RING)) if self.shortest else ()
-            for key in (*rings, "ended", *(f"rank/{i}" for i in range(self.ranks))):
+            for key in ("ended", "over", "gone", *of_ranks, *rings):
                 store.delete_key(f"{self.name}/{key}")
         return True
 

@@ -491,6 +491,23 @@ def test_a_store_that_does_not_answer_ends_the_wait(monkeypatch: pytest.MonkeyPa
         end_services()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_epochs_leave_nothing_in_the_store(mode: str, in_ranks: Run) -> None:
+    """Neither those that all ranks have ended, nor those that all have left."""
+
+    def one_rank(rank: int) -> None:
+        how = Readers(2, rank=rank, ranks=2, epoch_end=mode)
+        loader = DataLoader(Uneven([7, 4]), 1, readers=how)
+        for number in range(4):
+            for step, _ in enumerate(loader):
+                if number % 2 and step == 1:
+                    break
+        store: Any = rank_ends._services[rank, 2]._store
+        wait_until(lambda: store.underlying_store.num_keys() == 2)  # signs of life
+
+    in_ranks(2, one_rank)
+
+
 def test_wrong_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match="epoch_end='pad' is about readers .* give ranks='auto' too"
