@@ -30,7 +30,7 @@ from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing
 from minato.sampling.samplers import IndexBatches
 
-__all__ = ["BatchIterator", "BatchSource", "Epochs"]
+__all__ = ["BatchIterator", "BatchSource", "Epochs", "Layer"]
 
 
 class BatchSource(Protocol):
@@ -57,6 +57,38 @@ class BatchSource(Protocol):
 
     def shut_down(self) -> Any:
         """End the workers."""
+
+
+class Layer:
+    """The part that sources share which make their batches of those of another source.
+
+    Attributes:
+        source: The other one.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        self.source = source
+
+    def pinned(self, duration_ns: int) -> None:
+        """Record how long it took to pin a batch."""
+        self.source.pinned(duration_ns)
+
+    def pin_slots(self, locker: MemoryPinner) -> None:
+        """Keep the memory of batches in place."""
+        self.source.pin_slots(locker)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The worker processes."""
+        return list(getattr(self.source, "workers", ()))
+
+    def stop(self) -> None:
+        """Have ``next()`` raise RuntimeError rather than wait for workers."""
+        self.source.stop()
+
+    def shut_down(self) -> None:
+        """End the workers."""
+        self.source.shut_down()
 
 
 class Epochs(Protocol):

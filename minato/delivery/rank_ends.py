@@ -23,9 +23,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from minato._fork_safety import forget_in_children
 from minato._support.text import message_of
 from minato._support.threads import at_end, start_thread
-from minato.batching.arena import MemoryPinner
 from minato.delivery.device import Pin, Unpinned
-from minato.delivery.iterator import BatchSource
+from minato.delivery.iterator import BatchSource, Layer
 from minato.errors import CLOSED
 from minato.sampling.epoch import Epoch
 from minato.sampling.progress import Outgoing
@@ -387,7 +386,7 @@ class _Held(Outgoing):
         self.origin = origin
 
 
-class EvenEnds:
+class EvenEnds(Layer):
     """A source of batches that ends after as many in every rank.
 
     Args:
@@ -406,7 +405,7 @@ class EvenEnds:
         again: Callable[[Epoch], BatchSource],
         pin: Pin | None,
     ) -> None:
-        self._source = source
+        super().__init__(source)
         self._epoch_end = epoch_end
         self._dealt = dealt
         self._make_again = again
@@ -431,7 +430,7 @@ class EvenEnds:
         self._given = self._channel = self._padding = None
         self._is_over = self._has_ended = self._is_stopped = False
         self._progress.held_by.add(_HOLDER)
-        return self._source.begin(epoch, batches)
+        return self.source.begin(epoch, batches)
 
     def _opened(self) -> Channel:
         """The channel of the epoch, which begins with its first batch."""
@@ -501,7 +500,7 @@ class EvenEnds:
         """Take a batch of the source, which goes on then; a signal may interrupt that anywhere."""
         progress, queue = self._progress, self._queue
         try:
-            batch = self._source.next()
+            batch = self.source.next()
         except StopIteration:
             self._has_ended = True
             return
@@ -617,23 +616,10 @@ class EvenEnds:
         self._queue.clear()
         self._end_again()
 
-    def pinned(self, duration_ns: int) -> None:
-        """Record how long it took to pin a batch."""
-        self._source.pinned(duration_ns)
-
-    def pin_slots(self, locker: MemoryPinner) -> None:
-        """Keep the memory of batches in place."""
-        self._source.pin_slots(locker)
-
-    @property
-    def workers(self) -> list[Any]:
-        """The worker processes."""
-        return list(getattr(self._source, "workers", ()))
-
     def stop(self) -> None:
         """Have ``next()`` raise RuntimeError rather than wait for workers or other ranks."""
         self._is_stopped = True
-        self._source.stop()
+        super().stop()
         if (again := self._again) is not None:
             again.stop()
 
@@ -642,7 +628,7 @@ class EvenEnds:
         self._end_again()
         self._queue.clear()
         self._leave()
-        self._source.shut_down()
+        super().shut_down()
 
 
 def _left(service: _Service, channel: Channel) -> None:

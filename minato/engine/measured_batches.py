@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from minato._support.text import text_of
 from minato._support.values import number_of
-from minato.batching.arena import MemoryPinner
-from minato.delivery.iterator import BatchSource
+from minato.delivery.iterator import BatchSource, Layer
 from minato.errors import not_the_end
 from minato.observe.observers import EpochState, LoaderSnapshot, MetricsSource, Observers
 from minato.options import CostBatches
@@ -129,7 +128,7 @@ class _Joined:
             self._observers.finish()
 
 
-class MeasuredBatches:
+class MeasuredBatches(Layer):
     """Makes batches of the samples of a source (see :class:`minato.CostBatches`).
 
     Args:
@@ -137,7 +136,7 @@ class MeasuredBatches:
     """
 
     def __init__(self, source: SampleSource, batches: CostBatches, collate: Collate) -> None:
-        self._source = source
+        super().__init__(source)
         self._plan = batches
         self._collate = collate
         self._waiting: list[_Waiting] = []  # in the order of arrival
@@ -154,7 +153,7 @@ class MeasuredBatches:
         self._waiting, self._batch, self._num_arrived = [], None, 0
         self._progress = epoch.progress
         epoch.progress.held_by.add(_HOLDER)
-        return self._source.begin(epoch, batches)
+        return self.source.begin(epoch, batches)
 
     def next(self) -> Outgoing:
         """The next batch, or the error of one: the same one until it is given.
@@ -190,7 +189,7 @@ class MeasuredBatches:
         """Have one more sample wait, or return the batch that follows from what the source gave."""
         waiting = self._waiting
         try:
-            given = self._source.next()
+            given = self.source.next()
         except StopIteration:
             if waiting:
                 return self._made(self._around(waiting[0]))
@@ -303,24 +302,7 @@ class MeasuredBatches:
             batch.error = error
         return batch
 
-    def pinned(self, duration_ns: int) -> None:
-        """Record how long it took to pin a batch."""
-        self._source.pinned(duration_ns)
-
-    def pin_slots(self, locker: MemoryPinner) -> None:
-        """Keep the memory of samples in place."""
-        self._source.pin_slots(locker)
-
-    @property
-    def workers(self) -> list[Any]:
-        """The worker processes."""
-        return list(getattr(self._source, "workers", ()))
-
-    def stop(self) -> None:
-        """Have ``next()`` raise RuntimeError rather than wait for workers."""
-        self._source.stop()
-
-    def shut_down(self) -> Any:
+    def shut_down(self) -> None:
         """End the workers."""
         self._waiting, self._batch = [], None
-        return self._source.shut_down()
+        super().shut_down()
