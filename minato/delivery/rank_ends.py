@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from minato._core import now_ns
 from minato._fork_safety import forget_in_children
 from minato._support.text import message_of
 from minato._support.threads import at_end, start_thread
@@ -395,6 +396,7 @@ class EvenEnds(Layer):
         dealt: This rank, and the number of ranks.
         again: Returns a source of the batches of an epoch from its start.
         pin: Pins a batch, if those of the source are :class:`minato.delivery.device.Pinned`.
+        told: Called with the time in ns that the training loop has waited for other ranks.
     """
 
     def __init__(
@@ -404,12 +406,14 @@ class EvenEnds(Layer):
         dealt: tuple[int, int],
         again: Callable[[Epoch], BatchSource],
         pin: Pin | None,
+        told: Callable[[int], object],
     ) -> None:
         super().__init__(source)
         self._epoch_end = epoch_end
         self._dealt = dealt
         self._make_again = again
         self._pin = pin
+        self._told = told
         self._token, self._num_begun = object(), 0
         self._queue: deque[_Held] = deque()
         self._given: Outgoing | None = None
@@ -517,6 +521,7 @@ class EvenEnds(Layer):
                 "ranks: make a loader here"
             )
         turns = looks = 0
+        start_ns = now_ns()
         try:
             while not channel.is_settled:
                 if self._is_stopped:
@@ -537,7 +542,9 @@ class EvenEnds(Layer):
                     service.notify()
                 time.sleep(_LOOK_S)
         finally:
-            channel.waits_since = None
+            if channel.waits_since is not None:
+                channel.waits_since = None
+                self._told(now_ns() - start_ns)
 
     def _prepare_end(self) -> None:
         """Make the batch that stands for those that this rank lacks, if there is one."""

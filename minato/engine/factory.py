@@ -148,16 +148,16 @@ class EngineFactory:
             pin: ``pin=``, if the engine copies batches to pinned memory.
         """
         if self._session is None:
-            engine: BatchSource = self.engine(spec, epoch, history=history, **pin)
-            if wrap is not None:
-                engine = wrap(engine)
+            made = self.engine(spec, epoch, history=history, **pin)
+            engine: BatchSource = made if wrap is None else wrap(made)
             readers, dealt = spec.options.readers, spec.sampling.dealt
             if readers is None or readers.epoch_end == "drop" or dealt[1] == 1:
                 return engine
             from minato.delivery.rank_ends import EvenEnds
 
             again = functools.partial(self._repeated, spec, wrap, pin.get("pin"))
-            return EvenEnds(engine, readers.epoch_end, dealt, again, pin.get("pin"))
+            told = made.observers.waited_for_ranks
+            return EvenEnds(engine, readers.epoch_end, dealt, again, pin.get("pin"), told)
         return self._session.source(spec, epoch, functools.partial(self.engine, history=history))
 
     def _repeated(

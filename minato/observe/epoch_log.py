@@ -87,6 +87,7 @@ class EpochRecord:
         first_ns: Time in ``next()`` for the first batch.
         failed_ns: Time inside the calls of ``next()`` that raised.
         pinned_ns: Time to copy batches to pinned memory.
+        ranks_ns: Time of waiting for other ranks.
         coverage: Numbers of requested, delivered and outstanding samples.
         lateness: Distance of the batches from the sampler's order.
         before, after: Metrics of engine, machine and storage at the start of the epoch, and as of the last update.
@@ -103,6 +104,7 @@ class EpochRecord:
     first_ns: int = 0
     failed_ns: int = 0
     pinned_ns: int = 0
+    ranks_ns: int = 0
     coverage: tuple[int, int, int] = (0, 0, 0)
     lateness: Lateness | None = None
     before: Metrics = field(default_factory=Metrics)
@@ -146,6 +148,7 @@ class EpochRecord:
             first_ns=self.first_ns,
             failed_ns=self.failed_ns,
             pinned_ns=self.pinned_ns,
+            ranks_ns=self.ranks_ns,
         )
         lag = EMPTY if self.lateness is None else self.lateness.latest
         metrics.histograms.update(wait=calls.waits, step=calls.steps, lag=lag)
@@ -266,6 +269,14 @@ class EpochLog(Observer):
         if self._current is not None:
             self._current.calls.left_ns = now_ns()
             self._current.pinned_ns += duration_ns
+
+    def waited_for_ranks(self, duration_ns: int) -> None:
+        """The training loop has waited for other ranks, after ``next()`` of the engine."""
+        if self._current is not None:
+            calls = self._current.calls
+            calls.left_ns = now_ns()
+            calls.wall_ns = calls.left_ns - calls.began_ns
+            self._current.ranks_ns += duration_ns
 
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``."""

@@ -72,6 +72,10 @@ class Waiting:
         "in next(), queueing copies to the device; large: the device's own queue is full; 0 with SharedPool, whose "
         "ranks copy after that",
     )
+    ranks_s: float = _figure(
+        "s",
+        "for other ranks, with epoch_end=, and no part of the sum; large: another one is slower",
+    )
 
 
 @dataclass(frozen=True)
@@ -303,8 +307,8 @@ class Verdict:
 
     Attributes:
         bottleneck: ``step`` (training itself), ``source``, ``transform``, ``collate`` (collate and copy),
-            ``transfer``, ``workers`` (too few), ``memory`` (too few batches in flight), ``order``, ``start``, or
-            ``unknown``.
+            ``transfer``, ``workers`` (too few), ``memory`` (too few batches in flight), ``order``, ``start``,
+            ``ranks`` (others are slower), or ``unknown``.
         summary: The bottleneck in a sentence.
         evidence: What shows it beyond the six figures of the text, in sentences.
         advice: The change to make, "" for none.

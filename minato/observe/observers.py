@@ -153,6 +153,9 @@ class Observer:
     def pinned(self, duration_ns: int) -> None:
         """A batch was copied to pinned memory, after ``next()`` of the engine."""
 
+    def waited_for_ranks(self, duration_ns: int) -> None:
+        """The training loop has waited for other ranks, after ``next()`` of the engine."""
+
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``."""
 
@@ -215,6 +218,9 @@ class Observers(Observer):
 
     def pinned(self, duration_ns: int) -> None:
         self._call("pinned", duration_ns)
+
+    def waited_for_ranks(self, duration_ns: int) -> None:
+        self._call("waited_for_ranks", duration_ns)
 
     def finish(self) -> None:
         """The epoch ends, in a call of ``next()``; raises as ``enter`` does."""

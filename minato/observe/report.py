@@ -205,6 +205,7 @@ def _waiting(metrics: Metrics) -> figures.Waiting:
         pin_memory_s=counts["pinned_ns"] / 1e9,
         pinning_s=counts["pinning_ns"] / 1e9,
         queueing_s=counts["queueing_ns"] / 1e9,
+        ranks_s=counts["ranks_ns"] / 1e9,
     )
 
 

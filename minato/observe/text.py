@@ -45,14 +45,14 @@ def headline(report: Report) -> list[tuple[str, str]]:
     def per_batch(seconds: float) -> str:
         return f"{format_value(seconds / batches, 's')} per batch"
 
-    step_s = max(rates.wall_s - waiting.total_s - waiting.pin_memory_s, 0.0)
+    step_s = rates.wall_s - waiting.total_s - waiting.pin_memory_s - waiting.ranks_s
     busy = f"{workers.count}, busy {format_value(workers.busy_share, 'share')} of their time, "
     rows = [
         (
             "waiting",
             f"{format_value(waiting.share, 'share')} of the loop's time, {per_batch(waiting.total_s)}",
         ),
-        ("training step", per_batch(step_s)),
+        ("training step", per_batch(max(step_s, 0.0))),
         (
             "throughput",
             f"{digits(rates.samples_per_s)} samples/s, {digits(rates.batches_per_s)} batches/s",
@@ -63,6 +63,8 @@ def headline(report: Report) -> list[tuple[str, str]]:
             + per_batch(workers.busy_s),
         ),
     ]
+    if waiting.ranks_s:
+        rows.insert(1, ("other ranks", f"waits for them {per_batch(waiting.ranks_s)}"))
     if run.stages:
         stage = max(run.stages, key=lambda stage: stage.share)
         share = format_value(stage.share, "share")

@@ -327,6 +327,11 @@ class LoopTrack(Observer):
         self._track.slice("pin memory", now - duration_ns, now, self._batch())
         self._left_ns = now
 
+    def waited_for_ranks(self, duration_ns: int) -> None:
+        now = now_ns()
+        self._track.slice("wait for ranks", now - duration_ns, now, self._batch())
+        self._left_ns = self._left_ns and now
+
     def finish(self) -> None:
         self._track.slice("next()", self._entered_ns, args={"epoch": self._epoch, "end": True})
         self._track.flush()

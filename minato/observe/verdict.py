@@ -60,6 +60,7 @@ class _Costs:
     whole: float
     step: float
     pinned: float
+    ranks: float
     transfer: float
     pinning: float
     queueing: float
@@ -71,7 +72,7 @@ class _Costs:
     @property
     def serial(self) -> float:
         """The part that only the training process can do."""
-        return self.step + self.pinned + self.transfer
+        return self.step + self.pinned + self.ranks + self.transfer
 
     def speedup(self, workers: int, work: float | None = None, start_factor: float = 1.0) -> float:
         """Estimated speed-up.
@@ -91,13 +92,14 @@ def _costs_of(setup: Setup, run: Period) -> _Costs:
     transfer_s = max(waiting.total_s - waiting.starved_s - started_s, 0.0)
     if setup.num_workers == 0:
         transfer_s = waiting.pinning_s + waiting.queueing_s
-    step_s = max(run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s, 0.0)
+    step_s = run.throughput.wall_s - waiting.total_s - waiting.pin_memory_s - waiting.ranks_s
     work = run.workers.busy_s / batches
     source = sum(stage.share for stage in run.stages if stage.kind == "source")
     return _Costs(
         whole=run.throughput.wall_s / batches,
-        step=step_s / batches,
+        step=max(step_s, 0.0) / batches,
         pinned=waiting.pin_memory_s / batches,
+        ranks=waiting.ranks_s / batches,
         transfer=transfer_s / batches,
         pinning=waiting.pinning_s / batches,
         queueing=waiting.queueing_s / batches,
@@ -130,6 +132,10 @@ def judge(setup: Setup, run: Period) -> Verdict:
         evidence: tuple[str, ...] = ()
         if lost_s >= _ENOUGH * wall_s:
             evidence = (f"{started} After it, batches are ready in time.",)
+        if costs.ranks > costs.step:
+            evidence += (f"It waits {seconds(costs.ranks)} per batch for them.",)
+            summary = "Your loader is not the bottleneck: other ranks are."
+            return Verdict("ranks", summary, evidence, "Look at the report of the slowest rank.")
         summary = "Your loader is not the bottleneck: the training step is."
         return Verdict("step", summary, evidence, speedup=wall_s / max(wall_s - steady_s, 1e-9))
     if starts_often and first_s >= lost_s / 2:

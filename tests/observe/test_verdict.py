@@ -66,6 +66,7 @@ def run(
     waited_s: float = 9.0,
     starved_s: float | None = None,
     pin_memory_s: float = 0.0,
+    ranks_s: float = 0.0,
     device_s: tuple[float, float] = (0.0, 0.0),
     busy_s: float = 20.0,
     busy_share: float = 1.0,
@@ -84,7 +85,7 @@ def run(
     parts: tuple[Stage, ...] = stages(dataset=0.2, Crop=0.7, collate=0.1),
 ) -> Period:
     """100 batches in 10 s: 0.1 s each, of which the training step takes 0.01 s."""
-    wall_s = own_s + waited_s + pin_memory_s
+    wall_s = own_s + waited_s + pin_memory_s + ranks_s
     starved_s = waited_s if starved_s is None else starved_s
     return Period(
         "run",
@@ -93,6 +94,7 @@ def run(
         Waiting(
             *(waited_s, waited_s / wall_s, 0, 0, 0, 0.0, first_s, starved_s, pin_memory_s),
             *device_s,
+            ranks_s,
         ),
         Throughput(wall_s, batches, 8 * batches, 1000, 0, 0, 0, *step_s, 1.0),
         Workers(
@@ -217,6 +219,15 @@ def test_transfer() -> None:
     assert "fewer workers" in found.advice
     found = verdict(waited_s=1.0, pin_memory_s=8.0)
     assert (found.bottleneck, found.changes) == ("transfer", {"pin_memory": False})
+
+
+def test_other_ranks() -> None:
+    found = verdict(own_s=1.0, waited_s=0.1, ranks_s=8.9)
+    assert (found.bottleneck, found.speedup) == ("ranks", 1.0)
+    assert found.evidence == ("It waits 89 ms per batch for them.",)
+    assert verdict(own_s=8.0, waited_s=0.1, ranks_s=1.9).bottleneck == "step"
+    # No worker makes it less.
+    assert verdict(own_s=1.0, waited_s=3.0, ranks_s=6.0).speedup == pytest.approx(10 / 7)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

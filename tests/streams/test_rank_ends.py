@@ -415,6 +415,23 @@ def test_closing_a_loader_ends_its_wait_for_other_ranks(mode: str, in_ranks: Run
     assert in_ranks(2, one_rank) == [True, True]
 
 
+def test_the_wait_for_other_ranks_is_no_training_step(in_ranks: Run) -> None:
+    def one_rank(rank: int) -> Any:
+        readers = Readers(2, rank=rank, ranks=2, epoch_end="shortest")
+        loader = DataLoader(Uneven([12, 12]), 1, readers=readers)
+        service = rank_ends._services[0, 2]
+        for step, _ in enumerate(loader):
+            if rank == 1 and step == 5:  # the other one gets few batches more
+                wait_until(lambda: any(each.waits_since is not None for each in service.open))
+        return loader.report()
+
+    report, _ = in_ranks(2, one_rank)
+    waiting, rates = report.run.waiting, report.run.throughput
+    assert "waits for them" in str(report)
+    steps_s = rates.step_mean_s * (rates.batches - 1)
+    assert 0 < waiting.ranks_s <= rates.wall_s - waiting.total_s - steps_s
+
+
 class Waiting(Uneven):
     """Reader 0 waits in its second pass, until there is a file."""
 
