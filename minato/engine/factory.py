@@ -175,7 +175,11 @@ class EngineFactory:
         source: BatchSource = factory.engine(spec, again, history=History.of(spec), pin=pin)
         if wrap is not None:
             source = wrap(source)
-        source.begin(again, again.batches(iter(())))
+        try:
+            source.begin(again, again.batches(iter(())))
+        except BaseException:
+            source.shut_down()
+            raise
         return source
 
     def engine(
