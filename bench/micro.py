@@ -35,11 +35,13 @@ _WAIT_S = 1.0
 
 
 def counting(module: ModuleType) -> Operations:
-    """``record`` runs for every sample, ``ask``, ``deliver`` and ``count`` for every batch."""
+    """``record`` runs for every sample, ``ask``, ``deliver``, ``count``, ``enter`` and ``leave`` for every batch."""
     full, older = module.Histogram(), module.Histogram()
     for value in range(2000):
         full.record(value**2)
     arrivals, occurrences = module.Arrivals(hash), module.Occurrences(len(KEYS), hash)
+    calls = module.Calls(0)
+    calls.due_ns = 1 << 62
 
     def batch() -> None:
         start = -arrivals.prefix
@@ -47,10 +49,11 @@ def counting(module: ModuleType) -> Operations:
         arrivals.deliver(KEYS, start)
 
     names = {"full": full, "older": older, "total": module.Histogram()}
-    names |= {"batch": batch, "occurrences": occurrences, "keys": KEYS}
+    names |= {"batch": batch, "occurrences": occurrences, "keys": KEYS, "calls": calls}
     return {
         "256 indices requested and delivered": ("batch()", names),
         "256 indices counted": ("occurrences.count(keys)", names),
+        "call of next()": ("calls.enter(5_000); calls.leave(9_000, 256, 65_536)", names),
         "record": ("total.record(123_456)", names),
         "percentile": ("full.percentile(0.75)", names),
         "merge": ("total.merge(full)", names),

@@ -169,7 +169,7 @@ cdef class Histogram:
 
 @cython.final
 cdef class Calls:
-    """The calls of ``next()`` in an epoch, in ns."""
+    """The calls of ``next()`` in an epoch, in ns; one thread writes, others may read."""
 
     cdef readonly Histogram waits, steps
     cdef public int64_t began_ns, entered_ns, left_ns, wall_ns, due_ns, samples, nbytes

@@ -212,6 +212,11 @@ class Calls:
         samples, nbytes: Of the batches that were returned.
     """
 
+    __slots__ = (
+        *("began_ns", "due_ns", "entered_ns", "is_wanted", "left_ns", "nbytes", "samples"),
+        *("steps", "waits", "wall_ns"),
+    )
+
     def __init__(self, now: int) -> None:
         self.waits, self.steps = Histogram(), Histogram()
         self.began_ns = self.entered_ns = self.left_ns = now
