@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 from minato._support.text import text_of
@@ -16,12 +17,14 @@ __all__ = [
     "key_of",
     "name_of",
     "next_of",
+    "reading_again",
     "resumed_states",
     "set_announce",
     "set_resumed",
     "set_skipping",
     "short_name_of",
     "skipping",
+    "to_read_again",
 ]
 
 T = TypeVar("T")
@@ -74,11 +77,17 @@ class _Resumed(threading.local):
     states: Sequence[Any] = ()
 
 
+class _ReadingAgain(threading.local):
+    items: object = None
+    count: float = 0
+
+
 class _Announcing(threading.local):
     announce: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 _skipping, _resumed, _announcing = _Skipping(), _Resumed(), _Announcing()
+_again = _ReadingAgain()
 
 
 def skipping() -> bool:
@@ -111,6 +120,24 @@ def resumed_states() -> list[Any]:
 def set_resumed(states: Sequence[object]) -> None:
     """Set what ``resumed_states`` returns in this thread."""
     _resumed.states = states
+
+
+@contextmanager
+def reading_again(items: object, count: float) -> Iterator[None]:
+    """Have an iterator load a state after which an earlier run has read on: so many items come again, at most."""
+    before = _again.items, _again.count
+    _again.items, _again.count = items, count
+    try:
+        yield
+    finally:
+        _again.items, _again.count = before
+
+
+def to_read_again(items: object) -> float:
+    """How many items an iterator that loads a state gives again, at most; infinity: nobody knows."""
+    if not _again.count or _again.items is items:
+        return _again.count
+    return math.inf  # of an iterator around it
 
 
 def announced_reader() -> AbstractContextManager[None]:

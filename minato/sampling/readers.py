@@ -35,7 +35,7 @@ _SLOT_BITS = 8
 _LOW = (1 << 20) - 1
 _MOST_AHEAD = 32
 """Batches of a single reader that are drawn together, which costs less than one by one."""
-_WORDS = 6
+_WORDS = 7
 """Words on the board for each reader."""
 _REGION = 1 << 36
 """Bytes between two regions of the file of states, of which only written pages take memory."""
@@ -181,6 +181,14 @@ class ReaderBoard:
         """
         found = self._load(_WORDS * reader + 5, self.slot if slot is None else slot)
         return found is not None
+
+    def note_before(self, reader: int, slot: int, ordinal: int) -> None:
+        """Set what ``before`` returns in an epoch."""
+        self._store(_WORDS * reader + 6, slot, ordinal)
+
+    def before(self, reader: int, slot: int) -> int:
+        """The ordinal after all of a reader that earlier runs have delivered in an epoch."""
+        return self._load(_WORDS * reader + 6, slot) or 0
 
     def note_end(self, reader: int, slot: int, ordinal: int, died: bool) -> None:
         """Set what ``end`` and ``has_died`` return in an epoch."""
@@ -486,6 +494,7 @@ class EpochReaders:
                 board.note_end(reader, slot, known.end, died=False)
             if known.has_jumped:
                 board.note_jump(reader, slot)
+            board.note_before(reader, slot, known.delivered_before)
 
     # ---- drawing
 

@@ -19,7 +19,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from minato._compat import applies_state_later, forget_loaded_state, state_is_inexact
 from minato._core import mix_seed, now_ns
 from minato._support.counters import shared_integers
-from minato._support.items import announced_reader, next_of, resumed_states, set_resumed
+from minato._support.items import (
+    announced_reader,
+    next_of,
+    reading_again,
+    resumed_states,
+    set_resumed,
+)
 from minato._support.objects import figures_of
 from minato._support.text import text_of, type_name
 from minato.errors import warn
@@ -244,7 +250,8 @@ class Child:
         Args:
             begins: No item was asked for. The state of Hugging Face's streams is still that of another iterator.
         """
-        if self._loaded is not None:  # some datasets would return another one
+        # Some datasets would return another one; that of a stream says what it has decided.
+        if self._loaded is not None and not isinstance(self._dataset, Stream):
             return copy.deepcopy(self._loaded)
         of_dataset = self._dataset_keeps and self.items is not self._dataset
         of_dataset = of_dataset and not (begins and applies_state_later(self._dataset))
@@ -255,8 +262,12 @@ class Child:
             "generators": self._generators,
         }
 
-    def load(self, state: State) -> None:
-        """Go on from a state."""
+    def load(self, state: State, again: float) -> None:
+        """Go on from a state.
+
+        Args:
+            again: How many items come again after it, at most; infinity: nobody knows.
+        """
         own = copy.deepcopy(state)  # a dataset may keep and change what it gets
         of_dataset, generators = own["dataset"], own["generators"]
         if of_dataset is not None:
@@ -269,7 +280,8 @@ class Child:
         elif of_dataset is not None:
             self.items = self._begun()
         if own["iterator"] is not None:
-            self.items.load_state_dict(own["iterator"])
+            with reading_again(self.items, again):
+                self.items.load_state_dict(own["iterator"])
         if self.has_changed:
             raise ValueError(
                 f"{self._name} has other shards than when the state was saved, and which items follow depends on where "
@@ -442,17 +454,21 @@ class Window(Child):
             "owns": point.owns,
         }
 
-    def load_window(self, state: State) -> None:
-        """Go on from a state, first of all with ``read_again``."""
+    def load_window(self, state: State, further: float) -> None:
+        """Go on from a state, first of all with ``read_again``.
+
+        Args:
+            further: How many items an earlier run has read after that, at most; infinity: nobody knows.
+        """
         self.at, self._target, self._ends = state["from"], state["at"], state["ended"]
-        self.load(state["child"])
+        self.load(state["child"], self._target - self.at + further)
         self._due, generators, owns = self.at + self._every, None, state["owns"]
         if self._outer is not None and state["generators"] is not None:
             with self._at_generators(None):
                 self._outer.load_plain(state["generators"])
             generators = self._again
             self._own = generators if owns else None
-        self._points = deque([_Point(self.at, state["child"], generators, owns)])
+        self._points = deque([_Point(self.at, self.state(), generators, owns)])
 
     @property
     def is_behind(self) -> bool:

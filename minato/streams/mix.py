@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from minato._support.items import resumed_states
+from minato._support.items import resumed_states, to_read_again
 from minato._support.text import text_of, type_name
 from minato.checks import check_choice, check_number, check_whole, did_you_mean
 from minato.streams.children import (
@@ -31,6 +31,8 @@ __all__ = ["Mixed", "mix"]
 _PASS = 1 << 20
 """Pass p of a source in epoch e is its epoch e + p * this."""
 Weights = Mapping[str, float]
+Phases = list[tuple[int, list[float]]]
+"""Ordinals from which on weights hold, and these."""
 
 
 def mix(
@@ -45,6 +47,9 @@ def mix(
 
     Which source comes next is a function of (seed, epoch, reader, ordinal), and of which sources are exhausted. The
     state holds those of the sources, and how many items each has given. If a source has no state, there is none.
+
+    At a resume the weights may be others. They hold after the items that an earlier run has read. Where it is not known
+    which these are, the state is refused with a ValueError.
 
     Args:
         datasets: The sources, by name.
@@ -74,7 +79,7 @@ class Mixed(Stream):
     def __init__(
         self,
         datasets: Mapping[str, Dataset],
-        phases: list[tuple[int, list[float]]],
+        phases: Phases,
         passes: Mapping[str, float],
         exhausted: str,
         seed: int,
@@ -83,6 +88,13 @@ class Mixed(Stream):
         self.names = list(datasets)
         self.phases, self.passes, self.exhausted, self.seed = phases, passes, exhausted, seed
         self.tally = Tally(len(self.names))
+        self.rules = {
+            "order of names": repr(self.names),
+            "seed": repr(seed),
+            "passes": repr([*passes.values()]),
+            "exhausted": repr(exhausted),
+        }
+        """What decides, besides the weights, which source comes next."""
         self.sets_epochs = exhausted == "repeat" or max(passes.values()) > 1
         """Whether sources may be in a later pass, whose epoch is another."""
 
@@ -160,14 +172,19 @@ class _Source:
         kept = self.child.state(begins=not self.at) if is_of_this_pass else None
         return {**{name: getattr(self, name) for name in _COUNTED}, "child": kept}
 
-    def load(self, state: State) -> None:
-        """Go on from a state."""
+    def load(self, state: State, again: float) -> None:
+        """Go on from a state.
+
+        Args:
+            again: How many items come again after it, at most.
+        """
         for name in _COUNTED:
             setattr(self, name, state[name])
         if self.passes and self.is_live:
             self.child = self._begun()
         if state["child"] is not None:
-            self.child.load(state["child"])
+            # Some of them may be of a later pass.
+            self.child.load(state["child"], math.inf if again else 0)
 
 
 _COUNTED = ("count", "passes", "at", "is_live")
@@ -185,6 +202,7 @@ class _Items:
         self._row[:] = 0
         self._at = 0
         self._ended = False
+        self._phases = mixed.phases
         self._bounds: list[float] = []
         self._until: float = 0  # the ordinal at which they change
 
@@ -222,11 +240,11 @@ class _Items:
 
     def _phase(self) -> int:
         """The number of the present phase."""
-        return bisect([start for start, _ in self._mixed.phases], self._at) - 1
+        return _phase_at(self._phases, self._at)
 
     def _weigh(self) -> None:
         """Find the weights of the sources that may be drawn: the present ones, or else the next that leave any."""
-        phases = self._mixed.phases
+        phases = self._phases
         for number in range(self._phase(), len(phases)):
             self._until = phases[number + 1][0] if number + 1 < len(phases) else math.inf
             self._bounds = list(
@@ -246,7 +264,7 @@ class _Items:
         if is_empty or source.is_exhausted:
             source.is_live = not is_empty and rule == "repeat"
             # What has no weight any more is not waited for.
-            weights = zip(*(each for _, each in self._mixed.phases[self._phase() :]), strict=True)
+            weights = zip(*(each for _, each in self._phases[self._phase() :]), strict=True)
             self._ended = rule == "stop" or all(
                 other.is_exhausted or not any(own)
                 for other, own in zip(self._sources, weights, strict=True)
@@ -258,6 +276,11 @@ class _Items:
 class _StatefulItems(_Items):
     """An iterator with a state."""
 
+    def __init__(self, mixed: Mixed, sources: list[_Source]) -> None:
+        super().__init__(mixed, sources)
+        self._given = [(0, mixed.phases)]
+        """The phases that were given, and the ordinal from which on they hold: at a resume there may be others."""
+
     @property
     def has_changed(self) -> bool:
         """See ``Child``."""
@@ -265,7 +288,10 @@ class _StatefulItems(_Items):
 
     def state_dict(self) -> State:
         sources = {source.name: source.state() for source in self._sources}
-        return {"at": self._at, "ended": self._ended, "sources": sources}
+        given = [[start, list(phases)] for start, phases in self._given]
+        rules = dict(self._mixed.rules)
+        own = {"at": self._at, "ended": self._ended, "weights": given, "rules": rules}
+        return {**own, "sources": sources}
 
     def load_state_dict(self, state: State) -> None:
         check_state("minato.mix", state, "sources")
@@ -282,9 +308,43 @@ class _StatefulItems(_Items):
                 "names, and give weight 0 to a source that is to end"
             )
         self._at, self._ended, self._until = state["at"], state["ended"], 0
+        again = to_read_again(self)
+        for name, rule in self._mixed.rules.items():
+            if again and state["rules"][name] != rule:
+                raise ValueError(
+                    f"the {name} of minato.mix was {state['rules'][name]} when the state was saved and is {rule} now, "
+                    "and items that were read after it are drawn again: resume with the same"
+                )
+        self._weigh_again(state["weights"], self._at + again)
         for i, source in enumerate(self._sources):
-            source.load(kept[source.name])
+            source.load(kept[source.name], again)
             self._row[i] = source.count
+
+    def _weigh_again(self, weights: list[Any], end: float) -> None:
+        """Go on with the weights of a state, and with other ones after the items that come again.
+
+        Args:
+            end: The ordinal after these, or a later one; infinity: it is not known.
+        """
+        given = [(start, [(at, list(each)) for at, each in phases]) for start, phases in weights]
+        if given[-1][1] != self._mixed.phases:
+            if math.isinf(end):
+                raise ValueError(
+                    "minato.mix has other weights than when the state was saved, after which items were read whose "
+                    "sources are drawn again: resume with the same weights, or change them with a state that a loader "
+                    "with num_workers=0 has saved after a batch of each reader"
+                )
+            given = [each for each in given if each[0] < end] + [(int(end), self._mixed.phases)]
+        self._given, self._phases = given, []
+        for start, phases in given:
+            first = _phase_at(phases, start)
+            self._phases = [each for each in self._phases if each[0] < start]
+            self._phases += [(start, phases[first][1]), *phases[first + 1 :]]
+
+
+def _phase_at(phases: Phases, ordinal: int) -> int:
+    """The number of the phase that holds at an ordinal."""
+    return bisect([start for start, _ in phases], ordinal) - 1
 
 
 def _check_sources(datasets: object) -> None:
@@ -337,7 +397,7 @@ def _weights(what: str, names: list[str], given: object) -> list[float]:
     return weights
 
 
-def _phases(names: list[str], weights: object) -> list[tuple[int, list[float]]]:
+def _phases(names: list[str], weights: object) -> Phases:
     """The ordinals from which weights hold, and these."""
     if weights is None:
         return [(0, [1.0] * len(names))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from minato._support.items import to_read_again
 from minato._support.text import message_of, text_of, type_name
 from minato.checks import check_choice, check_number, check_whole
 from minato.streams.children import (
@@ -324,8 +326,10 @@ class _StatefulRows(_Rows):
                 f"the state is that of rows with the fields {', '.join(state['fields'])}, and now they are "
                 f"{', '.join(self._dataset.fields)}: resume with the same fields"
             )
-        self._loaded, self._begun, self._counts = state, state["begun"], list(state["counts"])
-        self._window.load_window(state["window"])
+        self._begun, self._counts = state["begun"], list(state["counts"])
+        # A row is of any number of sequences.
+        self._window.load_window(state["window"], math.inf if to_read_again(self) else 0)
+        self._loaded = {**state, "window": self._window.window_state()}
 
     def _read_again(self, state: State) -> None:
         rows = [*state["open"], *state["ready"]]

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from minato._support.items import to_read_again
 from minato.checks import check_whole
 from minato.streams.children import (
     Dataset,
@@ -146,4 +147,5 @@ class _StatefulBuffer(_Buffer):
     def load_state_dict(self, state: State) -> None:
         check_state("minato.shuffle", state, "held")
         self._given, self._loaded = state["given"], list(state["held"])
-        self._window.load_window(state["window"])
+        again = to_read_again(self)  # before that the buffer is filled
+        self._window.load_window(state["window"], again and again + self._size)

@@ -35,7 +35,14 @@ from minato._compat import (
 )
 from minato._core import now_ns
 from minato._fork_safety import forget_in_children
-from minato._support.items import announced_reader, item_of, set_announce, set_resumed, set_skipping
+from minato._support.items import (
+    announced_reader,
+    item_of,
+    reading_again,
+    set_announce,
+    set_resumed,
+    set_skipping,
+)
 from minato._support.objects import attribute
 from minato._support.text import message_of, type_name
 from minato.batching.blobs import Kinds
@@ -152,6 +159,7 @@ class Reader:
         *,
         resumes: bool,
         is_told: bool = False,
+        before: int = 0,
     ) -> None:
         """Begin an epoch.
 
@@ -160,6 +168,7 @@ class Reader:
             set_epoch: With which the dataset's ``set_epoch`` is called; None: it is not.
             resumes: Whether the epoch goes on where the state was taken; otherwise it begins.
             is_told: ``set_epoch`` was for an epoch before: not again if it was called last with that.
+            before: The ordinal after all that earlier runs have delivered.
         """
         self._items = self._stateful = None  # before the next one is made
         self.at, self.end, self.died, self._from, self.taken = 0, None, False, -1, []
@@ -183,7 +192,8 @@ class Reader:
         iterator: Any = iter(dataset)
         if start is not None and resumes:
             if start.iterator is not None:
-                iterator.load_state_dict(copy.deepcopy(start.iterator))
+                with reading_again(iterator, max(0, before - start.ordinal)):
+                    iterator.load_state_dict(copy.deepcopy(start.iterator))
             self.at, self.digest = start.ordinal, start.digest
         self._items = iterator
         if is_stateful(iterator):
@@ -215,9 +225,7 @@ class Reader:
     @property
     def must_keep(self) -> bool:
         """Whether its present state holds what no later one need have: what its iterator has decided."""
-        iterator = self._stateful
-        is_first = iterator is not None and not self.at
-        return is_first or getattr(iterator, "has_changed", False)
+        return self._stateful is not None
 
     def _forget_loaded(self) -> None:
         if self._applies_again:
@@ -768,8 +776,13 @@ class Host:
         states = starts if resumes else ()
         set_resumed([None if each is None else each.iterator for each in states])
         try:
-            is_told = self._board.is_told(slot)
-            reader.begin(start, self._board.set_epoch(slot), resumes=resumes, is_told=is_told)
+            reader.begin(
+                start,
+                self._board.set_epoch(slot),
+                resumes=resumes,
+                is_told=self._board.is_told(slot),
+                before=self._board.before(number, slot),
+            )
         finally:
             set_resumed(())
         generators = None if start is None or self._generators is None else start.generators
