@@ -124,7 +124,11 @@ def set_resumed(states: Sequence[object]) -> None:
 
 @contextmanager
 def reading_again(items: object, count: float) -> Iterator[None]:
-    """Have an iterator load a state after which an earlier run has read on: so many items come again, at most."""
+    """Have an iterator load a state after which an earlier run has read on.
+
+    Args:
+        count: Of the items that come again, at most; infinity: nobody knows.
+    """
     before = _again.items, _again.count
     _again.items, _again.count = items, count
     try:

@@ -79,6 +79,12 @@ def figures_of(dataset: object) -> dict[str, float]:
     return cast(Any, dataset).minato_figures() if known else {}
 
 
+def facts_of(dataset: object) -> dict[str, str]:
+    """What ``minato_facts()`` of a dataset's class returns: what decides its items, by name; empty without it."""
+    known = callable(attribute(type(dataset), "minato_facts"))
+    return cast(Any, dataset).minato_facts() if known else {}
+
+
 def takes_lists(dataset: object) -> bool:
     """Whether a dataset has ``__getitems__``. One that raises has it: its use raises again, as with torch."""
     try:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from minato._compat import ExceptionWrapper
-from minato._support.objects import attribute, is_exactly, length_of
+from minato._support.objects import attribute, facts_of, is_exactly, length_of
 from minato._system import rank_and_ranks
 from minato.errors import warn
 from minato.sampling.dealing import Part, PlainState, Stage, check_same_step
@@ -479,6 +479,8 @@ class LoaderState:
             mine = signature(spec, draw)
         _check_signature(plain["loader"], mine)
         parts = check_parts(plain)
+        if spec.streams:
+            _check_stream(plain, mine["stream"], spec.rereads)
         stands_for_all = not plain["finished"] and _is_of_another_rank(plain["loader"], mine)
         if stands_for_all:
             check_same_step(plain, batches=True)
@@ -563,7 +565,7 @@ def _check_signature(theirs: PlainState, mine: PlainState) -> None:
             "merge the states of all ranks by minato.merge_states(), and load the result in each rank"
         )
     differs = {name: (theirs.get(name), value) for name, value in mine.items()}
-    for name in ("sampler_epoch", "dealing", "ranks", "saved_in", "by_cost"):
+    for name in ("sampler_epoch", "dealing", "ranks", "saved_in", "by_cost", "stream"):
         del differs[name]
     if is_merged:
         for name in ("place", "sampler", "sampler_length", "batch_size"):
@@ -578,6 +580,23 @@ def _check_signature(theirs: PlainState, mine: PlainState) -> None:
             raise ValueError(
                 f"the state belongs to another loader: {_WORDS.get(name, name)} was {was!r} when it was taken "
                 f"and is {now!r} here{remedy}"
+            )
+
+
+def _check_stream(plain: PlainState, here: dict[str, str], rereads: bool) -> None:
+    """Raise ValueError if readers without a state are read again from a stream that gives other items."""
+    found, readers = plain["loader"].get("stream"), plain["readers"]
+    if found == here or readers is None:
+        return
+    known = [one for one in readers["each"] if one is not None and one["done"]]
+    if not rereads and all(one["state"] and one["state"]["iterator"] for one in known):
+        return  # they compare what they need
+    found = found if isinstance(found, dict) else {}
+    for name in {**found, **here} if known else ():
+        if found.get(name) != here.get(name):
+            raise ValueError(
+                f"the {name} was {found.get(name)} when the state was taken and is {here.get(name)} here, and what was "
+                "delivered is read again to find where to go on: resume with the same"
             )
 
 
@@ -655,6 +674,7 @@ def signature(spec: SamplingSpec, draw: SamplerState) -> dict[str, Any]:
         "seed": spec.seed,
         "readers": spec.readers,
         "ranks": list(spec.dealt),
+        "stream": facts_of(spec.dataset) if spec.streams else None,
         "saved_in": list(rank_and_ranks()) if spec.streams and spec.dealt[1] == 1 else None,
         "generators": draw.num_generators,
         "stateful_samplers": draw.num_stateful,

@@ -26,7 +26,7 @@ from minato._support.items import (
     resumed_states,
     set_resumed,
 )
-from minato._support.objects import figures_of
+from minato._support.objects import facts_of, figures_of
 from minato._support.text import text_of, type_name
 from minato.errors import warn
 from minato.sampling.resume import is_stateful
@@ -152,6 +152,18 @@ class Stream(IterableDataset[Any]):
 
     def own_figures(self) -> dict[str, float]:
         """Its figures without those of the children."""
+        raise NotImplementedError
+
+    def minato_facts(self) -> dict[str, str]:
+        """What decides which items come, of the children, too: where a state has none of it, the loader compares it."""
+        found = self.own_facts()
+        for name, child in self.children.items():
+            place = f" in {name!r}" if len(self.children) > 1 else ""
+            found |= {f"{inner}{place}": fact for inner, fact in facts_of(child).items()}
+        return found
+
+    def own_facts(self) -> dict[str, str]:
+        """Its facts without those of the children."""
         raise NotImplementedError
 
 

@@ -119,6 +119,11 @@ class Mixed(Stream):
             for name, count in zip(self.names, self.tally.totals(), strict=True)
         }
 
+    def own_facts(self) -> dict[str, str]:
+        """See the base class."""
+        facts = {**self.rules, "weights": repr(self.phases)}
+        return {f"{name} of minato.mix": fact for name, fact in facts.items()}
+
 
 class _Source:
     """A source, as one reader reads it.
@@ -315,18 +320,20 @@ class _StatefulItems(_Items):
                     f"the {name} of minato.mix was {state['rules'][name]} when the state was saved and is {rule} now, "
                     "and items that were read after it are drawn again: resume with the same"
                 )
-        self._weigh_again(state["weights"], self._at + again)
+        self._weigh_again(state, self._at + again)
         for i, source in enumerate(self._sources):
             source.load(kept[source.name], again)
             self._row[i] = source.count
 
-    def _weigh_again(self, weights: list[Any], end: float) -> None:
+    def _weigh_again(self, state: State, end: float) -> None:
         """Go on with the weights of a state, and with other ones after the items that come again.
 
         Args:
             end: The ordinal after these, or a later one; infinity: it is not known.
         """
-        given = [(start, [(at, list(each)) for at, each in phases]) for start, phases in weights]
+        given = [
+            (start, [(at, list(each)) for at, each in phases]) for start, phases in state["weights"]
+        ]
         if given[-1][1] != self._mixed.phases:
             if math.isinf(end):
                 raise ValueError(
@@ -380,11 +387,15 @@ def _by_name(what: str, names: list[str], given: object) -> list[float]:
     numbers = []
     for name in names:
         number = check_number(f"{what}[{text_of(name)}]", given[name])
-        if number is None or not number >= 0:
+        try:
+            real = math.nan if number is None else float(number)
+        except OverflowError:
+            real = math.nan
+        if not real >= 0:
             raise ValueError(
-                f"{what}[{text_of(name)}]={number} is not possible: give a number of at least 0"
+                f"{what}[{text_of(name)}]={text_of(number)} is not possible: give a number of at least 0"
             )
-        numbers.append(number)
+        numbers.append(real)
     return numbers
 
 
@@ -392,7 +403,7 @@ def _weights(what: str, names: list[str], given: object) -> list[float]:
     weights = _by_name(what, names, given)
     if not 0 < sum(weights) < math.inf:
         raise ValueError(
-            f"{what}={text_of(given)} has the sum {sum(weights)}: give finite numbers, not all of them 0"
+            f"{what}={text_of(given)} has the sum {sum(weights):g}: give finite numbers, not all of them 0"
         )
     return weights
 

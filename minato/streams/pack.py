@@ -121,6 +121,11 @@ class Packed(Stream):
             "sequences dropped": dropped,
         }
 
+    def own_facts(self) -> dict[str, str]:
+        """See the base class."""
+        names = ("length", "fields", "oversized", "open_rows")
+        return {f"{name} of minato.pack": repr(getattr(self, name)) for name in names}
+
 
 class _Piece(NamedTuple):
     """A sequence of a row: a part of an item, as an array for each field."""

@@ -65,6 +65,11 @@ class Shuffled(Stream):
         held, size = self.tally.totals()
         return {"items in shuffle buffers": held, "share of shuffle buffers": held / max(size, 1)}
 
+    def own_facts(self) -> dict[str, str]:
+        """See the base class."""
+        facts = {"buffer_size": self.buffer_size, "seed": self.seed}
+        return {f"{name} of minato.shuffle": repr(fact) for name, fact in facts.items()}
+
 
 class _Buffer:
     """An iterator without a state."""

@@ -192,6 +192,11 @@ class Reader:
         iterator: Any = iter(dataset)
         if start is not None and resumes:
             if start.iterator is not None:
+                if not is_stateful(iterator):
+                    raise ValueError(
+                        f"the state holds that of an iterator of reader {self.number}, which is now a "
+                        f"{type_name(iterator)} without a state: resume with the datasets that it was saved with"
+                    )
                 with reading_again(iterator, max(0, before - start.ordinal)):
                     iterator.load_state_dict(copy.deepcopy(start.iterator))
             self.at, self.digest = start.ordinal, start.digest

@@ -241,6 +241,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: minato.mix({"a": A}, [1]), "weights=[1] has no names: give a dictionary"),
     (lambda: minato.mix({"a": A}, {"a": -1}), "weights['a']=-1 is not possible"),
     (lambda: minato.mix({"a": A}, {"a": math.nan}), "weights['a']=nan is not possible"),
+    (lambda: minato.mix({"a": A}, {"a": 10**400}), "is not possible: give a number of at least 0"),
     (lambda: minato.mix({"a": A}, {"a": math.inf}), "has the sum inf: give finite numbers"),
     (
         lambda: minato.mix({"a": A}, {"a": 0}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 import minato
-from minato import DataLoader
+from minato import DataLoader, Readers
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, numbers_for
-from tests.streams.streams import DrawingSequences, SequenceState, ShardedSequences
+from tests.streams.streams import DrawingSequences, Sequences, SequenceState, ShardedSequences
 
 FIRST = {"web": 10**6, "code": 2 * 10**6}
 SIZE = 150
@@ -232,3 +233,47 @@ def test_other_rules_are_refused_where_items_come_again(options: dict[str, Any])
     name = "order of names" if "weights" in options else next(iter(options))
     with pytest.raises(ValueError, match=f"the {name} of minato.mix was .* when the state was"):
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+
+
+def generating(above: str, names: tuple[str, ...] = ("web", "code"), **options: Any) -> Any:
+    mixed = minato.mix({name: Sequences(SIZE, 1000 * len(name)) for name in names}, **options)
+    return ABOVE[above](mixed)
+
+
+@pytest.mark.parametrize("above", ["mix", "shuffle", "pack"])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"weights": {"web": 1, "code": 2}}, "weights of minato.mix was"),
+        ({"names": ("web", "books")}, "order of names of minato.mix was ['web', 'code'] when"),
+        ({"seed": 1}, "seed of minato.mix was 0 when the state was taken and is 1 here"),
+        ({"passes": 2}, "passes of minato.mix was"),
+    ],
+)
+def test_what_is_read_again_from_the_start_must_be_drawn_alike(
+    above: str, other: dict[str, Any], words: str
+) -> None:
+    """Datasets without a state, so that nothing but the loader knows of them."""
+    loader = DataLoader(generating(above), 4, collate_fn=list)
+    state = saved(loader)
+    DataLoader(generating(above, **other), 4, collate_fn=list).load_state_dict(state)
+    next(iter(loader))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        DataLoader(generating(above, **other), 4, collate_fn=list).load_state_dict(saved(loader))
+    same = {"weights": {"web": 1, "code": 1.0}}
+    DataLoader(generating(above, **same), 4, collate_fn=list).load_state_dict(saved(loader))
+
+
+def test_weights_stay_where_a_reader_reads_again_whatever_states_there_are() -> None:
+    readers = Readers(1, resume="read")
+    loader = make(DrawingSequences, "mix", WEIGHTS[0], readers=readers)
+    next(iter(loader))
+    with pytest.raises(ValueError, match="weights of minato.mix was"):
+        make(DrawingSequences, "mix", WEIGHTS[1], readers=readers).load_state_dict(saved(loader))
+
+
+def test_the_state_of_a_dataset_that_has_none_any_more_is_refused() -> None:
+    loader = make(DrawingSequences, "mix", WEIGHTS[0])
+    next(iter(loader))
+    with pytest.raises(ValueError, match="resume with the datasets that it was saved with"):
+        next(iter(resumed(saved(loader), make(Sequences, "mix", WEIGHTS[0]))))
