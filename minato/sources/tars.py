@@ -7,6 +7,7 @@ import os
 import re
 import tarfile
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, NamedTuple, TypeAlias, cast
@@ -27,6 +28,7 @@ _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
 _HIDDEN = re.compile(r"(^|/)__[^/]*__($|/|\.)")
 _GZIPPED = (".gz", ".tgz")
 _COMPRESSED = (*_GZIPPED, ".bz2", ".xz")
+_CHUNK = 1 << 16
 
 
 class TarShards(ShardedDataset[Sample]):
@@ -78,7 +80,7 @@ class TarShards(ShardedDataset[Sample]):
             return _Samples(
                 name, _opened(url, self.settings) if _is_remote(url) else open(url, "rb")
             )
-        except (OSError, tarfile.TarError) as error:
+        except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
             raise SourceError(f"cannot read {name!r}: {_described(error)}") from error
 
 
@@ -97,8 +99,10 @@ class _Samples(Iterator[Sample]):
         path = name.partition("?")[0]
         streams = path.endswith(_COMPRESSED) or not file.seekable()
         mode: Any = "r|*" if streams else "r:"
+        self._checked: gzip.GzipFile | None = None
         if path.endswith(_GZIPPED):  # tarfile itself does not compare the checksum
-            mode, file = "r|", cast(IO[bytes], gzip.GzipFile(fileobj=file))
+            self._checked = gzip.GzipFile(fileobj=file)
+            mode, file = "r|", cast(IO[bytes], self._checked)
         self._archive: Any = tarfile.open(fileobj=file, mode=mode, tarinfo=_Header)  # noqa: SIM115
         self._count = 0
         self._next: _Member | None = None
@@ -159,6 +163,8 @@ class _Samples(Iterator[Sample]):
                 )
             self._next = _Member(found[1], found[2].lower(), member)
             return self._next
+        while self._checked is not None and self._checked.read(_CHUNK):
+            pass  # the checksum comes last
         self._end()
         return None
 
@@ -180,7 +186,10 @@ class _Header(tarfile.TarInfo):
             if type(error).__name__ == "EOFHeaderError" or (is_empty and not archive.offset):
                 raise
             if is_empty:
-                raise tarfile.ReadError("the file ends before its archive does") from error
+                raise tarfile.ReadError(
+                    "the file ends without the block of zeros that ends an archive, and may be cut: fetch or write it "
+                    "again"
+                ) from error
             raise tarfile.ReadError(f"a header is damaged: {message_of(error)}") from error
 
 

@@ -233,6 +233,10 @@ def cut(data: bytes) -> bytes:
     return data[: data.index(b"folder/5.JPG") + 700]
 
 
+def cut_between_members(data: bytes) -> bytes:
+    return data[: data.index(b"folder/5.JPG")]
+
+
 def linked(data: bytes) -> bytes:
     at = data.index(b"folder/5.JPG")
     header = tarfile.TarInfo.frombuf(data[at : at + 512], "utf-8", "strict")
@@ -246,6 +250,7 @@ def linked(data: bytes) -> bytes:
     [
         (damaged_header, "a header is damaged", 4),
         (cut, "unexpected end of data", 5),
+        (cut_between_members, "the file ends without the block of zeros that ends an archive", 4),
         (linked, r"the member 'folder/5\.JPG' is a link or a device: write it as a plain file", 4),
     ],
 )
@@ -265,6 +270,41 @@ def test_a_damaged_file_is_an_error_that_names_it(
     loader = DataLoader(shards, 3, errors="skip")
     with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
         assert labels(loader) == [*range(kept), *range(100, 100 + COUNT)]
+
+
+def test_an_archive_ends_with_a_block_of_zeros(tmp_path: Path) -> None:
+    """What follows is not read. Without such a block nobody knows whether the file is whole."""
+    path = tmp_path / "0.tar"
+    data = Path(write_tar(path, members(0))).read_bytes().rstrip(b"\0")
+    data += bytes(-len(data) % tarfile.BLOCKSIZE)
+    for blocks, text in ((1, b""), (2, b""), (100, b""), (1, b"text")):
+        path.write_bytes(data + bytes(blocks * tarfile.BLOCKSIZE) + text)
+        assert [int(sample["label.txt"]) for sample in TarShards([path])] == [*range(COUNT)]
+    path.write_bytes(data)
+    samples = iter(TarShards([path]))
+    assert [int(next(samples)["label.txt"]) for _ in range(COUNT - 1)] == [*range(COUNT - 1)]
+    with pytest.raises(SourceError, match="and may be cut: fetch or write it again"):
+        next(samples)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 30, 500])
+@pytest.mark.parametrize("count", [1, COUNT])
+def test_a_wrong_checksum_of_a_gzip_file_is_an_error(
+    count: int, blocks: int, tmp_path: Path
+) -> None:
+    """Wherever the archive ends in it."""
+    data = Path(write_tar(tmp_path / "0.tar", members(0, count))).read_bytes()
+    packed = bytearray(gzip.compress(data + bytes(blocks * tarfile.BLOCKSIZE)))
+    path = tmp_path / "0.tar.gz"
+    path.write_bytes(packed)
+    assert len(list(TarShards([path]))) == count
+    packed[-8] ^= 1
+    path.write_bytes(packed)
+    with pytest.raises(SourceError, match=rf"behind {count - 1} samples.*CRC check failed"):
+        list(TarShards([path]))
+    path.write_bytes(packed[:15])
+    with pytest.raises(SourceError, match=r"cannot read '.*0\.tar\.gz': "):
+        list(TarShards([path]))
 
 
 def test_files_that_cannot_be_opened_and_keys_that_come_twice(tmp_path: Path) -> None:
