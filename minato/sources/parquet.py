@@ -165,7 +165,9 @@ def _would_be_cut(kind: pa.DataType, to: pa.DataType) -> bool:
     """Whether Arrow casts values to another type without a word about what is lost."""
     parts, others = _parts_of(kind), _parts_of(to)
     if parts and others:
-        return any(_would_be_cut(parts[name], others[name]) for name in parts.keys() & others)
+        return any(
+            name not in others or _would_be_cut(part, others[name]) for name, part in parts.items()
+        )
     whole_days = types.is_date(to) or types.is_time(to)
     return (
         (types.is_boolean(to) and _is_number(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import pickle
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,80 @@ def test_all_copies_know_the_same_files(kind: Any, tmp_path: Path) -> None:
         numbers = range(len(each)) if kind is Parquet else None
         found = ids(each) if numbers is None else ids(each[i] for i in numbers)
         assert found == list(range(50, 70))
+
+
+def written(tmp_path: Path, *columns: Any) -> list[str]:
+    """A file for each column of values and their type."""
+    files = [str(tmp_path / f"{i}.parquet") for i in range(len(columns))]
+    for file, (values, kind) in zip(files, columns, strict=True):
+        pq.write_table(pa.table({"x": pa.array(values, kind)}), file)
+    return files
+
+
+SECONDS = [datetime.timedelta(seconds=3)]
+DAY, TIME = datetime.date(2020, 1, 2), datetime.datetime(2020, 1, 1, 5)
+FLAG, WHOLE = pa.bool_(), pa.int64()
+PARTS = pa.struct([("a", FLAG)]), pa.struct([("a", WHOLE)])
+DAYS = pa.struct([("a", pa.date32())]), pa.struct([("a", pa.timestamp("us"))])
+
+
+@pytest.mark.parametrize("reverses", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (([[True]], pa.list_(FLAG)), ([[2, 3]], pa.list_(WHOLE)), [[1], [2, 3]]),
+        (([{"a": True}], PARTS[0]), ([{"a": 2}], PARTS[1]), [{"a": 1}, {"a": 2}]),
+        (
+            ([{"a": DAY}], DAYS[0]),
+            ([{"a": TIME}], DAYS[1]),
+            [{"a": datetime.datetime(2020, 1, 2)}, {"a": TIME}],
+        ),
+        (
+            ([[("k", True)]], pa.map_(pa.string(), FLAG)),
+            ([[("k", 2)]], pa.map_(pa.string(), WHOLE)),
+            [[("k", 1)], [("k", 2)]],
+        ),
+    ],
+)
+def test_parts_of_columns_have_a_type_that_holds_the_values_of_all_files(
+    first: Any, second: Any, expected: list[Any], reverses: bool, tmp_path: Path
+) -> None:
+    columns = [second, first] if reverses else [first, second]
+    found = [row["x"] for row in ParquetStream(written(tmp_path, *columns))]
+    found = [value.tolist() if isinstance(value, np.ndarray) else value for value in found]
+    assert found == (expected[::-1] if reverses else expected)
+    assert repr(found).count("True") == 0  # which equals 1
+
+
+@pytest.mark.parametrize("reverses", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (([7], WHOLE), (SECONDS, pa.duration("s"))),
+        (([7], WHOLE), ([TIME], pa.timestamp("us"))),
+        (([[7]], pa.list_(WHOLE)), ([SECONDS], pa.list_(pa.duration("ms")))),
+        (
+            ([{"a": True, "b": 1}], pa.struct([("a", FLAG), ("b", WHOLE)])),
+            ([{"a": 2, "c": "x"}], pa.struct([("a", WHOLE), ("c", pa.string())])),
+        ),
+    ],
+)
+def test_columns_of_which_values_would_be_cut_are_refused(
+    first: Any, second: Any, reverses: bool, tmp_path: Path
+) -> None:
+    columns = [second, first] if reverses else [first, second]
+    with pytest.raises(ValueError, match="column 'x' is of type .* no type holds the values of bo"):
+        list(ParquetStream(written(tmp_path, *columns)))
+
+
+def test_row_groups_are_found_by_name(folder: Path) -> None:
+    groups = ParquetShards(folder)._groups
+    names = groups.names()
+    assert names == [
+        f"{folder}/{i}.parquet#{k}" for i in range(2) for k in range(ROWS // GROUP // 2)
+    ]
+    for each in (groups, pickle.loads(pickle.dumps(groups))):
+        assert [each.number_of(name) for name in names] == [*range(len(names))]
 
 
 def test_decoding(folder: Path) -> None:
