@@ -134,6 +134,53 @@ def test_random_stops(seeds: range) -> None:
         check_history(seed)
 
 
+class Closing(Numbers):
+    """A shard cannot be opened any more."""
+
+    closed = ""
+
+    def iter_shard(self, name: str, state: Any = None) -> Iterator[int]:
+        if name == self.closed:
+            raise OSError(f"no {name}")
+        return super().iter_shard(name, state)
+
+
+@pytest.mark.parametrize("cursor", CURSORS)
+def test_a_shard_that_does_not_open_at_a_resume_raises_once(cursor: Any) -> None:
+    """As an item; those of the shards behind it follow."""
+    lengths = {"1": 6, "2": 5, "3": 4}
+
+    def make(closed: str) -> Any:
+        dataset = Closing(lengths, cursor)
+        dataset.closed = closed
+        return dataset
+
+    first = iter(make(""))
+    assert [next(first) for _ in range(8)] == all_of(lengths)[:8]
+    for skipped in (0, 1, 2):
+        items = iter(make("2"))
+        items.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        items.skip(skipped)
+        if not skipped:
+            with pytest.raises(OSError, match="no 2"):
+                next(items)
+        assert list(items) == [3000, 3001, 3002, 3003][max(0, skipped - 1) :]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_does_not_open_at_a_resume_is_one_skipped_item(num_workers: int) -> None:
+    lengths = {"1": 6, "2": 5, "3": 4}
+    first = DataLoader(Closing(lengths, Stateful), 4)
+    got = numbers(itertools.islice(first, 2))
+    dataset = Closing(lengths, Stateful)
+    dataset.closed = "2"
+    loader = DataLoader(dataset, 4, num_workers=num_workers, readers=1, errors="skip")
+    loader = resumed(saved(first), loader)
+    with pytest.warns(MinatoWarning, match="1 samples of this epoch were skipped"):
+        got += numbers(loader)
+    assert got == [*all_of(lengths)[:8], *items_of("3", 4)]
+
+
 def changed(rng: random.Random, lengths: Mapping[str, int], ever: int) -> dict[str, int]:
     """Other shards: new ones anywhere between the old ones, some of which are gone."""
     names = [name for name in lengths if rng.random() < 0.9] or [*lengths]
