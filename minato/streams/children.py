@@ -217,6 +217,7 @@ class Child:
         self._dataset_keeps = is_stateful(self._dataset) and not state_is_inexact(self._dataset)
         self.is_new = True
         self._loaded: State | None = None
+        self._to_come: float = 0  # items that come again, at most
         # Threads share the generators with others.
         in_main = threading.current_thread() is threading.main_thread()
         self._outer = GlobalGenerators() if in_main else None
@@ -235,7 +236,7 @@ class Child:
         before = resumed_states()
         set_resumed(self._resumed)
         try:
-            with announced_reader():
+            with announced_reader(), reading_again(None, self._to_come):
                 return iter(self._dataset)
         finally:
             set_resumed(before)
@@ -243,7 +244,8 @@ class Child:
     def first(self, ask: Callable[[Iterator[object]], object] = next) -> Any:
         """The first item, which ``ask`` returns for the iterator."""
         self.is_new, self._loaded = False, None
-        with announced_reader():  # a generator may ask only now which reader it is
+        # A generator may ask only now which reader it is, and load a state.
+        with announced_reader(), reading_again(None, self._to_come):
             return ask(self.items)
 
     @property
@@ -280,11 +282,13 @@ class Child:
         Args:
             again: How many items come again after it, at most; infinity: nobody knows.
         """
+        self._to_come = again
         own = copy.deepcopy(state)  # a dataset may keep and change what it gets
         of_dataset, generators = own["dataset"], own["generators"]
         if of_dataset is not None:
             self._stream.loaded.add(self._key)
-            self._dataset.load_state_dict(of_dataset)
+            with reading_again(None, again):
+                self._dataset.load_state_dict(of_dataset)
         if self._outer is not None and generators is not None:
             with _left_alone(self._outer):
                 self._outer.load_plain(generators)

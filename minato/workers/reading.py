@@ -176,6 +176,8 @@ class Reader:
         self.has_jumped, self._is_new, self._start = False, True, start if resumes else None
         self._renewed: bytes | None = None  # state in which the last generator made again began
         self._num_renewed = 0  # since the last item
+        # Items that come again.
+        self._again = max(0, before - start.ordinal) if start is not None and resumes else 0
         dataset = self.dataset
         if is_told and self._told == set_epoch:
             set_epoch = None
@@ -184,12 +186,14 @@ class Reader:
             self._set_epoch(set_epoch)
         if start is not None and start.dataset is not None:
             self._applies_again = True
-            dataset.load_state_dict(copy.deepcopy(start.dataset))
+            with reading_again(None, self._again):
+                dataset.load_state_dict(copy.deepcopy(start.dataset))
         if not has_epoch:  # it may hold that of the epoch before
             self._set_epoch(set_epoch)
         if start is None or not resumes or not start.ordinal:
             self._forget_loaded()
-        iterator: Any = iter(dataset)
+        with reading_again(None, self._again):
+            iterator: Any = iter(dataset)
         if start is not None and resumes:
             if start.iterator is not None:
                 if not is_stateful(iterator):
@@ -197,7 +201,7 @@ class Reader:
                         f"the state holds that of an iterator of reader {self.number}, which is now a "
                         f"{type_name(iterator)} without a state: resume with the datasets that it was saved with"
                     )
-                with reading_again(iterator, max(0, before - start.ordinal)):
+                with reading_again(iterator, self._again):
                     iterator.load_state_dict(copy.deepcopy(start.iterator))
             self.at, self.digest = start.ordinal, start.digest
         self._items = iterator
@@ -294,7 +298,8 @@ class Reader:
         if not self._is_new:
             return next(items)
         try:
-            with announced_reader():  # a generator may ask only now which reader it is
+            # A generator may ask only now which reader it is, and load a state.
+            with announced_reader(), reading_again(None, self._again):
                 return next(items)
         finally:
             self._is_new, self._start = False, None

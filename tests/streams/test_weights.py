@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,13 @@ import minato
 from minato import DataLoader, Readers
 from tests.datasets import ORDERS
 from tests.selection import mostly_slow, numbers_for
-from tests.streams.streams import DrawingSequences, Sequences, SequenceState, ShardedSequences
+from tests.streams.streams import (
+    DrawingSequences,
+    SequenceCursor,
+    Sequences,
+    SequenceState,
+    ShardedSequences,
+)
 
 FIRST = {"web": 10**6, "code": 2 * 10**6}
 SIZE = 150
@@ -34,7 +42,10 @@ ABOVE: dict[str, Above] = {
     "pack": lambda mixed: minato.pack(mixed, 16, open_rows=3),
     "both": lambda mixed: minato.pack(minato.shuffle(mixed, 7), 16, open_rows=3),
     "mixes": lambda mixed: minato.mix(
-        {"inner": minato.shuffle(mixed, 5), "none": SequenceState(0)}, {"inner": 1, "none": 1}
+        {"inner": minato.shuffle(mixed, 5), "none": SequenceState(0)}
+    ),
+    "passes": lambda mixed: minato.mix(
+        {"inner": mixed, "other": DrawingSequences(30, 10**9)}, passes=2
     ),
 }
 
@@ -43,7 +54,8 @@ def make(
     stream: Any, above: str, weights: Any, sizes: tuple[int, int] = (SIZE, SIZE), **options: Any
 ) -> Any:
     names = zip(FIRST, sizes, strict=True)
-    mixed = minato.mix({name: stream(size, FIRST[name]) for name, size in names}, weights)
+    sources = {name: stream(size, FIRST[name]) for name, size in names}
+    mixed = minato.mix(sources, weights, passes=options.pop("passes", 1))
     return DataLoader(ABOVE[above](mixed), options.pop("batch_size", 4), collate_fn=list, **options)
 
 
@@ -63,10 +75,8 @@ def saved(loader: Any) -> Any:
     return json.loads(json.dumps(loader.state_dict()))
 
 
-def all_of(sizes: tuple[int, int] = (SIZE, SIZE)) -> list[int]:
-    return sorted(
-        first + i for first, size in zip(FIRST.values(), sizes, strict=True) for i in range(size)
-    )
+def all_of() -> list[int]:
+    return sorted(first + i for first in FIRST.values() for i in range(SIZE))
 
 
 def check_history(seed: int) -> bool:
@@ -75,14 +85,17 @@ def check_history(seed: int) -> bool:
     above, order = rng.choice([*ABOVE]), rng.choice(ORDERS)
     stream = rng.choice([DrawingSequences, SequenceState, ShardedSequences])
     readers = rng.choice([1, 2, 3])
-    sizes = (SIZE // 4 * 4, rng.choice([40, SIZE // 4 * 4]))
+    passes, sizes = rng.choice([1, 1, 2]), (SIZE // 4 * 4, rng.choice([40, SIZE // 4 * 4]))
+    options: dict[str, Any] = {"readers": readers, "passes": passes}
+    expected = sorted(firsts(make(stream, above, WEIGHTS[0], sizes, **options)))
+    options["order"] = order
     got: list[int] = []
     state: Any = None
     known: list[Any] = []  # weights of the runs before
     was_possible = True
-    said: list[Any] = [above, order, stream.__name__, readers]
+    said: list[Any] = [above, stream.__name__, options]
     for stop in [*(rng.randrange(9) for _ in range(rng.randrange(1, 5))), None]:
-        options = {"readers": readers, "order": order, "num_workers": rng.choice([0, 0, 1, 3])}
+        options = {**options, "num_workers": rng.choice([0, 0, 1, 3])}
         weights = rng.choice(WEIGHTS)
         said.append((options["num_workers"], stop, weights))
         for tried in (weights, *known):
@@ -105,7 +118,7 @@ def check_history(seed: int) -> bool:
         if stop is None or len(batches) < stop:
             break
         state = saved(loader)
-    assert sorted(got) == all_of(sizes), said
+    assert sorted(got) == expected, said
     return was_possible
 
 
@@ -139,7 +152,7 @@ def test_weights_change_after_the_last_item_that_was_read(above: str) -> None:
             loader.load_state_dict(state)
         got += firsts(itertools.islice(loader, stop))
         state = saved(loader)
-    assert sorted(got) == all_of()
+    assert sorted(got) == sorted(expected)
     if above == "mix":
         web, code = iter(expected[:SIZE]), iter(expected[SIZE:])
         parts = [(web, 12), (code, 12), (web, SIZE - 12), (code, SIZE - 12)]
@@ -159,6 +172,46 @@ def test_the_loader_knows_how_far_an_earlier_run_has_read() -> None:
     state = saved(loader)
     loader = resumed(state, make(DrawingSequences, "mix", WEB_FIRST, **options))
     assert sorted([*got, *more, *firsts(loader)]) == all_of()
+
+
+class KillingCursor(SequenceCursor):
+    """Kills its process once, within its items, if there is a file."""
+
+    path = ""
+
+    def __next__(self) -> Any:
+        if self.at == 30 and os.path.exists(self.path):
+            os.remove(self.path)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__next__()
+
+
+class Killing(DrawingSequences):
+    path = ""
+
+    def __iter__(self) -> Any:
+        cursor = KillingCursor(self.numbers())
+        cursor.first, cursor.path = self.first, self.path
+        return cursor
+
+
+@pytest.mark.filterwarnings("ignore::minato.MinatoWarning")
+@pytest.mark.parametrize("every", [1, 1000])
+@pytest.mark.parametrize("above", ["mix", "shuffle"])
+def test_a_reader_that_is_made_again_draws_as_the_one_before(
+    above: str, every: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker dies after a resume with other weights."""
+    loader = make(Killing, above, WEB_FIRST, num_workers=1, snapshot_every_n_steps=1000)
+    got = firsts(itertools.islice(loader, 5))
+    state = saved(loader)
+    path = tmp_path / "once"
+    path.touch()
+    monkeypatch.setattr(Killing, "path", str(path))
+    options: dict[str, Any] = {"num_workers": 1, "snapshot_every_n_steps": every}
+    got += firsts(resumed(state, make(Killing, above, WEIGHTS[1], **options)))
+    assert not path.exists()
+    assert sorted(got) == all_of()
 
 
 @pytest.mark.parametrize("above", ["pack", "both"])
@@ -204,17 +257,50 @@ class HalfOf:
         self.items.load_state_dict(state)
 
 
-def test_a_mix_within_a_dataset_of_the_program_does_not_take_its_ordinals_for_its_own() -> None:
-    def make_around(weights: Any, **options: Any) -> Any:
-        sources = {name: DrawingSequences(SIZE, first) for name, first in FIRST.items()}
-        dataset = Around(minato.mix(sources, weights))
-        return DataLoader(dataset, 4, collate_fn=list, readers=1, **options)
+class Later(Around):
+    """The dataset has the state, which its generator loads."""
 
-    options: dict[str, Any] = {"num_workers": 1, "snapshot_every_n_steps": 1000}
-    loader = make_around(WEIGHTS[0], **options)
-    firsts(itertools.islice(loader, 5))
+    items: Any = None
+    loaded: Any = None
+
+    def __iter__(self) -> Any:
+        self.items, state, self.loaded = iter(self.dataset), self.loaded, None
+        if state is not None:
+            self.items.load_state_dict(state)
+        yield from HalfOf(self.items)
+
+    def state_dict(self) -> Any:
+        items = iter(self.dataset) if self.items is None else self.items
+        return self.loaded or items.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state
+
+
+@pytest.mark.parametrize(
+    ("around", "above"),
+    [
+        (Around, lambda dataset: dataset),
+        (Around, lambda dataset: minato.shuffle(dataset, 3)),
+        (Later, lambda dataset: dataset),
+    ],
+)
+def test_a_mix_within_a_dataset_of_the_program_does_not_take_its_ordinals_for_its_own(
+    around: Any, above: Any
+) -> None:
+    def make_around(weights: Any) -> Any:
+        sources = {name: DrawingSequences(SIZE, first) for name, first in FIRST.items()}
+        dataset = above(around(minato.mix(sources, weights)))
+        return DataLoader(dataset, 4, collate_fn=list, readers=1)
+
+    loader = make_around(WEIGHTS[0])
+    firsts(itertools.islice(loader, 2))
+    state = saved(loader)
+    assert state["readers"]["each"][0]["done"] == [[0, 8]]
+    state["readers"]["each"][0]["done"] = [[0, 20]]  # as if it were older than what was delivered
     with pytest.raises(ValueError, match="other weights than when the state was saved"):
-        next(iter(resumed(saved(loader), make_around(WEIGHTS[1]))))
+        next(iter(resumed(state, make_around(WEIGHTS[1]))))
+    assert len(firsts(resumed(state, make_around(WEIGHTS[0])))) == SIZE - 20
 
 
 @pytest.mark.parametrize(
