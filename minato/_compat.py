@@ -812,6 +812,12 @@ def applies_state_later(dataset: object) -> bool:
     return hasattr(dataset, "__dict__") and "_starting_state_dict" in vars(dataset)
 
 
+def take_own_epoch(dataset: object) -> None:
+    """Give a stream of Hugging Face an epoch of this process: that of its forked copies is one in shared memory."""
+    if applies_state_later(dataset) and torch.is_tensor(epoch := vars(dataset).get("_epoch")):
+        vars(dataset)["_epoch"] = epoch.clone()
+
+
 def forget_loaded_state(dataset: object) -> None:
     """Have the next epoch of a stream begin at its beginning, if a state was loaded for an earlier one."""
     if applies_state_later(dataset):

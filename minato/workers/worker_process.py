@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from minato._compat import (
+    applies_state_later,
     be_worker,
     forget_dataset,
     forget_executor_threads,
@@ -27,6 +28,7 @@ from minato._compat import (
     numpy_seed,
     serves_other_processes,
     set_signal_handlers,
+    take_own_epoch,
     worker_info,
 )
 from minato._core import Lease, WorkerLedger, now_ns
@@ -34,6 +36,7 @@ from minato._core.codes import STARTING
 from minato._core.segment import Segment
 from minato._fork_safety import end_copy, renew_in_children
 from minato._support.items import item_of
+from minato._support.objects import Search, module_of
 from minato._support.pickling import ForChild, Snapshot, take_own_name
 from minato._system import process_usage
 from minato.batching.blobs import ErrorTransport, wrapped
@@ -230,6 +233,8 @@ def run_worker_process(number: int, context: WorkerContext) -> None:
 def _work(number: int, context: WorkerContext, parent_lives: Callable[[], bool]) -> None:
     plan = context.plan
     enter_worker_process(*plan.identity(number), plan.base_seed, plan.pipeline.given)
+    if plan.pipeline.streams and "datasets" in sys.modules:
+        _take_own_epochs(plan.pipeline.given)
     if context.stacks is not None:
         context.stacks.listen()
     state = SharedState(context.layout)
@@ -259,6 +264,18 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
     _end_with_parent()
     name_process_thread("minato_worker")
     seed_worker(number, num_workers, base_seed, dataset)
+
+
+def _take_own_epochs(dataset: object) -> None:
+    """Have streams of Hugging Face in a dataset go through epochs apart from those of other workers.
+
+    One may be in another pass, and each sets the epoch before it asks for the first item.
+    """
+    of_library = Search(
+        lambda kind: module_of(kind.kind).startswith("datasets."), wants=applies_state_later
+    )
+    for node in of_library.run({"dataset": dataset}):
+        take_own_epoch(node.thing)
 
 
 def _end_with_parent() -> None:

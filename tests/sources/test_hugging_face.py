@@ -114,6 +114,14 @@ def check_history(seed: int) -> None:
     assert rows(loader) == expected, seed  # the next epoch begins at its beginning
 
 
+def test_each_worker_is_in_an_epoch_of_its_own() -> None:
+    stream, other = shuffled(0, 12), shuffled(100, 12)
+    mixed = minato.mix({"a": stream, "b": minato.shuffle(other, 2)}, passes=2)
+    assert len(rows(DataLoader(mixed, 3, num_workers=1, collate_fn=numbers))) == 48
+    # The second pass of each has another epoch, in the worker alone.
+    assert (stream.epoch, other.epoch) == (0, 0)
+
+
 @pytest.mark.parametrize("first", mostly_slow(range(0, 80, 10)))
 def test_stops_lose_and_repeat_nothing(
     first: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
