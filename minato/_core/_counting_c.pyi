@@ -3,7 +3,7 @@ from typing import Any, Self, final
 
 from typing_extensions import Buffer
 
-__all__ = ["HISTOGRAM_NBYTES", "Arrivals", "Histogram", "Occurrences", "sum_of_hashes"]
+__all__ = ["HISTOGRAM_NBYTES", "Arrivals", "Calls", "Histogram", "Occurrences", "sum_of_hashes"]
 
 HISTOGRAM_NBYTES: int
 
@@ -25,6 +25,24 @@ class Histogram:
     def clear(self) -> None: ...
     def snapshot(self) -> Histogram: ...
     def subtract(self, older: Histogram) -> Histogram: ...
+
+@final
+class Calls:
+    began_ns: int
+    entered_ns: int
+    left_ns: int
+    wall_ns: int
+    due_ns: int
+    samples: int
+    nbytes: int
+    is_wanted: bool
+    def __new__(cls, now: int) -> Self: ...
+    @property
+    def waits(self) -> Histogram: ...
+    @property
+    def steps(self) -> Histogram: ...
+    def enter(self, now: int) -> None: ...
+    def leave(self, now: int, samples: int, nbytes: int, looked: bool = False) -> bool: ...
 
 def sum_of_hashes(indices: Iterable[Any], hash_other: Callable[[Any], int]) -> int: ...
 
