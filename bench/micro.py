@@ -53,7 +53,7 @@ def counting(module: ModuleType) -> Operations:
     return {
         "256 indices requested and delivered": ("batch()", names),
         "256 indices counted": ("occurrences.count(keys)", names),
-        "call of next()": ("calls.enter(5_000); calls.leave(9_000, 256, 65_536)", names),
+        "call of next()": ("calls.enter(9_000); calls.leave(9_000, 256, 65_536)", names),
         "record": ("total.record(123_456)", names),
         "percentile": ("full.percentile(0.75)", names),
         "merge": ("total.merge(full)", names),

@@ -227,7 +227,7 @@ class Calls:
         """A call begins."""
         self.entered_ns = now
         if self.waits.count:
-            self.steps.record(now - self.left_ns)
+            self.steps.record(max(now - self.left_ns, 0))
 
     def leave(self, now: int, samples: int, nbytes: int, looked: bool = False) -> bool:
         """A call returns a batch.
@@ -238,7 +238,7 @@ class Calls:
         if not looked and (self.is_wanted or now - self.began_ns >= self.due_ns):
             return False
         self.left_ns = now
-        self.waits.record(now - self.entered_ns)
+        self.waits.record(max(now - self.entered_ns, 0))
         self.wall_ns = now - self.began_ns
         self.samples += samples
         self.nbytes += nbytes

@@ -252,3 +252,7 @@ def test_calls_count_those_that_return_and_the_time_between(twin: ModuleType) ->
     calls.enter(200)
     assert not calls.leave(200, 1, 5)
     assert (calls.waits.count, calls.steps.count, calls.samples) == (3, 3, 4)
+    calls.enter(150)  # of another clock: no time is negative
+    calls.is_wanted = False
+    assert calls.leave(140, 1, 5, True)
+    assert (calls.waits.total, calls.steps.total) == (74, 16)
