@@ -27,6 +27,7 @@ __all__ = [
     "Search",
     "attribute",
     "derives",
+    "facts_of",
     "failing_part",
     "figures_of",
     "in_any_process",

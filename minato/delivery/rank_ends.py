@@ -378,8 +378,6 @@ class _Held(Outgoing):
         origin: As the source gave it.
     """
 
-    __slots__ = ("origin",)
-
     def __init__(self, origin: Outgoing) -> None:
         super().__init__(origin.batch, origin.error)
         self.records = origin.records

@@ -62,8 +62,6 @@ class _Batch(Outgoing):
         is_observed: Whether the observers know that it is returned.
     """
 
-    __slots__ = ("failed", "is_observed", "members")
-
     def __init__(self, members: Sequence[_Waiting] = (), failed: Outgoing | None = None) -> None:
         super().__init__()
         self.members = members

@@ -154,9 +154,8 @@ def _merged_streams(by_rank: dict[int, PlainState]) -> PlainState:
         state = by_rank[reader % len(by_rank)]
         known = None if state["readers"] is None else state["readers"]["each"][reader]
         if running and state["finished"]:
-            kept = (
-                None if known is None else known["state"]
-            )  # of a dataset that stays for the next epoch
+            # Of a dataset that stays for the next epoch.
+            kept = None if known is None else known["state"]
             known = {"done": [[0, _ALL]], "end": _ALL, "state": kept, "jumped": False}
         elif known is None and state["readers"] is not None:
             raise ValueError(f"the state is damaged: it does not hold reader {reader}")

@@ -233,7 +233,7 @@ class Reader:
 
     @property
     def must_keep(self) -> bool:
-        """Whether its present state holds what no later one need have: what its iterator has decided."""
+        """Whether its first state of an epoch is kept: it holds what its iterator has decided, such as weights."""
         return self._stateful is not None
 
     def _forget_loaded(self) -> None:
