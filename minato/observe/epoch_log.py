@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter, sub
 from typing import NamedTuple
 
 from minato._core import Calls, Histogram, now_ns
@@ -29,6 +30,10 @@ _LOOK_NS, _LOOKS = 20_000_000, 128
 """The state of a loader is looked at after this time, and after this part of the time since the start."""
 _QUICK = ("busy_ns", "idle_ns", "deaths", "retries", "skipped")
 """Counts of a source that cost little to read."""
+_QUICK_OF = itemgetter(*_QUICK)
+_TOTALS = ("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK)
+_TOGETHER = 16
+"""Epochs that have ended are added to sums this many at a time: short ones must not wait for it."""
 _NO_MACHINE = MachineSnapshot()
 
 
@@ -96,6 +101,7 @@ class EpochRecord:
         decision: The last threshold of slow samples.
         held_by_budget: Whether the memory budget kept more batches from being opened.
         finished: Whether it ended regularly.
+        ended_ns: When it ended, or was abandoned; 0 before.
     """
 
     epoch: int
@@ -114,6 +120,7 @@ class EpochRecord:
     decision: ThresholdDecision | None = None
     held_by_budget: bool = False
     finished: bool = False
+    ended_ns: int = 0
 
     @property
     def waits(self) -> Histogram:
@@ -131,11 +138,11 @@ class EpochRecord:
         return self.start_ns + self.waits.total + self.failed_ns
 
     @property
-    def metrics(self) -> Metrics:
-        """The metrics of this epoch, and all of the above; each call makes another."""
-        metrics, calls = self.after.since(self.before), self.calls
+    def counts(self) -> Counts:
+        """The numbers of this epoch, all of the above included."""
+        counts, calls = self.after.counts.minus(self.before.counts), self.calls
         asked, delivered, outstanding = self.coverage
-        metrics.counts.update(
+        counts.update(
             asked=asked,
             delivered=delivered,
             outstanding=outstanding,
@@ -150,9 +157,44 @@ class EpochRecord:
             pinned_ns=self.pinned_ns,
             ranks_ns=self.ranks_ns,
         )
-        lag = EMPTY if self.lateness is None else self.lateness.latest
-        metrics.histograms.update(wait=calls.waits, step=calls.steps, lag=lag)
-        return metrics
+        return counts
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of this epoch, and all of the above; each call makes another."""
+        return metrics_of([self])
+
+    def totals(self, quick: Counts) -> Counts:
+        """The counts of ``Totals``, with the present call of ``next()``, or that in which the epoch has ended.
+
+        Args:
+            quick: Those of its source, now or at the end of the epoch.
+        """
+        calls, wall_ns, waited_ns = self.calls, self.calls.wall_ns, self.waited_ns
+        if (entered_ns := calls.entered_ns) > calls.left_ns:
+            now = self.ended_ns or now_ns()
+            wall_ns = max(wall_ns, now - calls.began_ns)
+            waited_ns += max(now - entered_ns, 0)
+        own = calls.waits.count, calls.samples, calls.nbytes, wall_ns, waited_ns
+        before = _QUICK_OF(self.before.counts)
+        return Counts(zip(_TOTALS, (*own, *map(sub, _QUICK_OF(quick), before)), strict=True))
+
+
+def metrics_of(records: Sequence[EpochRecord]) -> Metrics:
+    """The metrics of epochs that came one after the other."""
+    total, first = Metrics(), 0
+    for number, record in enumerate(records, 1):
+        total.counts.add(record.counts)
+        lag = EMPTY if record.lateness is None else record.lateness.latest
+        total.merge({"wait": record.waits, "step": record.steps, "lag": lag})
+        # Those of an engine that stands still between two epochs go on, and are subtracted once.
+        if (
+            number == len(records)
+            or records[number].before.histograms is not record.after.histograms
+        ):
+            total.merge(record.after.grown_since(records[first].before))
+            first = number
+    return total
 
 
 _NO_LOADER = LoaderSnapshot(0, 0, 0, 0, 0, 0)
@@ -182,31 +224,53 @@ class Totals(NamedTuple):
     loader: LoaderSnapshot = _NO_LOADER
 
 
+class _Ended(NamedTuple):
+    """The epochs that have ended.
+
+    Attributes:
+        records: Those that are kept, and a few before them; the latest last, where new ones are appended.
+        forgotten: Metrics of all epochs before these.
+        totals: Counts of the forgotten epochs, and of the first ``num_added`` of the records.
+    """
+
+    records: list[EpochRecord]
+    forgotten: Metrics
+    totals: Counts
+    num_added: int
+
+
 class EpochLog(Observer):
     """Follows a loader through its epochs; one per loader, for all of its iterators.
 
     Attributes:
-        past: Epochs that have ended or were abandoned, the latest last.
-        forgotten: Metrics of epochs that are no longer kept.
         machine: Returns the state of the machine, in any thread.
         storage: Returns the counters of sources, reads and the cache.
     """
 
     def __init__(self) -> None:
-        self.past: deque[EpochRecord] = deque(maxlen=_KEPT_EPOCHS)
-        self.forgotten = Metrics()
         self._slow: list[SlowSample] = []  # of engines that have ended
         self.machine: Callable[[], MachineSnapshot] = MachineSnapshot
         self.storage: Callable[[], Counter[str]] = Counter
         self._loader: LoaderSnapshot | None = None
+        # Readers in other threads take the current epoch first: if it ends meanwhile, it is in both.
         self._current: EpochRecord | None = None
-        nothing = dict.fromkeys(("batches", "samples", "bytes", "wall_ns", "waited_ns", *_QUICK), 0)
-        # Totals of the epochs that have ended, and the epoch that runs: together, for readers in other threads.
-        self._live: tuple[Totals, EpochRecord | None] = Totals(nothing), None
+        self._ended = _Ended([], Metrics(), Counts(dict.fromkeys(_TOTALS, 0)), 0)
         self._progress: EpochState | None = None
         self._source: MetricsSource | None = None  # of the epoch that runs
         self._measured: MetricsSource | None = None  # of the engine that runs
         self._shown = {"wall_ns": 0, "waited_ns": 0}
+
+    @property
+    def past(self) -> list[EpochRecord]:
+        """Epochs that have ended or were abandoned, the latest last."""
+        return self._ended.records[-_KEPT_EPOCHS:]
+
+    @property
+    def forgotten(self) -> Metrics:
+        """Metrics of epochs that are no longer kept."""
+        total = metrics_of(self._ended.records[:-_KEPT_EPOCHS])
+        total += self._ended.forgotten
+        return total
 
     def begin(self, epoch: int, progress: EpochState, source: MetricsSource) -> None:
         """An epoch begins; an unfinished one is abandoned."""
@@ -216,13 +280,12 @@ class EpochLog(Observer):
             self._measured = source
             known = None
         else:
-            known = self.past[-1].after if source.stands_still else None
+            known = self._ended.records[-1].after if source.stands_still else None
         before, machine = self._metrics(source, known)
         self._source, self._progress = source, progress
         self._loader, calls = None, Calls(now_ns())
-        self._current = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
         # Last: other threads read the rest if it is there.
-        self._live = self._live[0], self._current
+        self._current = EpochRecord(epoch, calls, before=before, after=before, machine=machine)
 
     def started(self) -> None:
         """The workers of the epoch have started."""
@@ -295,7 +358,6 @@ class EpochLog(Observer):
 
     def switched_off(self) -> None:
         """The epoch that runs is given up: its figures would not change any more. Those before it stay."""
-        self._live = self._live[0], None
         self._current = self._source = self._progress = self._measured = None
 
     def _forget_source(self) -> None:
@@ -313,15 +375,25 @@ class EpochLog(Observer):
         """Update the current epoch for the last time."""
         if self._current is None:
             return
-        record = self._updated()
-        ended, before, after = self._live[0], record.before.counts, record.after.counts
-        counts = {name: after[name] - before[name] for name in _QUICK}
-        self._live = self._with(ended, record, counts, running=False), None
-        self._current = None
-        if len(self.past) == self.past.maxlen:
-            self.forgotten += self.past[0].metrics
-        self.past.append(record)
-        self._source = self._progress = None
+        record, records = self._updated(), self._ended.records
+        record.ended_ns = record.ended_ns or now_ns()
+        if not records or records[-1] is not record:  # an interruption may come after it
+            records.append(record)
+        self._current = self._source = self._progress = None
+        if len(records) - self._ended.num_added >= _TOGETHER:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Add the latest epochs to the totals, and forget the oldest."""
+        records, forgotten, totals, num_added = self._ended
+        totals = Counts(totals)
+        for record in records[num_added:]:
+            totals.add(record.totals(record.after.counts))
+        if old := records[: -_KEPT_EPOCHS - _TOGETHER]:
+            before, forgotten = forgotten, metrics_of(old)
+            forgotten += before
+        kept = records[len(old) :]
+        self._ended = _Ended(kept, forgotten, totals, len(kept))
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """``(samples, ns)`` of each stage since the workers started; empty between two epochs; in any thread."""
@@ -334,48 +406,35 @@ class EpochLog(Observer):
         It takes microseconds, however many samples there were.
         """
         while True:
-            live = self._live
-            source, (found, record) = self._source, live
-            if record is not None and source is not None:
-                start = record.before.counts
-                counts = {n: count - start[n] for n, count in source.quick_counts().items()}
-                found = self._with(found, record, counts, running=True)
-            if record is not None:
+            current, source, ended = self._current, self._source, self._ended
+            records, counts = [*ended.records], Counts(ended.totals)
+            for each in records[ended.num_added :]:
+                counts.add(each.totals(each.after.counts))
+            record, latest = records[-1] if records else None, Counts()
+            if running := not (current is None or source is None or current is record):
+                record = current
+                latest = record.totals(Counts(source.quick_counts()))
+                counts.add(latest)
                 record.calls.is_wanted = True
-            if live is self._live:  # else an epoch has ended or begun meanwhile
-                # The loop may be between two lines of leave(): what it waits is then in neither place.
-                self._shown = {n: max(found.counts[n], least) for n, least in self._shown.items()}
-                return found._replace(counts={**found.counts, **self._shown})
-
-    def _with(
-        self, ended: Totals, record: EpochRecord, counts: Mapping[str, int], *, running: bool
-    ) -> Totals:
-        """Totals over the epochs that have ended, and one more, with the present call of ``next()``."""
-        calls, waited_ns = record.calls, record.waited_ns
-        wall_ns = calls.wall_ns
-        if (entered_ns := calls.entered_ns) > calls.left_ns:
-            now = now_ns()
-            wall_ns = max(wall_ns, now - calls.began_ns)
-            waited_ns += max(now - entered_ns, 0)
-        total = dict(ended.counts)
-        for name in _QUICK:
-            total[name] += counts.get(name, 0)
-        total["batches"] += calls.waits.count
-        total["samples"] += calls.samples
-        total["bytes"] += calls.nbytes
-        total["wall_ns"] += wall_ns
-        total["waited_ns"] += waited_ns
-        loader = self._loader or record.use.last or _NO_LOADER
-        return Totals(
-            counts=total,
-            epoch=record.epoch,
-            running=running,
-            wall_ns=wall_ns,
-            waited_ns=waited_ns,
-            batches=calls.waits.count,
-            samples=calls.samples,
-            loader=loader,
-        )
+            elif record is not None:
+                latest = record.totals(record.after.counts)
+            if current is not self._current:  # an epoch has ended or begun meanwhile
+                continue
+            # The loop may be between two lines of leave(): what it waits is then in neither place.
+            self._shown = {n: max(counts[n], least) for n, least in self._shown.items()}
+            counts.update(self._shown)
+            if record is None:
+                return Totals(counts)
+            return Totals(
+                counts,
+                epoch=record.epoch,
+                running=running,
+                wall_ns=latest["wall_ns"],
+                waited_ns=latest["waited_ns"],
+                batches=latest["batches"],
+                samples=latest["samples"],
+                loader=self._loader or record.use.last or _NO_LOADER,
+            )
 
     def records(self) -> list[EpochRecord]:
         """All epochs that are kept, the current one last."""

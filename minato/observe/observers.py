@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import add, sub
 from typing import NamedTuple, Protocol
 
 from minato._core import Histogram
@@ -30,6 +31,16 @@ class Counts(dict[str, int]):
     def __missing__(self, name: str) -> int:
         return 0
 
+    def add(self, other: Mapping[str, int]) -> None:
+        """Add the numbers of others."""
+        known = self if [*self] == [*other] else Counts({name: self[name] for name in other})
+        self.update(zip(other, map(add, known.values(), other.values()), strict=True))
+
+    def minus(self, other: Counts) -> Counts:
+        """These numbers without others."""
+        known = other if [*self] == [*other] else Counts({name: other[name] for name in self})
+        return Counts(zip(self, map(sub, self.values(), known.values()), strict=True))
+
 
 @dataclass
 class Metrics:
@@ -43,30 +54,30 @@ class Metrics:
     counts: Counts = field(default_factory=Counts)
     histograms: dict[str, Histogram] = field(default_factory=dict)
 
-    def since(self, older: Metrics) -> Metrics:
-        """The increase since an older snapshot of the same metrics."""
-        before_counts = older.counts
-        counts = Counts({n: each - before_counts[n] for n, each in self.counts.items()})
-        histograms = {}
-        for name, values in self.histograms.items():
-            before = older.histograms.get(name, EMPTY)
-            if before is values:
-                histograms[name] = EMPTY
-            else:
-                histograms[name] = values.subtract(before) if before.count else values
-        return Metrics(counts, histograms)
-
     def __iadd__(self, other: Metrics) -> Metrics:
         """Add other metrics to a sum, which owns its histograms."""
-        counts, own = self.counts, self.histograms
-        for name, count in other.counts.items():
-            counts[name] += count
-        for name, values in other.histograms.items():
-            if name not in own:
-                own[name] = Histogram()
-            if values.count:
-                own[name].merge(values)
+        self.counts.add(other.counts)
+        self.merge(other.histograms)
         return self
+
+    def merge(self, histograms: Mapping[str, Histogram]) -> None:
+        """Add histograms to those of a sum."""
+        own = self.histograms
+        for name, values in histograms.items():
+            known = own.setdefault(name, EMPTY)
+            if values is not EMPTY:
+                if known is EMPTY:
+                    own[name] = known = Histogram()
+                known.merge(values)
+
+    def grown_since(self, older: Metrics) -> dict[str, Histogram]:
+        """The increase of the histograms since an older snapshot of the same metrics."""
+        known, grown = older.histograms, dict.fromkeys(self.histograms, EMPTY)
+        for name, values in self.histograms.items():
+            before = known.get(name, EMPTY)
+            if before is not values:
+                grown[name] = values.subtract(before) if before.count else values
+        return grown
 
 
 class LoaderSnapshot(NamedTuple):
