@@ -107,27 +107,48 @@ def pin_batch(batch: object, device: object) -> Any:
 # --- parts of torch's loader that programs replace ------------------------------------------
 
 
-_TORCHS: dict[type, list[Any]] = {}
-"""Classes of torch with their members, as they were when they were found to be torch's."""
-
-
 def _is_torchs(value: object, module: ModuleType) -> bool:
     """Whether a function, or a class with all its methods, is what torch's module has defined."""
     if not isinstance(value, type):
         return getattr(value, "__globals__", None) is vars(module)
-    members = [*vars(value).values()]
-    if _TORCHS.get(value) != members:
-        held = [getattr(each, "__func__", each) for each in members]
-        functions = [each for each in held if isinstance(each, FunctionType)]
-        own = all(each.__globals__ is vars(module) for each in functions)
-        if not own or value.__module__ != module.__name__:
-            return False
-        _TORCHS[value] = members
-    return True
+    held = [getattr(each, "__func__", each) for each in vars(value).values()]
+    own = all(each.__globals__ is vars(module) for each in held if isinstance(each, FunctionType))
+    return own and value.__module__ == module.__name__
+
+
+_OF_LOADER = attrgetter(
+    "_DatasetKind", "_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"
+)
+_OF_FETCH = attrgetter("_MapDatasetFetcher", "_IterableDatasetFetcher", "_BaseDatasetFetcher")
+
+
+def _parts() -> list[Any]:
+    """The parts of torch's engine that programs replace, as they are now, with the members of classes."""
+    classes = *_OF_LOADER(dataloader), *_OF_FETCH(fetch)
+    parts = [*classes, TorchDataLoader._get_iterator, TorchIterator._next_index]
+    parts += worker._worker_loop, pin_memory._pin_memory_loop
+    for each in classes:
+        parts += vars(each).values()
+    return parts
+
+
+_PARTS: list[Any] = []
+"""The same when all of them were found to be torch's."""
+
+
+def _none_is_replaced() -> bool:
+    """Whether all parts are still torch's; False if only :func:`replaced_parts` can tell. Each epoch asks."""
+    try:
+        parts = _parts()
+        return parts == _PARTS
+    except Exception:  # one is gone, or compares oddly
+        return False
 
 
 def fetcher_is_replaced() -> bool:
     """Whether the program has put another class or method in the place of torch's fetcher of map-style datasets."""
+    if _none_is_replaced():
+        return False
     parts = fetch._MapDatasetFetcher, fetch._BaseDatasetFetcher
     own = _is_torchs(_DatasetKind, dataloader) and all(_is_torchs(part, fetch) for part in parts)
     return not own
@@ -152,6 +173,8 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
     ``__init__`` and ``_reset`` of the iterators' base, ``default_collate`` and what it calls, and ``pin_memory`` are
     not among them: minato uses what is in their place.
     """
+    if _none_is_replaced():
+        return []
     found = []
 
     def look(module: ModuleType, owner: type | ModuleType, name: str) -> None:
@@ -173,6 +196,16 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
         look(fetch, fetch, "_BaseDatasetFetcher")
         look(dataloader, dataloader, "_DatasetKind")
     return found
+
+
+if not (
+    fetcher_is_replaced()
+    or any(
+        replaced_parts(streams=True, workers=2, pins=True, worker_processes=own)
+        for own in (False, True)
+    )
+):
+    _PARTS += _parts()
 
 
 # --- torch's workers ------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from minato._compat import (
     is_iterable,
     replaced_parts,
 )
+from minato._fork_safety import this_process
 from minato._support.loader_class import StandIn, TorchDataLoader, is_made, made_only
 from minato._support.objects import is_own_class
 from minato._support.text import text_of, type_name
@@ -851,7 +852,8 @@ class DataLoader(TorchDataLoader[T_co], metaclass=StandIn):
             return self._torchs_iterator(parts)
         spec = self._spec()
         self._check_workers(spec)
-        self._inspector(spec).open_views()
+        if self._history.views_of != (spec, this_process.pid):
+            self._inspector(spec).open_views()
         epochs = _Epochs(spec, self._engines, self._position)
         return self._batch_iterator(spec, self._engines, self._history, epochs)
 

@@ -43,6 +43,7 @@ __all__ = [
     "sample_key",
     "spread_seed",
     "sum_of_hashes",
+    "types_in",
 ]
 
 DUAL_MODULES = (
@@ -95,7 +96,7 @@ if TYPE_CHECKING or not USE_EXTENSIONS:
         Ledger,
         WorkerLedger,
     )
-    from minato._core._packing_py import Packer
+    from minato._core._packing_py import Packer, types_in
     from minato._core._sample_loop_py import LEASE_NBYTES, Lease, run_samples, run_steps
     from minato._core._seeding_py import (
         StateSnapshot,
@@ -123,7 +124,7 @@ else:
         Ledger,
         WorkerLedger,
     )
-    from minato._core._packing_c import Packer
+    from minato._core._packing_c import Packer, types_in
     from minato._core._sample_loop_c import LEASE_NBYTES, Lease, run_samples, run_steps
     from minato._core._seeding_c import (
         StateSnapshot,

@@ -1,6 +1,8 @@
 from typing import Any, Self, final
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "types_in"]
+
+def types_in(values: list[Any]) -> list[type]: ...
 
 @final
 class Packer:

@@ -28,7 +28,7 @@ import torch
 from minato._core import tensor_memory
 from minato._core.sample_spec import flatten
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "types_in"]
 
 cnp.import_array()
 
@@ -55,6 +55,22 @@ cdef dict KINDS = {
     "tensor": TENSOR, "array": ARRAY, "scalar": SCALAR, "float": FLOAT, "int": INT, "bool": BOOL,
     "text": TEXT, "list": LIST, "tuple": TUPLE, "namedtuple": TUPLE, "dict": DICT,
 }
+
+
+def types_in(list values not None) -> list:
+    """Return the types of some values, each once, in the order of their first values."""
+    cdef PyObject *last = NULL
+    cdef list found = []
+    for value in values:
+        if <PyObject *> Py_TYPE(value) is last:
+            continue
+        last = <PyObject *> Py_TYPE(value)
+        for known in found:
+            if <PyObject *> known is last:
+                break
+        else:
+            found.append(<object> last)
+    return found
 
 
 cdef bint same_key(object one, object other) except -1:

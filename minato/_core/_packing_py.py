@@ -11,9 +11,20 @@ import torch
 
 from minato._core.sample_spec import Spec, flatten, placed
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "types_in"]
 
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
+
+
+def types_in(values: list[Any]) -> list[type]:
+    """Return the types of some values, each once, in the order of their first values.
+
+    Raises:
+        TypeError: ``values`` is no list.
+    """
+    if not isinstance(values, list):
+        raise TypeError(f"a list is required, not {type(values).__name__}")
+    return [*{id(type(value)): type(value) for value in values}.values()]
 
 
 @final

@@ -83,7 +83,7 @@ class _Batch(Outgoing):
     occurrences: Sequence[int] | None = None
 
     def __init__(self, drawn: Drawn, first: int) -> None:
-        given = drawn[2]
+        given = drawn.indices
         if type(given) is Recurring:
             given, self.occurrences = given.indices, given.occurrences
         self.drawn, self.given, self.first = drawn, given, first

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from minato._fork_safety import this_process
 from minato._support.objects import figures_of
 from minato._support.text import message_of, seconds, text_of, type_name
 from minato._system import available_cores, environment, local_rank
@@ -150,11 +150,8 @@ class Inspector:
 
     def open_views(self) -> None:
         """Open what options or environment request in the main process: live view, metrics endpoint, last report."""
-        opened = self._spec, os.getpid()
         if self._history.epoch_log is None or get_worker_info() is not None:
             return
-        if self._history.views_of == opened:
-            return  # an epoch may last as long as a look at the environment
         _open("the report at the end", self._keep_for_exit, self._history.epoch_log)
         _open("the figures of the machine", self._watch_machine, self._history.epoch_log)
         if environment("MINATO_LIVE") and local_rank() == 0:
@@ -169,7 +166,7 @@ class Inspector:
             _open("the metrics", lambda: self._serve_metrics(parse_address(port, variable)))
         if self.metrics_url is not None or observe.stats == "gpu":
             _open("the figures of the GPUs", self.watch_gpus)
-        self._history.views_of = opened
+        self._history.views_of = self._spec, this_process.pid
 
     def close_views(self) -> None:
         """Close the metrics endpoint, unless other loaders use it; the next ``open_views`` opens it again."""

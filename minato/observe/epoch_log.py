@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter, sub
@@ -250,7 +249,7 @@ class EpochLog(Observer):
     def __init__(self) -> None:
         self._slow: list[SlowSample] = []  # of engines that have ended
         self.machine: Callable[[], MachineSnapshot] = MachineSnapshot
-        self.storage: Callable[[], Counter[str]] = Counter
+        self.storage: Callable[[], Counts] = Counts
         self._loader: LoaderSnapshot | None = None
         # Readers in other threads take the current epoch first: if it ends meanwhile, it is in both.
         self._current: EpochRecord | None = None

@@ -20,6 +20,7 @@ from minato._system import (
     memory_limit_bytes,
     recent_available_memory_bytes,
 )
+from minato.observe.observers import Counts
 
 if TYPE_CHECKING:
     from minato.observe.gpus import GpuTable
@@ -76,7 +77,7 @@ _limit_bytes = functools.cache(memory_limit_bytes)
 
 def storage_counts(
     dataset: object, cache: Counters | None, reads: Counters | None
-) -> Callable[[], Counter[str]]:
+) -> Callable[[], Counts]:
     """A function that returns the counters of a loader's storage, in all processes, by name.
 
     Args:
@@ -91,10 +92,10 @@ def storage_counts(
     found = [("source", node.thing) for node in nodes]
     found += [(kind, each) for kind, each in (("cache", cache), ("fetch", reads)) if each]
 
-    def total() -> Counter[str]:
-        counts: Counter[str] = Counter()
+    def total() -> Counts:
+        counts = Counts()
         for kind, each in found:
-            counts.update({f"{kind}_{name}": count for name, count in each.by_name().items()})
+            counts.add({f"{kind}_{name}": count for name, count in each.by_name().items()})
         return counts
 
     return total

@@ -154,9 +154,10 @@ class Epoch:
         self.draw = SamplerState(spec)
         if state is not None and state.stands_for_all:
             state = self._state = replace(state, done=self._first_batches(state))
-        done = Completed() if state is None else state.done
+        done = None if state is None else state.done
         self.progress = Progress(number, done)
-        self.progress.length = functools.partial(_batches_left, weakref.ref(spec), done.batches)
+        num_done = 0 if done is None else done.batches
+        self.progress.length = functools.partial(_batches_left, weakref.ref(spec), num_done)
         if state is not None:
             self.progress.earlier = state.counted
         if state is None or spec.streams:

@@ -122,6 +122,9 @@ class Completed(NamedTuple):
         return found
 
 
+_NONE_COMPLETE = Completed()
+
+
 def _merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return ranges ``[first, end)`` in ascending order, those that touch joined."""
     found: list[tuple[int, int]] = []
@@ -251,22 +254,32 @@ class Progress(_Recorder):
         self.part: RankProgress | None = None
         self.readers: EpochReaders | None = None
         self.earlier = NOTHING, NOTHING
-        self._lateness: Lateness | None = Lateness()
+        self._is_in_order = False
+        self._lateness: Lateness | None = None  # until a batch is asked for that may be late
         self._slow_shares: dict[int, float] = {}
-        self._before = before = done or Completed()
+        self._before = before = done or _NONE_COMPLETE
         self._last_batch: tuple[list[int] | range, int] = [], 0
         self._reported = before.delivered
-        self._arrivals = Arrivals(index_hash, before.expected, before.delivered, before.skipped)
+        if before is _NONE_COMPLETE:
+            self._arrivals = Arrivals(index_hash)
+        else:
+            self._arrivals = Arrivals(index_hash, before.expected, before.delivered, before.skipped)
 
     def come_in_order(self) -> None:
         """Note that batches come in the sampler's order, with its samples: none is late."""
-        self._lateness = None
+        self._is_in_order = True
+
+    def _watched(self) -> Lateness | None:
+        """The lags so far; None if there can be none."""
+        if self._lateness is None and not self._is_in_order:
+            self._lateness = Lateness()
+        return self._lateness
 
     @property
     def lateness(self) -> Lateness:
         """Distance of the batches so far from the sampler's order, and the slow samples in each."""
-        if self._lateness is not None:
-            return self._lateness
+        if (watched := self._watched()) is not None:
+            return watched
         samples = self._arrivals.delivered[0] - self._before.delivered.samples
         return InOrderLateness(samples, self.batches, dict(self._slow_shares))
 
@@ -276,7 +289,7 @@ class Progress(_Recorder):
         Args:
             first: Number of the first of them, from 0 on in this run; a second note of a batch changes nothing.
         """
-        record, ask, lateness = self.record, self._arrivals.ask, self._lateness
+        record, ask, lateness = self.record, self._arrivals.ask, self._watched()
         for number, indices in enumerate(batches, first):
             occurrences = None
             if type(indices) is Recurring:

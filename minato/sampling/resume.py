@@ -83,9 +83,11 @@ def is_stateful(thing: object) -> bool:
 
     The weights of a module are not the state of its data, and a class has no state.
     """
+    state_dict = attribute(thing, "state_dict")
+    if state_dict is None:
+        return False
     if issubclass(type(thing), (type, torch.nn.Module)):
         return False
-    state_dict = attribute(thing, "state_dict")
     if not callable(state_dict) or not callable(attribute(thing, "load_state_dict")):
         return False
     try:
@@ -115,11 +117,9 @@ class SamplerState:
         self._sampler = spec.index_sampler
         samplers = self._samplers = nested(self._sampler)
         # Accelerate gives one to a sampler of ours, which does not use it, where there are several processes.
-        users = [sampler for sampler in samplers if not is_exactly(sampler, SEEDED)]
-        own = [spec.generator, *(attribute(sampler, "generator") for sampler in users)]
-        distinct = {
-            id(one): one for one in own if one is not None and isinstance(one, torch.Generator)
-        }
+        own = [spec.generator]
+        own += [attribute(one, "generator") for one in samplers if not is_exactly(one, SEEDED)]
+        distinct = {id(one): one for one in own if isinstance(one, torch.Generator)}
         distinct.pop(id(torch.default_generator), None)
         self._generators = [torch.default_generator, *distinct.values()]
         self._needs_default = not all(is_exactly(sampler, DRAWS_NOTHING) for sampler in samplers)

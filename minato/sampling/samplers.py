@@ -231,7 +231,10 @@ def nested(sampler: object) -> list[Any]:
 def epoch_of(sampler: object) -> int | None:
     """Return the ``epoch`` of the first nested sampler that has one; None without."""
     for one in nested(sampler):
-        epoch = attribute(one, "epoch")
+        try:
+            epoch = getattr(one, "epoch", None)  # asked several times in each epoch
+        except Exception:
+            continue
         if epoch is not None and isinstance(epoch := plain(epoch), int):
             return epoch
     return None
@@ -800,7 +803,7 @@ class Source(NamedTuple):
 
 
 class Drawn(list[Any]):
-    """A batch that was drawn: what the sampler yielded, its number, its indices, and True once it is noted."""
+    """A batch that was drawn: what the sampler yielded, its number, and its indices if these were made of it."""
 
     @property
     def number(self) -> int:
@@ -810,7 +813,7 @@ class Drawn(list[Any]):
     @property
     def indices(self) -> Any:
         """Its indices."""
-        return self[2]
+        return self[2] if len(self) > 2 else self[0]
 
 
 class IndexBatches:
@@ -840,7 +843,7 @@ class IndexBatches:
         self._source: Source | None = None
         self._numbers = itertools.count()
         self._ahead: deque[Drawn] = deque()
-        self._num_dropped = 0
+        self._num_dropped = self._num_noted = 0
         self._was_interrupted = False
         self.goes_on = False
 
@@ -865,7 +868,7 @@ class IndexBatches:
         ahead = self._ahead
         if not ahead and not self._draw(together=True):
             return None
-        if len(ahead[0]) < 4:
+        if ahead[0][1] >= self._num_noted:
             self._complete()
         return ahead[0]
 
@@ -878,22 +881,23 @@ class IndexBatches:
     def _complete(self) -> None:
         """Make the indices of all batches that were drawn, and note them, unless that is done."""
         self.goes_on = False
-        new = [drawn for drawn in self._ahead if len(drawn) < 4]
+        new = [drawn for drawn in self._ahead if drawn[1] >= self._num_noted]
         if not new:
             return
-        make = None if self._source is None else self._source.make
-        for drawn in new:
-            if len(drawn) == 2:
-                try:
-                    drawn.append(drawn[0] if make is None else make(drawn[0]))
-                except Exception:  # no such indices: as with torch, the next batch follows
-                    self.goes_on = True
-                    self._num_dropped = drawn.number + 1
-                    self._ahead.remove(drawn)
-                    raise
-        self._note([drawn[2] for drawn in new], new[0][1])
-        for drawn in new:
-            drawn.append(True)
+        if self._source is not None and (make := self._source.make) is not None:
+            for drawn in new:
+                if len(drawn) == 2:
+                    try:
+                        drawn.append(make(drawn[0]))
+                    except Exception:  # no such indices: as with torch, the next batch follows
+                        self.goes_on = True
+                        self._num_dropped = drawn.number + 1
+                        # By identity: what a sampler yields may not compare.
+                        places = enumerate(self._ahead)
+                        del self._ahead[next(k for k, each in places if each is drawn)]
+                        raise
+        self._note([drawn[-1] if len(drawn) > 2 else drawn[0] for drawn in new], new[0][1])
+        self._num_noted = new[-1][1] + 1
 
     def _draw(self, together: bool = False) -> bool:
         """Draw one batch, or as many as may be drawn together; False at the end."""

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import random
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from minato._compat import numpy_state, python_state
 from minato._support.objects import (
+    Glance,
     Kind,
     Node,
     Search,
@@ -62,6 +63,7 @@ class OwnedGenerators:
         self._found: list[Node] = []
         self._gets: list[tuple[Callable[[Any], Any], str]] = []
         self._held: list[Any] = []
+        self._glance: Glance | None = None
         self.look()
 
     @property
@@ -76,9 +78,13 @@ class OwnedGenerators:
 
     def look(self) -> bool:
         """Search again; returns whether the generators have changed."""
+        if self._glance is not None and self._glance.finds_nothing(self._roots):
+            return False
         before = self.identities
         self.others = []
-        self._take(_search(self._roots))
+        search = _new_search()
+        self._take(_found_by(search, self._roots))
+        self._glance = None if self._found or self.others else _glance_after(search)
         return before != self.identities
 
     def moved(self) -> bool:
@@ -119,16 +125,39 @@ def _stream(path: str) -> int:
     return int.from_bytes(digest, "little") + 16  # after the streams of the global generators
 
 
-def _search(roots: Mapping[str, object]) -> list[Node]:
-    search = Search(
+def _new_search() -> Search:
+    return Search(
         _is_generator,
         of_class=_parts_of_class,
         of_function=lambda function: _global_variables(function.__code__, function.__globals__),
         opaque=_OPAQUE,
     )
+
+
+def _found_by(search: Search, roots: Mapping[str, object]) -> list[Node]:
     found = search.run(roots, seen=(python_state(), numpy_state(), torch.default_generator))
     # No seed repeats a SystemRandom.
     return [node for node in found if not issubclass(type(node.thing), random.SystemRandom)]
+
+
+def _glance_after(search: Search) -> Glance | None:
+    """What tells soon that there is still nothing to find, after a search that found nothing; None: nothing does."""
+    own = [kind for kind in search.classes if not _is_of_library(kind)]
+    known = [each for kind in own if (each := _known.get(id(kind))) is not None]
+    if len(known) < len(own):
+        return None
+    named: dict[int, tuple[types.CodeType, _Names]] = {}  # the code, so that its id stands for it
+    for function in (node.thing for node in search.opened):
+        if type(function) is types.FunctionType:
+            names, code = _Names(function.__globals__), function.__code__
+            names.add(code)
+            named[id(code)] = code, names
+
+    def names_nothing(function: types.FunctionType) -> bool:
+        _, names = named.get(id(function.__code__), (None, None))
+        return names is not None and function.__globals__ is names.held and names.hold_nothing()
+
+    return Glance(search, [each.holds for each in known], names_nothing)
 
 
 def _is_generator(kind: Kind) -> bool:
@@ -138,41 +167,66 @@ def _is_generator(kind: Kind) -> bool:
     return not kind.has_dict and bool(_NAMED_LIKE_ONE.search(name_of(kind.kind)))
 
 
-class _NamesOnly(NamedTuple):
+class _NamesOnly:
     """A class that holds no generator and no closure: its functions can only name global variables.
 
-    Attributes:
-        kind: The class, so that its id stands for it.
-        values: Its attributes that hold code, and the types of the others, whose values may be large.
-        named: Global variables of each function, and the names among them that its code has.
+    Args:
+        kind: The class, which this keeps, so that its id stands for it.
     """
 
-    kind: type
-    values: list[Any]
-    named: list[tuple[dict[str, Any], tuple[str, ...]]]
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        values = [*vars_of(kind).values()]
+        self._types = [*map(type, values)]
+        # Those that hold code are kept; of the others, whose values may be large, the types.
+        self._places = [k for k, value in enumerate(values) if _holds_code(value)]
+        self._code = [values[k] for k in self._places]
+        functions = chain.from_iterable(map(_functions_in, self._code))
+        names: dict[int, _Names] = {}
+        for function in functions:
+            held = function.__globals__
+            names.setdefault(id(held), _Names(held)).add(function.__code__)
+        self._named = [*names.values()]
 
     def holds(self) -> bool:
         """Whether its attributes are the same, and no name stands for a generator."""
         values = [*vars_of(self.kind).values()]
-        if len(values) != len(self.values):
-            return False
-        for value, known in zip(values, self.values, strict=True):
-            if value is not known and type(value) is not known:
+        return (
+            len(values) == len(self._types)
+            and all(map(is_, map(type, values), self._types))
+            and all(map(is_, map(values.__getitem__, self._places), self._code))
+            and all(map(_Names.hold_nothing, self._named))
+        )
+
+
+class _Names:
+    """The global variables of a module that some functions name.
+
+    Attributes:
+        held: Of the module.
+    """
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+        self._names: list[str] = []
+        self._harmless: dict[int, type] = {}  # types that values have had, by id
+
+    def add(self, code: types.CodeType) -> None:
+        """Add the names in a function's code."""
+        self._names += set(_names(code)).difference(self._names)
+
+    def hold_nothing(self) -> bool:
+        """Whether none is a generator."""
+        kinds = [*map(type, map(self.held.get, self._names))]
+        if not self._harmless.keys() >= {*map(id, kinds)}:
+            if any(issubclass(kind, _GENERATORS) for kind in kinds):
                 return False
-        for held, names in self.named:
-            for value in map(held.get, names):
-                if issubclass(type(value), _GENERATORS):
-                    return False
+            self._harmless = {id(kind): kind for kind in kinds}
         return True
 
 
-def _code_or_types(kind: type) -> list[Any]:
-    return [
-        value
-        if type(value) is types.FunctionType or any(True for _ in parts_of(value))
-        else type(value)
-        for value in list(vars_of(kind).values())
-    ]
+def _holds_code(value: object) -> bool:
+    return type(value) is types.FunctionType or any(True for _ in parts_of(value))
 
 
 _MOST_KNOWN = 256
@@ -180,19 +234,21 @@ _known: dict[int, _NamesOnly] = {}
 """By the id of the class: datasets are searched again in each epoch, and most of their classes stay as they are."""
 
 
+def _is_of_library(kind: type) -> bool:
+    return module_of(kind).partition(".")[0] in _LIBRARIES
+
+
 def _parts_of_class(kind: type) -> Iterable[Node]:
     """Return generators in the attributes of a class, and in global variables that its functions name."""
-    if module_of(kind).partition(".")[0] in _LIBRARIES:
+    if _is_of_library(kind):
         return ()
     known = _known.get(id(kind))
     if known is not None and known.holds():
         return ()
-    values = _code_or_types(kind)
+    found = _NamesOnly(kind)
     nodes = list(_searched(kind))
     if not nodes and len(_known) < _MOST_KNOWN:
-        functions = itertools.chain.from_iterable(map(_functions_in, values))
-        named = [(each.__globals__, tuple(_names(each.__code__))) for each in functions]
-        _known[id(kind)] = _NamesOnly(kind, values, named)
+        _known[id(kind)] = found
     return nodes
 
 
