@@ -117,15 +117,21 @@ class _Activity:
     Attributes:
         samples: Number of samples.
         busy_ns: Time spent on them.
-        idle_ns: Time between them.
+        until_ns: When the last ones were made.
     """
 
     def __init__(self) -> None:
-        self.samples = self.busy_ns = self.idle_ns = 0
+        self.samples = self.busy_ns = self.until_ns = self._since_ns = 0
+
+    def resume(self) -> None:
+        """Begin an epoch: the time since the last one does not count."""
+        now = now_ns()
+        self._since_ns, self.until_ns = self._since_ns + now - self.until_ns, now
 
     def activity(self, worker: int) -> Activity:
         """As that of a worker."""
-        return Activity(self.samples, self.busy_ns, self.idle_ns)
+        idle_ns = self.until_ns - self._since_ns - self.busy_ns
+        return Activity(self.samples, self.busy_ns, max(idle_ns, 0))
 
 
 class InlineEngine:
@@ -150,7 +156,6 @@ class InlineEngine:
     _single: Fetcher | None  # loads samples one by one
     _takes_rows: bool
     _is_entered: bool
-    _idle_since: int
 
     def __init__(
         self,
@@ -276,7 +281,7 @@ class InlineEngine:
             self._retry = SampleRetry(0, policy, transforms, self._runner, fetcher, name)
         if self._retry is None and self._flight is None and self._host is None:
             self._single = None if fetcher.takes_lists else fetcher
-        self._idle_since = now_ns()
+        self._activity.resume()
 
     def _host_readers(self, epoch: Epoch, readers: EpochReaders) -> Host:
         """Host the readers of an epoch."""
@@ -292,6 +297,7 @@ class InlineEngine:
         self._is_plain = not (plan.announces or self._runs_items or self._failures is not None)
         host = Host(worker, 0, readers.board, alone=False, binds=worker.seeds_samples)
         host.keeps_first = len(epoch.progress.held_by) > 0
+        host.catches = self._current.kinds
         try:
             host.make_readers()
             host.initialise()
@@ -332,6 +338,7 @@ class InlineEngine:
             occurrences=self._current.occurrences,
             tracer=tracer,
         )
+        self._runner.catches = self._current.kinds
         if plan.fetching.at_once:
             self._flight = flight = _reads_in_flight(plan)
             self.afterwards.append(functools.partial(close_reads, weakref.ref(flight.reads)))
@@ -428,10 +435,12 @@ class InlineEngine:
     def _make(self, batch: _Batch) -> None:
         """Make a batch, or its error, unless it has no samples."""
         current, runner = self._current, self._runner
-        kinds = _ANYTHING if self._tried is batch.drawn else _ERRORS
-        current.batch, current.kinds, runner.catches = batch, kinds, kinds
-        if self._host is not None:
-            self._host.catches = kinds
+        current.batch = batch
+        if self._tried is not None or current.kinds is not _ERRORS:
+            current.kinds = _ANYTHING if self._tried is batch.drawn else _ERRORS
+            runner.catches = current.kinds
+            if self._host is not None:
+                self._host.catches = current.kinds
         self._tried = batch.drawn
         batch.began_ns = began_ns = now_ns()
         if is_profiling():
@@ -440,13 +449,12 @@ class InlineEngine:
         else:
             self._run(batch)
         self._tried = None
-        now, activity, size = now_ns(), self._activity, batch.size
+        activity, size = self._activity, batch.size
+        activity.until_ns = now = now_ns()
         busy_ns = now - began_ns
         self._lease.enter(-1, now)
         activity.samples += size
         activity.busy_ns += busy_ns
-        activity.idle_ns += began_ns - self._idle_since
-        self._idle_since = now
         runner.observe(busy_ns / size)
         if self._tracer.enabled:
             self._tracer.slice("load", began_ns)
@@ -507,7 +515,7 @@ class InlineEngine:
             randomness.mark()
         if type(indices) is not list:
             indices = list(indices)
-        fetch = fetcher.now(len(indices))
+        fetch = fetcher.now(batch.size)
         samples, error = runner.run_unbound(batch.first, self._number, indices, fetch)
         made = None
         if error is None:

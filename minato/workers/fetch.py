@@ -18,9 +18,9 @@ from minato.workers.plan import WorkerPlan
 __all__ = ["Fetcher", "Items", "fetcher_of", "one_each"]
 
 _METHODS = FunctionType, MethodDescriptorType
+"""Types of ``__getitem__`` that are called sooner than an index is taken."""
 _LEAST_BOUND = 16
 """Samples for which it pays to look up the dataset's method."""
-"""Types of ``__getitem__`` that are called sooner than an index is taken."""
 
 
 class Fetcher:

@@ -425,11 +425,11 @@ class Runner:
 
     def run_unbound(self, position: int, epoch: int, indices: list[object], fetch: Fetch) -> Ran:
         """Run samples as ``run`` does, where ``may_run_unbound`` or ``is_plain``."""
+        lease, durations = self.lease, self.durations
         samples, error = run_samples(
-            *(fetch, indices, position, self.lease, self.durations, None, epoch),
-            self.catches,
+            fetch, indices, position, lease, durations, None, epoch, self.catches
         )
-        self.longest_ns = longest_ns = self._total.record_all(self.durations, len(samples))
+        self.longest_ns = longest_ns = self._total.record_all(durations, len(samples))
         if self._stats and longest_ns > self._slowest.floor_ns:
             self._stages.clear()
             self._note_slowest(samples, indices, epoch)
