@@ -243,6 +243,11 @@ def packing(module: ModuleType) -> Operations:
         {"x": 1.0, "y": 2, "name": "a"},
     )
     add("a misfit", ("tuple", tuple, (row, label)), (torch.ones(16), 1), fits=False)
+    texts = [f"text {k}" for k in range(1000)]
+    found["types_in (1000 texts)"] = (
+        "types_in(texts)",
+        {"types_in": module.types_in, "texts": texts},
+    )
     return found
 
 

@@ -388,7 +388,7 @@ class EpochLog(Observer):
         totals = Counts(totals)
         for record in records[num_added:]:
             totals.add(record.totals(record.after.counts))
-        if old := records[: -_KEPT_EPOCHS - _TOGETHER]:
+        if old := records[:-_KEPT_EPOCHS]:
             before, forgotten = forgotten, metrics_of(old)
             forgotten += before
         kept = records[len(old) :]

@@ -433,6 +433,24 @@ def test_packer_refuses_what_is_no_spec(packing: ModuleType, spec: Any) -> None:
         packing.Packer(spec, N)
 
 
+def test_types_come_once_in_order(packing: ModuleType) -> None:
+    class Odd(type):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(cls, other: object) -> bool:
+            raise AssertionError("code of the program's ran")
+
+    made = Odd("Made", (), {})
+    values = [1, 2, "a", 1, made(), True, "b", made(), None, made]
+    assert list(map(id, packing.types_in(values))) == list(
+        map(id, [int, str, made, bool, type(None), Odd])
+    )
+    assert packing.types_in([]) == []
+    for other in ((1, 2), None, "ab"):
+        with pytest.raises(TypeError):
+            packing.types_in(other)
+
+
 def test_pack_keeps_no_references(packing: ModuleType) -> None:
     array, tensor, text = np.zeros(3, "f4"), torch.zeros(3), "".join(["un", "shared"])
     sample = [array, tensor, text]

@@ -108,16 +108,29 @@ def test_an_abandoned_epoch_is_kept_when_its_engine_goes_or_the_next_begins() ->
     assert [each.waits.count for each in journal.records()] == [2, 1, 1]
 
 
-def test_old_epochs_become_part_of_the_run_alone() -> None:
-    journal, source = EpochLog(), MetricsSource()
-    for number in range(70):
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_old_epochs_become_part_of_the_run_alone(stands_still: bool) -> None:
+    journal, engines = EpochLog(), [MetricsSource(stands_still=stands_still) for _ in range(2)]
+    waited_ns = 0
+    for number in range(150):
+        source = engines[number >= 90]
         epoch(journal, source, number, 1)
+        assert journal.totals().counts["batches"] == number + 1
+        journal.enter()
         journal.finish()
-    assert [each.epoch for each in journal.records()] == list(range(6, 70))
-    whole = Metrics()
-    for metrics in (journal.forgotten, *(notes.metrics for notes in journal.records())):
-        whole += metrics
-    assert whole.counts["batches"] == 70
+        assert [each.epoch for each in journal.records()] == [*range(number + 1)][-64:]
+        whole = Metrics()
+        for metrics in (journal.forgotten, *(notes.metrics for notes in journal.records())):
+            whole += metrics
+        totals = journal.totals()
+        for name in ("batches", "samples", "bytes", "busy_ns"):
+            assert totals.counts[name] == whole.counts[name]
+        assert totals.counts["batches"] == whole.histograms["wait"].count == number + 1
+        assert whole.histograms["total"].count == number + 1
+        assert not totals.running
+        assert totals.batches == 1
+        assert totals.counts["waited_ns"] >= waited_ns + totals.waited_ns > waited_ns
+        waited_ns = totals.counts["waited_ns"]
 
 
 def test_the_state_of_a_loader_is_averaged_over_time() -> None:

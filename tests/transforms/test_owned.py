@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from minato._support.objects import Search
 from minato.transforms import rng_memory
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
@@ -200,6 +201,111 @@ def test_where_generators_are_found() -> None:
     assert paths(cycle) == ["it.rng"]
     globals_ = [random._inst, np.random.mtrand._rand, torch.default_generator]
     assert paths([*globals_, random.SystemRandom(), "rng", None]) == []
+
+
+_MADE_LATER: Any = None
+
+
+class Pipeline:
+    """What a glance looks at again: attributes, items, a class's own attributes, functions and what these name."""
+
+    shared: Any = None
+
+    def __init__(self) -> None:
+        self.rng: Any = None
+        self.items: list[Any] = [0, "a", [1.5]]
+        self.steps: Any = (lambda index: _MADE_LATER, functools.partial(print, 1), Holder(a={}))
+
+
+def in_a_new_item(it: Pipeline) -> None:
+    it.items.append({"rng": random.Random(0)})
+
+
+def in_an_inner_item(it: Pipeline) -> None:
+    it.items[2].append(np.random.default_rng(0))
+
+
+def in_an_attribute_of_a_part(it: Pipeline) -> None:
+    it.steps[2].a = torch.Generator()
+
+
+def in_another_kind_of_part(it: Pipeline) -> None:
+    it.rng = SimpleNamespace(of=random.Random(0))
+
+
+def in_a_closure(it: Pipeline) -> None:
+    it.rng = closing_over(random.Random(0))
+
+
+def in_many_parts(it: Pipeline) -> None:
+    it.items = [Holder(a=1) for _ in range(400)] + [Holder(a=random.Random(0))]
+    it.items.insert(0, Holder(a=random.Random(0)))
+
+
+LATER: list[tuple[Callable[[Pipeline], None], list[str]]] = [
+    (lambda it: setattr(it, "rng", random.Random(0)), ["it.rng"]),
+    (in_a_new_item, ["it.items[3]['rng']"]),
+    (in_an_inner_item, ["it.items[2][1]"]),
+    (in_an_attribute_of_a_part, ["it.steps[2].a"]),
+    (in_another_kind_of_part, ["it.rng.of"]),
+    (in_a_closure, ["it.rng.generator", f"{__name__}.MODULES_OWN"]),
+]
+
+
+def path_names(owned: OwnedGenerators) -> list[str]:
+    return [name.split(" ")[0] for name in owned.names]
+
+
+@pytest.mark.parametrize(("change", "found"), LATER)
+def test_a_generator_that_comes_later_is_found(
+    change: Callable[[Pipeline], None], found: list[str]
+) -> None:
+    it = Pipeline()
+    owned = OwnedGenerators({"it": it})
+    assert not owned.look()
+    change(it)
+    assert owned.look()
+    assert path_names(owned) == found
+
+
+def test_a_generator_that_a_class_or_a_module_gets_later_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owned = OwnedGenerators({"it": Pipeline()})
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "shared", random.Random(0))
+        assert owned.look()
+        assert path_names(owned) == [f"{__name__}.Pipeline.shared"]
+    assert owned.look()  # it is gone
+    assert path_names(owned) == []
+    assert not owned.look()
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "_MADE_LATER", random.Random(0))
+        assert owned.look()
+        assert path_names(owned) == [f"{__name__}._MADE_LATER"]
+
+
+def test_all_of_many_parts_are_looked_at_as_by_a_search() -> None:
+    it = Pipeline()
+    owned = OwnedGenerators({"it": it})
+    in_many_parts(it)
+    assert owned.look()
+    assert path_names(owned) == paths(it)
+
+
+def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Pipeline()
+    owned = OwnedGenerators({"it": it})
+
+    def refuse(search: Search, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a search began")
+
+    monkeypatch.setattr(Search, "run", refuse)
+    it.items, it.rng = [1, 2, "b", [2.5, 3]], 7  # other values of kinds that were there
+    assert not owned.look()
+    it.rng = FastRandom()
+    with pytest.raises(AssertionError, match="a search began"):
+        owned.look()
 
 
 class Wrapped(torch.nn.Module):
