@@ -95,7 +95,7 @@ from minato.workers.error_policy import FailureLog, SampleFailure
 if TYPE_CHECKING:  # imported by the methods that return them
     from typing import Self
 
-    from minato.caching.base import Cache
+    from minato.caching import Cache
     from minato.consumers import Consumer
     from minato.delivery.iterator import BatchIterator
     from minato.engine.factory import EngineFactory, RankSession

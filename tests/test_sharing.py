@@ -33,7 +33,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 import minato
 from minato import DataLoader, SharedDict, SharedList, sharing
 from minato._core.segment import Segment
-from minato.engine import copied_objects
+from minato.engine import pools
 
 N = 2000
 
@@ -480,9 +480,9 @@ class TestWarning:
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(copied_objects, "_LEAST_NBYTES", 8 << 20)
-        monkeypatch.setattr(copied_objects, "_AFTER_BATCHES", (3,))
-        monkeypatch.setattr(copied_objects.CopiedObjects, "warned", False)
+        monkeypatch.setattr(pools, "_LEAST_NBYTES", 8 << 20)
+        monkeypatch.setattr(pools, "_AFTER_BATCHES", (3,))
+        monkeypatch.setattr(pools.CopiedObjects, "warned", False)
 
     def test_it_names_the_attribute_once(self) -> None:
         words = Words(400_000)

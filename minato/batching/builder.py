@@ -11,8 +11,7 @@ from torch.utils.data import default_collate
 from minato._compat import collates_texts
 from minato.batching.arena import Arena, Slot
 from minato.batching.collate import Collate
-from minato.batching.layout import Layout
-from minato.batching.rows import Rows
+from minato.batching.layout import Layout, Rows
 
 __all__ = ["BatchBuilder"]
 

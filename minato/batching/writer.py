@@ -30,8 +30,7 @@ from minato.batching.blobs import (
     raise_sample_error,
 )
 from minato.batching.collate import Collate, RunAgain
-from minato.batching.layout import Layout, read_layout, share_layout
-from minato.batching.rows import Rows
+from minato.batching.layout import Layout, Rows, read_layout, share_layout
 from minato.batching.sample_spec import Handover, are_plain
 from minato.batching.serialization import DamagedError, Store, StoredIndices, damaged, listed
 from minato.errors import SKIP, not_the_end

@@ -16,12 +16,10 @@ from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.reader import BatchReader
 from minato.batching.serialization import LocalStore, SharedStore, Store, StoredIndices
 from minato.delivery.device import Copier, Pin, PinCopier, PrefetchReader, device_copier
-from minato.engine.copied_objects import CopiedObjects
-from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
-from minato.engine.history import History
+from minato.engine.history import History, cost_history, end_engine, if_alive, save_costs
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan
-from minato.engine.pools import make_pool
+from minato.engine.pools import CopiedObjects, make_pool
 from minato.errors import ErrorBudgetError, Postponed, not_the_end
 from minato.observe.meters import CostStats, merged
 from minato.observe.observers import LoaderSnapshot, Observer, Observers
@@ -36,7 +34,7 @@ from minato.scheduling.dispatcher import ConsumerWait, Dispatcher, Pool, Schedul
 from minato.scheduling.orders import Assignment, Hosts, RoundRobin
 from minato.scheduling.prefetch_window import PrefetchWindow
 from minato.scheduling.slow_samples import EarlyStart
-from minato.workers.main_reader import MainReader
+from minato.workers.pools import MainReader
 from minato.workers.reads import LEAST_LISTS
 from minato.workers.sample_timeout import RunningSamples, SampleWatchdog, StackFile
 from minato.workers.shared_state import CurrentSample, CurrentWork, SharedState

@@ -1,10 +1,11 @@
-"""Measurements of a loader that outlive its iterators: costs of samples, number of workers, log of the epochs."""
+"""What outlives an engine, costs of samples, number of workers, log of the epochs; and how both engines end."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +16,36 @@ from minato._support.files import open_regular, write_atomically
 from minato._support.hashes import fingerprint
 from minato._support.objects import length_of
 from minato._support.text import message_of
+from minato._support.threads import exiting
+from minato.batching.arena import Arena
 from minato.batching.sample_spec import Handover
+from minato.engine.plan import Plan
 from minato.engine.spec import LoaderSpec
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog
+from minato.observe.meters import CostStats, Meters
 from minato.observe.observers import Observer
 from minato.scheduling.slow_samples import CostModel, SlowThreshold, ThresholdDecision
 from minato.workers.runner import CostEstimate
 from minato.workers.shared_state import CurrentSample
 
+__all__ = [
+    "CostHistory",
+    "History",
+    "RunningEngine",
+    "cost_history",
+    "end_engine",
+    "from_words",
+    "if_alive",
+    "save_costs",
+    "to_words",
+]
+
+
 if TYPE_CHECKING:  # loaders with a fixed number of workers start without it
     from minato.observe.metrics import ServedMetrics
     from minato.workers.autoscale import AutoscaleState
 
-__all__ = ["CostHistory", "History", "RunningEngine", "from_words", "to_words"]
 
 _FORMAT = 2
 _MOST = 1 << 62
@@ -194,3 +211,53 @@ def from_words(words: Mapping[str, int]) -> Histogram:
     whole = Histogram()
     whole.merge(found)
     return whole
+
+
+# ---- how engines end ------------------------------------------------------------------------
+
+
+def end_engine(
+    shut_down: Callable[[], bool], arena: Arena, afterwards: list[Callable[[], object]]
+) -> None:
+    """End an engine: its workers first; the memory of batches is free where none of them writes to it any more."""
+    try:
+        if shut_down():
+            arena.reclaim_unleased()
+    finally:
+        while afterwards and not exiting():
+            afterwards.pop()()
+
+
+def if_alive(
+    function: Callable[..., object], thing: object, *arguments: object
+) -> Callable[[], object]:
+    """A call of a function with an object, unless that is gone by then: a finalizer must not keep it."""
+    reference = weakref.ref(thing)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            function(found, *arguments)
+
+    return call
+
+
+def cost_history(plan: Plan, history: History) -> CostHistory | None:
+    """The directory of the costs of earlier programs, if there is one; a new history begins with them."""
+    path = plan.options.stragglers.history
+    if path is None:
+        return None
+    if history.cost_history is None:  # once: the dataset may change itself
+        dataset, steps = plan.worker.pipeline.dataset, plan.worker.pipeline.transforms.steps
+        history.cost_history = CostHistory(os.fspath(path), dataset, steps)
+    if history.costs is None:
+        history.costs = history.cost_history.costs()
+    return history.cost_history
+
+
+def save_costs(
+    stored: CostHistory, costs: CostStats, meters: Sequence[Meters], recent: Histogram
+) -> None:
+    """Save the costs of recent samples for the next program; of all, where none are recent."""
+    costs.update(meters)
+    stored.save(recent if recent.count else costs.run["total"])

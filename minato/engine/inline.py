@@ -22,8 +22,7 @@ from minato.batching.blobs import Kinds, SampleError, noted
 from minato.batching.builder import BatchBuilder
 from minato.batching.serialization import listed
 from minato.delivery.device import device_copier
-from minato.engine.ending import cost_history, end_engine, if_alive, save_costs
-from minato.engine.history import History
+from minato.engine.history import History, cost_history, end_engine, if_alive, save_costs
 from minato.engine.metrics import EngineMetrics
 from minato.engine.plan import Plan, base_seed_of
 from minato.errors import SKIP, ErrorBudgetError, not_the_end

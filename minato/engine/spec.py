@@ -12,7 +12,7 @@ from minato.sampling.samplers import SamplingSpec
 from minato.transforms.compose import Transforms
 
 if TYPE_CHECKING:
-    from minato.caching.base import Cache
+    from minato.caching import Cache
 
 __all__ = ["LoaderSpec", "WorkerSpec"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minato.errors import warn
-from minato.integrations.logged import USUAL_NAMES, checked, loaders_in, metrics_of
+from minato.observe.metrics import USUAL_NAMES, checked, loaders_in, metrics_of
 
 # A trainer accepts callbacks of its own package; the program has imported one of the two before.
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:

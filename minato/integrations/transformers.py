@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from minato.integrations.logged import USUAL_NAMES, checked, metrics_of
+from minato.observe.metrics import USUAL_NAMES, checked, metrics_of
 
 __all__ = ["MetricsCallback", "log_metrics"]
 

@@ -17,9 +17,8 @@ from minato._system import file_of_process, local_rank
 from minato.errors import warn
 from minato.observe.epoch_log import EpochLog
 from minato.observe.figures import Setup
-from minato.observe.page import BEGINS, page
 from minato.observe.report import Report, report_of
-from minato.observe.text import format_value
+from minato.observe.text import BEGINS, format_value, page
 
 __all__ = ["MOST_LOADERS", "keep", "print_at_exit", "write_at_exit"]
 

@@ -1,6 +1,7 @@
 """The metrics of a loader: name, kind, unit and meaning of each, their values at one moment, and their address.
 
 For Prometheus they are served at an address of this machine: ``prometheus_client`` writes them, this module collects.
+The loggers of trainers get them under other names.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from minato._fork_safety import forget_in_children
@@ -24,10 +25,23 @@ from minato._support.threads import start_thread
 from minato.observe.epoch_log import EpochLog, Totals
 from minato.observe.gpus import INTERVAL_S
 
+__all__ = [
+    "CATALOG",
+    "USUAL_NAMES",
+    "Collector",
+    "LabelledMetrics",
+    "MeasuredLoader",
+    "Metric",
+    "ServedMetrics",
+    "checked",
+    "loaders_in",
+    "metrics_of",
+    "values_of",
+]
+
+
 if TYPE_CHECKING:
     from wsgiref.types import WSGIApplication
-
-__all__ = ["CATALOG", "Collector", "LabelledMetrics", "Metric", "ServedMetrics", "values_of"]
 
 
 class Metric(NamedTuple):
@@ -346,3 +360,61 @@ def _forget() -> None:
 
 
 forget_in_children(_forget)
+
+
+# ---- for the loggers of trainers ------------------------------------------------------------
+
+
+USUAL_NAMES = ("wait_ratio", "samples_per_second")
+"""The metrics that are logged by default: whether the loader is too slow, and how fast training is."""
+
+
+@runtime_checkable
+class MeasuredLoader(Protocol):
+    """A ``minato.DataLoader``, as far as loggers need it."""
+
+    name: str
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+
+
+def loaders_in(found: object) -> Iterator[MeasuredLoader]:
+    """The loaders of minato in what a trainer calls its loader: one, a wrapper of one, or a collection of them."""
+    if isinstance(found, Mapping):
+        found = list(found.values())
+    if isinstance(found, (list, tuple)):
+        for each in found:
+            yield from loaders_in(each)
+        return
+    inner = getattr(found, "base_dataloader", found)  # Accelerate's wrappers
+    if isinstance(inner, MeasuredLoader):
+        yield inner
+
+
+def checked(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of metrics; None: all.
+
+    Raises:
+        ValueError: One is no metric.
+    """
+    known = [metric.name for metric in CATALOG]
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"names: {name!r} is no metric: choose of {', '.join(known)}")
+    return tuple(known if names is None else names)
+
+
+def metrics_of(found: object, prefix: str, names: Sequence[str]) -> dict[str, float]:
+    """Some metrics of the loaders in ``found``, with a prefix; of several loaders also with the name of each.
+
+    Raises:
+        ValueError: A loader was made with ``observe=False``.
+    """
+    loaders = list(loaders_in(found))
+    values: dict[str, float] = {}
+    for number, loader in enumerate(loaders):
+        start = prefix if len(loaders) == 1 else f"{prefix}{number} {loader.name}/"
+        metrics = loader.metrics()
+        values.update({f"{start}{name}": metrics[name] for name in names})
+    return values

@@ -20,7 +20,7 @@ from minato.observe import figures, text
 from minato.observe.epoch_log import EpochLog, EpochRecord, LoaderUse
 from minato.observe.machine import MachineSnapshot
 from minato.observe.observers import Metrics
-from minato.observe.page import page
+from minato.observe.text import page
 from minato.observe.verdict import judge
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 from minato._compat import make_fetcher
 from minato._support.objects import takes_lists
-from minato.batching.rows import Rows, has_rows, rows_of
+from minato.batching.layout import Rows, has_rows, rows_of
 from minato.sampling.resume import DatasetState
 from minato.transforms.compose import CollateFn, Transforms
 from minato.workers.plan import WorkerPlan

@@ -13,8 +13,8 @@ from minato._core import ConsumerLedger
 from minato._core.codes import READY, SKIPPED
 from minato.batching.arena import Arena, Slot
 from minato.batching.collate import Collate
+from minato.batching.layout import rows_of
 from minato.batching.reader import BatchReader
-from minato.batching.rows import rows_of
 from minato.batching.serialization import LocalStore
 from minato.batching.writer import BatchWriter
 from minato.errors import SKIP

@@ -20,7 +20,7 @@ from minato.caching import DiskCache
 
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
 
-from minato.caching import disk
+from minato import caching
 from tests.threads import run_together
 
 QUOTA = 1 << 30
@@ -141,7 +141,7 @@ def test_a_child_whose_fork_interrupts_a_write_goes_without_it(
     within, may_end = threading.Event(), threading.Event()
 
     def write() -> None:
-        with disk._one_at_a_time(), cache._environment()._files.begin(write=True):
+        with caching._one_at_a_time(), cache._environment()._files.begin(write=True):
             within.set()
             may_end.wait(LIMIT_S)
 
@@ -201,7 +201,7 @@ def test_what_ended_workers_wrote_is_on_the_disk(tmp_path: Path) -> None:
     assert len(list(loader)) == 5
     files = cache._environment()
     assert files._last() >= 20
-    assert files._stamp() == (disk._boot(), files._last())
+    assert files._stamp() == (caching._boot(), files._last())
     cache.close()
 
 
@@ -224,7 +224,7 @@ def test_after_a_restart_of_the_machine_only_what_was_written_out_counts(
     assert check(cache, range(20)) == 20
     cache.close()
     del cache
-    monkeypatch.setattr(disk, "_boot", lambda: b"the next start..")
+    monkeypatch.setattr(caching, "_boot", lambda: b"the next start..")
     cache = DiskCache(tmp_path, QUOTA, version="1")
     assert check(cache, range(20)) == (20 if is_synced else 0)
     assert cache.report().errors == 0
@@ -246,9 +246,9 @@ def test_a_program_that_ends_has_its_writes_on_the_disk(tmp_path: Path) -> None:
 def test_an_opening_that_another_process_holds_up_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(caching, "_PATIENCE_S", 0.1)
     cache = DiskCache(tmp_path, QUOTA, version="1")
-    held = disk._locked(tmp_path / "opening.lock")
+    held = caching._locked(tmp_path / "opening.lock")
     with held, pytest.warns(RuntimeWarning, match="held by another process"):
         assert cache.get(key_of(1)) == (False, None)
     other = DiskCache(tmp_path, QUOTA, version="1")

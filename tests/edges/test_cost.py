@@ -16,7 +16,7 @@ import minato.sources.base  # noqa: F401 - then the counters of sources are look
 from minato import DataLoader
 from minato._support.items import key_of
 from minato._support.objects import Search, nbytes_of
-from minato.engine.copied_objects import large_containers
+from minato.engine.pools import large_containers
 from minato.sampling.readers import ReaderBoard, ReaderState, StateSlots
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators

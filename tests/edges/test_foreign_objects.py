@@ -23,7 +23,7 @@ import torch
 import minato
 from minato import DataLoader
 from minato._support.objects import nbytes_of
-from minato.engine.copied_objects import large_containers
+from minato.engine.pools import large_containers
 from minato.transforms.owned import OwnedGenerators
 from tests.datasets import TOO_MANY_WORKERS, Numbers
 from tests.pairwise import pairwise

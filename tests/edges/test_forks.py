@@ -25,11 +25,11 @@ import pytest
 import torch
 
 import minato
-from minato import DataLoader, MinatoWarning, Record, Replay, _fork_safety, patching
+from minato import DataLoader, MinatoWarning, Record, Replay, _fork_safety, caching, patching
 from minato._core.segment import Segment
 from minato._fork_safety import Borrower, Loans, at_work, held_off_forks, starting_worker
 from minato._support.counters import Counters
-from minato.caching.base import MemoryCache
+from minato.caching import MemoryCache
 from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
@@ -580,10 +580,8 @@ def of_unpickled_memory_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
 
 def of_disk_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
     pytest.importorskip("lmdb")
-    from minato.caching import disk
-
-    cache = disk.DiskCache(folder / "cache", 1 << 20)
-    return disk._lock, lambda: keeps(cache)
+    cache = caching.DiskCache(folder / "cache", 1 << 20)
+    return caching._lock, lambda: keeps(cache)
 
 
 def keeps(cache: Any) -> bool:
@@ -632,11 +630,10 @@ def of_worker_threads(folder: Path) -> tuple[Any, Callable[[], bool]]:
 
 
 LOCKS = {
-    "caching.base": [of_memory_cache, of_unpickled_memory_cache],
+    "caching": [of_memory_cache, of_unpickled_memory_cache, of_disk_cache],
     "_support.counters": [of_counters],
     "sources.parquet": [of_parquet],
     "sources.connections": [of_sqlite],
-    "caching.disk": [of_disk_cache],
     "consumers": [of_consumers],
     "patching": [of_patch],
     "workers.reading": [of_worker_threads],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import minato
-from minato.integrations.logged import checked, loaders_in, metrics_of
+from minato.observe.metrics import checked, loaders_in, metrics_of
 from tests.datasets import Numbers
 from tests.integrations.models import QUIET, QUIET_LIGHTNING, Indexed
 from tests.subprocesses import output

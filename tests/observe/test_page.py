@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minato import DataLoader, Observe
-from minato.observe.page import page as page_of
+from minato.observe.text import page as page_of
 from tests.datasets import Sleepy
 from tests.observe import browsers
 from tests.observe.browsers import Browser

@@ -473,7 +473,7 @@ def test_files_are_written_in_one_place() -> None:
     expected = {
         "_core/segment.py",  # its own file without a name
         "_support/files.py",
-        "caching/disk.py",  # O_EXCL and O_NOFOLLOW, below a directory that was checked
+        "caching.py",  # O_EXCL and O_NOFOLLOW, below a directory that was checked
         "cli/main.py",  # /dev/null
         "shared_pool/rendezvous.py",  # O_EXCL, in a directory that it has made for this user alone
         "sources/objects.py",  # a pipe

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Subset, TensorDataset
 
 from minato import DataLoader, Observe
-from minato.batching.layout import Layout
-from minato.batching.rows import has_rows, rows_of
+from minato.batching.layout import Layout, has_rows, rows_of
 from tests.datasets import ORDERS, assert_same
 from tests.observe.events import check_nesting, read
 
