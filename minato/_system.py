@@ -96,12 +96,7 @@ def machine_usage() -> tuple[float, float]:
 
 
 class CpuUsage(NamedTuple):
-    """Nanoseconds since the start of processes or threads.
-
-    Attributes:
-        ran_ns: On a core.
-        queued_ns: Ready to run, but without a core; 0 where the system does not measure it.
-    """
+    """Nanoseconds of processes or threads on a core, and without one but ready to run: 0 where that is not measured."""
 
     ran_ns: int
     queued_ns: int
@@ -161,11 +156,8 @@ def disk_read_bytes() -> int:
 def available_cores(whole_node: bool = False) -> float:
     """Cores for this process: those it may run on, within the quota of its control groups.
 
-    Where a launcher started several processes here (:func:`local_ranks`), each counts on its share of them. A quota may
-    be a fraction; at least one core is assumed.
-
-    Args:
-        whole_node: Count all of them, for what this process does for the others too.
+    Where a launcher started several processes here (:func:`local_ranks`), each counts on its share of them, unless
+    ``whole_node``: for what it does for the others too. A quota may be a fraction; at least one core is assumed.
     """
     cores = min([float(affinity_cores()), *_quotas()])
     return max(cores if whole_node else cores / local_ranks(), 1.0)
@@ -340,11 +332,7 @@ def _groups(controllers: str) -> Iterator[str]:
 
 
 def text_of(path: str | Path) -> str:
-    """Return the text of a system file. Some are read a hundred times a second, hence the unbuffered read.
-
-    Raises:
-        OSError: There is no such file, or it may not be read.
-    """
+    """Return the text of a system file, or raise OSError. Some are read a hundred times a second, hence unbuffered."""
     # Not by open(), in whose place a test of the program's may have put another function.
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -46,11 +46,7 @@ def refuse_class(name: str, value: type) -> NoReturn:
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...], others: str = "") -> None:
-    """A value is one of ``choices``.
-
-    Args:
-        others: Other possible values, in words for the message.
-    """
+    """A value is one of ``choices``; ``others`` are further ones, in words for the message."""
     if value not in choices:
         allowed = ", ".join([*map(repr, choices), *filter(None, [others])])
         nearest = did_you_mean(value, choices)
@@ -105,11 +101,7 @@ def path_in(dataset: object) -> str | None:
 
 
 def check_shard(shard: object) -> tuple[int, int]:
-    """Return a rank and the number of ranks.
-
-    Raises:
-        ValueError, TypeError: It is no such pair.
-    """
+    """Return a rank and the number of ranks; ValueError, TypeError: it is no such pair."""
     if isinstance(shard, (tuple, list)) and len(shard) == 2:
         rank, ranks = (check_whole("shard", each, 0) for each in shard)
         if rank is not None and ranks is not None and rank < ranks:
@@ -118,11 +110,7 @@ def check_shard(shard: object) -> tuple[int, int]:
 
 
 def check_undivided(dataset: object) -> None:
-    """A dataset whose readers are dealt among ranks must not divide itself by rank; warn if it may.
-
-    Raises:
-        ValueError: It does.
-    """
+    """A dataset whose readers are dealt among ranks must not divide itself by rank: ValueError; warn if it may."""
     if is_split_by_rank(dataset):
         raise ValueError(
             f"the dataset, a {type_name(dataset)}, is the share of one rank already, and Readers(ranks=...) would "

@@ -31,12 +31,7 @@ class _Outcome(NamedTuple):
 
 
 class _Member:
-    """A consumer's membership in one epoch.
-
-    Attributes:
-        epoch: Number of the epoch in the group.
-        inbox: Batches that were fetched for it, one at most.
-    """
+    """A consumer's membership in one epoch of the group, with at most one batch that was fetched for it."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -67,13 +62,9 @@ class Group:
         self._changed = threading.Condition()
 
     def enter(self, number: int) -> _Member:
-        """Join an epoch, or open the next one as soon as all consumers have left the last.
+        """Join the epoch with this number, from 0, or a later one; it opens when all consumers have left the last.
 
-        Args:
-            number: Of the consumer's epoch, from 0; it joins this epoch, or a later one that the others are in.
-
-        Raises:
-            RuntimeError: The last epoch cannot end, because this thread itself is in the middle of it.
+        RuntimeError: The last epoch cannot end, because this thread itself is in the middle of it.
         """
         with self._changed:
             here = threading.current_thread()
@@ -107,8 +98,7 @@ class Group:
         """The next batch for a member.
 
         Raises:
-            StopIteration: Its epoch is over.
-            Exception: Of the batch's samples; the next call goes on.
+            StopIteration, Exception: Its epoch is over; that of the batch's samples: the next call goes on.
         """
         with self._changed:
             member.thread = threading.current_thread()

@@ -126,8 +126,7 @@ def is_looked_through(kind: Kind) -> bool:
 def _large_parts(root: object) -> tuple[list[Node], list[Node]]:
     """The containers that are to be shared, and all objects that may hold one; holders come before what they hold.
 
-    Raises:
-        TypeError: There is nothing to share, or a large container that cannot be shared.
+    TypeError: There is nothing to share, or a large container that cannot be shared.
     """
     kind = Kind(type(root))
     if derives(kind.kind, *_CONTAINERS, np.ndarray, SharedList, SharedDict):

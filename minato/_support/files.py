@@ -124,11 +124,7 @@ def gets_lock(descriptor: int, patience_s: float) -> bool:
 
 
 def write_all(descriptor: int, data: bytes, path: _Path) -> None:
-    """Write all of ``data``.
-
-    Raises:
-        OSError: A part could not be written; the message names the file.
-    """
+    """Write all of ``data``; OSError: a part could not be written; the message names the file."""
     view = memoryview(data)
     try:
         while view:

@@ -68,8 +68,7 @@ _END: Any = object()
 def index_hash(index: object) -> int:
     """Return an integer for an index: equal ones for equal indices, in any process, and never an error.
 
-    It is the index itself for integers, also for those of NumPy and tensors of one, and otherwise its
-    :func:`key_hash`.
+    Integers, also those of NumPy and tensors of one, are their own; others have their :func:`key_hash`.
     """
     if type(index) is int:
         return index

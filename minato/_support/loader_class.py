@@ -72,11 +72,7 @@ class _MadeOnly:
 
 
 def rebind(old: object, new: object) -> list[Name]:
-    """Bind all names of ``old`` in imported modules to ``new``; minato's own modules keep theirs.
-
-    Returns:
-        The names that were rebound.
-    """
+    """Bind all names of ``old`` in imported modules to ``new``, but not in minato's own; returns these names."""
     found = []
     modules: list[tuple[str, Any]] = list(sys.modules.items())
     for module_name, module in modules:

@@ -106,8 +106,7 @@ _MOST_SHARED = 200
 class _Storage:
     """A tensor's storage while it is pickled; tensors that share one still do on the other side.
 
-    Args:
-        whole: All of it travels. If not, what the tensors of the pickle see.
+    All of it travels if it is ``whole``; if not, what the tensors of the pickle see.
     """
 
     def __init__(self, storage: torch.UntypedStorage, whole: bool) -> None:
@@ -145,12 +144,7 @@ class _Storage:
 
 
 class _Cut(NamedTuple):
-    """What has arrived of a storage.
-
-    Attributes:
-        base: The bytes that are seen, piece after piece.
-        pieces: Start and end of each piece in the storage that was sent.
-    """
+    """What has arrived of a storage: the bytes that are seen, and where each piece was in the one sent."""
 
     base: torch.Tensor
     pieces: list[list[int]]
@@ -705,11 +699,7 @@ def advise(error: Exception) -> None:
 
 
 def check_picklable(name: str, value: object) -> None:
-    """Find out which part of an object cannot be sent to a process that is being started.
-
-    Raises:
-        NotPicklableError: Names the innermost attribute or item that cannot be pickled.
-    """
+    """Raise NotPicklableError, which names it, for the innermost part of an object that no started process can get."""
     error = _failure(value)
     if error is None:
         return

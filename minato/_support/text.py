@@ -31,11 +31,7 @@ _IN_A_LINE = {**_IN_LINES, **dict.fromkeys([9, 10, 13], " ")}
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Return the text without control characters, which a terminal would interpret.
-
-    Args:
-        lines: Keep line breaks and tabs; otherwise they become spaces.
-    """
+    """Return the text without control characters, which a terminal would interpret; ``lines`` keeps breaks and tabs."""
     return text if text.isprintable() else text.translate(_IN_LINES if lines else _IN_A_LINE)
 
 
@@ -94,9 +90,7 @@ def traceback_of(error: BaseException) -> str:
 def type_name(value: object, *, full: bool = False, module: bool = False) -> str:
     """Return the name of an object's type; metaclasses and classes may answer anything when they are asked.
 
-    Args:
-        full: With the classes that it is defined in: ``Outer.Inner``.
-        module: With its module, too: ``package.module.Outer.Inner``.
+    ``full`` adds the classes that it is defined in, ``Outer.Inner``, and ``module`` its module, too.
     """
     kind = type(value)
     name = _string(kind, "__qualname__" if full or module else "__name__") or "object"

@@ -266,11 +266,7 @@ class ArenaCache(list[Arena]):
     """Arenas of earlier iterators, whose pages are in memory."""
 
     def take(self, shared: bool) -> Arena:
-        """Return an arena of this process, or a new one.
-
-        Args:
-            shared: Whether worker processes write to it.
-        """
+        """Return an arena of this process, or a new one; worker processes write to one that is shared."""
         while self:
             arena = self.pop()
             if (arena.shared, arena.owner) == (shared, os.getpid()):
@@ -340,10 +336,7 @@ class PinnedSlots:
         )
 
     def lock(self, slot: Slot, nbytes: int) -> None:
-        """Pin the first bytes of a slot that the device does not read.
-
-        If that fails, it warns once, and no slot is pinned from then on.
-        """
+        """Pin the first bytes of a slot that the device does not read; after a failure it warns, and pins none."""
         pinned = self._pinned.get(slot.start, 0)
         if nbytes <= pinned or not self._works:
             return

@@ -127,22 +127,14 @@ def _unwrapped(wrapper: ExceptionWrapper) -> BaseException:
 
 
 def exception_of(error: object) -> BaseException:
-    """Return the exception in an object that was read as an error.
-
-    Raises:
-        DamagedError: The object is no :class:`SampleError`.
-    """
+    """Return the exception in an object that was read as an error; DamagedError: it is no :class:`SampleError`."""
     if not isinstance(error, SampleError):
         raise damaged("the error of a sample")
     return error.exception()
 
 
 def raise_sample_error(error: object) -> NoReturn:
-    """Raise the exception in an object that was read as an error.
-
-    Raises:
-        DamagedError: The object is no :class:`SampleError`.
-    """
+    """Raise the exception in an object that was read as an error; DamagedError: it is no :class:`SampleError`."""
     raised = exception_of(error)
     try:
         raise raised
@@ -208,10 +200,9 @@ GetState = Callable[[], Any]
 
 
 class Unsendable:
-    """Takes the place of a sample that no other worker can get as it is; the one that collates its batch runs it again.
+    """In place of a sample that no other worker can get as it is; the one that collates its batch runs it again.
 
-    Args:
-        error: The exception of its pickling; None if its copy might differ.
+    Its ``error`` is that of its pickling; None if its copy might differ.
     """
 
     def __init__(self, index: object, error: SampleError | None = None) -> None:
@@ -242,11 +233,7 @@ class BlobWriter:
     ) -> bool:
         """Attach a sample to a place, or what has it run again by the worker that collates its batch.
 
-        Args:
-            sends: Whether the sample may be sent to that worker.
-
-        Returns:
-            Whether it is sent: it may be, and can be pickled.
+        Returns whether it is sent: ``sends`` says that it may be, and it can be pickled.
         """
         failure: SampleError | None = None
         if sends:

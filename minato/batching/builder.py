@@ -29,9 +29,6 @@ samples, which then lie in the caches of their cores."""
 class BatchBuilder:
     """Builds batches by the rules of ``default_collate``, with one copy, or by another ``collate_fn``.
 
-    Args:
-        arena: Memory of large batches, which later batches use again.
-
     Attributes:
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
         draws: Whether ``collate_fn`` is the program's own, which may draw random numbers.

@@ -59,9 +59,7 @@ class Collate:
     ) -> str:
         """Return lines for the message of an error that a call raised: which samples, where they differ, the remedy.
 
-        Args:
-            indices: Of the samples; empty if they have none.
-            name: Of the batch.
+        ``indices`` are those of the samples, empty if they have none; ``name`` is that of the batch.
         """
         if self._collate_fn is not collate_in_own_memory:
             return f"  collate_fn was called for {name}."

@@ -334,12 +334,7 @@ def _restored(spec: Spec, items: Iterator[Buffer], texts: Iterator[str | bytes])
 
 
 class LayoutRecord(NamedTuple):
-    """The layout of a batch, and where its fields are.
-
-    Attributes:
-        fields: Arena offset of the fields, in bytes.
-        num_samples: Number of samples that they are for.
-    """
+    """The layout of a batch, the arena offset of its fields in bytes, and the number of samples that they are for."""
 
     fields: int
     num_samples: int
@@ -351,8 +346,7 @@ def share_layout(
 ) -> LayoutRecord:
     """Reserve the fields of a batch of ``count`` samples and offer their layout; returns the first that was offered.
 
-    Raises:
-        MemoryError: They do not fit the batch's slot.
+    MemoryError: they do not fit the batch's slot.
     """
     fields = ledger.reserve_fields(batch, layout.fields_nbytes(count))
     if not fields:

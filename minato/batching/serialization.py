@@ -86,11 +86,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, offset: int, nbytes: int, lease: object = None, kind: int = 0) -> Any:
-        """Return the object at ``offset``.
-
-        Args:
-            lease: View of the slot, which the object's arrays view in turn; None: the arrays are copies.
-        """
+        """Return the object at ``offset``; its arrays view the lease of the slot, or are copies without one."""
 
     def peek(self, offset: int, nbytes: int, kind: int = 0) -> Any:
         """Return the object, or a copy, without removing it."""

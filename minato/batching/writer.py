@@ -40,12 +40,7 @@ __all__ = ["BatchWriter"]
 
 
 class _Fields(NamedTuple):
-    """The fields of a batch that samples are packed into.
-
-    Attributes:
-        offset: Arena offset of the fields, in bytes.
-        first: Place of sample 0.
-    """
+    """The fields of a batch: their arena offset, and the place of sample 0."""
 
     generation: int
     layout: Layout

@@ -45,11 +45,9 @@ _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report, with a remedy if one is needed.
 
-    Attributes:
-        state: ``"ok"``; ``"note"``: a small cost; ``"limit"``: makes minato slower, or fail.
-        remedy: The remedy; empty if none is needed.
+    Its state is ``"ok"``; ``"note"``: a small cost; or ``"limit"``: makes minato slower, or fail.
     """
 
     name: str

@@ -44,11 +44,7 @@ class _Refused(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Returns:
-        0; 1 after a failure, or if ``minato doctor`` finds a limit; 2 for invalid arguments.
-    """
+    """Run the command line; returns 1 after a failure or a limit that the doctor finds, 2 for wrong arguments."""
     options = _parsed(sys.argv[1:] if arguments is None else arguments)
     if options.is_script:  # its exceptions and exit status are those of the script
         options.run(options)
@@ -199,11 +195,7 @@ def _timed(loader: Iterable[object], batches: int | None, step_s: float) -> floa
 
 
 def _made(factory: str) -> TorchDataLoader[Any]:
-    """The loader that the function ``module:function`` or ``file.py:function`` returns.
-
-    Raises:
-        _Refused: It does not exist, raised, or returned something else.
-    """
+    """The loader that the function ``module:function`` or ``file.py:function`` returns; _Refused: there is none."""
     place, _, name = factory.rpartition(":")
     if not place or not name:
         raise _Refused(f"{factory!r} names no function: write module:function or file.py:function")

@@ -46,11 +46,7 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Run the script as ``python`` would.
-
-    Raises:
-        BaseException: Whatever the script raised, SystemExit included.
-    """
+    """Run the script as ``python`` would; raises whatever it raises, SystemExit included."""
     script = options.script
     if not options.is_module and not os.path.exists(script):
         _refuse(f"there is no file {script!r}: check the path", 2)
@@ -133,8 +129,7 @@ def _of(spec: ModuleSpec, package: str | None) -> tuple[ModuleType, CodeType]:
 def _set_first_path(path: str, *, always: bool = False) -> None:
     """Put the script's directory first, in place of the console script's, or of that of ``python -m minato``.
 
-    Args:
-        always: With ``python -P``, too, which leaves directories of scripts out but not those that are scripts.
+    ``always``: with ``python -P``, too, which leaves directories of scripts out but not those that are scripts.
     """
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = path

@@ -26,12 +26,7 @@ __all__ = ["CachedDataset", "behind", "check_cache"]
 
 
 def check_cache(cache: Cache, options: Options, transforms: Transforms, dataset: object) -> None:
-    """Check that a cache can serve a loader.
-
-    Raises:
-        ValueError: It cannot; the message says what to do.
-        TypeError: It is none.
-    """
+    """Check that a cache can serve a loader; ValueError: it cannot, and what to do. TypeError: it is none."""
     if not isinstance(cache, Cache):
         raise TypeError(
             f"cache={cache!r} is a {type(cache).__name__}: give a DiskCache or a MemoryCache"

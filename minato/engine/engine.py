@@ -313,10 +313,7 @@ class Engine:
         self._state.ready.notify()
 
     def shut_down(self) -> None:
-        """End the workers; runs by itself when the engine is dropped or the interpreter exits.
-
-        A call that was interrupted can be repeated.
-        """
+        """End the workers, also by itself when the engine is dropped or the interpreter exits; it can be repeated."""
         if self._finalizer.alive:
             self._end()
             self._finalizer.detach()

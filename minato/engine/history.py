@@ -134,12 +134,9 @@ class History:
 
 
 class CostHistory:
-    """A directory with a file of costs for each dataset, list of transforms and machine.
+    """A directory with a file of costs for each dataset, list of transforms and machine, made with mode 0700.
 
     The fingerprint of the three names the file. Without a fingerprint, no costs are kept, and a warning says so.
-
-    Args:
-        directory: Created with mode 0700 when the first costs are saved.
     """
 
     def __init__(
@@ -195,11 +192,7 @@ def to_words(values: Histogram) -> dict[str, int]:
 
 
 def from_words(words: Mapping[str, int]) -> Histogram:
-    """A histogram from the result of :func:`to_words`.
-
-    Raises:
-        ValueError, IndexError, TypeError: The words are corrupt.
-    """
+    """A histogram from the result of :func:`to_words`; ValueError, IndexError or TypeError: they are corrupt."""
     memory = bytearray(HISTOGRAM_NBYTES)
     view = memoryview(memory).cast("Q")
     for i, word in words.items():

@@ -39,14 +39,7 @@ _AT_EXIT = "minato.observe.at_exit"
 
 
 class Inspector:
-    """Implements the methods of a loader that report on its epochs.
-
-    Args:
-        spec: The loader as it is now.
-        history: Measurements of its engines.
-        position: Its epoch.
-        session: Its part in a shared pool, or None.
-    """
+    """Implements the methods of a loader that report on its epochs."""
 
     def __init__(
         self,
@@ -205,12 +198,7 @@ class Inspector:
             machine.gpus = gpu_table()
 
     def _serve_metrics(self, address: tuple[str, int]) -> None:
-        """Serve the metrics, unless they are served already.
-
-        Raises:
-            OSError: The address is not available.
-            RuntimeError: No thread can be started.
-        """
+        """Serve the metrics, unless they are; OSError: the address is taken. RuntimeError: no thread can start."""
         if self._history.served_metrics is not None:
             return
         from minato.observe.metrics import ServedMetrics
@@ -275,11 +263,7 @@ class Inspector:
 
 
 def _open(what: str, make: Callable[..., object], *arguments: object) -> None:
-    """Make a view; without it, the loader goes on.
-
-    Raises:
-        Warning: Where warnings are errors.
-    """
+    """Make a view; without it, the loader goes on, but where warnings are errors."""
     try:
         make(*arguments)
     except Exception as error:

@@ -59,7 +59,6 @@ class _Batch(Outgoing):
     Attributes:
         members: Its samples, which wait until the training loop has it.
         failed: What the engine gave, if that is the error of a sample, or a sample without a cost.
-        is_observed: Whether the observers know that it is returned.
     """
 
     def __init__(self, members: Sequence[_Waiting] = (), failed: Outgoing | None = None) -> None:
@@ -70,11 +69,7 @@ class _Batch(Outgoing):
 
 
 class _Joined:
-    """The observers of a source, several of whose calls are one of theirs.
-
-    Attributes:
-        has_ended: Whether the source has, and its observers do not know.
-    """
+    """The observers of a source, several of whose calls are one of theirs; they may not know that it has ended."""
 
     def __init__(self, observers: Observers) -> None:
         self._observers = observers
@@ -127,11 +122,7 @@ class _Joined:
 
 
 class MeasuredBatches(Layer):
-    """Makes batches of the samples of a source (see :class:`minato.CostBatches`).
-
-    Args:
-        collate: Makes a batch of a list of samples.
-    """
+    """Makes batches of the samples of a source by ``collate`` (see :class:`minato.CostBatches`)."""
 
     def __init__(self, source: SampleSource, batches: CostBatches, collate: Collate) -> None:
         super().__init__(source)
@@ -154,11 +145,7 @@ class MeasuredBatches(Layer):
         return self.source.begin(epoch, batches)
 
     def next(self) -> Outgoing:
-        """The next batch, or the error of one: the same one until it is given.
-
-        Raises:
-            StopIteration: The epoch is over.
-        """
+        """The next batch, or the error of one: the same one until it is given. StopIteration: the epoch is over."""
         batch, progress = self._batch, self._progress
         assert progress is not None
         if batch is not None and batch.is_given:
@@ -216,11 +203,7 @@ class MeasuredBatches(Layer):
         return None
 
     def _cost(self, sample: object) -> float:
-        """The cost of a sample.
-
-        Raises:
-            ValueError, TypeError: It has none, or more than a batch may cost.
-        """
+        """The cost of a sample; ValueError, TypeError: it has none, or more than a batch may cost."""
         of, most = self._plan.cost, self._plan.max_cost
         held: Any = sample
         found = of(held) if callable(of) else len(held if of is None else held[of])

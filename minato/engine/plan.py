@@ -64,13 +64,7 @@ class Plan:
         most_workers: int,
         tracks: Tracks | None = None,
     ) -> Plan:
-        """The plan of a loader's next engine.
-
-        Args:
-            epoch: The first epoch that it loads.
-            num_workers: Number of workers that are active at first.
-            most_workers: Largest number of workers.
-            tracks: Of the trace.
+        """The plan of a loader's next engine, for its first epoch and the number of workers that are active at first.
 
         Raises:
             ValueError: The workers are Ray actors, and the dataset has a state.
@@ -139,11 +133,7 @@ class Plan:
         )
 
     def slow_threshold(self, costs: Histogram | None) -> SlowThreshold:
-        """A new decision on which samples are slow.
-
-        Args:
-            costs: Of recent samples of an earlier engine.
-        """
+        """A new decision on which samples are slow, from the costs of recent samples of an earlier engine."""
         policy = self.options.stragglers
         return SlowThreshold(policy.share, policy.after_s, costs)
 

@@ -76,10 +76,6 @@ _SIZED = {id(each) for each in (dict, list, tuple, str, bytes, int, float)}
 class CopiedObjects(Observer):
     """Compares the private memory of forked workers with what a dataset keeps in Python objects, three times.
 
-    Args:
-        dataset: Its largest list, tuple or dictionary is looked for.
-        pool: The workers.
-
     The containers are looked for at the first comparison, so that short epochs pay nothing.
     """
 

@@ -51,13 +51,9 @@ class Lateness:
     def delivered(
         self, positions: list[int] | range, start: int, num_slow: int, number: int | None = None
     ) -> None:
-        """A batch is returned; each counts once.
+        """A batch is returned, the next one or the one with this number in the order of their return; each counts once.
 
-        Args:
-            number: Of the batch, in the order of their return; None: the next one.
-            positions: Of its samples, negative for none.
-            start: Position of the first sample of the epoch.
-            num_slow: The number of slow samples in it.
+        ``positions`` are those of its samples, negative for none, and ``start`` that of the first sample of the epoch.
         """
         if number is not None and number < len(self.slow_shares):
             return
@@ -79,9 +75,7 @@ class Lateness:
 class InOrderLateness(Lateness):
     """The lags of an epoch whose batches come in the sampler's order, with its samples: none is late.
 
-    Args:
-        samples, batches: Numbers of those that were returned.
-        slow: The share of slow samples in the batches that have some.
+    ``slow`` is the share of slow samples in the batches that have some.
     """
 
     def __init__(self, samples: int, batches: int, slow: dict[int, float]) -> None:

@@ -78,11 +78,7 @@ _limit_bytes = functools.cache(memory_limit_bytes)
 def storage_counts(
     dataset: object, cache: Counters | None, reads: Counters | None
 ) -> Callable[[], Counts]:
-    """A function that returns the counters of a loader's storage, in all processes, by name.
-
-    Args:
-        dataset: A source, or a dataset with sources in its attributes, at any depth.
-    """
+    """A function that returns the counters, by name, of a loader's cache and reads, and of sources in the dataset."""
     search = Search(
         lambda kind: issubclass(kind.kind, Counters),
         opens=lambda kind: issubclass(kind.kind, Dataset),

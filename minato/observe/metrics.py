@@ -157,8 +157,7 @@ _labels: weakref.WeakKeyDictionary[EpochLog, str] = weakref.WeakKeyDictionary()
 class LabelledMetrics:
     """The metrics of one loader; keeps neither the loader nor its dataset.
 
-    Args:
-        name: The label of the loader, unless it has one; a number is appended if another loader has it.
+    Its label is its own, or a name, to which a number is appended if another loader has it.
     """
 
     def __init__(self, log: EpochLog, name: str, stages: Sequence[str]) -> None:
@@ -193,11 +192,7 @@ class LabelledMetrics:
 
 
 class Collector:
-    """Collects metrics for a registry of ``prometheus_client``.
-
-    Args:
-        loaders: Returns the metrics of the loaders.
-    """
+    """Collects the metrics that ``loaders`` returns for a registry of ``prometheus_client``."""
 
     def __init__(self, loaders: Callable[[], Iterable[LabelledMetrics]]) -> None:
         self._loaders = loaders
@@ -219,14 +214,10 @@ class Collector:
 
 
 class ServedMetrics:
-    """The metrics of one loader, served while this object exists; several loaders may share an address.
-
-    Args:
-        address: Host and port; port 0 for any free one.
+    """The metrics of one loader, served while this object exists; several loaders may share a host and port, 0 for any.
 
     Raises:
-        ImportError: prometheus_client is not installed.
-        OSError: The address is not available.
+        ImportError, OSError: prometheus_client is not installed; the address is not available.
     """
 
     def __init__(self, metrics: LabelledMetrics, address: tuple[str, int]) -> None:
@@ -393,11 +384,7 @@ def loaders_in(found: object) -> Iterator[MeasuredLoader]:
 
 
 def checked(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of metrics; None: all.
-
-    Raises:
-        ValueError: One is no metric.
-    """
+    """The names of metrics; None: all. ValueError: one is no metric."""
     known = [metric.name for metric in CATALOG]
     for name in names or ():
         if name not in known:
@@ -408,8 +395,7 @@ def checked(names: Sequence[str] | None) -> tuple[str, ...]:
 def metrics_of(found: object, prefix: str, names: Sequence[str]) -> dict[str, float]:
     """Some metrics of the loaders in ``found``, with a prefix; of several loaders also with the name of each.
 
-    Raises:
-        ValueError: A loader was made with ``observe=False``.
+    ValueError: A loader was made with ``observe=False``.
     """
     loaders = list(loaders_in(found))
     values: dict[str, float] = {}

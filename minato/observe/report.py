@@ -95,11 +95,7 @@ def report_of(
     log: EpochLog,
     dataset: Mapping[str, float] = MappingProxyType({}),
 ) -> Report:
-    """The report of all epochs of a loader so far.
-
-    Args:
-        dataset: Figures of its dataset.
-    """
+    """The report of all epochs of a loader so far, and figures of its dataset."""
     records = log.records()
     whole = dataclasses.replace(records[-1], epoch=-1) if records else EpochRecord(-1)
     metrics, total = [each.metrics for each in records], Metrics()

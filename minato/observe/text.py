@@ -300,11 +300,7 @@ td:not(:last-child),th{white-space:nowrap}
 
 
 def page(reports: Sequence[Report], dropped: int = 0) -> str:
-    """A complete page with a section for each report.
-
-    Args:
-        dropped: Number of loaders that are not shown.
-    """
+    """A complete page with a section for each report, and the number of loaders that are not shown."""
     names = ", ".join(_text(each.setup.name) for each in reports) or "no loader"
     told = " · ".join(_text(value) for each in reports[:1] for value in vars(each.origin).values())
     missing = f"{dropped} earlier loaders are not shown" if dropped else ""

@@ -70,8 +70,7 @@ class Trace:
     def take(self) -> Tracks | None:
         """Tracks for a new engine; those of an engine that has ended are reused.
 
-        Returns:
-            None if the file of an environment variable cannot be written or has other content, which is a warning.
+        None if the file of an environment variable cannot be written or has other content, which is a warning.
         """
         path = self._path
         if self._begun != path:

@@ -32,11 +32,7 @@ __all__ = ["ActorSpec", "SampleResult", "SampleServer", "unpack"]
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """Arguments that all actors of a loader share.
-
-    Attributes:
-        num_workers, base_seed: The same values as in torch's worker processes.
-    """
+    """Arguments that all actors of a loader share; number of workers and seed are as in torch's worker processes."""
 
     dataset: Any
     transforms: Transforms
@@ -76,10 +72,7 @@ class SampleResult(NamedTuple):
 
 
 class SampleServer:
-    """Runs samples one after the other.
-
-    torch and the dataset see its process as a worker process.
-    """
+    """Runs samples one after the other; torch and the dataset see its process as a worker process."""
 
     def __init__(self, number: int, spec: ActorSpec) -> None:
         self._dataset = spec.dataset
@@ -106,9 +99,7 @@ class SampleServer:
     def sample(self, key: object, epoch: int, seed: int | None, occurrence: int) -> SampleResult:
         """Run a sample and return its result, or the exception that it raised.
 
-        Args:
-            seed: Base seed of the sample's randomness; None: the randomness does not depend on the sample.
-            occurrence: How often the key occurred before in the epoch.
+        Its randomness depends on it if there is a ``seed``; the key occurred ``occurrence`` times before in the epoch.
         """
         self._lease.step = -1
         size_bytes = 0

@@ -37,12 +37,9 @@ _NODE_DIED = "its node has died"
 
 
 class ActorGroup:
-    """The actors of a loader.
+    """The actors of a loader, with Ray's options for each (``ActorClass.options``).
 
     It refers to no object of the user's, which may refer to the loader: whatever ends the loader keeps it.
-
-    Args:
-        options: Ray's options of each actor (``ActorClass.options``).
     """
 
     def __init__(self, options: Mapping[str, object]) -> None:
@@ -54,11 +51,7 @@ class ActorGroup:
         self._lock = threading.Lock()
 
     def connect(self, spec: ActorSpec) -> None:
-        """Connect to the cluster with Ray's defaults, unless the program is already connected.
-
-        Args:
-            spec: The actors' arguments; they are put into Ray's object store once.
-        """
+        """Connect to the cluster with Ray's defaults, unless the program is; the actors' arguments go there once."""
         ray = self._ray = importlib.import_module("ray")
         if not ray.is_initialized():
             ray.init()
@@ -166,13 +159,7 @@ class ActorPool(ThreadPool):
 
 
 class ActorLost(BaseException):
-    """The actor is lost, so its worker ends.
-
-    A BaseException, because handlers of samples' errors must not catch it.
-
-    Args:
-        pid: Its process id; None if unknown.
-    """
+    """The actor is lost, so its worker ends: a BaseException, as handlers of samples' errors must not catch it."""
 
     def __init__(self, pid: int | None, loss: WorkerLoss) -> None:
         super().__init__(loss.words)

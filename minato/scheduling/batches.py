@@ -23,12 +23,7 @@ __all__ = [
 
 
 class BatchStorage(NamedTuple):
-    """The memory of open batches.
-
-    Attributes:
-        indices: Stores indices that are no integers.
-        discard: Called with ``(record, slot)`` of a batch that is not read.
-    """
+    """The memory of open batches: indices that are no integers; ``discard(record, slot)`` of one not read."""
 
     slots: Arena
     indices: Store
@@ -98,11 +93,7 @@ class OpenBatch:
 
 @dataclass(eq=False)
 class RetiringBatches:
-    """Batches that were returned or cancelled, while some of their samples still run.
-
-    Args:
-        keeps_places: Whether each sample keeps its own place.
-    """
+    """Batches that were returned or cancelled, while some of their samples still run; each may keep its own place."""
 
     ledger: ConsumerLedger
     storage: BatchStorage

@@ -394,11 +394,7 @@ class Dispatcher:
         return bool(self._open) and all(self._ledger.settled(item.record) for item in in_flight)
 
     def _fill_short(self) -> bool:
-        """Fill the places of skipped samples with those of one more batch, or else complete the batches without.
-
-        Returns:
-            False if neither is possible.
-        """
+        """Fill the places of skipped samples with those of one more batch, or else do without; False: neither."""
         if not self._exhausted and self._open_next():
             self._wake()
             return True

@@ -20,8 +20,7 @@ _Batch = TypeVar("_Batch")
 class Order:
     """The rules that orders share: the oldest open batch comes next, and each sample keeps its place.
 
-    Attributes:
-        max_lag: Number of batches by which a sample may be late; only used where samples do not keep their places.
+    A sample may be late by ``max_lag`` batches where samples do not keep their places.
     """
 
     max_lag: int = 0
@@ -119,10 +118,7 @@ def make_order(name: str, max_lag: int) -> Order:
 
 
 class Assignment:
-    """Decides which worker runs the samples of a batch: the first that is free.
-
-    An owner is the number of a worker + 1, or 0 for any worker.
-    """
+    """Decides which worker runs the samples of a batch: its number + 1, or 0 for any, the first that is free."""
 
     runs_cancelled = False
     """Whether cancelled batches still run to their end, because the content of later ones depends on it."""
@@ -131,11 +127,9 @@ class Assignment:
         """Begin an epoch."""
 
     def choose(self, indices: Sequence[int], held: Callable[[int], int]) -> int | None:
-        """The owner of the next batch; None if no worker can take one now.
+        """The owner of the next batch, which has ``indices``; None if no worker can take one now.
 
-        Args:
-            indices: Of the batch.
-            held: Returns how many open batches an owner has.
+        ``held`` returns how many open batches an owner has.
         """
         return 0
 
@@ -151,9 +145,7 @@ class Assignment:
 class Hosts(Assignment):
     """A batch of an iterable dataset is for the worker that hosts its reader: the i-th of a rank, i modulo ``count``.
 
-    Args:
-        count: Number of hosts; 0: one that is none of the workers, with a number after theirs.
-        ranks: Number of ranks among which the readers are dealt.
+    With ``count`` 0 that is none of the workers, with a number after theirs. ``ranks`` share the readers.
     """
 
     runs_cancelled = True

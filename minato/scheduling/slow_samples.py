@@ -287,10 +287,7 @@ class EarlyStart:
                 self._costs.observe(index, cost_ns)
 
     def hint(self, batch: int, indices: list[object]) -> None:
-        """Let the slow samples of a newly opened batch start early, but none before its own epoch.
-
-        Samples of earlier epochs are needed sooner.
-        """
+        """Let slow samples of a new batch start early, but not before their epoch: earlier ones are needed sooner."""
         record = self._ledger.describe(batch)
         if record.epoch_slot != self._epoch_slot:
             self._epoch_slot, self._epoch_start = record.epoch_slot, record.first

@@ -104,12 +104,9 @@ class BatchDescriptor(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """The first message of a client.
+    """The first message of a client: its ranks on the node and in the job.
 
-    Attributes:
-        local_rank: Its rank on the node.
-        rank: Its rank in the job.
-        loader: Settings that must be equal in all ranks that share a pool, as strings by name.
+    The settings of its loader, as strings by name, must be equal in all ranks that share a pool.
     """
 
     local_rank: int
@@ -161,30 +158,18 @@ _OF_HOST: dict[str, Any] = {
 
 
 def encoded(message: tuple[object, ...]) -> bytes:
-    """Return a message as bytes.
-
-    Raises:
-        TypeError: It holds other types than tuples, strings, integers, bools and None.
-    """
+    """Return a message as bytes; TypeError: it holds other than tuples, strings, integers, bools and None."""
     # numpy's integers become Python's.
     return json.dumps(message, separators=(",", ":"), default=operator.index).encode()
 
 
 def from_rank(data: bytes) -> RankMessage:
-    """Decode a client's message.
-
-    Raises:
-        ValueError: The bytes are no such message.
-    """
+    """Decode a client's message; ValueError: the bytes are none."""
     return RankMessage(*_decoded(data, _OF_RANK))
 
 
 def from_host(data: bytes) -> tuple[Any, ...]:
-    """Decode a message of the server: its kind and its fields.
-
-    Raises:
-        ValueError: The bytes are no such message.
-    """
+    """Decode a message of the server, its kind and its fields; ValueError: the bytes are none."""
     return _decoded(data, _OF_HOST)
 
 
@@ -201,11 +186,7 @@ def _decoded(data: bytes, types: Mapping[str, object]) -> tuple[Any, ...]:
 
 
 def _checked(value: object, kind: Any) -> Any:
-    """Return a decoded value as its type has it: with tuples and named tuples in place of lists.
-
-    Raises:
-        ValueError: It is another one, or a number out of range.
-    """
+    """Return a decoded value as its type has it, with tuples and named tuples in place of lists; else ValueError."""
     origin = get_origin(kind)
     if origin is UnionType:
         return None if value is None else _checked(value, get_args(kind)[0])
@@ -264,11 +245,7 @@ def credentials(connection: socket.socket) -> tuple[int, int]:
 
 
 def peer_of(connection: socket.socket) -> int:
-    """Return the id of the process at the other end.
-
-    Raises:
-        PermissionError: It belongs to another user, or this cannot be excluded.
-    """
+    """Return the id of the process at the other end; PermissionError: it may belong to another user."""
     pid, theirs = credentials(connection)
     user = os.geteuid()
     if theirs != user:
@@ -413,8 +390,7 @@ class Channel:
         """Send a message and a descriptor, which the kernel duplicates for the other process.
 
         Raises:
-            OSError: The other process has ended, or does not receive.
-            ValueError: The message is too large.
+            OSError, ValueError: The other process has ended, or does not receive; the message is too large.
         """
         data = encoded(message)
         if len(data) > _MOST_BYTES:

@@ -274,11 +274,7 @@ class Ranks:
             slot.leave()
 
     def hear(self, channel: Channel, message: RankMessage) -> None:
-        """Act on a message of a client.
-
-        Raises:
-            ValueError: A rank says hello twice.
-        """
+        """Act on a message of a client; ValueError: a rank says hello twice."""
         with self.lock:
             slot = self._slot_of(channel)
             if message.kind == "hello":
@@ -366,11 +362,9 @@ def _send(
 
 
 def next_rank(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> RankSlot:
-    """Return the rank that gets the next batch.
+    """Return the rank that gets the next batch: with ``in_turn``, batch k of the epoch is for rank k mod n.
 
-    Args:
-        in_turn: Batch k of the epoch is for rank k mod n. Otherwise it is for the rank that has waited longest and has
-            not had its quota; if no rank waits, for any below its quota.
+    Otherwise it is for the rank that has waited longest and has not had its quota; if no rank waits, for any below it.
     """
     if in_turn:
         return min(rank_slots, key=lambda slot: (slot.dealt, slot.rank))
@@ -386,11 +380,7 @@ def next_rank(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> Ran
 def epoch_mismatch(
     name: str, epoch: int, resumed: bool, server_epoch: int, server_resumed: bool
 ) -> str | None:
-    """Return why a rank cannot join the server's epoch; None if it can.
-
-    Args:
-        resumed, server_resumed: Whether the client and the server resume the epoch from a loaded state.
-    """
+    """Return why a rank cannot join the server's epoch, which either may resume from a loaded state; None if it can."""
     if (epoch, resumed) == (server_epoch, server_resumed):
         return None
     if not (resumed or server_resumed):
@@ -409,11 +399,7 @@ def epoch_mismatch(
 def rejection_reason(
     rank_slots: list[RankSlot], server: Hello, client: Hello, waits: bool
 ) -> str | None:
-    """Return why a connecting rank is rejected; None if it is accepted.
-
-    Args:
-        waits: Whether a new process may replace a rank that has ended.
-    """
+    """Return why a connecting rank is rejected, or None; if it ``waits``, it may replace one that has ended."""
     theirs, ours, number = client.loader, server.loader, client.local_rank
     if theirs != ours:
         differ = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]

@@ -56,11 +56,7 @@ class Rendezvous:
 
     @property
     def directory(self) -> str:
-        """Directory of the files.
-
-        Raises:
-            RuntimeError: There is no directory for temporary files.
-        """
+        """Directory of the files; RuntimeError: there is none for temporary files."""
         try:
             return os.path.join(tempfile.gettempdir(), f"minato-{os.geteuid()}")
         except OSError as error:
@@ -102,8 +98,7 @@ class Rendezvous:
     def call(self) -> Found | None:
         """Return a client's connection and the key; None if no server listens, or too many processes connect.
 
-        Raises:
-            RuntimeError: The directory belongs to another user, or cannot be created.
+        RuntimeError: The directory belongs to another user, or cannot be created.
         """
         with self._opened() as folder, suppress(FileNotFoundError, BlockingIOError):
             key = (folder / f"{self._stem}.key").read_bytes()
@@ -176,11 +171,7 @@ def _remove(folder: Path, stem: str) -> None:
 
 
 def _connected(address: Path) -> socket.socket | None:
-    """Connect to a socket; None if no process listens.
-
-    Raises:
-        BlockingIOError: Its queue is full.
-    """
+    """Connect to a socket; None if no process listens. BlockingIOError: its queue is full."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)

@@ -70,11 +70,7 @@ class PoolServer:
         self._stay_no_longer = at_end(self._wait_at_exit)
 
     def gather_progress(self, epoch: int, own: Completed) -> list[Completed]:
-        """Wait for all ranks to resume an epoch, and return the part that each has done.
-
-        Raises:
-            RuntimeError: A rank has ended, does not join, or does not resume this epoch.
-        """
+        """Wait for all ranks to resume an epoch; returns the part that each has done. RuntimeError: one does not."""
         self.finish_epoch()
         others = self._ranks.slots[1:]
 
@@ -146,11 +142,7 @@ class PoolServer:
         return number, begun
 
     def finish_epoch(self) -> None:
-        """Leave the last epoch, and wait until all other ranks have left it.
-
-        Raises:
-            RuntimeError: A rank has ended, or does not leave.
-        """
+        """Leave the last epoch, and wait until all others have left it; RuntimeError: one ended, or stays."""
         ranks = self._ranks
         with signals_deferred(), ranks.lock:
             ranks.own.leave()
@@ -164,8 +156,7 @@ class PoolServer:
     def _wait_for(self, done: Callable[[], bool], late: Callable[[], list[str]], what: str) -> None:
         """Wait for a condition; ``late`` returns the names of the ranks that it depends on.
 
-        Raises:
-            RuntimeError: A rank has ended, or the time limit has passed.
+        RuntimeError: A rank has ended, or the time limit has passed.
         """
         left_s, ranks = RANK_TIMEOUT_S, self._ranks
         while True:

@@ -40,14 +40,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A process among the ranks of its job, as torchrun tells it.
-
-    Attributes:
-        rank: Its number among all of the job.
-        count: How many these are.
-        local_rank: Its number among those of its node.
-        local_count: How many these are.
-    """
+    """A process among the ranks, as torchrun tells it: its number and how many there are, in all and on its node."""
 
     rank: int
     count: int
@@ -56,11 +49,7 @@ class RankInfo:
 
     @classmethod
     def of_environment(cls) -> RankInfo | None:
-        """This process's; None if there are no other ranks.
-
-        Raises:
-            ValueError: A variable is missing, or they contradict each other.
-        """
+        """This process's; None if there are no other ranks. ValueError: a variable is missing, or they contradict."""
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return None
         found = {name: os.environ.get(name) for name in _VARIABLES}
@@ -100,11 +89,7 @@ class PoolSession:
 
     @classmethod
     def of(cls, options: Options) -> PoolSession | None:
-        """What a new loader needs; None if it is alone.
-
-        Raises:
-            ValueError: The environment does not name the ranks, or the system is not Linux.
-        """
+        """What a new loader needs; None if it is alone. ValueError: the environment names no ranks, or no Linux."""
         pool = options.shared_pool
         place = None if pool is None else RankInfo.of_environment()
         if pool is None or place is None:
@@ -216,8 +201,7 @@ class PoolSession:
     ) -> BatchSource:
         """Where the batches of a new iterator come from.
 
-        Args:
-            make_engine: Called with a spec, its first epoch and, where it is not the default, ``make_reader``.
+        ``make_engine`` gets a spec, its first epoch and, where it is not the default, ``make_reader``.
 
         Raises:
             RuntimeError: The ranks do not find each other, or this is a forked child.

@@ -39,12 +39,8 @@ _inherited: list[Any] = []
 class Connections(Generic[T]):
     """Opens connections at first use and keeps them for the next; each process has its own.
 
-    Neither a forked child nor a pickle inherits connections.
-
-    Args:
-        open_one: Opens a connection.
-        close_one: Closes a connection.
-        shared: Whether all threads share one connection; otherwise each lease has a connection of its own.
+    Neither a forked child nor a pickle inherits connections. If they are ``shared``, all threads have one connection;
+    otherwise each lease has one of its own.
     """
 
     def __init__(

@@ -58,11 +58,7 @@ Generators: TypeAlias = list[Any]
 
 
 def check_stream(what: str, dataset: object) -> None:
-    """A dataset is iterable.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """A dataset is iterable; TypeError: it is not."""
     if not isinstance(dataset, IterableDataset):
         raise TypeError(
             f"{what} needs a torch.utils.data.IterableDataset, and {text_of(dataset)} is of type {type_name(dataset)}"
@@ -76,11 +72,7 @@ def reader_number() -> int:
 
 
 class Draws:
-    """Random numbers of 64 bits, each a function of (seed, epoch, reader, ordinal).
-
-    Args:
-        kind: Draws of different kinds are independent.
-    """
+    """Random numbers of 64 bits, each a function of (seed, epoch, reader, ordinal); kinds are independent."""
 
     def __init__(self, seed: int, epoch: int, reader: int, kind: int) -> None:
         self._key, self._kind = mix_seed(seed, epoch, reader), kind
@@ -168,11 +160,7 @@ class Stream(IterableDataset[Any]):
 
 
 def check_state(what: str, state: object, key: str) -> None:
-    """A loaded state is that of a kind of stream.
-
-    Raises:
-        ValueError: It is another's.
-    """
+    """A loaded state is that of a kind of stream; ValueError: it is another's."""
     if not is_state(state, key):
         raise ValueError(
             f"the state is not that of {what}: resume with the datasets that it was saved with"
@@ -197,9 +185,7 @@ class Child:
     What ``iter()`` draws from the global generators is drawn again where a state is loaded.
 
     Args:
-        stream: Whose child it is.
-        key: Its name there.
-        name: Of the dataset in messages.
+        key: Its name among the children of the stream; ``name`` is that in messages.
         resumed: What its ``__iter__`` finds as ``resumed_states()``: what ``state`` has returned for each reader.
 
     Attributes:
@@ -261,8 +247,7 @@ class Child:
     def state(self, *, begins: bool = False) -> State:
         """A copy of the present state.
 
-        Args:
-            begins: No item was asked for. The state of Hugging Face's streams is still that of another iterator.
+        ``begins``: No item was asked for, and the state of Hugging Face's streams is still that of another iterator.
         """
         # Some datasets would return another one; that of a stream says what it has decided.
         if self._loaded is not None and not isinstance(self._dataset, Stream):
@@ -277,11 +262,7 @@ class Child:
         }
 
     def load(self, state: State, again: float) -> None:
-        """Go on from a state.
-
-        Args:
-            again: How many items come again after it, at most; infinity: nobody knows.
-        """
+        """Go on from a state, after which at most ``again`` items come again; infinity: nobody knows."""
         self._to_come = again
         own = copy.deepcopy(state)  # a dataset may keep and change what it gets
         of_dataset, generators = own["dataset"], own["generators"]
@@ -382,11 +363,7 @@ class Window(Child):
         self._again: list[Any] | None = None
 
     def read(self) -> Any:
-        """The next item.
-
-        Raises:
-            StopIteration: There is none.
-        """
+        """The next item, or StopIteration."""
         if self._ended:
             raise StopIteration
         try:

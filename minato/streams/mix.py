@@ -178,11 +178,7 @@ class _Source:
         return {**{name: getattr(self, name) for name in _COUNTED}, "child": kept}
 
     def load(self, state: State, again: float) -> None:
-        """Go on from a state.
-
-        Args:
-            again: How many items come again after it, at most.
-        """
+        """Go on from a state, after which at most ``again`` items come again."""
         for name in _COUNTED:
             setattr(self, name, state[name])
         if self.passes and self.is_live:
@@ -328,8 +324,7 @@ class _StatefulItems(_Items):
     def _weigh_again(self, state: State, end: float) -> None:
         """Go on with the weights of a state, and with other ones after the items that come again.
 
-        Args:
-            end: The ordinal after these, or a later one; infinity: it is not known.
+        They come before the ordinal ``end``, or an earlier one; infinity: it is not known.
         """
         given = [
             (start, [(at, list(each)) for at, each in phases]) for start, phases in state["weights"]

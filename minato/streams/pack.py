@@ -137,11 +137,7 @@ class _Piece(NamedTuple):
 
 
 class _Row:
-    """A row that is filled.
-
-    Args:
-        number: Number of rows that were begun before.
-    """
+    """A row that is filled; as many were begun before as its number says."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -187,11 +183,7 @@ class _Rows:
         return self._built(row)
 
     def _arrays(self, item: object) -> tuple[Array, ...]:
-        """The sequence of each field.
-
-        Raises:
-            TypeError, ValueError: It is none.
-        """
+        """The sequence of each field; TypeError, ValueError: it is none."""
         names = self._dataset.fields
         if isinstance(item, Mapping):
             for name in names:
@@ -367,11 +359,7 @@ def _row_state(row: _Row) -> State:
 
 
 def _array(name: str, values: object) -> Array:
-    """A sequence of numbers as an array.
-
-    Raises:
-        TypeError, ValueError: It is none.
-    """
+    """A sequence of numbers as an array; TypeError, ValueError: it is none."""
     try:
         array = np.asarray(values)
     except Exception as error:

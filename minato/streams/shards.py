@@ -400,10 +400,7 @@ def _sizes_of(dataset: ShardedDataset[T]) -> dict[str, float]:
 def _dealt(known: list[list[str]], names: list[str], sizes: Mapping[str, float]) -> list[list[str]]:
     """Deal shards to readers, each to the one with the least, large ones first; the order of the names stays.
 
-    Args:
-        known: What each reader has.
-        names: Further ones.
-        sizes: Of all shards that there are.
+    ``known`` are those that each reader has, ``names`` further ones, and ``sizes`` those of all that there are.
     """
     loads = [sum(sizes.get(name, 0) for name in own) for own in known]
     reader_of: dict[str, int] = {}

@@ -189,13 +189,8 @@ class TransformingCollate:
     """Applies a loader's transforms, then its ``collate_fn``: torch's loader knows no ``transforms=``.
 
     Programs take ``loader.dataset`` and ``loader.collate_fn`` and make another loader from them, which would
-    otherwise return samples without transforms. Inside the loader itself, :attr:`inside` takes its place.
-
-    Args:
-        batched: It gets a list of samples; otherwise one sample.
-
-    Attributes:
-        inside: Collates samples that went through the transforms, even if ``collate_fn`` calls another such object.
+    otherwise return samples without transforms. Inside the loader itself, :attr:`inside` takes its place: it collates
+    samples that went through the transforms, even if ``collate_fn`` calls another such object.
     """
 
     def __init__(self, transforms: Transforms, collate_fn: CollateFn, batched: bool) -> None:

@@ -556,11 +556,9 @@ def torch_generator(
 
 
 def own_generator(generator: object, stream: int) -> MemoryGenerator[Any] | None:
-    """Return the memory of a generator that an object owns; None if its state cannot be written.
+    """Return the memory of a generator of ``random``, NumPy or torch; None if its state cannot be written.
 
-    Args:
-        generator: A generator of ``random``, ``numpy.random`` or torch.
-        stream: Number of its random stream. Different streams are independent.
+    Different streams are independent.
     """
     if isinstance(generator, random.Random):
         kind, base = type(generator), random.Random

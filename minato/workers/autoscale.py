@@ -88,11 +88,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ControllerSettings:
-    """Limits, and the paper's constants.
-
-    Attributes:
-        cores: Cores of this loader's rank; a fraction under a quota.
-    """
+    """Limits, and the paper's constants; ``cores`` are those of this loader's rank, a fraction under a quota."""
 
     least: int
     most: int
@@ -272,11 +268,7 @@ class AutoscaleState:
         least: int,
         most: int,
     ) -> AutoscaleState:
-        """The state of a new loader.
-
-        Args:
-            controller: Name of a controller, or constants for ``paper``.
-        """
+        """The state of a new loader; ``controller`` is a controller's name, or constants for ``paper``."""
         paper, name = PaperController(), controller
         if isinstance(name, PaperController):
             paper, name = name, "paper"
@@ -284,11 +276,7 @@ class AutoscaleState:
         return cls(name, settings, ControllerState(first))
 
     def numbers(self, persistent: bool) -> tuple[int, int]:
-        """The first and the largest number of workers in the next engine.
-
-        Args:
-            persistent: Whether the workers stay for further epochs.
-        """
+        """The first and the largest number of workers in the next engine; ``persistent`` ones stay for more epochs."""
         now, most = self.state.workers, self.settings.most
         if self.tried and not persistent:
             # These workers live for one epoch, and inactive ones cost time at its start.

@@ -136,8 +136,7 @@ class FailureLog:
         """Make the file if it does not exist.
 
         Raises:
-            ValueError: It holds something else, which is untouched.
-            OSError: It cannot be opened; the message names it.
+            ValueError, OSError: It holds something else, which is untouched; or cannot be opened. The message names it.
         """
         os.close(_opened(path))
 
@@ -247,11 +246,7 @@ class FailureHandler(NamedTuple):
     log: FailureLog
 
     def settle(self, failure: SampleFailure) -> tuple[Any, BaseException | None]:
-        """The substitute of a sample whose retries have failed, or its error.
-
-        Returns:
-            ``(substitute, None)``, ``(SKIP, None)`` or ``(None, error)``.
-        """
+        """The substitute of a sample whose retries have failed, or SKIP, and None; or None and its error."""
         result: object = None
         error: BaseException | None = None
         if self.on_error == "skip":
@@ -334,12 +329,9 @@ class SampleRetry:
         error: BaseException | None,
         run: Callable[[int, list[object]], Ran],
     ) -> Ran:
-        """The rest of some samples, one of which raised; SKIP stands for those that are skipped.
+        """The rest of some samples, one of which raised ``error``; SKIP stands for those that are skipped.
 
-        Args:
-            position: Position of the first.
-            error: What it raised.
-            run: Runs samples one by one, from a position on, until one raises.
+        ``position`` is that of the first, and ``run`` runs samples one by one from a position on, until one raises.
         """
         while error is not None:
             i = len(samples)
@@ -422,11 +414,7 @@ class FailureCount:
             )
 
     def end(self) -> None:
-        """Warn at the end of an epoch about skipped and substituted samples.
-
-        Raises:
-            ErrorBudgetError: As ``check``.
-        """
+        """Warn at the end of an epoch of skipped and substituted samples; raises ErrorBudgetError as ``check``."""
         self.check()
         skipped, substituted = self._of_epoch("skipped"), self._of_epoch("substituted")
         if (skipped or substituted) and not self._warned:

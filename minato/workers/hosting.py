@@ -68,11 +68,10 @@ class OfferedItems:
         return np.frombuffer(memory, _ENTRY, record.count)
 
     def put(self, batch: int, record: BatchRecord, k: int, item: object) -> int:
-        """Store the item of sample ``k`` of a batch; returns its size in bytes.
+        """Store the item of sample ``k`` of a batch, which is pickled; returns its size in bytes.
 
         Raises:
             MemoryError: The slot has no room left.
-            Exception: The item cannot be pickled.
         """
         table = self._table(record)
 
@@ -94,9 +93,9 @@ class OfferedItems:
         return nbytes
 
     def take(self, record: BatchRecord, k: int, count: int) -> list[Any]:
-        """The items of samples of a batch that this worker has claimed, from ``k`` on.
+        """The items of samples that this worker has claimed, from ``k`` on; ``_MISSING`` for one that is not there.
 
-        ``_MISSING`` stands for those that were not offered; there is none if none was.
+        None at all if none was offered.
         """
         table = self._table(record)[k : k + count]
         if not table["offset"].any():
@@ -119,14 +118,10 @@ class _Unread(NamedTuple):
 
 
 class HostWorker(Worker):
-    """Has its readers give items, and runs their transforms.
+    """Has its readers, which may be none, give items, and runs their transforms.
 
-    Where transforms take long, it reads ahead and offers items to any worker, as long as others need that: without it
-    they idle while a worker is slow, has a larger share, or while there are fewer readers than workers.
-
-    Args:
-        host: The readers, which may be none.
-        store: Where items are offered.
+    Where transforms take long, it reads ahead and offers items, in ``store``, to any worker, as long as others need it:
+    without it they idle while a worker is slow, has a larger share, or while there are fewer readers than workers.
     """
 
     def __init__(

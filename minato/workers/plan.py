@@ -46,10 +46,9 @@ class Pipeline(NamedTuple):
     refetches: bool = False
 
     def collate(self, bind: Bind | None = None) -> Collate:
-        """The loader's ``collate_fn``; what a replaced fetcher has made is collated already.
+        """The loader's ``collate_fn``, with the function that binds randomness to a batch while a worker collates it.
 
-        Args:
-            bind: Binds randomness to a batch while a worker collates it.
+        What a replaced fetcher has made is collated already.
         """
         return Collate(_as_it_is if self.refetches else self.collate_fn, self.batched, bind)
 
@@ -125,11 +124,7 @@ class WorkerPlan(NamedTuple):
         return NULL_TRACER if self.tracks is None else self.tracks.worker(number)
 
     def generator_roots(self, at_once: bool) -> dict[str, Any]:
-        """The objects whose generators are bound to samples, by name.
-
-        Args:
-            at_once: Whether the dataset reads several samples at once, which share its generators.
-        """
+        """The objects whose generators are bound to samples, by name; reads ``at_once`` share those of the dataset."""
         pipeline = self.pipeline
         roots = {"dataset": pipeline.dataset, **pipeline.transforms.by_name}
         if at_once:

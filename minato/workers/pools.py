@@ -51,8 +51,7 @@ class WorkerPool(ABC):
     """The workers of an engine: they are started, watched and ended together.
 
     Attributes:
-        processes: The workers that are processes of this machine.
-        threads: The workers that are threads, or their threads here.
+        processes, threads: The workers that are processes of this machine; threads, or their threads here.
         shut_down: Ends all workers; returns whether all have ended. Refers neither to the loader nor to an object that
             does.
     """
@@ -67,11 +66,7 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def start(self, enough: Callable[[], object] | None = None) -> None:
-        """Start the workers.
-
-        Args:
-            enough: Called between slow starts; once it holds, the other workers may start later. None: all start now.
-        """
+        """Start the workers; once ``enough``, which is called between slow starts, holds, others may start later."""
 
     @abstractmethod
     def usage(self) -> CpuUsage:
@@ -87,11 +82,7 @@ class WorkerPool(ABC):
             self.state.ready.wait(seen, timeout_s)
 
     def check(self) -> None:
-        """Replace dead workers, or raise torch's RuntimeError.
-
-        Raises:
-            RuntimeError: Also where the workers were ended, and in a forked child, to which they do not belong.
-        """
+        """Replace dead workers, or raise torch's RuntimeError, also in a forked child, to which they do not belong."""
         check_owner(self._owner)
         if self.is_over and not exiting():
             raise RuntimeError(CLOSED)
@@ -227,11 +218,7 @@ class ProcessPool(WorkerPool):
         return process_usage(process.pid for process in self.processes if process.pid is not None)
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep until the ready events exceed ``seen``, or start one of the processes that ``start`` has left.
-
-        Raises:
-            RuntimeError: The workers were ended, or this is a forked child, to which they do not belong.
-        """
+        """Sleep until the ready events exceed ``seen``, or start one of the processes that ``start`` has left."""
         super().check()
         if self._to_start and not exiting() and self.state.has_work():
             if self._has_room():
@@ -432,15 +419,8 @@ class _Pool(Protocol):
 class MainReader:
     """The pool of workers as the dispatcher sees it, with a thread of this process that reads for them.
 
-    While the thread sleeps it does not refer to this object, which may belong to a cycle through the dataset.
-
-    Args:
-        context: Makes the thread's part; its plan has the dataset.
-        number: Of the thread in the ledger, after those of the workers.
-
-    Attributes:
-        thread: The thread.
-        end: Ends it once the workers have ended; does not refer to the engine.
+    While the thread sleeps it does not refer to this object, which may belong to a cycle through the dataset. Its
+    number in the ledger is after those of the workers. ``end`` ends it after theirs, and does not refer to the engine.
     """
 
     def __init__(

@@ -72,12 +72,7 @@ _MOST_DIGESTED, _MOST_PARTS = 64, 16
 
 
 class Taken(NamedTuple):
-    """What a reader gave for some items that were asked for.
-
-    Attributes:
-        items: The first of them; fewer than were asked for if the reader has ended, or has raised.
-        error: What the next one raised, or None.
-    """
+    """The items that a reader gave, fewer than asked for if it has ended or raised; and what the next one raised."""
 
     items: list[Any]
     error: BaseException | None
@@ -443,8 +438,7 @@ forget_in_children(_renew_lock)
 def announcing() -> Iterator[None]:
     """Have worker info to oneself, as no other thread of this process changes it.
 
-    Raises:
-        RuntimeError: Another thread keeps it: its first item waits for something, maybe for this thread.
+    Raises RuntimeError where another thread keeps it: its first item waits for something, maybe for this thread.
     """
     if not _ANNOUNCED.acquire(timeout=_LONGEST_S):
         raise RuntimeError(
@@ -484,10 +478,8 @@ class _Program(NamedTuple):
     """What the program was before a reader became active in its process.
 
     Attributes:
-        reader: Number of the reader.
         worker: What ``get_worker_info()`` returns meanwhile.
-        generators: States of the global generators.
-        is_left: The generators are the reader's.
+        generators: States of the global generators; if ``is_left``, these are the reader's now.
     """
 
     reader: int
@@ -572,11 +564,7 @@ class Host:
         return self._readers_plan.announces and not self._is_thread
 
     def make_readers(self) -> None:
-        """Give each reader its copy of the dataset.
-
-        Raises:
-            TypeError: It cannot be copied.
-        """
+        """Give each reader its copy of the dataset; TypeError: it cannot be copied."""
         plan, readers = self._plan, self._readers_plan
         original = plan.pipeline.dataset
         copies = [original if self._may_use(number) else None for number in self._numbers]
@@ -684,9 +672,7 @@ class Host:
     def turn(self, key: int, slot: int, epoch: int) -> AbstractContextManager[None]:
         """Be the reader of an item while it reads; and while its items are made a batch, unless ``binds``.
 
-        Args:
-            slot: Of the epoch in the ledger.
-            epoch: Its number.
+        ``slot`` is that of the epoch in the ledger.
         """
         number = item_of(key).reader
         if self._active == number or number not in self._readers:
@@ -705,11 +691,7 @@ class Host:
         return self._readers[0].taken
 
     def take_next(self, keys: range) -> list[Any]:
-        """``take`` for the only reader, which reads the dataset itself, as torch does without workers.
-
-        Raises:
-            Exception: What ``next()`` raised.
-        """
+        """``take`` for the only reader, which reads the dataset itself, as torch does; raises what ``next()`` does."""
         reader = self._readers[0]
         try:
             return reader.take(keys, self.catches)
@@ -730,10 +712,8 @@ class Host:
     ) -> Taken:
         """The items with ascending keys of one reader, whose ``turn`` it is.
 
-        Args:
-            slot: Of the epoch in the ledger.
-            epoch: Its number.
-            on_next: Called before each call of the iterator, with the number of items that are there.
+        ``slot`` is that of the epoch in the ledger. ``on_next`` is called before each call of the iterator, with the
+        number of items that are there.
         """
         number, first = item_of(keys[0])
         reader, count = self._readers[number], len(keys)
@@ -836,8 +816,7 @@ class Host:
     def _load_before(self, start: ReaderState | None, follows: bool) -> Any:
         """Load the generators with which ``iter()`` is called; returns them, unless they follow from the seed.
 
-        Args:
-            follows: They are those at the end of the epoch before.
+        ``follows``: they are those at the end of the epoch before.
         """
         if self._generators is None:
             return None

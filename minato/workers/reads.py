@@ -408,12 +408,9 @@ class BegunLists(Reads):
     def adapt(
         self, started_ns: int, duration_ns: int, waited_ns: int | None, taken_ns: int, samples: int
     ) -> None:
-        """Set the limit after a read.
+        """Set the limit after a read of a batch of ``samples``, which the worker took at ``taken_ns``.
 
-        Args:
-            waited_ns: How long nothing could be done for it on this machine, if it was measured.
-            taken_ns: When the worker took it.
-            samples: Samples of the batch.
+        ``waited_ns`` says how long nothing could be done for it on this machine, if it was measured.
         """
         if waited_ns is not None:
             before_ns, waited_ns = self._waited_ns, max(waited_ns, 0)
@@ -433,11 +430,7 @@ class BegunLists(Reads):
 
 
 def reads_of(dataset: object, limit: int) -> Reads:
-    """Return the kind of reads that the dataset supports.
-
-    Args:
-        dataset: With ``async def __aget__(key)``, coroutines; otherwise ``dataset[key]`` in threads.
-    """
+    """Return the reads that the dataset supports: by ``async def __aget__(key)``, or ``dataset[key]`` in threads."""
     aget = attribute(dataset, "__aget__")
     if aget is not None:
         return CoroutineReads(aget, limit)
@@ -445,12 +438,9 @@ def reads_of(dataset: object, limit: int) -> Reads:
 
 
 class Hedging:
-    """Finds stragglers among the reads of one worker, each at most once.
+    """Finds stragglers among the reads of a worker, each once: those longer than a percentile (0 to 100) of all.
 
     Under congestion every read is a straggler. Beyond the expected share, only one read at a time is hedged.
-
-    Args:
-        percentile: Between 0 and 100; a read that takes longer than this one of all reads is a straggler.
     """
 
     def __init__(self, percentile: float) -> None:

@@ -45,10 +45,7 @@ _FRAME = re.compile(r'^  File "(.*)", (line \d+ in .*)$', re.MULTILINE)
 class StackFile:
     """A file to which a worker process writes its stack when it gets a signal, even if it hangs.
 
-    Children inherit it by ``fork``, or get it pickled while they are spawned.
-
-    Attributes:
-        pid: The process whose stack was requested last.
+    Children inherit it by ``fork``, or get it pickled while they are spawned. ``pid`` was requested last.
     """
 
     pid = 0

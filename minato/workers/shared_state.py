@@ -84,11 +84,7 @@ class ActiveWorkers:
     def wait_until_active(
         self, number: int, over: Callable[[], bool], parent_lives: Callable[[], bool]
     ) -> bool:
-        """Sleep until worker ``number`` is active.
-
-        Returns:
-            False if the worker must exit: ``over()`` holds, or its parent process has ended.
-        """
+        """Sleep until worker ``number`` is active; False if it must exit: ``over()`` holds or its parent ended."""
         while True:
             seen = self._events.events
             if self.is_active(number):
@@ -145,11 +141,7 @@ class SharedReadLimit:
 class SharedLayout(NamedTuple):
     """A segment and the sizes of its parts; travels to worker processes.
 
-    Attributes:
-        segment: Holds ledger, meters, active workers, read limit, handover and the board of readers, one after the
-            other.
-        num_steps: Number of transforms, each with a meter.
-        num_readers: Number of readers; 0 with a map-style dataset.
+    It holds ledger, meters with one for each transform, active workers, read limit, handover and the board of readers.
     """
 
     segment: Segment
@@ -176,8 +168,7 @@ class SharedState:
     """The parts of the segment in one process.
 
     Attributes:
-        ready: Counts batches that have become ready.
-        work: Counts samples that have become available.
+        ready, work: Count batches that have become ready, and samples that have become available.
         handover: Whether workers may hand samples over to each other.
         board: What the hosts of readers say of these.
     """
@@ -206,14 +197,9 @@ class SharedState:
         shared: bool,
         num_readers: int = 0,
     ) -> SharedState:
-        """A new segment.
+        """A new segment for a largest number of workers, of batches (``records``) and of samples in flight.
 
-        Args:
-            num_workers: Largest number of workers, at least 1.
-            records: Largest number of batches in flight.
-            positions: Largest number of samples in flight, a power of two.
-            shared: Whether other processes use the segment too.
-            num_readers: Number of readers of an iterable dataset.
+        The number of samples (``positions``) is a power of two. ``shared``: other processes use it too.
         """
         sizes = (num_workers, records, positions)
         ledger_nbytes = -(-ConsumerLedger.nbytes(*sizes) // _LINE) * _LINE
@@ -302,12 +288,7 @@ class CurrentSample(NamedTuple):
 
 
 class Collation(NamedTuple):
-    """A batch that a worker collates.
-
-    Attributes:
-        first: Position of its first sample in the ledger.
-        indices: Those of its samples, for a message.
-    """
+    """A batch that a worker collates: the position of its first sample, and its indices, for a message."""
 
     first: int
     indices: str

@@ -106,10 +106,9 @@ class ExitWatch:
         self._wake: _Pipe
 
     def add(self, number: int, process: BaseProcess) -> None:
-        """Add a process that has just started, with the caller's number for it; ``run`` watches it.
+        """Add a process that has just started, with the caller's number for it, once; ``run`` watches it.
 
-        Call it before the next start, which reaps processes that have ended. A second call with the same process does
-        nothing.
+        Call it before the next start, which reaps processes that have ended.
         """
         if self._latest.get(number) is process:
             return
@@ -179,14 +178,7 @@ class ExitWatch:
         return process.exitcode
 
     def outlast(self, processes: Iterable[BaseProcess], timeout_s: float) -> list[BaseProcess]:
-        """Wait until processes have ended, whatever their exit codes.
-
-        Args:
-            timeout_s: How long to wait for the next one to end.
-
-        Returns:
-            The processes that have not ended.
-        """
+        """Wait until processes have ended, ``timeout_s`` for each, by any exit code; returns those that have not."""
         waiting: dict[int, BaseProcess] = {}
         try:
             for process in processes:
@@ -307,13 +299,9 @@ class WorkerRecovery:
     def __call__(
         self, number: int, pid: int | None, exit_code: int | WorkerLoss | None
     ) -> str | None:
-        """Release the samples of a worker that has ended.
+        """Release the samples of a worker that has ended; raises RuntimeError if it is not replaced.
 
-        Returns:
-            What to warn of once the worker is replaced: a warning may be an error. None: nothing.
-
-        Raises:
-            RuntimeError: The worker is not replaced.
+        Returns what to warn of once the worker is replaced, as a warning may be an error; None: nothing.
         """
         tracer = self.context.plan.tracer(number)
         how = "lost" if isinstance(exit_code, WorkerLoss) else f"exit code {exit_code}"
@@ -531,9 +519,7 @@ def _describe(exit_code: int | WorkerLoss | None) -> str:
 class StartedProcesses:
     """The processes of a pool that were started, or are being started; ends them.
 
-    Attributes:
-        is_over: Whether ``shut_down`` was called.
-        borrower: Stands for these processes where memory that they may read is kept.
+    ``is_over``: ``shut_down`` was called. ``borrower`` stands for them where memory that they may read is kept.
     """
 
     def __init__(self, stop: Callable[[], None], watch: ExitWatch) -> None:
@@ -545,11 +531,7 @@ class StartedProcesses:
         self._owner = os.getpid()
 
     def shut_down(self) -> bool:
-        """End all workers: by request, then by signals, at once where this call is interrupted.
-
-        Returns:
-            Whether all have ended.
-        """
+        """End all workers, by request, then by signals, at once where it is interrupted; returns whether all ended."""
         if os.getpid() != self._owner:
             return False  # this is a copy of the pool in a child that the user forked
         self.is_over = True

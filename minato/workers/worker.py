@@ -452,11 +452,7 @@ def run_again(
     position: int,
     index: object,
 ) -> list[Any]:
-    """Run a sample in this worker, because it does not arrive as it is from the worker that ran it.
-
-    Returns:
-        A list with the sample, empty if it is skipped.
-    """
+    """Run a sample here, as it does not arrive as it is from another worker; returns a list, empty if skipped."""
     record = ledger.describe(batch)
     runner.enter(record.seed)
     samples, error = runner.run(position, record.epoch, [index], fetcher.single, repeats=True)
@@ -481,12 +477,7 @@ def _recorded(
 
 @dataclass(eq=False)
 class _ClaimedRun:
-    """Samples that were claimed together.
-
-    Attributes:
-        held: The complete samples by their number, if all are written together; else None.
-        errors: What held samples raised, by their number.
-    """
+    """Samples that were claimed together; what they raised, and the complete ones if all are written together."""
 
     claimed: Claim
     record: BatchRecord
@@ -500,9 +491,6 @@ class ConcurrentWorker(Worker):
 
     It claims as many samples as it can read at once, from any number of batches, and writes each as soon as it is
     complete. With :class:`BegunLists` a read is one of a whole batch, and so is what it claims and writes.
-
-    Args:
-        flight: The reads, and how many of them may be in flight.
     """
 
     def __init__(

@@ -104,12 +104,9 @@ class WorkerContext:
         host: Host | None = None,
         kind: type[HostWorker] = HostWorker,
     ) -> Worker:
-        """Make a worker.
+        """Make a worker, of a ``kind`` if it hosts readers.
 
-        Args:
-            host: The readers that it hosts.
-            kind: Class of a worker with a host.
-            remote_reads: Makes reads that return complete samples of another machine, from lease and meters.
+        ``remote_reads`` makes, of lease and meters, reads that return complete samples of another machine.
         """
         plan, number = self.plan, ledger.number
         reads = remote_reads and remote_reads(ledger.lease, state.meters(number))
@@ -267,9 +264,9 @@ def enter_worker_process(number: int, num_workers: int, base_seed: int, dataset:
 
 
 def _take_own_epochs(dataset: object) -> None:
-    """Have streams of Hugging Face in a dataset go through epochs apart from those of other workers.
+    """Have streams of Hugging Face go through epochs apart from those of other workers, which may be in another pass.
 
-    One may be in another pass, and each sets the epoch before it asks for the first item.
+    Each sets the epoch before it asks for the first item.
     """
     of_library = Search(
         lambda kind: module_of(kind.kind).startswith("datasets."), wants=applies_state_later
@@ -326,8 +323,7 @@ def host_of(plan: WorkerPlan, number: int, state: SharedState) -> Host | None:
 def initialise(plan: WorkerPlan, number: int, host: Host | None = None) -> Exception | None:
     """Prepare worker ``number``; returns its error, which becomes that of its first sample.
 
-    Args:
-        host: Its readers, each of which is prepared as one of torch's workers. A worker without any is one itself.
+    Each reader of its host is prepared as one of torch's workers; a worker without any is one itself.
     """
     owner = os.getpid()
     failure: Exception | None = None
