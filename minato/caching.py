@@ -85,9 +85,7 @@ class Cache(ABC):
             raise ValueError(f"quota_bytes={quota_bytes} is too small: give at least 1")
         if after is not None and after < 0:
             raise ValueError(f"after={after} is too small: give at least 0")
-        self.quota_bytes = quota_bytes
-        self.after = after
-        self.version = version
+        self.quota_bytes, self.after, self.version = quota_bytes, after, version
         self.counters = Counters(*CacheReport._fields)
         """Shown in the report of a loader."""
         self._takes = True

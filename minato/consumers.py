@@ -169,8 +169,7 @@ class Consumer:
     """
 
     def __init__(self, group: Group, device: torch.device | None) -> None:
-        self.device = device
-        self._group = group
+        self.device, self._group = device, group
         self._accelerator = None if device is None else accelerator_of(device)
         self._next = 0
         self._part: Callable[[], _Part | None] = lambda: None
@@ -203,8 +202,7 @@ class _Part:
     """The iterator of a consumer."""
 
     def __init__(self, group: Group, number: int, accelerator: Accelerator | None) -> None:
-        self._group = group
-        self._accelerator = accelerator
+        self._group, self._accelerator = group, accelerator
         self._member = group.enter(number)
         self.epoch = self._member.epoch
         self.close = weakref.finalize(self, group.leave, self._member)

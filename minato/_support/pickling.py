@@ -228,8 +228,7 @@ class SidePickler(pickle.Pickler):
     ) -> None:
         self._buffers: list[pickle.PickleBuffer] = []
         super().__init__(file, protocol=5, buffer_callback=self._buffers.append)
-        self._purpose = purpose
-        self._reducers = reducers
+        self._purpose, self._reducers = purpose, reducers
         self._storages: dict[tuple[int, int], _Storage] = {}
 
     def raws(self) -> list[memoryview]:
@@ -354,8 +353,7 @@ class _SnapshotPickler(_ChildPickler):
 
     def __init__(self, file: BinaryIO, parts: list[object], shares: bool) -> None:
         super().__init__(file)
-        self._parts = parts
-        self._shares = shares
+        self._parts, self._shares = parts, shares
         self._reducers = process_reducers()
 
     def reduce_part(self, value: object) -> Any:

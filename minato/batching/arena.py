@@ -65,11 +65,7 @@ class Slot(NamedTuple):
 
 
 class _Lease(weakref.ref[Any]):
-    """A weak reference to the view of a leased slot.
-
-    Attributes:
-        used_bytes: Bytes of it that were written.
-    """
+    """A weak reference to the view of a leased slot, of which ``used_bytes`` were written."""
 
     slot: Slot
     used_bytes: int

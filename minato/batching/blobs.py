@@ -87,10 +87,9 @@ def _arrived(kind: bytes, fields: dict[str, object]) -> ExceptionWrapper:
 
 
 class SampleError:
-    """An exception, and the index of the sample that raised it.
+    """An exception, itself or in torch's wrapper of it, and the index of the sample that raised it.
 
     Args:
-        error: The exception itself (workers in this process), or torch's wrapper of it.
         index: Index in the dataset; None if the collation of the batch raised.
         state: State of the worker's dataset afterwards, as :meth:`BatchReader.state` returns it; None without one.
     """
@@ -100,9 +99,7 @@ class SampleError:
     def __init__(
         self, error: ExceptionWrapper | BaseException, index: object = None, state: object = None
     ) -> None:
-        self.error = error
-        self.index = index
-        self.state = state
+        self.error, self.index, self.state = error, index, state
 
     def exception(self) -> BaseException:
         """Return the exception, with torch's type and text, and a note that names the sample."""
@@ -206,17 +203,14 @@ class Unsendable:
     """
 
     def __init__(self, index: object, error: SampleError | None = None) -> None:
-        self.index = index
-        self.error = error
+        self.index, self.error = index, error
 
 
 class BlobWriter:
     """Puts objects of a batch into the store, and attaches them to the batch's places in the ledger."""
 
     def __init__(self, ledger: WorkerLedger, store: Store, errors: ErrorTransport) -> None:
-        self.errors = errors
-        self._ledger = ledger
-        self._store = store
+        self.errors, self._ledger, self._store = errors, ledger, store
 
     def attach(self, batch: int, place: int, value: object, kind: int) -> None:
         """Attach an object to a place; if it cannot be pickled, the error that says so."""

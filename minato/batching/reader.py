@@ -30,9 +30,7 @@ class BatchReader:
     """Makes the batches that ``next()`` returns, without copying their arrays."""
 
     def __init__(self, ledger: Ledger, arena: Arena, store: Store) -> None:
-        self.ledger = ledger
-        self._arena = arena
-        self._store = store
+        self.ledger, self._arena, self._store = ledger, arena, store
         self._held: tuple[Slot, Any] | None = None  # the last leased slot and its view
 
     def failure(self, batch: int, slot: Slot) -> BaseException | None:

@@ -246,8 +246,7 @@ class StoredIndices:
     def __init__(
         self, ledger: Ledger, store: Store, name: Callable[[int], object] | None = None
     ) -> None:
-        self._ledger = ledger
-        self._store = store
+        self._ledger, self._store = ledger, store
         self._are_keys = name is not None
         self.name = name or _itself
 

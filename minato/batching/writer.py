@@ -89,12 +89,9 @@ class BatchWriter:
         self.collates = collate.is_own
         self.has_texts = False
         self.handover_ns = 0.0
-        self._ledger = ledger
-        self._store = store
+        self._ledger, self._store = ledger, store
         self._segment = store.segment
-        self._handover = handover
-        self._skips = skips
-        self._tracer = tracer
+        self._handover, self._skips, self._tracer = handover, skips, tracer
         self._blobs = BlobWriter(ledger, store, errors)
         self._collate_fn = collate
         self._run_again = run_again

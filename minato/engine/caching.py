@@ -77,8 +77,7 @@ class CachedDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, cache: Cache, transforms: Transforms) -> None:
-        self._dataset = dataset
-        self._cache = cache
+        self._dataset, self._cache = dataset, cache
         self._steps = transforms.steps[: _cut(cache, transforms)]
         self._owned: OwnedGenerators | None = None  # made in the process that reads
         self._has_looked = False

@@ -66,11 +66,8 @@ class Engine:
         pin: Copies batches to pinned memory: ``next`` then returns :class:`Pinned`.
 
     Attributes:
-        plan: The same.
-        arena: The same.
         ledger: Assigns samples to workers, and results to batches.
         meters: The measurements of each worker.
-        slow_threshold: Decides which samples are slow.
         afterwards: Functions to call after the workers have ended, the last one first, unless the interpreter exits.
     """
 
@@ -83,9 +80,7 @@ class Engine:
         make_reader: type[BatchReader] | None = None,
         pin: Pin | None = None,
     ) -> None:
-        self.plan = plan
-        self.arena = arena
-        self._history = history
+        self.plan, self.arena, self._history = plan, arena, history
         self._cost_history = cost_history(plan, history)
         worker = plan.worker
         self._state = state = _shared_state(plan, history)

@@ -73,16 +73,13 @@ class History:
         cost_model: Cost of each sample in earlier epochs.
         costs: Costs of recent samples, in ns.
         cost_history: The directory of the costs of earlier programs.
-        decision: The latest decision on which samples are slow.
-        cost_estimate: The cost estimate of the worker in the main process.
+        cost_estimate: That of the worker in the main process.
         autoscale: The number of active workers and its controller; None: all workers are active.
-        epoch_log: The log of epochs that reports read; None: nothing is measured.
+        epoch_log: What reports read; None: nothing is measured.
         observers: Follow all engines: the log, and the views of the program.
-        served_metrics: The metrics at an HTTP address; None for none.
         views_of: The loader and the process for which the views are open; None: they are not.
         may_travel: Whether another worker may collate a sample than the one that made it; None: not known.
         engine: A weak reference to the newest engine.
-        warned_of_generators: Whether a warning has named generators that are not bound to samples.
     """
 
     cost_model: CostModel = field(default_factory=CostModel)

@@ -19,7 +19,7 @@ from minato._core.codes import Activity
 from minato._support.items import item_of, name_of
 from minato.batching.arena import Arena, MemoryPinner
 from minato.batching.blobs import Kinds, SampleError, noted
-from minato.batching.builder import BatchBuilder
+from minato.batching.collate import BatchBuilder
 from minato.batching.serialization import listed
 from minato.delivery.device import device_copier
 from minato.engine.history import History, cost_history, end_engine, if_alive, save_costs

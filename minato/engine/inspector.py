@@ -48,10 +48,7 @@ class Inspector:
         position: EpochPosition,
         session: RankSession | None,
     ) -> None:
-        self._spec = spec
-        self._history = history
-        self._position = position
-        self._session = session
+        self._spec, self._history, self._position, self._session = spec, history, position, session
 
     def refuse_ranks(self, method: str) -> None:
         """Raise ValueError if several ranks share the workers."""

@@ -36,13 +36,12 @@ class SampleSource(BatchSource, Protocol):
 
 
 class _Waiting(NamedTuple):
-    """A sample that waits for its batch.
+    """A sample that waits for its batch, with its number in the order of arrival.
 
     Attributes:
         given: What the engine gave.
         records: The functions that record it as delivered.
         group: The same for samples whose lengths differ little.
-        number: Of the sample, in the order of arrival.
     """
 
     given: Outgoing
@@ -63,8 +62,7 @@ class _Batch(Outgoing):
 
     def __init__(self, members: Sequence[_Waiting] = (), failed: Outgoing | None = None) -> None:
         super().__init__()
-        self.members = members
-        self.failed = failed
+        self.members, self.failed = members, failed
         self.is_observed = False
 
 
@@ -224,16 +222,14 @@ class MeasuredBatches(Layer):
             return 0
         return floor(log(cost) / -log1p(-plan.max_padding)) + _ABOVE_ZERO
 
-    def _group_of(self, one: _Waiting) -> list[_Waiting]:
-        return [each for each in self._waiting if each.group == one.group]
-
     def _closed(self) -> _Batch | None:
         """The batch that the last sample has closed, or the oldest sample that has waited long enough."""
         # An interruption may have come before the last one was taken.
         if not self._waiting or not self._waiting[-1].given.is_given:
             return None
         plan, oldest = self._plan, self._waiting[0]
-        members = self._group_of(self._waiting[-1])
+        group = self._waiting[-1].group
+        members = [each for each in self._waiting if each.group == group]
         costs = [each.cost for each in members]
         total = len(costs) * max(costs) if plan.padded else sum(costs)
         if total > plan.max_cost:

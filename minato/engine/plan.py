@@ -30,18 +30,16 @@ _SHARE_OF_MEMORY = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What one engine does: the loader's arguments as they are, and what follows from them.
+    """What one engine does: the loader's arguments (``spec``), and what follows from them.
 
     Attributes:
-        spec: The loader's arguments.
         worker: The part that travels to the workers.
         first: Workers that are active at first; 0: the training loop does the work.
         restarts: Worker processes that die are replaced.
         policy: Handles the errors of samples; None: ``next()`` raises them.
         batches: Number of open batches; None: the budget decides.
         budget_bytes: Limit of the batches in flight together.
-        largest_batch: Number of samples in the largest batch, if it is known.
-        tracks: Of the trace, or None.
+        largest_batch: Number of samples in it, if it is known.
     """
 
     spec: LoaderSpec

@@ -83,8 +83,7 @@ class CopiedObjects(Observer):
     """Whether this process has warned: once is enough."""
 
     def __init__(self, dataset: object, pool: WorkerPool) -> None:
-        self._dataset = dataset
-        self._pool = pool
+        self._dataset, self._pool = dataset, pool
         self._batches = 0
 
     def leave(self, *_: object) -> None:

@@ -24,10 +24,8 @@ class WorkerSpec:
     Attributes:
         count: ``num_workers``, 0 for the main process.
         context: Of ``multiprocessing``, None for torch's default.
-        init_fn: ``worker_init_fn``.
         prefetch_factor: As torch's attribute, None without workers.
         bounds_prefetch: It was given, and limits the open batches; otherwise the memory budget alone decides.
-        persistent: The workers stay for later epochs.
         timeout_s: torch's ``timeout``, 0 for none.
     """
 
@@ -42,16 +40,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, eq=False)
 class LoaderSpec:
-    """A loader as it is when an iterator starts.
+    """A loader as it is when an iterator starts: torch's arguments, and minato's own as ``options``.
 
     Attributes:
         sampling: Decides which indices it asks for.
-        transforms: Applied to each sample.
-        collate_fn: Applied to each batch, or to each sample if the loader does not batch.
         cache: Keeps samples after the first transforms, or None.
-        workers: torch's arguments about workers.
-        pin_memory: torch's argument.
-        options: minato's own arguments.
     """
 
     sampling: SamplingSpec

@@ -28,8 +28,7 @@ class Headroom:
     def __init__(self, batches: Callable[[], Iterable[object]], steps: int) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps} is too few: give at least 1")
-        self._batches = batches
-        self._steps = steps
+        self._batches, self._steps = batches, steps
         self._loaded_ns: list[int] = []
         self._replayed_ns: list[int] = []
 

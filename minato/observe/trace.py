@@ -126,9 +126,7 @@ def trace_of_environment(name: str) -> Trace | None:
 class Tracks(NamedTuple):
     """The tracks of one engine; travels to its workers.
 
-    Attributes:
-        pid: Of the training process, under which all tracks are shown.
-        number: 0, unless several iterators of the loader live at once.
+    They are shown under the process id of the training process, by ``number`` if several iterators of the loader live.
     """
 
     path: str

@@ -163,8 +163,7 @@ class ActorLost(BaseException):
 
     def __init__(self, pid: int | None, loss: WorkerLoss) -> None:
         super().__init__(loss.words)
-        self.pid = pid
-        self.loss = loss
+        self.pid, self.loss = pid, loss
 
 
 class ActorReads(Reads):
@@ -183,8 +182,7 @@ class ActorReads(Reads):
         super().__init__(0)
         self._group = group
         self._actor = actor = group.start_actor(number)
-        self._lease = lease
-        self._meters = meters
+        self._lease, self._meters = lease, meters
         self._mean_sample_ns = self._round_trip_ns = 0.0
         self._alone: Read | None = None
         self._pid: int | None = None

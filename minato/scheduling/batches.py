@@ -13,13 +13,7 @@ from minato.batching.serialization import Store
 from minato.sampling.progress import Progress
 from minato.sampling.samplers import Drawn
 
-__all__ = [
-    "BatchStorage",
-    "OpenBatch",
-    "OpenEpoch",
-    "RetiringBatches",
-    "offset_in_slot",
-]
+__all__ = ["BatchStorage", "OpenBatch", "OpenEpoch", "RetiringBatches", "offset_in_slot"]
 
 
 class BatchStorage(NamedTuple):

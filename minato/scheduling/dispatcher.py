@@ -91,10 +91,6 @@ class ConsumerWait:
     ready: int = 0
     ending: bool = False
 
-    def begin_wait(self) -> None:
-        """Start the clock of a wait."""
-        self.waiting_since_ns = now_ns()
-
     def end_wait(self) -> None:
         """Stop the clock, and add the wait to the total."""
         self.waited_ns = self.waited_until(now_ns())
@@ -135,11 +131,7 @@ class Dispatcher:
     """Opens batches for the workers, in the sampler's order, and returns complete ones to the training loop.
 
     When all batches of an epoch are open and the indices of the next one are known, it prefetches that one: it opens
-    its batches, which belong to the training loop only after ``begin``.
-
-    Args:
-        ready_events: Counts the events that end a wait of the training loop.
-        tracer: Records batches, and the waits and reads of the training loop inside ``next()``.
+    its batches, which belong to the training loop only after ``begin``. ``ready_events`` end its waits.
     """
 
     def __init__(
@@ -154,9 +146,7 @@ class Dispatcher:
         tracer: Tracer = NULL_TRACER,
     ) -> None:
         order, skips = schedule.order, schedule.skips
-        self._ledger = ledger
-        self._ready_events = ready_events
-        self._pool = pool
+        self._ledger, self._ready_events, self._pool = ledger, ready_events, pool
         self._storage = storage
         self._window = schedule.window
         self._order = order
@@ -252,9 +242,7 @@ class Dispatcher:
             self._open_epoch(epoch, seed, progress)
         if progress.readers is not None:
             progress.readers.begin(self._epoch.slot)
-        self._batches = batches
-        self._predict_next = predict_next
-        self._progress = progress
+        self._batches, self._predict_next, self._progress = batches, predict_next, progress
         self._exhausted = self._prefetches_next = self._is_dry = False
         self._has_begun = True
         return is_right
@@ -451,7 +439,7 @@ class Dispatcher:
         self._ledger.waiting = True
         try:
             if self._is_dry or self._ledger.unclaimed() or not self._grow():
-                self._wait_stats.begin_wait()
+                self._wait_stats.waiting_since_ns = now_ns()
                 # Without an open batch, it waits for memory that cancelled samples still use.
                 limit_s = _LIVENESS_S if self._open else _SETTLING_S
                 slept_s = self._sleep(limit_s if left_s is None else min(limit_s, left_s), seen)

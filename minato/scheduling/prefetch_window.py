@@ -56,8 +56,7 @@ class PrefetchWindow:
             limit = max(_DEPTH * max(num_workers, 1), num_workers + concurrent_batches)
         self._max_batches = max_batches
         self.limit = self._bounded(limit)
-        self._budget_bytes = budget_bytes
-        self._shares = shares
+        self._budget_bytes, self._shares = budget_bytes, shares
         if shares:
             _sharing.add(self)
         self._step = max(num_workers, 1)

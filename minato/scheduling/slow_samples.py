@@ -87,8 +87,7 @@ class SlowThreshold:
     ) -> None:
         self.percentile = percentile
         self.fall_back = 1.0 - _FALL_BACK_SHARE * (1.0 - percentile)
-        self._warm_up_samples = warm_up_samples
-        self._warm_up_s = warm_up_s
+        self._warm_up_samples, self._warm_up_s = warm_up_samples, warm_up_s
         self._pane_samples = max(pane_samples, _MIN_SAMPLES)
         self.decision = ThresholdDecision(0, percentile, 0.0, "warm-up")
         self._seen = Histogram()
@@ -118,10 +117,7 @@ class SlowThreshold:
         return samples - seen >= min(max(self._warm_up_samples, seen), self._pane_samples)
 
     def observe(
-        self,
-        times: Histogram,
-        elapsed_s: float = 0.0,
-        running_ns: Iterable[int] = (),
+        self, times: Histogram, elapsed_s: float = 0.0, running_ns: Iterable[int] = ()
     ) -> ThresholdDecision:
         """Update the threshold if that is due.
 
@@ -261,8 +257,7 @@ class EarlyStart:
     """
 
     def __init__(self, *, ledger: ConsumerLedger, costs: CostModel, num_workers: int) -> None:
-        self._ledger = ledger
-        self._costs = costs
+        self._ledger, self._costs = ledger, costs
         self._num_workers = max(num_workers, 1)
         self._epoch_slot = -1
         self._epoch_start = 0

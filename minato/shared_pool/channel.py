@@ -493,8 +493,7 @@ class RankListener:
         on_message: Callable[[Channel, RankMessage], None],
         on_disconnect: Callable[[Channel], None],
     ) -> None:
-        self._rendezvous = rendezvous
-        self._on_message = on_message
+        self._rendezvous, self._on_message = rendezvous, on_message
         self._on_disconnect = on_disconnect
         self._threads: dict[Channel, threading.Thread] = {}
         self._pending: dict[Channel, float] = {}  # end of the time for their handshake

@@ -342,9 +342,7 @@ def _wish(epoch: Epoch) -> tuple[int, Completed | None]:
 class RemoteArena:
     """The mapped memory of another process's arena.
 
-    Args:
-        segment: The memory; an attribute too.
-        returned: Called with the start of a slot when the last tensor of its batch is gone, by any thread at any time.
+    ``returned`` gets the start of a slot when the last tensor of its batch is gone, in any thread at any time.
     """
 
     def __init__(self, segment: Segment, returned: Callable[[int], None]) -> None:

@@ -69,15 +69,10 @@ class RankInfo:
 
 
 class PoolSession:
-    """A loader's part in the pool of its node.
-
-    Args:
-        on_rank_death: What the others do when one ends.
-    """
+    """A loader's part in the pool of its node, with what the others do when one ends."""
 
     def __init__(self, place: RankInfo, on_rank_death: str) -> None:
-        self._place = place
-        self._on_rank_death = on_rank_death
+        self._place, self._on_rank_death = place, on_rank_death
         self._number = next(_numbers)
         self._owner = os.getpid()
         self._server: PoolServer | None = None
@@ -109,10 +104,8 @@ class PoolSession:
     @property
     def ranks(self) -> range:
         """The ranks that share its pool."""
-        place = self._place
-        return range(
-            place.rank - place.local_rank, place.rank - place.local_rank + place.local_count
-        )
+        first = self._place.rank - self._place.local_rank
+        return range(first, first + self._place.local_count)
 
     @property
     def hosts(self) -> bool:

@@ -80,8 +80,7 @@ class BatchHandle:
         portion: object,
         read: Callable[[], object],
     ) -> None:
-        self.segment = segment
-        self.descriptor = descriptor
+        self.segment, self.descriptor = segment, descriptor
         self.portion: Any = portion
         self.read: Callable[[], object] | None = read
         self.is_replaced = False
@@ -141,13 +140,10 @@ def open_batch(
 
 
 class RankDevice:
-    """Copies batches from the shared memory of the node to one rank's device.
+    """Copies batches from the shared memory of the node to one rank's device, ``ahead`` of their use.
 
     Each rank pins the pages of its own mapping. A batch stays held, so that no process reuses its slot, until the
     device has passed the event recorded after its copy.
-
-    Args:
-        ahead: Number of batches to copy ahead of use; an attribute too.
     """
 
     def __init__(self, device: torch.device, ahead: int) -> None:
@@ -212,10 +208,7 @@ class RankSource:
         device: RankDevice | None,
         session: object,
     ) -> None:
-        self._pool = pool
-        self._join = join
-        self._device = device
-        self._session = session
+        self._pool, self._join, self._device, self._session = pool, join, device, session
         self._number = -1
         self._is_over = False
         self._part: Any = None

@@ -154,8 +154,7 @@ class _Secret:
     """A secret value: its ``repr`` hides it, and it is pickled only for a worker that is being started."""
 
     def __init__(self, name: str, value: object) -> None:
-        self._name = name
-        self._value = value
+        self._name, self._value = name, value
 
     def __repr__(self) -> str:
         return "<secret>"

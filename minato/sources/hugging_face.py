@@ -55,11 +55,7 @@ class HuggingFaceShards(ShardedDataset[Row]):
     def iter_shard(self, name: str, state: State = None) -> Iterator[Row]:
         """The rows of a file."""
         stream = datasets.load_dataset(
-            self._path,
-            data_files=[name],
-            split="train",
-            streaming=True,
-            **self.settings.values(),
+            self._path, data_files=[name], split="train", streaming=True, **self.settings.values()
         )
         if state is not None:
             stream.load_state_dict(state)

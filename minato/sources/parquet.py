@@ -54,8 +54,7 @@ class _RowGroups:
     ) -> None:
         self.files = Place(files) if isinstance(files, (str, Env)) else files
         self._columns = None if columns is None else list(columns)
-        self._where = where
-        self._filesystem = filesystem
+        self._where, self._filesystem = where, filesystem
         self._paths: list[str] | None = None
         self._all: tuple[list[Any], pa.Schema] | None = None
         self._numbers: dict[str, int] | None = None
@@ -295,8 +294,7 @@ class ParquetStream(IterableDataset[Any]):
         if window_rows < 1:
             raise ValueError(f"window_rows={window_rows} is too small: give at least 1")
         self._groups = _RowGroups(files, columns, where, filesystem)
-        self._seed = seed
-        self._window_rows = window_rows
+        self._seed, self._window_rows = seed, window_rows
         self._shard = check_shard(shard)
         self._decode = decode
         # In shared memory, where persistent workers see it change.

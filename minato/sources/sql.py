@@ -58,8 +58,7 @@ class TableSource(KeyedSource):
         retry: Retry | None,
     ) -> None:
         super().__init__(keys, decode, retry)
-        self.table = table
-        self.key = key
+        self.table, self.key = table, key
         self._columns = None if columns is None else tuple(columns)
         self._where = where
 

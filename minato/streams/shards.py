@@ -125,8 +125,7 @@ class ShardIterator(Iterator[T]):
     has_changed = False
 
     def __init__(self, dataset: ShardedDataset[T], number: int, count: int) -> None:
-        self._dataset = dataset
-        self._number = number
+        self._dataset, self._number = dataset, number
         self._sizes = _sizes_of(dataset)
         self._gone: frozenset[str] = frozenset()
         self._dealt: list[list[str]] = [[] for _ in range(count)]

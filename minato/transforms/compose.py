@@ -194,9 +194,7 @@ class TransformingCollate:
     """
 
     def __init__(self, transforms: Transforms, collate_fn: CollateFn, batched: bool) -> None:
-        self.transforms = transforms
-        self.collate_fn = collate_fn
-        self.batched = batched
+        self.transforms, self.collate_fn, self.batched = transforms, collate_fn, batched
         known = collate_fn is default_collate or collate_fn is default_convert
         self.inside = collate_fn if known else _Inside(collate_fn)
 

@@ -598,11 +598,7 @@ class GlobalGenerators:
     """The three global generators of this process."""
 
     def __init__(self) -> None:
-        self._all: list[Any] = [
-            python_generator(),
-            numpy_generator(),
-            torch_generator(),
-        ]
+        self._all: list[Any] = [python_generator(), numpy_generator(), torch_generator()]
         self._snapshot = StateSnapshot([span for each in self._all for span in each.spans])
         self._rests = self._present_rests()
 

@@ -262,11 +262,7 @@ class AutoscaleState:
 
     @classmethod
     def of(
-        cls,
-        controller: str | PaperController,
-        first: int,
-        least: int,
-        most: int,
+        cls, controller: str | PaperController, first: int, least: int, most: int
     ) -> AutoscaleState:
         """The state of a new loader; ``controller`` is a controller's name, or constants for ``paper``."""
         paper, name = PaperController(), controller
@@ -321,10 +317,7 @@ class Scaler:
         self._times = [state.meters(number).total for number in range(most)]
         self._settings = replace(autoscale_state.settings, most=most)
         self._decide = CONTROLLERS[autoscale_state.controller]
-        self._pool = pool
-        self._state = state
-        self._window = window
-        self._wait_stats = wait_stats
+        self._pool, self._state, self._window, self._wait_stats = pool, state, window, wait_stats
         self._resized = resized
         self._next_ns = 0
         self._changed_ns = now_ns()

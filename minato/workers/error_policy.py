@@ -363,9 +363,7 @@ class FailureCount:
     """
 
     def __init__(self, log: FailureLog, budget: float | None, path: str | None) -> None:
-        self._log = log
-        self._budget = budget
-        self._path = path
+        self._log, self._budget, self._path = log, budget, path
         self.totals: Counter[str] = Counter()
         """Failures by outcome: ``skipped``, ``substituted``, ``recovered``, ``raised``; those without a
         record in the log: ``unrecorded``."""

@@ -54,8 +54,7 @@ class OfferedItems:
     """
 
     def __init__(self, ledger: WorkerLedger, store: Store) -> None:
-        self._ledger = ledger
-        self._store = store
+        self._ledger, self._store = ledger, store
         self._cursors: dict[int, tuple[int, int]] = {}
 
     @staticmethod

@@ -17,11 +17,7 @@ from typing import Protocol, cast
 from minato._compat import close_ends_of_parent, forget_child_processes
 from minato._core.limits import explaining_limits
 from minato._fork_safety import check_owner, forget_in_children, signals_deferred, starting_worker
-from minato._support.pickling import (
-    holding_descriptors,
-    is_unguarded,
-    named_as_worker,
-)
+from minato._support.pickling import holding_descriptors, is_unguarded, named_as_worker
 from minato._support.threads import exiting, living, start_thread
 from minato._system import CpuUsage, process_usage, thread_usage
 from minato.batching.blobs import ErrorTransport, wrapped
@@ -125,9 +121,7 @@ class ProcessPool(WorkerPool):
         super().__init__(state)
         self._recover = recovery
         self._watchdog = recovery.watchdog
-        self._run = run
-        self._context = context
-        self._max_starting = max_starting
+        self._run, self._context, self._max_starting = run, context, max_starting
         self._starting: dict[int, float] = {}  # start times of workers that have not begun
         self._forks = context.get_start_method() == "fork"
         self._to_start = deque(range(num_workers if self._forks else first))
@@ -291,17 +285,11 @@ class ThreadPool(WorkerPool):
     """Starts worker threads and ends them.
 
     A thread that sleeps refers neither to the pool nor to its worker: both may belong to a cycle through the dataset,
-    which the garbage collector can free then.
-
-    Args:
-        stop: Asks the workers to exit, in place of ``state.stop``; it must not refer to objects of the user's.
+    which the garbage collector can free then. Nor must ``stop``, which asks the workers to exit, refer to the user's.
     """
 
     def __init__(
-        self,
-        state: SharedState,
-        context: WorkerContext,
-        stop: Callable[[], None] | None = None,
+        self, state: SharedState, context: WorkerContext, stop: Callable[[], None] | None = None
     ) -> None:
         super().__init__(state)
         self.context = context

@@ -102,8 +102,6 @@ class Reader:
     """One sequential iterator over its own copy of the dataset.
 
     Args:
-        number: Of the reader.
-        dataset: Its copy.
         batch: Where an exception ends a batch, as with torch, the next item is the first of the next batch of this
             many; 1: it is the item after the one that raised.
         skips: Items that raise are left out: where a generator has ended by that, and its dataset has a state, the
@@ -129,15 +127,13 @@ class Reader:
     on_next: Callable[[int], None] | None = None
 
     def __init__(self, number: int, dataset: Any, batch: int = 1, skips: bool = False) -> None:
-        self.number = number
-        self.dataset = dataset
+        self.number, self.dataset = number, dataset
         self.at = 0
         self.end: int | None = None
         self.died = False
         self.taken: list[Any] = []
         self._from = -1  # ordinal of the first taken one
-        self._batch = batch
-        self._skips = skips
+        self._batch, self._skips = batch, skips
         self._told: int | None = None  # by the last call of set_epoch
         self._is_new = True  # nobody has asked the iterator for an item
         self._start: ReaderState | None = None  # from which it goes on, until it is asked

@@ -329,8 +329,7 @@ class _Bound:
     def __init__(
         self, coroutine: Coroutine[object, object, object], randomness: SampleRandomness
     ) -> None:
-        self._coroutine = coroutine
-        self._randomness = randomness
+        self._coroutine, self._randomness = coroutine, randomness
 
     def __await__(self) -> Generator[Any, Any, Any]:
         coroutine, randomness = self._coroutine, self._randomness
@@ -485,12 +484,7 @@ class Hedging:
 class InFlight:
     """The reads of one worker: those that wait for the limits, those that have begun, and second requests.
 
-    Args:
-        read_limit: The reads in flight of all workers.
-        options: Whether slow reads are hedged, and the counters of reads.
-
-    Attributes:
-        positions: The first requests that are not complete, with their positions; the oldest first.
+    ``positions`` has the first requests that are not complete, with their positions, the oldest first.
     """
 
     def __init__(
@@ -498,8 +492,7 @@ class InFlight:
     ) -> None:
         self.reads = reads
         self.positions: dict[Read, int] = {}
-        self._number = number
-        self._read_limit = read_limit
+        self._number, self._read_limit = number, read_limit
         self._read_limit.begin(number)
         self._counters = options.counters
         percentile = options.hedge_percentile

@@ -175,8 +175,7 @@ class SharedState:
 
     def __init__(self, layout: SharedLayout, ledger: ConsumerLedger | None = None) -> None:
         memory = layout.segment.array
-        self.layout = layout
-        self._ledger = ledger
+        self.layout, self._ledger = layout, ledger
         self.ready = EventCount(memory, READY_EVENTS_OFFSET)
         self.work = EventCount(memory, WORK_EVENTS_OFFSET)
         _, active, self._reads_offset, handover, board, _ = layout.offsets

@@ -94,8 +94,7 @@ class ExitWatch:
         # A process's sentinel stays open while a child of the process is alive. Its pidfd does not, but works only for
         # a child of this process that no other process reaps.
         self._uses_pidfd = hasattr(os, "pidfd_open") and context.get_start_method() != "forkserver"
-        self._notify = notify
-        self._look_s = look_s
+        self._notify, self._look_s = notify, look_s
         self._looked_s, self._was_stopped = time.monotonic(), False
         self._codes_are_lost = False
         self._latest: dict[int, BaseProcess] = {}
@@ -400,9 +399,7 @@ class RestartPolicy:
         window: PrefetchWindow | None = None,
         persistent: bool = False,
     ) -> None:
-        self._restarts = restarts
-        self._persistent = persistent
-        self._settles = settles
+        self._restarts, self._persistent, self._settles = restarts, persistent, settles
         self._window = window
         self._kills = 0 if window is None else memory_kills()
         # By the sample's position, because indices may be unhashable; between samples by the progress of all workers.
@@ -526,8 +523,7 @@ class StartedProcesses:
         self.borrower = Borrower()
         self.processes: dict[int, BaseProcess] = {}
         self.is_over = False
-        self._stop = stop
-        self._watch = watch
+        self._stop, self._watch = stop, watch
         self._owner = os.getpid()
 
     def shut_down(self) -> bool:

@@ -78,8 +78,7 @@ class Worker:
         self._active = state.active
         self.read_indices = writer.indices.read
         self._fetcher = self.fetcher = fetcher
-        self.runner = runner
-        self.writer = writer
+        self.runner, self.writer = runner, writer
         self._slow_to_newest = plan.order.slow_to_newest
         self._deferral = runner.deferral
         self._is_alone = plan.in_processes and plan.most_workers == 1 and self._deferral is None
