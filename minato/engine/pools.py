@@ -30,20 +30,13 @@ def make_pool(
     plan: Plan, context: WorkerContext, state: SharedState, recovery: WorkerRecovery
 ) -> WorkerPool:
     """Make the workers of a plan, which are not started yet."""
-    work = plan.worker
+    work, starts = plan.worker, plan.context
     if work.method == "thread":
         return ThreadPool(state, context)
     if work.method == "ray":
         from minato.ray.pool import ActorPool
 
         return ActorPool(state, context, recovery, plan.options.actor_options)
-    return _processes(plan, context, state, recovery)
-
-
-def _processes(
-    plan: Plan, context: WorkerContext, state: SharedState, recovery: WorkerRecovery
-) -> ProcessPool:
-    work, starts = plan.worker, plan.context
     if work.seeds_samples:
         rng_memory.probe_generators()
     method = starts.get_start_method()

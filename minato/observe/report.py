@@ -103,13 +103,9 @@ def report_of(
         total += each
     run = _period(whole, total, "run", steps)
     used = [each.use.workers for each in records if each.use.last is not None]
-    fewest, most = (
-        min((low for low, _ in used), default=0),
-        max((high for _, high in used), default=0),
-    )
-    run = dataclasses.replace(
-        run, workers=dataclasses.replace(run.workers, fewest=fewest, most=most)
-    )
+    fewest, most = min((low for low, _ in used), default=0), max((n for _, n in used), default=0)
+    workers = dataclasses.replace(run.workers, fewest=fewest, most=most)
+    run = dataclasses.replace(run, workers=workers)
     return Report(
         origin=_origin(),
         setup=setup,

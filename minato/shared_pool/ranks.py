@@ -399,7 +399,7 @@ def epoch_mismatch(
 def rejection_reason(
     rank_slots: list[RankSlot], server: Hello, client: Hello, waits: bool
 ) -> str | None:
-    """Return why a connecting rank is rejected, or None; if it ``waits``, it may replace one that has ended."""
+    """Return why a connecting rank is rejected, or None; if ``waits``, it may replace one that has ended."""
     theirs, ours, number = client.loader, server.loader, client.local_rank
     if theirs != ours:
         differ = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]

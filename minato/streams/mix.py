@@ -113,14 +113,12 @@ class Mixed(Stream):
         return (_StatefulItems if keeps else _Items)(self, sources)
 
     def own_figures(self) -> dict[str, float]:
-        """See the base class."""
         return {
             f"items of {name}": count
             for name, count in zip(self.names, self.tally.totals(), strict=True)
         }
 
     def own_facts(self) -> dict[str, str]:
-        """See the base class."""
         facts = {**self.rules, "weights": repr(self.phases)}
         return {f"{name} of minato.mix": fact for name, fact in facts.items()}
 
@@ -284,7 +282,6 @@ class _StatefulItems(_Items):
 
     @property
     def has_changed(self) -> bool:
-        """See ``Child``."""
         return any(source.is_live and source.child.has_changed for source in self._sources)
 
     def state_dict(self) -> State:

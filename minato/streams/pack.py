@@ -112,7 +112,6 @@ class Packed(Stream):
         return (_StatefulRows if window.keeps_state else _Rows)(self, window)
 
     def own_figures(self) -> dict[str, float]:
-        """See the base class."""
         rows, tokens, truncated, dropped = self.tally.totals()
         return {
             "rows packed": rows,
@@ -122,7 +121,6 @@ class Packed(Stream):
         }
 
     def own_facts(self) -> dict[str, str]:
-        """See the base class."""
         names = ("length", "fields", "oversized", "open_rows")
         return {f"{name} of minato.pack": repr(getattr(self, name)) for name in names}
 
@@ -293,7 +291,6 @@ class _StatefulRows(_Rows):
 
     @property
     def has_changed(self) -> bool:
-        """See ``Child``."""
         return self._window.has_changed
 
     def state_dict(self) -> State:

@@ -322,7 +322,7 @@ class ShardIterator(Iterator[T]):
 
     def _join(self, known: Sequence[Position]) -> None:
         """Take over what was dealt, and deal new shards behind it."""
-        newest = max(known, key=_num_shards)
+        newest = max(known, key=lambda state: sum(map(len, state["shards"])))
         dealt = newest["shards"]
         if len(dealt) != len(self._dealt):
             raise ValueError(
@@ -358,10 +358,6 @@ class ShardIterator(Iterator[T]):
 def _is_position(state: object) -> bool:
     """Whether a state is that of a ``ShardIterator``, not of an iterator around it."""
     return isinstance(state, dict) and state.keys() == Position.__annotations__.keys()
-
-
-def _num_shards(state: Position) -> int:
-    return sum(map(len, state["shards"]))
 
 
 def _has_ended(items: object) -> bool:

@@ -61,12 +61,10 @@ class Shuffled(Stream):
         return (_StatefulBuffer if window.keeps_state else _Buffer)(self, window)
 
     def own_figures(self) -> dict[str, float]:
-        """See the base class."""
         held, size = self.tally.totals()
         return {"items in shuffle buffers": held, "share of shuffle buffers": held / max(size, 1)}
 
     def own_facts(self) -> dict[str, str]:
-        """See the base class."""
         facts = {"buffer_size": self.buffer_size, "seed": self.seed}
         return {f"{name} of minato.shuffle": repr(fact) for name, fact in facts.items()}
 
@@ -142,7 +140,6 @@ class _StatefulBuffer(_Buffer):
 
     @property
     def has_changed(self) -> bool:
-        """See ``Child``."""
         return self._window.has_changed
 
     def state_dict(self) -> State:

@@ -525,7 +525,8 @@ class Host:
         self._swaps = readers.announces and not (
             self._is_thread or (alone and len(self._numbers) == 1 and not binds)
         )
-        self._generators = GlobalGenerators() if self._keeps_generators else None
+        keeps_generators = readers.announces and not self._is_thread
+        self._generators = GlobalGenerators() if keeps_generators else None
         self._saved: dict[int, list[Any]] = {}
         # Generators before iter(), unless they follow from the seed.
         self._before: dict[int, Any] = {}
@@ -554,10 +555,6 @@ class Host:
     def has_readers(self) -> bool:
         """Whether it hosts any; a worker without runs transforms only."""
         return len(self._numbers) > 0
-
-    @property
-    def _keeps_generators(self) -> bool:
-        return self._readers_plan.announces and not self._is_thread
 
     def make_readers(self) -> None:
         """Give each reader its copy of the dataset; TypeError: it cannot be copied."""
