@@ -307,7 +307,6 @@ class BatchWriter:
         samples: object,
         skipped: Sequence[int] = (),
         state: GetState | None = None,
-        name: str | None = None,
     ) -> None:
         """Collate a batch of which this worker has all samples.
 
@@ -316,11 +315,10 @@ class BatchWriter:
         Args:
             skipped: Which samples are left out.
             state: Goes to the place of the first sample.
-            name: Name of the batch in messages; None: its indices.
         """
         start_ns, first = self._tracer.now(), self._ledger.describe(batch).first
         is_empty = bool(skipped) and not samples
-        result = (SKIP_BLOB, 0) if is_empty else self._collated(batch, lambda: samples, name)
+        result = (SKIP_BLOB, 0) if is_empty else self._collated(batch, lambda: samples)
         if state is not None and not is_empty:
             k = next(k for k in itertools.count() if k not in skipped)
             self._blobs.attach_state(batch, first + k, state)
@@ -409,14 +407,8 @@ class BatchWriter:
 
     # ---- collation
 
-    def _collated(
-        self, batch: int, gather: Callable[[], object], name: str | None = None
-    ) -> tuple[int, int]:
+    def _collated(self, batch: int, gather: Callable[[], object]) -> tuple[int, int]:
         """Collate the samples of a batch, or what one call of the dataset has returned in their place.
-
-        Args:
-            gather: Returns them.
-            name: Name of the batch in messages; None: its indices.
 
         Returns:
             Offset with kind, and size in bytes, of the collated batch, or of its error; a skip where all are skipped.
@@ -439,8 +431,8 @@ class BatchWriter:
         except self._blobs.errors.kinds as raised:
             end_copy(self._owner, raised)
             error: BaseException = raised
-            indices = [] if name else self.indices.of(batch)
-            name = name or f"the batch of {listed(indices)}"
+            indices = self.indices.of(batch)
+            name = f"the batch of {listed(indices)}"
             if isinstance(error, StopIteration):
                 error = not_the_end(f"collate_fn, called for {name},", error)
             elif samples is not None:
