@@ -98,7 +98,8 @@ class Group:
         """The next batch for a member.
 
         Raises:
-            StopIteration, Exception: Its epoch is over; that of the batch's samples: the next call goes on.
+            StopIteration: Its epoch is over.
+            Exception: Of the batch's samples; the next call goes on.
         """
         with self._changed:
             member.thread = threading.current_thread()

@@ -681,8 +681,7 @@ def _define(data: bytes) -> Any:
 def dumps(value: object, purpose: Purpose = "sample") -> tuple[list[memoryview], list[memoryview]]:
     """Pickle an object for a process of this machine, with multiprocessing's reducers.
 
-    Returns:
-        The parts of the pickle and its buffers as flat bytes, valid while the object is unchanged.
+    Returns the parts of the pickle and its buffers as flat bytes, valid while the object is unchanged.
     """
     pieces = _Pieces()
     pickler = SidePickler(pieces, purpose, process_reducers())

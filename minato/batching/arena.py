@@ -262,7 +262,7 @@ class ArenaCache(list[Arena]):
     """Arenas of earlier iterators, whose pages are in memory."""
 
     def take(self, shared: bool) -> Arena:
-        """Return an arena of this process, or a new one; worker processes write to one that is shared."""
+        """Return an arena of this process, or a new one; ``shared``: worker processes write to it."""
         while self:
             arena = self.pop()
             if (arena.shared, arena.owner) == (shared, os.getpid()):

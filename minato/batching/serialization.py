@@ -125,11 +125,7 @@ class SharedStore(Store):
         return offset, end
 
     def get(self, offset: int, nbytes: int, lease: Any = None, kind: int = 0) -> Any:
-        """Unpickle an object; with a lease its arrays view the arena.
-
-        Raises:
-            DamagedError: The memory does not hold an object of this kind. It is not unpickled.
-        """
+        """Unpickle an object; with a lease its arrays view the arena. DamagedError: the memory has none of it."""
         memory = self.segment.array[offset : offset + nbytes]
         whole = memoryview(memory)
         (start, size), *arrays = _checked(whole, kind)
@@ -146,8 +142,7 @@ class SharedStore(Store):
 def _checked(whole: memoryview, kind: int) -> list[tuple[int, int]]:
     """Return start and size of the pickle and of each array in the memory of an object.
 
-    Raises:
-        DamagedError: The checksum does not match. It does not cover the arrays and payloads.
+    The checksum, which raises DamagedError if it does not match, covers no arrays and payloads.
     """
     nbytes = len(whole)
     if nbytes >= _TOP.size:

@@ -410,8 +410,7 @@ class BatchWriter:
     def _collated(self, batch: int, gather: Callable[[], object]) -> tuple[int, int]:
         """Collate the samples of a batch, or what one call of the dataset has returned in their place.
 
-        Returns:
-            Offset with kind, and size in bytes, of the collated batch, or of its error; a skip where all are skipped.
+        Returns offset with kind, and size in bytes, of the batch, or of its error; a skip where all are skipped.
         """
         # If this process dies now, the lease says that it collated this batch and ran no sample.
         lease = self._ledger.lease

@@ -64,8 +64,7 @@ class Plan:
     ) -> Plan:
         """The plan of a loader's next engine, for its first epoch and the number of workers that are active at first.
 
-        Raises:
-            ValueError: The workers are Ray actors, and the dataset has a state.
+        ValueError: The workers are Ray actors, and the dataset has a state.
         """
         options, errors = spec.options, spec.options.errors
         worker = _worker_plan(spec, epoch, not num_workers, max(most_workers, 1), tracks)

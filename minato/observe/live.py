@@ -48,11 +48,7 @@ class _Look(NamedTuple):
 
 
 class Live(Observer):
-    """The result of ``loader.live()``: shows the progress of each epoch while it runs.
-
-    Args:
-        observers: Of the loader; this view adds itself.
-    """
+    """The result of ``loader.live()``: shows the progress of each epoch while it runs."""
 
     def __init__(
         self, observers: list[Observer], log: EpochLog, name: str, stages: Sequence[str]

@@ -42,11 +42,7 @@ class Tracer:
         """Record work that has ended. Two slices of a thread overlap only if one contains the other."""
 
     def sample(self, position: int, name: str, begin_ns: int, args: Args) -> None:
-        """Record a sample that ends now, as a slice.
-
-        Args:
-            position: Its position in the ledger. A sample that runs twice in a lease is ``REPEATED`` the first time.
-        """
+        """Record a sample that ends now, as a slice; one that runs twice in a lease is ``REPEATED`` the first time."""
 
     def span(self, name: str, begin_ns: int, end_ns: int, args: Args | None = None) -> None:
         """Record work that is not the thread's own, and may overlap with other slices."""

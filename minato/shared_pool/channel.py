@@ -390,7 +390,8 @@ class Channel:
         """Send a message and a descriptor, which the kernel duplicates for the other process.
 
         Raises:
-            OSError, ValueError: The other process has ended, or does not receive; the message is too large.
+            OSError: The other process has ended, or does not receive.
+            ValueError: The message is too large.
         """
         data = encoded(message)
         if len(data) > _MOST_BYTES:

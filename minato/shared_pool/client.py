@@ -229,8 +229,7 @@ class PoolClient:
     def _receive(self, *kinds: str, late: str | None = None) -> tuple[Any, ...]:
         """Return the next message of these kinds; ``batch``: once a batch or the end is there, or the epoch was left.
 
-        Args:
-            late: The overdue action of the server, for the error after a timeout; None: no time limit.
+        ``late`` is the overdue action of the server, for the error after a timeout; None: no time limit.
         """
         left_s = self._timeout_s
         while True:

@@ -448,11 +448,7 @@ class Window(Child):
         }
 
     def load_window(self, state: State, further: float) -> None:
-        """Go on from a state, first of all with ``read_again``.
-
-        Args:
-            further: How many items an earlier run has read after that, at most; infinity: nobody knows.
-        """
+        """Go on from a state, first of all with ``read_again``; ``further`` items at most were read after it."""
         self.at, self._target, self._ends = state["from"], state["at"], state["ended"]
         self.load(state["child"], self._target - self.at + further)
         self._due, generators, owns = self.at + self._every, None, state["owns"]

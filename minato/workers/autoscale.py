@@ -248,12 +248,7 @@ CONTROLLERS: dict[str, Controller] = {"corrected": corrected, "paper": paper}
 
 @dataclass
 class AutoscaleState:
-    """What a loader has learned about its number of workers; it outlives the workers.
-
-    Attributes:
-        controller: Name of one of ``CONTROLLERS``.
-        tried: Whether it has been used.
-    """
+    """What a loader has learned about its number of workers by one of ``CONTROLLERS``; it outlives the workers."""
 
     controller: str
     settings: ControllerSettings
@@ -297,9 +292,7 @@ class _Reading(NamedTuple):
 class Scaler:
     """A pool whose number of active workers it sets, in the consumer's thread, several times a second.
 
-    Args:
-        most: The workers of the pool.
-        resized: Called with the number of workers when it changes.
+    There are ``most`` workers, and ``resized`` is called with the number of active ones when it changes.
     """
 
     def __init__(

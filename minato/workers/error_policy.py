@@ -268,12 +268,7 @@ class FailureHandler(NamedTuple):
 
 @dataclass(eq=False)
 class SampleRetry:
-    """Applies a policy to the failures of one worker.
-
-    Attributes:
-        runner: Its runner; the step of its lease names the transform that ran.
-        name: Makes the name of a sample of its index; None: it is its index.
-    """
+    """Applies a policy to the failures of one worker; ``name`` makes the name of a sample of its index."""
 
     worker: int
     policy: FailureHandler
@@ -357,9 +352,7 @@ class SampleRetry:
 class FailureCount:
     """The failures of an epoch, in the consumer.
 
-    Args:
-        budget: How many samples may be skipped or substituted in an epoch: a number, or a share of its samples below 1;
-            None for any number.
+    Its ``budget`` is how many samples may be skipped or substituted: a number, a share below 1, or None for any.
     """
 
     def __init__(self, log: FailureLog, budget: float | None, path: str | None) -> None:
@@ -387,11 +380,7 @@ class FailureCount:
         self.finished = 0
 
     def check(self) -> None:
-        """Count new failures, and check them against the limit.
-
-        Raises:
-            ErrorBudgetError: More of this epoch's samples failed than ``ErrorPolicy.max_failures`` allows.
-        """
+        """Count new failures; ErrorBudgetError: more samples of the epoch failed than the policy allows."""
         self.look()
         if self._budget is None or self._exceeded:
             return

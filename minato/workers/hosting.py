@@ -67,11 +67,7 @@ class OfferedItems:
         return np.frombuffer(memory, _ENTRY, record.count)
 
     def put(self, batch: int, record: BatchRecord, k: int, item: object) -> int:
-        """Store the item of sample ``k`` of a batch, which is pickled; returns its size in bytes.
-
-        Raises:
-            MemoryError: The slot has no room left.
-        """
+        """Store the item of sample ``k`` of a batch; returns its size in bytes. MemoryError: the slot is full."""
         table = self._table(record)
 
         def allocate(nbytes: int) -> int:

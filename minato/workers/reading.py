@@ -308,8 +308,7 @@ class Reader:
     def _checked(self, expected: tuple[int, int]) -> int:
         """How many items are left until this reader can be compared with an earlier one in its place.
 
-        Raises:
-            WorkerDiedError: It has given other items.
+        WorkerDiedError: It has given other items.
         """
         ordinal, digest = expected
         if self.at < ordinal:

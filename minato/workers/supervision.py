@@ -279,9 +279,7 @@ def _reap(process: BaseProcess) -> None:
 class WorkerRecovery:
     """Releases the samples of a dead worker, except for one that no worker can run.
 
-    Attributes:
-        wait_stats: Counts the batches that were delivered.
-        watchdog: Ends workers whose sample takes too long; None: there is no limit.
+    The ``watchdog`` ends workers whose sample takes too long; None: there is no limit.
     """
 
     ledger: ConsumerLedger
