@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from bench.harness import record, report
 from bench.harness.datasets import (
+    Mapped,
     Pictures,
     SleepingTransforms,
     SleepingWork,
@@ -31,11 +32,10 @@ from bench.harness.loaders import (
     TORCH_ANY_ORDER,
     Build,
     Contender,
-    minato_loader,
+    minato_as,
     named,
 )
-from bench.harness.suite import Row, RowResult, in_turn, measure
-from bench.workloads.mapped import Mapped
+from bench.harness.suite import Row, RowResult, measure
 from minato import AutoScale, Observe, StragglerPolicy
 
 MOST = 16
@@ -47,7 +47,7 @@ workers, unless their name says otherwise. All else stays at its default. Loader
 Figures are medians of {repeats} runs, with the minimum and maximum in brackets; start of the workers
 included. *Ideal*: all work divided by the workers, or the consumer's own time if that is longer.
 """
-MECHANISMS = """\
+MECHANISMS = f"""\
 ## Mechanisms against slow samples
 
 Each line of minato adds one mechanism to an earlier one.
@@ -59,12 +59,12 @@ Each line of minato adds one mechanism to an earlier one.
 * `in_order=False` has the threshold too. *without deferral*: transforms run behind `dataset[i]`, where no sample can be
   interrupted. With `transforms=` a worker defers a slow sample between two of them; the last column counts that, and
   the program fails where it is 0.
-* `order='fast_first'` and *auto*, which may use up to {most} workers, defer as well.
+* `order='fast_first'` and *auto*, which may use up to {MOST} workers, defer as well.
 """
-AUTO = """\
+AUTO = f"""\
 ## Fixed and changing numbers of workers
 
-`auto` begins with 2 workers and may use up to {most}. Each run has two epochs, and the second is measured: the changing
+`auto` begins with 2 workers and may use up to {MOST}. Each run has two epochs, and the second is measured: the changing
 number has settled then.
 """
 MEASURING = """\
@@ -81,19 +81,14 @@ instead of asking torch for four attributes; *without* asks torch. Each figure c
 """
 
 
-def _behind(**own: Any) -> Build:
-    """minato with the transforms behind ``dataset[i]``, where no sample can be deferred between two of them."""
-    build = minato_loader(**own)
+def _behind(build: Build) -> Build:
+    """The transforms behind ``dataset[i]``, where no sample can be deferred between two of them."""
 
     def made(work: Any, arguments: dict[str, Any], seed: int) -> Any:
         transforms = arguments.get("transforms", [])
         return build(Mapped(work, transforms), {**arguments, "transforms": []}, seed)
 
     return made
-
-
-def _minato(label: str, keeps_order: bool, build: Build) -> Contender:
-    return Contender(label, label, build, keeps_order)
 
 
 def _deferred(loader: Any) -> int:
@@ -105,32 +100,33 @@ def steps(after_s: float) -> dict[str, Contender]:
     """The loaders of a load whose samples are slow after this time."""
     slow: dict[str, Any] = {"stragglers": StragglerPolicy(after_s=after_s)}
     free: dict[str, Any] = {"in_order": False, **slow}
-    automatic = AutoScale(max=MOST)
+
+    behind = minato_as("minato, in_order=False, without deferral", **free)
 
     def defers(label: str, **own: Any) -> Contender:
-        return replace(_minato(label, False, minato_loader(**own)), deferred=_deferred)
+        return replace(minato_as(label, **own), deferred=_deferred)
 
     return named(
         TORCH,
         TORCH_ANY_ORDER,
-        _minato("minato, prefetch_factor=2", True, minato_loader(prefetch_factor=2, **NONE_SLOW)),
-        _minato("minato, window in bytes", True, minato_loader(**NONE_SLOW)),
-        _minato("minato, early start", True, minato_loader(**slow)),
-        _minato("minato, in_order=False, without deferral", False, _behind(**free)),
+        minato_as("minato, prefetch_factor=2", prefetch_factor=2, **NONE_SLOW),
+        minato_as("minato, window in bytes", **NONE_SLOW),
+        minato_as("minato, early start", **slow),
+        replace(behind, build=_behind(behind.build)),
         defers(DEFERS, **free),
         defers("minato, order='fast_first'", order="fast_first", **slow),
-        defers("minato, in_order=False, auto", num_workers=automatic, **free),
+        defers("minato, in_order=False, auto", num_workers=AutoScale(max=MOST), **free),
     )
 
 
 NONE_SLOW: dict[str, Any] = {"stragglers": StragglerPolicy(after_s=3600.0)}
 DEFERS = "minato, in_order=False, deferral"
 FIXED = {
-    workers: _minato(f"minato, {workers} workers", True, minato_loader(num_workers=workers))
+    workers: minato_as(f"minato, {workers} workers", num_workers=workers)
     for workers in (1, 2, 4, 8, 12, 16)
 }
-CHANGING = _minato("minato, auto", True, minato_loader(num_workers=AutoScale(start=2, max=MOST)))
-UNMEASURED = _minato("minato, observe=False", True, minato_loader(observe=False))
+CHANGING = minato_as("minato, auto", num_workers=AutoScale(start=2, max=MOST))
+UNMEASURED = minato_as("minato, observe=False", observe=False)
 TRACED = "minato, trace"
 
 
@@ -143,7 +139,6 @@ class Computing(SleepingWork):
 
 
 def unchanged(sample: Any) -> Any:
-    """A transform that does nothing."""
     return sample
 
 
@@ -169,7 +164,6 @@ def _load(
         title=f"{title}; batch {batch_size}, {workers} workers, {epochs} epochs; slow after {1e3 * after_s:g} ms",
         make=make,
         samples=samples,
-        short_samples=samples // 10,
         batch_size=batch_size,
         workers=workers,
         epochs=epochs,
@@ -234,7 +228,6 @@ def _workers(
         name=name,
         make=make,
         samples=samples,
-        short_samples=samples // 20,
         batch_size=8,
         epochs=2,
         loaders=(TORCH.name, TORCH_ANY_ORDER.name, *(FIXED[n].name for n in fixed), CHANGING.name),
@@ -278,9 +271,8 @@ def _measuring(name: str, workers: int) -> Row:
     return Row(
         name=name,
         title=f"16 numbers and a label, three transforms; batch 32, {workers} workers",
-        make=lambda count: StoredRows(width=16, length=count, as_floats=False),
+        make=StoredRows,
         samples=64_000,
-        short_samples=640,
         batch_size=32,
         workers=workers,
         epochs=3,
@@ -296,46 +288,49 @@ OVERHEADS = (_measuring("measuring", 2), _measuring("measuring-inline", 0))
 CONTENDERS = {**STANDARD, **named(*FIXED.values(), CHANGING, UNMEASURED)}
 
 
-def tensor_table(samples: int, repeats: int) -> str:
-    """With and without, in turn."""
+def tensor_table(samples: int, repeats: int, page: report.Page) -> str:
     lines = []
     for workers in (0, 2):
-        found: dict[bool, list[float]] = {True: [], False: []}
-        for _, direct in in_turn([True, False], repeats):
-            found[direct].append(
-                call("bench.workloads.tensors:tensor_us", direct, workers, samples)
-            )
-        ratios = [a / b for a, b in zip(found[False], found[True], strict=True)]
-        cells = [report.spread_text(each, 2) for each in (found[True], found[False], ratios)]
-        lines.append([str(workers), *cells])
+        found = page.turns(
+            f"tensors, {workers} workers",
+            ["with", "without"],
+            repeats,
+            lambda how, _, workers=workers: call(  # type: ignore[misc]
+                "bench.workloads.tensors:tensor_us", how == "with", workers, samples
+            ),
+            "{:.2f} µs".format,
+        )
+        cells = [report.spread_text(each, 2) for each in found.values()]
+        lines.append([str(workers), *cells, report.ratio_text(found["without"], found["with"])])
     head = ["workers", "with, µs per sample", "without, µs per sample", "without / with"]
     return report.table(head, lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status, which is 1 where a load deferred no sample."""
+    """Run the benchmark; returns 1 where a load deferred no sample."""
     loads = {load.row.name: load for load in LOADS}
     groups = {MECHANISMS: [load.row for load in LOADS], AUTO: NUMBERS, MEASURING: OVERHEADS}
     names = [*(row.name for rows in groups.values() for row in rows), "tensors"]
-    options = report.parser("bench.ablation", __doc__ or "", 3, names).parse_args(arguments)
-    repeats = report.repeats_of(options)
+    options = report.Parser("ablation", __doc__, 3, rows=names).parse_args(arguments)
+    repeats = options.repeats
     page = report.Page("ablation", options.out)
     page.add(HEAD.format(repeats=repeats))
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        tracing = _minato(TRACED, True, minato_loader(observe=Observe(trace=f"{folder}/run.json")))
+        tracing = minato_as(TRACED, observe=Observe(trace=f"{folder}/run.json"))
         others = {**CONTENDERS, **named(tracing)}
         for about, rows in groups.items():
             chosen = [row for row in rows if row.name in options.rows]
             if chosen:
-                page.add(about.format(most=MOST))
+                page.add(about)
             for row in chosen:
                 contenders = steps(loads[row.name].after_s) if row.name in loads else others
                 sized = row.short() if options.short else row
                 results += measure([sized], contenders, repeats, page.say)
                 page.add(report.details(results[-1], contenders))
     if "tensors" in options.rows:
-        page.add(TENSORS, tensor_table(2048 if options.short else 65536, repeats))
+        samples = 2048 if options.short else 65536
+        page.add(TENSORS, tensor_table(samples, repeats, page))
     page.finish()
     idle = [result.row.name for result in results if _defers_nothing(result)]
     if idle and not options.short:  # a smoke run is too short to judge by

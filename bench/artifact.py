@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import torch
-from torch.utils.data import Dataset
 
 from bench.harness import record, report
+from bench.harness.datasets import Counted
 from bench.harness.environments import call, tell
-from bench.harness.loaders import TORCH, TORCH_ANY_ORDER, Contender, minato_loader, named
-from bench.harness.suite import in_turn
+from bench.harness.loaders import MINATO, TORCH, TORCH_ANY_ORDER, minato_as, named
 from bench.harness.trial import unwarned
 
 LOADER = Path("Minato") / "data_loading" / "Asynchrnous_dataloader.py"
@@ -35,36 +34,28 @@ WORKERS = PRODUCERS + SLOW_PROCESSES
 BATCH_SIZE, STEP_S, EPOCHS = 2, 0.05, 3
 PATCH = (48, 48, 48)
 OURS = named(
-    TORCH,
-    TORCH_ANY_ORDER,
-    Contender("minato", "minato", minato_loader(), True),
-    Contender("arrival", "minato, order='arrival'", minato_loader(order="arrival"), False),
-    Contender("fast_first", "minato, order='fast_first'", minato_loader(order="fast_first"), False),
+    *(TORCH, TORCH_ANY_ORDER, MINATO),
+    minato_as("minato, order='arrival'", "arrival", order="arrival"),
+    minato_as("minato, order='fast_first'", "fast_first", order="fast_first"),
 )
 LABELS = {"artifact": "the artifact", **{name: one.label for name, one in OURS.items()}}
 _TRIAL_S = 120.0
-HEAD = """\
+HEAD = f"""\
 # The papers' own code
 
 Written by `python -m bench.artifact --artifact PATH`. The loader of the MinatoLoader paper's artifact runs unchanged,
 on generated volumes of uneven size, with its own transforms; the others run the same transforms on the same files.
-{epochs} epochs in batches of {batch}, a step sleeps {step:g} ms. The artifact has {producers} producers and {slow}
-processes for slow samples, every other loader {workers} workers. Seconds from before the loader is built to the end of
-the last epoch: medians of {repeats} runs (least and greatest), loaders in turn. *Lost* and *repeated*: samples that did
-not come in an epoch, and deliveries of one that had come in it, of all {epochs} epochs; least and greatest run.
+{{epochs}} epochs in batches of {BATCH_SIZE}, a step sleeps {1e3 * STEP_S:g} ms. The artifact has {PRODUCERS} producers
+and {SLOW_PROCESSES} processes for slow samples, every other loader {WORKERS} workers. Seconds from before the loader is
+built to the end of the last epoch: medians of {{repeats}} runs (least and greatest), loaders in turn. *Lost* and
+*repeated*: samples that did not come in an epoch, and deliveries of one that had come in it, of all {{epochs}} epochs;
+least and greatest run.
 """
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Volumes, and what the slow ones of them take besides.
-
-    Args:
-        title: What it stands for.
-        samples: Number of volumes.
-        every: Each of these is slow; 0: none.
-        slept_s: What a slow one sleeps.
-    """
+    """Volumes; every n-th, if any, is slow, and sleeps besides."""
 
     title: str
     samples: int
@@ -90,17 +81,15 @@ class Sleep:
         return data
 
 
-class Volumes(Dataset[Any]):
+class Volumes(Counted):
     """The artifact's chain without its time limit: the same calls on the same mapped files."""
 
     def __init__(self, theirs: Any, paths: Sequence[Path], workload: Workload) -> None:
+        super().__init__(len(paths))
         self.images = [np.load(path, mmap_mode="r") for path in paths]
         self.labels = [np.load(label_of(path), mmap_mode="r") for path in paths]
         self.crop = theirs.RandBalancedCrop(PATCH, 0.4)
         self.chain = [*theirs.get_train_transforms().transforms, Sleep(workload)]
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def __getitem__(self, index: int) -> Any:
         data = self.crop({"image": self.images[index], "label": self.labels[index]})
@@ -284,34 +273,31 @@ def checkout(text: str) -> Path:
     return path
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[list[str]]:
-    """All loaders on all workloads, in turn: the lines of the table."""
-    lines = []
-    epochs = 1 if options.short else EPOCHS
-    for row in options.rows:
-        workload = WORKLOADS[row]
-        times: dict[str, list[float]] = {name: [] for name in LABELS}
-        faults: dict[str, list[Faults]] = {name: [] for name in LABELS}
-        with tempfile.TemporaryDirectory() as folder:
-            store(Path(folder), workload.samples)
+def measure(row: str, options: Any, page: report.Page) -> list[list[str]]:
+    """All loaders on a workload, in turn: the lines of the table."""
+    workload = WORKLOADS[row]
+    with tempfile.TemporaryDirectory() as folder:
+        store(Path(folder), workload.samples)
+        given = str(options.artifact), folder, row, 1 if options.short else EPOCHS
+        run = functools.partial(call, "bench.artifact:trial", limit_s=_TRIAL_S)
+        least_s = float(run("ideal", *given)["taken_s"])
 
-            given = str(options.artifact), folder, row, epochs
-            run = functools.partial(call, "bench.artifact:trial", limit_s=_TRIAL_S)
-            least_s = float(run("ideal", *given)["taken_s"])
-            for repeat, name in in_turn([*LABELS], report.repeats_of(options)):
-                found = run(name, *given)
-                times[name].append(found["taken_s"])
-                faults[name].append(Faults.of(found["delivered"], workload.samples))
-                say(f"{row} {repeat + 1} {name}: {found['taken_s']:.2f} s, {faults[name][-1]}")
-        lines.append([row, "*ideal*", f"{least_s:.2f}", "", "", "", ""])
-        for name, label in LABELS.items():
-            share = report.share_text(least_s / statistics.median(times[name]))
-            counts = [
-                _between([each.lost for each in faults[name]]),
-                _between([each.repeated for each in faults[name]]),
-                "yes" if any(each.same_order for each in faults[name]) else "no",
-            ]
-            lines.append([row, label, report.spread_text(times[name], 2), share, *counts])
+        def measured(name: str, repeat: int) -> tuple[float, Faults]:
+            found = run(name, *given)
+            return found["taken_s"], Faults.of(found["delivered"], workload.samples)
+
+        shown = "{0[0]:.2f} s, {0[1]}".format
+        found = page.turns(row, [*LABELS], options.repeats, measured, shown)
+    lines = [[row, "*ideal*", f"{least_s:.2f}", "", "", "", ""]]
+    for name, runs in found.items():
+        times, faults = [run[0] for run in runs], [run[1] for run in runs]
+        counts = [
+            _between([each.lost for each in faults]),
+            _between([each.repeated for each in faults]),
+            "yes" if any(each.same_order for each in faults) else "no",
+        ]
+        share = report.share_text(least_s / statistics.median(times))
+        lines.append([row, LABELS[name], report.spread_text(times, 2), share, *counts])
     return lines
 
 
@@ -320,34 +306,18 @@ def _between(values: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low}–{high}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison; returns the exit status."""
-    parser = report.parser("bench.artifact", __doc__ or "", 3, WORKLOADS)
-    parser.add_argument(
-        "--artifact",
-        type=checkout,
-        required=True,
-        metavar="PATH",
-        help="a checkout of its repository",
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("artifact", __doc__, 3, rows=WORKLOADS)
+    about = "a checkout of its repository"
+    parser.add_argument("--artifact", type=checkout, required=True, metavar="PATH", help=about)
     options = parser.parse_args(arguments)
     page = report.Page("artifact", options.out)
-    page.add(
-        HEAD.format(
-            epochs=1 if options.short else EPOCHS,
-            batch=BATCH_SIZE,
-            step=1e3 * STEP_S,
-            producers=PRODUCERS,
-            slow=SLOW_PROCESSES,
-            workers=WORKERS,
-            repeats=report.repeats_of(options),
-        )
-    )
+    page.add(HEAD.format(epochs=1 if options.short else EPOCHS, repeats=options.repeats))
     page.add("".join(f"* `{row}`: {WORKLOADS[row].title}\n" for row in options.rows))
     head = ["row", "loader", "s", "of the ideal", "lost", "repeated", "same order twice"]
-    page.add(report.table(head, measure(options, page.say)))
+    lines = [line for row in options.rows for line in measure(row, options, page)]
+    page.add(report.table(head, lines))
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import statistics
 import sys
 import tempfile
 import types
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,13 @@ from bench.harness.environments import (
     interpreter,
     versions_in,
 )
-from bench.harness.suite import Spread, in_turn
 
 REQUIREMENTS = (
     *("h5py==3.16.0", "mpi4py==4.1.2", "mpich==5.0.2", "hydra-core==1.3.8", "omegaconf==2.3.1"),
     *("pandas==3.1.1", "psutil==7.2.2", "pillow==13.0.0", "PyYAML==6.0.3"),
 )
-ITSELF = ("dlio-benchmark==2.0.0",)
+VERSION = "2.0.0"
+ITSELF = (f"dlio-benchmark=={VERSION}",)
 """Without its requirements: they name TensorFlow and DALI, which these workloads do not use."""
 PACKAGES = ("dlio_benchmark", "torch", "numpy", "h5py", "mpi4py")
 THREADS, EPOCHS = 4, 5
@@ -39,13 +37,9 @@ class Workload:
     """Settings of DLIO.
 
     Args:
-        title: What it stands for.
-        file_format: Of the files.
-        files: Their number.
         per_file: Samples in a file.
         record: Bytes of a sample on the disk, and their standard deviation.
         resized: Bytes of a sample in memory.
-        batch_size: Samples in a batch.
         compute_s: What the accelerator takes for a batch.
     """
 
@@ -110,13 +104,13 @@ LOADERS = {
     "minato-patch": "minato.patch(), prefetch_size=2",
 }
 PREFETCH = {"torch-deep": 8}
-HEAD = """\
+HEAD = f"""\
 # DLIO's workloads
 
-Written by `python -m bench.dlio`. DLIO {version} generates files and runs its own training loop, in which the
+Written by `python -m bench.dlio`. DLIO {VERSION} generates files and runs its own training loop, in which the
 accelerator is a sleep; this page changes its settings alone. *Accelerator utilisation* is DLIO's figure: the share of
 an epoch, but for its first batch, that the accelerator computes; behind it the share of all steps, with the first. Per
-cent: medians of {repeats} runs (least and greatest), each the mean of {epochs} epochs. One process, {threads} read
+cent: medians of {{repeats}} runs (least and greatest), each the mean of {{epochs}} epochs. One process, {THREADS} read
 threads, which are worker processes. DLIO gives every loader an equal array in place of each sample that it reads, so
 content cannot be checked; the number of steps is. These figures are no MLPerf results: sizes, files and times are
 scaled to this machine, and the files lie in the page cache.
@@ -199,54 +193,27 @@ def _stand_in_for_profilers() -> None:
     sys.modules["dftracer.logger"] = logger
 
 
-@dataclass
-class Cell:
-    """One loader on one workload.
-
-    Attributes:
-        used: The mean utilisation of each run.
-        whole: The same with the first batches.
-        failed: Why there is none.
-    """
-
-    used: list[float]
-    whole: list[float]
-    failed: str = ""
-
-
-Cells = dict[tuple[str, str], Cell]
-
-
-def measure(python: Path, options: argparse.Namespace, page: report.Page) -> Cells:
-    """All loaders on all workloads, in turn: the cells by workload and loader."""
-    cells: Cells = {}
+def measure(
+    row: str, python: Path, options: Any, page: report.Page, failed: dict[str, str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Mean utilisation by loader, in each run: without the first batch of an epoch, and with it."""
+    workload = sized(WORKLOADS[row], options.short)
     epochs = 2 if options.short else EPOCHS
-    for row in options.rows:
-        workload = sized(WORKLOADS[row], options.short)
-        cells |= {(row, name): Cell([], []) for name in options.loaders}
-        with tempfile.TemporaryDirectory() as folder:
-            given = row, options.short, folder, epochs
-            run = functools.partial(call, "bench.dlio:trial", python=python, limit_s=_TRIAL_S)
-            run("files", *given)
-            for repeat, name in in_turn(options.loaders, report.repeats_of(options)):
-                cell = cells[row, name]
-                if cell.failed:
-                    continue
-                try:
-                    found = run(name, *given)
-                except TrialFailedError as error:
-                    cell.failed = str(error)
-                    page.say(f"{row} {repeat + 1} {name}: {error}")
-                    continue
-                steps = workload.files * workload.per_file // workload.batch_size
-                if found["steps"] != [steps] * epochs:
-                    cell.failed = f"steps {found['steps']} in place of {steps} in each epoch"
-                    continue
-                cell.used.append(statistics.mean(found["used"]))
-                cell.whole.append(statistics.mean(found["whole"]))
-                shown = f"{cell.used[-1]:.1f} % used, {cell.whole[-1]:.1f} % of whole epochs"
-                page.say(f"{row} {repeat + 1} {name}: {shown}")
-    return cells
+    with tempfile.TemporaryDirectory() as folder:
+        given = row, options.short, folder, epochs
+        run = functools.partial(call, "bench.dlio:trial", python=python, limit_s=_TRIAL_S)
+        run("files", *given)
+
+        def measured(name: str, repeat: int) -> tuple[float, float]:
+            found = run(name, *given)
+            steps = workload.files * workload.per_file // workload.batch_size
+            if found["steps"] != [steps] * epochs:
+                wrong = f"steps {found['steps']} in place of {steps} in each epoch"
+                raise TrialFailedError(wrong)
+            return statistics.mean(found["used"]), statistics.mean(found["whole"])
+
+        shown = "{0[0]:.1f} % used, {0[1]:.1f} % of whole epochs".format
+        return page.turns(row, options.loaders, options.repeats, measured, shown, failed)
 
 
 def sized(workload: Workload, short: bool) -> Workload:
@@ -260,53 +227,35 @@ def sized(workload: Workload, short: bool) -> Workload:
     )
 
 
-def table(cells: Cells, rows: list[str], loaders: Mapping[str, str]) -> str:
-    """Utilisation by workload and loader."""
-    lines = []
-    for row in rows:
-        workload = WORKLOADS[row]
-        shape = f"{workload.title}; {workload.file_format}, batch {workload.batch_size}"
-        cost = f"{1e3 * workload.compute_s:g} ms a batch"
-        lines.append([row, f"{shape}, {cost}", *(_text(cells[row, name]) for name in loaders)])
-    return report.table(["row", "workload", *loaders.values()], lines)
+def line(row: str, found: dict[str, list[tuple[float, float]]], loaders: list[str]) -> list[str]:
+    """A line of the table: utilisation by loader."""
+    workload = WORKLOADS[row]
+    shape = f"{workload.title}; {workload.file_format}, batch {workload.batch_size}"
+    cells = [
+        "; ".join(report.spread_text(each, 1) for each in zip(*found[name], strict=True))
+        if name in found
+        else "failed"
+        for name in loaders
+    ]
+    return [row, f"{shape}, {1e3 * workload.compute_s:g} ms a batch", *cells]
 
 
-def _text(cell: Cell) -> str:
-    if cell.failed:
-        return "failed"
-    used, whole = (report.spread_text(Spread.of(each), 1) for each in (cell.used, cell.whole))
-    return f"{used}; {whole}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison; returns the exit status."""
-    parser = report.parser("bench.dlio", __doc__ or "", 3, WORKLOADS)
-    parser.add_argument(
-        "--loaders", type=report.names(LOADERS), default=[*LOADERS], help=", ".join(LOADERS)
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("dlio", __doc__, 3, rows=WORKLOADS, loaders=LOADERS)
     options = parser.parse_args(arguments)
     page = report.Page("dlio", options.out)
     python = interpreter("dlio", REQUIREMENTS, ITSELF)
-    cells = measure(python, options, page)
-    page.add(
-        HEAD.format(
-            version=ITSELF[0].partition("==")[2],
-            repeats=report.repeats_of(options),
-            epochs=2 if options.short else EPOCHS,
-            threads=THREADS,
-        )
-    )
-    page.add("## Accelerator utilisation, %\n")
-    page.add(table(cells, options.rows, {name: LOADERS[name] for name in options.loaders}))
-    failed = [
-        f"* {row}, {LOADERS[name]}: {cell.failed}\n"
-        for (row, name), cell in cells.items()
-        if cell.failed
-    ]
-    if failed:
-        page.add("## What failed\n", "".join(failed))
+    lines, notes = [], []
+    for row in options.rows:
+        failed: dict[str, str] = {}
+        lines.append(line(row, measure(row, python, options, page, failed), options.loaders))
+        notes += [f"* {row}, {LOADERS[name]}: {why}\n" for name, why in failed.items()]
+    page.add(HEAD.format(repeats=options.repeats, epochs=2 if options.short else EPOCHS))
+    head = ["row", "workload", *(LOADERS[name] for name in options.loaders)]
+    page.add("## Accelerator utilisation, %\n", report.table(head, lines))
+    if notes:
+        page.add("## What failed\n", "".join(notes))
     page.finish(conditions=versions_in(python, PACKAGES))
-    return 0
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from bench.harness import record, report
+from bench.harness import report
 from bench.harness.datasets import Held, compute
 from bench.harness.loaders import MINATO, TORCH
-from bench.harness.suite import Spread, in_turn
+from bench.harness.suite import Spread, in_turn, ratios
 from bench.harness.trial import WrongDeliveryError, same, unwarned
 
 SHORT_EPOCH = 10
@@ -47,21 +47,21 @@ CAUSES = {
     "texts-*-any": "where several workers share a batch, each text is stored by itself",
 }
 """Why torch is faster, by patterns of the names of jobs; the first that fits counts."""
-HEAD = """\
+HEAD = f"""\
 # Everyday jobs
 
 Written by `python -m bench.everyday`. Jobs as people have them, each with torch's loader and minato in turn. Both have
-the same dataset object and the same arguments, everything else at its default. *Short* epochs have {short} batches, and
-the time of a batch includes its share of `iter()`. *Long* epochs have thousands of samples and are shuffled, but for
-streams. All times are those of whole epochs, with the start and end of workers that do not persist. *Any order* is
-`in_order=False` for both loaders.
+the same dataset object and the same arguments, everything else at its default. *Short* epochs have {SHORT_EPOCH}
+batches, and the time of a batch includes its share of `iter()`. *Long* epochs have thousands of samples and are
+shuffled, but for streams. All times are those of whole epochs, with the start and end of workers that do not persist.
+*Any order* is `in_order=False` for both loaders.
 
 A first epoch warms up, and each of its batches is compared with torch's collation of its samples: types, structure and
 values. Strict orders of both loaders must be equal, sample by sample; other orders must have each sample once.
 
-*Speed* is torch's time divided by minato's in the same repeat: the median of {repeats} repeats, with the minimum and
-maximum in brackets. A row is lost where the median is below 1.0, or below {limit} where a batch costs torch less than
-{tiny:g} µs.
+*Speed* is torch's time divided by minato's in the same repeat: the median of {{repeats}} repeats, with the minimum and
+maximum in brackets. A row is lost where the median is below 1.0, or below {TINY_LIMIT} where a batch costs torch less
+than {TINY_US:g} µs.
 """
 
 
@@ -69,11 +69,8 @@ class Job(NamedTuple):
     """One way to load a dataset.
 
     Attributes:
-        batch_size: samples in a batch; None: samples come as they are.
-        workers: worker processes; 0 means in the main process.
+        batch_size: None: samples come as they are.
         epoch: ten batches, or thousands of samples.
-        persistent: whether workers live from one epoch to the next.
-        in_order: the argument of the same name.
     """
 
     batch_size: int | None
@@ -267,8 +264,6 @@ class Data(NamedTuple):
     """A dataset, and the jobs on it.
 
     Attributes:
-        title: a description for the report.
-        jobs: how it is loaded.
         samples: makes a number of samples.
         dataset: makes the dataset of them.
         collate: its own ``collate_fn``; torch's when omitted.
@@ -324,14 +319,7 @@ DATA = {
 
 
 class Result(NamedTuple):
-    """The runs of one job: µs for each batch, in each repeat.
-
-    Attributes:
-        name: of dataset and job.
-        data: name of the dataset.
-        job: how it was loaded.
-        torch_us, minato_us: the times.
-    """
+    """The runs of one job: µs for each batch, in each repeat."""
 
     name: str
     data: str
@@ -342,7 +330,7 @@ class Result(NamedTuple):
     @property
     def speed(self) -> Spread:
         """torch's time divided by minato's."""
-        return Spread.of([a / b for a, b in zip(self.torch_us, self.minato_us, strict=True)])
+        return Spread.of(ratios(self.torch_us, self.minato_us))
 
     @property
     def is_lost(self) -> bool:
@@ -357,12 +345,7 @@ class Result(NamedTuple):
 
 
 class Bench:
-    """One job on its dataset.
-
-    Args:
-        data: the dataset.
-        job: how it is loaded.
-    """
+    """One job on its dataset."""
 
     def __init__(self, data: Data, job: Job) -> None:
         self._data, self._job = data, job
@@ -488,14 +471,11 @@ def section(data: str, results: Sequence[Result]) -> str:
     return f"### {data}\n\n{text}\n\n{report.table([*head, 'speed'], lines)}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.everyday", __doc__ or "", 5)
-    parser.add_argument(
-        "--rows", default="*", metavar="PATTERN", help="names of jobs, as in 'rows-b16-w0-*'"
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("everyday", __doc__, 5, publishes=True)
+    about = "names of jobs, as in 'rows-b16-w0-*'"
+    parser.add_argument("--rows", default="*", metavar="PATTERN", help=about)
     options = parser.parse_args(arguments)
-    repeats = report.repeats_of(options)
     chosen = [
         (data, job)
         for data, of in DATA.items()
@@ -506,18 +486,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--rows: no job is named {options.rows!r}")
     if options.short:
         chosen = [each for each in chosen if each[1].epoch == "short"]
-    whole = options.rows == "*" and not options.short
-    page = report.Page("everyday", options.out or (record.PAGES if whole else None))
+    page = report.Page("everyday", options.out)
     results = []
-    for data, job in chosen:
-        results.append(measure(data, job, repeats))
-        page.say(f"{results[-1].name}: {' '.join(results[-1].times)}")
-    page.add(HEAD.format(short=SHORT_EPOCH, repeats=repeats, limit=TINY_LIMIT, tiny=TINY_US))
+    for number, (data, job) in enumerate(chosen, 1):
+        results.append(measure(data, job, options.repeats))
+        page.say(f"{number}/{len(chosen)} {results[-1].name}: {' '.join(results[-1].times)}")
+    page.add(HEAD.format(repeats=options.repeats))
     page.add("## In short\n", headline(results), "## All figures\n")
     for data in dict.fromkeys(each.data for each in results):
         page.add(section(data, [each for each in results if each.data == data]))
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,34 +16,27 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from bench.harness import record, report
-from bench.harness.datasets import measured_ideal
-from bench.harness.loaders import (
-    TORCH,
-    TORCH_ANY_ORDER,
-    Contender,
-    minato_loader,
-    torch_loader,
-)
-from bench.harness.suite import in_turn
+from bench.harness.datasets import Counted, measured_ideal
+from bench.harness.loaders import Contender, minato_as, named, torch_as
 from bench.harness.trial import Consumer, Run, first
 
 WAITED_S = 1e-3
 """A step has waited if ``next()`` took longer."""
 _TRACED_STEPS = 20
 _NAN = float("nan")
-HEAD = """\
+HEAD = f"""\
 # Loaders in front of a GPU
 
-Written by `python -m bench.gpu`. {where}
+Written by `python -m bench.gpu`. {{where}}
 
 Samples are random arrays. Those of *3D U-Net* and *ResNet* are filtered in rounds, whose number has a heavy tail. Those
-of *one layer* are ready. {how} Loaders in turn, each with {workers} workers; every sample is checked. *Ideal*: all
+of *one layer* are ready. {{how}} Loaders in turn, each with {{workers}} workers; every sample is checked. *Ideal*: all
 samples divided by the workers, or all steps on a batch that is on the device already, if they take longer. *Waited*:
-steps whose `next()` took more than {waited:g} ms. *Idle*: share of the time in which no kernel ran (NVML, 10 Hz).
-*Overlap*: share of the time of copies to the GPU in which a kernel ran; *rate*: bytes copied in that time (trace).
+steps whose `next()` took more than {1e3 * WAITED_S:g} ms. *Idle*: share of the time in which no kernel ran (NVML, 10
+Hz). *Overlap*: share of the time of copies to the GPU in which a kernel ran; *rate*: bytes copied in that time (trace).
 *Plain*: the rate of nothing but copies of as much as such a batch holds, from memory that torch has pinned.
 """
 NO_GPU = """\
@@ -164,16 +156,14 @@ ROUNDS, SPREAD = 4.0, 0.9
 """Median and logarithmic standard deviation of a sample's rounds of filtering: 1 % take 8 times the median."""
 
 
-class Augmented(Dataset[Any]):
+class Augmented(Counted):
     """Random arrays that are filtered in rounds, as many as the index says; each comes behind its index."""
 
     def __init__(self, size: int, shape: tuple[int, ...]) -> None:
-        self.size, self.shape = size, shape
+        super().__init__(size)
+        self.shape = shape
         drawn = np.random.default_rng(0).lognormal(np.log(ROUNDS), SPREAD, size)
         self.rounds = np.maximum(drawn.round(), 1).astype(int)
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, index: int) -> tuple[int, np.ndarray[Any, Any]]:
         array = np.random.default_rng(index).random(self.shape, np.float32)
@@ -183,15 +173,12 @@ class Augmented(Dataset[Any]):
         return index, array
 
 
-class Ready(Dataset[Any]):
+class Ready(Counted):
     """The same arrays again and again, which cost nothing but their copy; each comes behind its index."""
 
     def __init__(self, size: int, shape: tuple[int, ...]) -> None:
-        self.size = size
+        super().__init__(size)
         self.arrays = np.random.default_rng(0).random((16, *shape), np.float32)
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, index: int) -> tuple[int, np.ndarray[Any, Any]]:
         return index, self.arrays[index % len(self.arrays)]
@@ -251,9 +238,7 @@ class Training(NamedTuple):
 
     Attributes:
         shape: of an image; a volume has no dimension for the channel.
-        batch_size: samples in a batch.
         make: the network of a width.
-        width: its channels.
         dataset: its samples, by number and shape.
     """
 
@@ -262,7 +247,7 @@ class Training(NamedTuple):
     batch_size: int
     make: Callable[[int], nn.Module]
     width: int
-    dataset: Callable[[int, tuple[int, ...]], Dataset[Any]] = Augmented
+    dataset: Callable[[int, tuple[int, ...]], Counted] = Augmented
 
 
 UNET, RESNET, LAYER = "3D U-Net", "ResNet", "one layer"
@@ -285,16 +270,13 @@ def contenders(on_gpu: bool) -> tuple[Contender, ...]:
     pinned: dict[str, Any] = {"pin_memory": on_gpu}
     in_place: dict[str, Any] = {"pin_memory": on_gpu and "in_place"}
 
-    def ours(name: str, own: dict[str, Any], keeps_order: bool = True) -> Contender:
-        return Contender(name, name, minato_loader(**own), keeps_order)
-
     return (
-        replace(TORCH, build=torch_loader(**pinned)),
-        replace(TORCH_ANY_ORDER, build=torch_loader(**pinned, in_order=False)),
-        ours("minato, pinned", pinned),
-        ours("minato, pinned in place", in_place),
-        ours("minato, device=", where),
-        ours("minato, device=, in_order=False", {**where, "in_order": False}, keeps_order=False),
+        torch_as(**pinned),
+        torch_as("torch, in_order=False", **pinned, in_order=False),
+        minato_as("minato, pinned", **pinned),
+        minato_as("minato, pinned in place", **in_place),
+        minato_as("minato, device=", **where),
+        minato_as("minato, device=, in_order=False", **where, in_order=False),
     )
 
 
@@ -413,44 +395,38 @@ def line(training: Training, label: str, runs: list[Measured], least_s: float) -
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.gpu", __doc__ or "", 3)
-    parser.add_argument(
-        "--workers", type=int, default=max(record.usable_cores() - 1, 1), metavar="N"
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("gpu", __doc__, 3)
+    cores = max(record.usable_cores() - 1, 1)
+    parser.add_argument("--workers", type=int, default=cores, metavar="N")
     options = parser.parse_args(arguments)
-    on_gpu, repeats = torch.cuda.is_available(), report.repeats_of(options)
+    on_gpu, repeats = torch.cuda.is_available(), options.repeats
     batches, epochs = (2, 1) if options.short else (64, 3)
     page = report.Page("gpu", options.out)
-    page.add(
-        HEAD.format(
-            where=f"GPU: {torch.cuda.get_device_name()}." if on_gpu else NO_GPU,
-            how=f"Medians of {repeats} runs of {epochs} whole epochs of {batches} batches, after one that warms up.",
-            workers=options.workers,
-            waited=1e3 * WAITED_S,
-        )
-    )
+    where = f"GPU: {torch.cuda.get_device_name()}." if on_gpu else NO_GPU
+    how = f"Medians of {repeats} runs of {epochs} whole epochs of {batches} batches, after one that warms up."
+    page.add(HEAD.format(where=where, how=how, workers=options.workers))
     head = ["network", "loader", "epoch (s)", "efficiency", "waited (%)", "idle (%)", "overlap (%)"]
     head += ["rate (GB/s)", "memory on the GPU (MiB)"]
-    lines = []
+    lines, compared = [], named(*contenders(on_gpu))
     for training in ON_GPU if on_gpu else ON_CPU:
         dataset = training.dataset(batches * training.batch_size, training.shape)
         least_s, nbytes = ideal_s(training, dataset, options.workers)
         lines.append([training.name, "*ideal*", f"{least_s:.2f}", *[""] * 6])
-        runs: dict[str, list[Measured]] = {}
-        for _, contender in in_turn(contenders(on_gpu), repeats):
-            one = measure(training, contender, dataset, options.workers, epochs)
-            runs.setdefault(contender.label, []).append(one)
-            page.say(f"{training.name}, {contender.label}: {one.epoch_s:.2f} s")
-        for each in contenders(on_gpu):
-            lines.append(line(training, each.label, runs[each.label], least_s))
+        case = dataset, options.workers, epochs
+        runs = page.turns(
+            training.name,
+            [*compared],
+            repeats,
+            lambda name, _, training=training, case=case: measure(training, compared[name], *case),  # type: ignore[misc]
+            lambda one: f"{one.epoch_s:.2f} s",
+        )
+        lines += [line(training, label, each, least_s) for label, each in runs.items()]
         if on_gpu:
             rate = plain_copies(nbytes, torch.device("cuda")).rate
             lines.append([training.name, "*plain*", *[""] * 5, f"{1e-9 * rate:.1f}", ""])
     page.add("## All figures\n", report.table(head, lines))
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset
-
-from bench.harness import chart, environments, record, report
-from bench.harness.datasets import SleepingWork, Vectors, Work
+from bench.harness import chart, environments, report
+from bench.harness.datasets import Counted, SleepingWork, Vectors, Work
 from bench.harness.loaders import MINATO, TORCH, TORCH_ANY_ORDER, named
-from bench.harness.suite import Row, Spread, in_turn, measure
+from bench.harness.suite import Row, Spread, measure
 from bench.harness.trial import WrongDeliveryError
 
 CONTENDERS = named(TORCH, TORCH_ANY_ORDER, MINATO)
@@ -56,9 +54,7 @@ class Curve:
     """One quantity that grows.
 
     Args:
-        name: the quantity.
         unit: the unit of work that the time is given for.
-        sizes: its values.
         row: ``row(size) -> (dataset, batch size, workers, shuffle)``.
         units: ``units(size)``: units of work in an epoch.
         most: the largest value for a loader that would take too long beyond.
@@ -121,7 +117,6 @@ def points_of(
             title="",
             make=lambda _, work=work: work,  # type: ignore[misc]
             samples=len(work),
-            short_samples=0,
             batch_size=batch_size,
             workers=workers,
             epochs=2,
@@ -183,11 +178,8 @@ def second_loader(loader: str, workers: str, method: str) -> float:
     return first_batch(loader, workers, method)
 
 
-class _Pids(Dataset[int]):
+class _Pids(Counted):
     """Samples of 1 ms that are the pid of their worker."""
-
-    def __len__(self) -> int:
-        return 1_000_000
 
     def __getitem__(self, index: int) -> int:
         time.sleep(0.001)
@@ -197,7 +189,7 @@ class _Pids(Dataset[int]):
 def replacement(loader: str, workers: str, method: str) -> float:
     """Milliseconds from the end of a killed worker to the first batch of the worker that replaces it."""
     arguments = {"num_workers": int(workers), "multiprocessing_context": method}
-    iterator = iter(CONTENDERS[loader].build(_Pids(), arguments, 0))
+    iterator = iter(CONTENDERS[loader].build(_Pids(1_000_000), arguments, 0))
     alive: set[int] = set()
     while len(alive) < int(workers):
         alive.add(int(next(iterator)))
@@ -279,8 +271,6 @@ class Section(NamedTuple):
     """A table of what is measured in a process of its own, because what ran before would change it.
 
     Attributes:
-        title: the heading.
-        about: the text below it.
         columns: heads of the cases.
         cases: arguments of the function that measures.
         loaders: names of the loaders; None: all.
@@ -292,16 +282,20 @@ class Section(NamedTuple):
     cases: Sequence[tuple[str, str]]
     loaders: Sequence[str] | None = None
 
-    def table(self, what: str, short: bool, repeats: int, say: Callable[[str], None]) -> str:
-        """Median and range by case and loader, loaders in turn; the first case alone in a ``short`` run."""
+    def table(self, what: str, options: Any, page: report.Page) -> str:
+        """Median and range by case and loader, loaders in turn; the first case alone in a smoke run."""
         names = self.loaders or [*CONTENDERS]
         lines = []
-        for case in self.cases[:1] if short else self.cases:
-            found: dict[str, list[float]] = {name: [] for name in names}
-            for _, name in in_turn(names, repeats):
-                value = environments.call(f"bench.growth:{what}", name, *case, limit_s=_LIMIT_S)
-                found[name].append(value)
-                say(f"{what} {' '.join(case)} {name}: {value:.0f}")
+        for case in self.cases[:1] if options.short else self.cases:
+            found = page.turns(
+                f"{what} {' '.join(case)}",
+                names,
+                options.repeats,
+                lambda name, _, case=case: environments.call(  # type: ignore[misc]
+                    f"bench.growth:{what}", name, *case, limit_s=_LIMIT_S
+                ),
+                "{:.0f}".format,
+            )
             lines.append([*case, *(report.spread_text(values, 0) for values in found.values())])
         return report.table([*self.columns, *(CONTENDERS[name].label for name in names)], lines)
 
@@ -372,24 +366,18 @@ def _short(size: int) -> str:
     return f"{size}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = report.parser("bench.growth", __doc__ or "", 3, ROWS).parse_args(arguments)
-    repeats = report.repeats_of(options)
-    whole = options.rows == [*ROWS] and not options.short
-    page = report.Page("growth", options.out or (record.PAGES if whole else None))
-    page.add(HEAD.format(repeats=repeats, images=chart.images("growth", ALT)))
-    found = {}
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("growth", __doc__, 3, publishes=True, rows=ROWS)
+    options = parser.parse_args(arguments)
+    page = report.Page("growth", options.out)
+    page.add(HEAD.format(repeats=options.repeats, images=chart.images("growth", ALT)))
     for curve in CURVES if "curves" in options.rows else ():
         sizes = curve.sizes[:2] if options.short else curve.sizes
-        found[curve.name] = points_of(curve, sizes, repeats, page.say)
-        page.add(curve_table(curve, found[curve.name]))
+        page.add(curve_table(curve, points_of(curve, sizes, options.repeats, page.say)))
     for what, section in SECTIONS.items():
         if what in options.rows:
-            page.add(f"## {section.title}\n\n{section.about}")
-            page.add(section.table(what, options.short, repeats, page.say))
-    page.finish(draw if found else None)
-    return 0
+            page.add(f"## {section.title}\n\n{section.about}", section.table(what, options, page))
+    page.finish(draw if "curves" in options.rows else None)
 
 
 if __name__ == "__main__":

@@ -21,18 +21,20 @@ from torch.utils.data import IterableDataset
 from bench import jpegs, peers
 from bench.harness import record, report
 from bench.harness.bare import BareProcesses
-from bench.harness.datasets import Sample
+from bench.harness.datasets import Mapped, Sample
 from bench.harness.loaders import (
     MINATO,
     MINATO_ANY_ORDER,
+    MINATO_THREADS,
     TORCH,
     TORCH_ANY_ORDER,
     Build,
     Contender,
     minato_loader,
+    named,
     torch_loader,
 )
-from bench.harness.suite import Row, RowResult
+from bench.harness.suite import Row, chosen
 
 FOLDER = record.ROOT / "build" / "images"
 SIZES = ((500, 375),) * 11 + ((375, 500),) * 4 + ((500, 333),) * 3 + ((333, 500),) * 2
@@ -146,17 +148,11 @@ def _datago(work: Any, arguments: dict[str, Any], seed: int) -> Any:
     return TorchLoader(_Datago(work, arguments["num_workers"], 2 * batch_size), batch_size)
 
 
-class _Undelivered:
+class _Undelivered(Mapped):
     """Samples that are made and stay where they are."""
 
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-    def __len__(self) -> int:
-        return len(self.work)
-
     def __getitem__(self, index: int) -> None:
-        self.work[index]
+        self.dataset[index]
 
     def content(self, index: int) -> Any:
         return torch.empty(0), index
@@ -250,7 +246,7 @@ def _peer(name: str, *contenders: Contender, own: Sequence[str] = (), **more: An
 
 PEERS = {
     "torch": peers.Peer((TORCH, TORCH_ANY_ORDER)),
-    "minato": peers.Peer((MINATO, MINATO_ANY_ORDER, jpegs.THREADS), imports=("minato",)),
+    "minato": peers.Peer((MINATO, MINATO_ANY_ORDER, MINATO_THREADS), imports=("minato",)),
     "pil": peers.Peer(
         (
             Contender("torch-pil", "torch, PIL", _with_pil(torch_loader()), True, "alike"),
@@ -286,7 +282,7 @@ PEERS = {
         for row in (_FLOATS, _BYTES)
     },
 }
-CONTENDERS = {one.name: one for peer in PEERS.values() for one in peer.contenders}
+CONTENDERS = named(*(one for peer in PEERS.values() for one in peer.contenders))
 
 
 def _row(name: str, make: type[jpegs.Photographs]) -> Row:
@@ -295,7 +291,6 @@ def _row(name: str, make: type[jpegs.Photographs]) -> Row:
         title="",
         make=lambda count: make(count, Files(count)),
         samples=768,
-        short_samples=64,
         batch_size=32,
         workers=2,
         epochs=3,
@@ -307,56 +302,29 @@ def _row(name: str, make: type[jpegs.Photographs]) -> Row:
 ROWS = {_FLOATS: _row(_FLOATS, jpegs.Simplejpeg), _BYTES: _row(_BYTES, jpegs.Bytes)}
 
 
-def trial(contender: str, row_name: str, seed: int, short: bool) -> dict[str, Any]:
-    """In a peer's environment: one trial."""
-    return peers.trial_of(PEERS, ROWS, contender, row_name, seed, short)
-
-
-def _table(result: RowResult) -> str:
-    first, later = result.first_rates(), result.later_rates()
-    lines = []
-    for name in result.trials:
-        cells = [report.spread_text(first[name], 0), report.spread_text(later[name], 0)]
-        for other in ("torch", "bare"):
-            ratios = [a / b for a, b in zip(later[name], later.get(other, ()), strict=False)]
-            cells.append(report.spread_text(ratios, 2) if ratios else "")
-        lines.append([CONTENDERS[name].label, *cells])
-    head = ["loader", "first epoch", "later epochs", "× torch", "of bare processes"]
-    return report.table(head, lines)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.imagenet", __doc__ or "", 3, ROWS)
-    parser.add_argument(
-        "--peers", type=report.names(PEERS), default=list(PEERS), help=", ".join(PEERS)
-    )
-    options = parser.parse_args(arguments)
-    repeats = report.repeats_of(options)
+def main(arguments: list[str] | None = None) -> None:
+    options = report.Parser("imagenet", __doc__, 3, rows=ROWS, peers=PEERS).parse_args(arguments)
     page = report.Page("imagenet", options.out)
-    rows = [ROWS[name] for name in options.rows]
-    samples = rows[0].short_samples if options.short else rows[0].samples
-    files = Files(samples)
+    rows = chosen(ROWS, options)
+    files = Files(rows[0].samples)
     size = sum(path.stat().st_size for path in files.paths) / len(files) / 1000
     sides = np.mean([_sides(path) for path in files.paths], axis=0)
     page.add(
         HEAD.format(
-            samples=samples,
+            samples=len(files),
             sizes="{:.0f} × {:.0f} pixels".format(*sides),
             kilobytes=size,
             batch=rows[0].batch_size,
-            repeats=repeats,
+            repeats=options.repeats,
             epochs=rows[0].epochs,
         )
     )
-    chosen = {name: PEERS[name] for name in options.peers}
-    comparison = peers.Comparison(chosen, "bench.imagenet", repeats, options.short, page)
+    comparison = peers.Comparison("bench.imagenet", PEERS, options, page)
+    against = {"torch": "× torch", "bare": "of bare processes"}
     for row in rows:
-        page.add(f"## {row.name}\n", _table(comparison.measure(row)))
-    if comparison.notes:
-        page.add("## What did not run\n", comparison.said)
+        page.add(f"## {row.name}\n", report.rates(comparison.measure(row), CONTENDERS, against))
+    page.add(*comparison.said)
     page.finish(conditions=comparison.versions)
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
 
 from bench.harness import report
-from bench.harness.datasets import Sample
-from bench.harness.loaders import STANDARD, Contender, minato_loader, named
-from bench.harness.suite import Row, RowResult, measure
+from bench.harness.datasets import Counted, Sample
+from bench.harness.loaders import MINATO_THREADS, STANDARD, Contender, named
+from bench.harness.suite import Row, RowResult, chosen, measure
 
 SIDES = (224, 640)
 """Width and height of a photograph, in pixels: between these, as downloaded photographs differ in size."""
@@ -31,25 +30,19 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 """An image: height, width, three colors."""
 
 
-class Photographs(Dataset[Sample]):
+class Photographs(Counted):
     """JPEGs in memory: cut-outs of two real photographs. What is drawn for a sample follows from its index.
 
     Args:
-        count: Number of samples.
         files: Used in turn; 256 cut-outs when omitted.
-
-    Attributes:
-        decodes: A sample is work for a core.
     """
 
     decodes = True
+    """A sample is work for a core."""
 
     def __init__(self, count: int, files: Sequence[bytes] = ()) -> None:
-        self.count = count
+        super().__init__(count)
         self.files = files or _cut_outs(min(count, FILES))
-
-    def __len__(self) -> int:
-        return self.count
 
     def __getitem__(self, index: int) -> Sample:
         draw = random.Random(index)
@@ -69,7 +62,6 @@ class Photographs(Dataset[Sample]):
         return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
     def content(self, index: int) -> Sample:
-        """The same: all of it is work."""
         return self[index]
 
 
@@ -179,7 +171,6 @@ def _row(name: str, title: str, make: type[Photographs], *more: Contender) -> Ro
         title=f"{title}; batch 32, 2 workers",
         make=make,
         samples=2048,
-        short_samples=64,
         batch_size=32,
         workers=2,
         epochs=2,
@@ -188,17 +179,16 @@ def _row(name: str, title: str, make: type[Photographs], *more: Contender) -> Ro
     )
 
 
-THREADS = Contender(
-    "minato-threads", "minato, threads", minato_loader(workers="thread"), keeps_order=True
-)
-CONTENDERS = {**STANDARD, **named(THREADS)}
+CONTENDERS = {**STANDARD, **named(MINATO_THREADS)}
 ROWS = {
     row.name: row
     for row in (
         _row("pil", "PIL decodes and resizes, float32", Photographs),
         _row("draft", "the same with Image.draft before decoding", Draft),
-        _row("simplejpeg", "simplejpeg decodes, OpenCV resizes, float32", Simplejpeg, THREADS),
-        _row("uint8", "the same as uint8, colors last", Bytes, THREADS),
+        _row(
+            "simplejpeg", "simplejpeg decodes, OpenCV resizes, float32", Simplejpeg, MINATO_THREADS
+        ),
+        _row("uint8", "the same as uint8, colors last", Bytes, MINATO_THREADS),
     )
 }
 HEAD = """\
@@ -226,18 +216,14 @@ def overview(results: Sequence[RowResult]) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = report.parser("bench.jpegs", __doc__ or "", 5, ROWS).parse_args(arguments)
-    repeats = report.repeats_of(options)
+def main(arguments: list[str] | None = None) -> None:
+    options = report.Parser("jpegs", __doc__, 5, rows=ROWS).parse_args(arguments)
     page = report.Page("jpegs", options.out)
-    page.add(HEAD.format(repeats=repeats))
-    rows = [ROWS[name].short() if options.short else ROWS[name] for name in options.rows]
-    results = measure(rows, CONTENDERS, repeats, page.say)
+    page.add(HEAD.format(repeats=options.repeats))
+    results = measure(chosen(ROWS, options), CONTENDERS, options.repeats, page.say)
     page.add("## Images per second\n", overview(results))
     page.add("## All figures\n", *(report.details(result, CONTENDERS) for result in results))
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench.harness import chart, record, report
+from bench.harness import chart, report
 from bench.harness.datasets import (
     SleepingWork,
     StoredRows,
@@ -16,7 +16,7 @@ from bench.harness.datasets import (
     straggler_costs_s,
 )
 from bench.harness.loaders import BARE, MINATO_SEED, STANDARD, named
-from bench.harness.suite import Goal, Row, Spread, measure
+from bench.harness.suite import Row, Spread, chosen, measure
 
 CONTENDERS = named(BARE, *STANDARD.values(), MINATO_SEED)
 AND_BARE = (BARE.name, *STANDARD)
@@ -71,58 +71,43 @@ def _bimodal(heavy_s: float) -> Callable[[int], SleepingWork]:
     return lambda count: SleepingWork(bimodal_costs_s(count, 0.005, heavy_s, every=5))
 
 
-def _fast(limit_ms: float) -> tuple[Goal, ...]:
-    return tuple(
-        goal
-        for name in ("minato", "minato-any-order")
-        for goal in (Goal(name, "efficiency", 0.95), Goal(name, "first batch ms", limit_ms))
-    )
-
-
 STRAGGLERS = Row(
     name="stragglers",
     title="4000 samples of 1 ms, 1 % of them 201 ms; batch 32, 4 workers",
     make=lambda count: SleepingWork(straggler_costs_s(count, 0.001, 0.201, share=0.01)),
     samples=4000,
-    short_samples=400,
     batch_size=32,
     workers=4,
     epochs=1,
     loaders=AND_BARE,
-    goals=(Goal("minato", "efficiency", 0.90), Goal("minato-any-order", "efficiency", 0.95)),
 )
 LOGNORMAL = Row(
     name="lognormal",
     title="168 log-normal samples, mean 10 ms, deviation 3.9 ms; batch 3, 12 workers, 10 epochs",
     make=lambda count: SleepingWork(lognormal_costs_s(count, 0.010, relative_deviation=0.39)),
     samples=168,
-    short_samples=168,
     batch_size=3,
     workers=12,
     epochs=10,
     loaders=SEEDED_TOO,
     shuffle=True,
     persistent=True,
-    goals=(Goal("minato-seed", "efficiency", 0.93),),
 )
 BALANCED = replace(
     LOGNORMAL,
     name="balanced",
     title="the same, and a consumer exactly as fast as the workers",
     pause_s=0.010 * 3 / 12,
-    goals=(Goal("minato-seed", "efficiency", 0.92),),
 )
 BIMODAL_35 = Row(
     name="bimodal-35",
     title="5 ms, every fifth sample 35 ms; batch 24, 12 workers, 2 epochs",
     make=_bimodal(0.035),
     samples=2400,
-    short_samples=240,
     batch_size=24,
     workers=12,
     epochs=2,
     loaders=AND_BARE,
-    goals=_fast(60),
 )
 BIMODAL_105 = replace(
     BIMODAL_35,
@@ -130,57 +115,47 @@ BIMODAL_105 = replace(
     title="5 ms, every fifth sample 105 ms; batch 24, 12 workers, 2 epochs",
     make=_bimodal(0.105),
     samples=1200,
-    short_samples=120,
-    goals=_fast(150),
 )
 IMAGE = Row(
     name="image",
     title="float32 (3, 224, 224) from memory; batch 32, 2 workers",
-    make=lambda count: StoredTensors((3, 224, 224), pool_size=128, length=count),
+    make=lambda count: StoredTensors((3, 224, 224), pool_size=128, count=count),
     samples=1024,
-    short_samples=128,
     batch_size=32,
     workers=2,
     epochs=4,
     unit="GB/s",
     persistent=True,
     skips_first_epoch=True,
-    goals=(Goal("minato", "ratio to torch", 6.0), Goal("minato", "efficiency", 0.5)),
 )
 IMAGE_READ = replace(
     IMAGE,
     name="image-read",
     title="the same, and a consumer that reads every byte",
     reads=True,
-    goals=(),
 )
 PATCH = replace(
     IMAGE,
     name="patch",
     title="float32 (3, 64, 64) from memory; batch 64, 2 workers",
-    make=lambda count: StoredTensors((3, 64, 64), pool_size=1024, length=count),
+    make=lambda count: StoredTensors((3, 64, 64), pool_size=1024, count=count),
     samples=8192,
-    short_samples=1024,
     batch_size=64,
-    goals=(Goal("minato", "ratio to torch", 6.0),),
 )
 TABULAR = replace(
     IMAGE,
     name="tabular",
     title="16 Python floats and a label; batch 256, 2 workers",
-    make=lambda count: StoredRows(width=16, length=count, as_floats=True),
+    make=lambda count: StoredRows(count, as_floats=True),
     samples=65536,
-    short_samples=4096,
     batch_size=256,
     unit="us/sample",
-    goals=(Goal("minato", "ratio to torch", 6.0), Goal("minato", "own us/sample", 2.0)),
 )
 VECTOR = replace(
     TABULAR,
     name="vector",
     title="a NumPy vector of 16 floats and a label; batch 256, 2 workers",
-    make=lambda count: StoredRows(width=16, length=count, as_floats=False),
-    goals=(),
+    make=StoredRows,
 )
 
 
@@ -192,7 +167,6 @@ def _inline(row: Row) -> Row:
         workers=0,
         persistent=False,
         loaders=("torch", "minato"),
-        goals=(Goal("minato", "ratio to torch", 1.5),),
     )
 
 
@@ -201,9 +175,7 @@ SMALL = replace(
     name="small-inline",
     title="a NumPy vector of 16 floats and a label; batch 8, in the main process (num_workers=0)",
     samples=16384,
-    short_samples=1024,
     batch_size=8,
-    goals=(Goal("minato", "ratio to torch", 1.0),),
 )
 ROWS = {
     row.name: row
@@ -236,29 +208,17 @@ def draw(page: Path) -> None:
     chart.bars(panels, len(panels), page, "bars are medians, lines the minimum and maximum")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.macro", __doc__ or "", 5, ROWS)
-    parser.add_argument(
-        "--loaders", type=report.names(CONTENDERS), metavar="NAME,...", help=", ".join(CONTENDERS)
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("macro", __doc__, 5, publishes=True, rows=ROWS, loaders=CONTENDERS)
     options = parser.parse_args(arguments)
-    repeats = report.repeats_of(options)
-    rows = [ROWS[name] for name in options.rows]
-    contenders = {name: CONTENDERS[name] for name in options.loaders or CONTENDERS}
-    whole = not options.short and options.rows == [*ROWS] and not options.loaders
-    page = report.Page("engine", options.out or (record.PAGES if whole else None))
-    page.say(f"{len(rows)} rows, {repeats} repeats")
-    results = measure(
-        [row.short() if options.short else row for row in rows], contenders, repeats, page.say
-    )
-    page.add(HEAD.format(repeats=repeats, images=chart.images("engine", ALT)))
-    page.add("## Efficiency\n", report.overview(results, contenders))
-    page.say(report.goals(results, contenders))  # for who works on it
-    page.add("## Where torch is faster\n", report.losses(results, contenders), NOTE)
-    page.add("## All figures\n", *(report.details(result, contenders) for result in results))
+    contenders = {name: CONTENDERS[name] for name in options.loaders}
+    page = report.Page("engine", options.out)
+    page.say(f"{len(options.rows)} rows, {options.repeats} repeats")
+    results = measure(chosen(ROWS, options), contenders, options.repeats, page.say)
+    page.add(HEAD.format(repeats=options.repeats, images=chart.images("engine", ALT)))
+    faster = report.losses(results, contenders)
+    page.add_rows(results, contenders, "## Where torch is faster\n", faster, NOTE)
     page.finish(draw)
-    return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from bench.harness import record, report
+from bench.harness import report
 
 Operations = dict[str, tuple[str, dict[str, Any]]]
 """What is measured: its label, then a statement and the names it uses."""
@@ -313,28 +313,24 @@ def lines(module: str, figures: Figures, columns: list[str]) -> list[list[str]]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.micro", __doc__ or "", ROUNDS)
-    parser.add_argument("modules", nargs="*", choices=[[], *MODULES], help="default: all")
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("micro", __doc__, ROUNDS, publishes=True, rows=MODULES)
     parser.add_argument("--impl", choices=["py", "c", "both"], default="both")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rounds, round_s = report.repeats_of(options), 0.002 if options.short else 0.05
     backends = ["c", "py"] if options.impl == "both" else [options.impl]
-    whole = not (options.short or options.modules or options.impl != "both")
-    page = report.Page("core", options.out or (record.PAGES if whole else None))
+    page = report.Page("core", options.out)
     columns = [*(BACKENDS[backend] for backend in backends), "numpy", "torch"]
     found = []
-    for name in options.modules or MODULES:
-        found += lines(name, measure(name, backends, rounds, round_s), columns)
+    for name in options.rows:
+        round_s = 0.002 if options.short else 0.05
+        found += lines(name, measure(name, backends, options.repeats, round_s), columns)
         page.say(f"{name}: done")
     page.add("# The compiled core against its pure Python form\n")
     page.add("Written by `python -m bench.micro`: ns per operation, the best of several rounds.\n")
-    page.add("## Figures\n")
-    page.add(report.table(["module", "operation", *columns, "pure / compiled"], found))
+    head = ["module", "operation", *columns, "pure / compiled"]
+    page.add("## Figures\n", report.table(head, found))
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

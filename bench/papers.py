@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from bench.harness import record, report
-from bench.harness.datasets import SleepingWork
-from bench.harness.loaders import STANDARD, Contender, minato_loader, named
+from bench.harness.datasets import Counted, SleepingWork
+from bench.harness.loaders import STANDARD, Contender, minato_as, named
 from bench.harness.ranks import run_ranks, wait_for_all
-from bench.harness.suite import in_turn
 from bench.harness.trial import Consumer, Run, check_labels, first, second, unwarned
 from bench.workloads.detection import Photographs, detection_chain, padded_pictures
 from bench.workloads.packages import FOLDER, SCANS
@@ -50,17 +49,12 @@ minimum and maximum in brackets.
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run.
-
-    Attributes:
-        short: a smoke run.
-        repeats: runs of each loader where time is measured.
-        data: folder that ``make data`` has filled.
-    """
+    """How to run, on data in a folder that ``make data`` has filled."""
 
     short: bool
     repeats: int
     data: Path
+    page: report.Page
 
 
 @dataclass(frozen=True)
@@ -69,10 +63,8 @@ class Workload:
 
     Attributes:
         dataset: real samples; it knows their files by ``path_of``.
-        transforms: applied to each sample.
         collate: a ``collate_fn`` where samples have no common shape.
         batch_size: smaller than the paper's, so that a short epoch has many.
-        workers: of each loader.
         draws: how often each sample's cost is measured.
         printed: the paper's mean, median, P75, P90, minimum, maximum and deviation, ms.
     """
@@ -230,7 +222,7 @@ def throughput(settings: Settings) -> str:
         each_s = max((cpu_s + slept_s) / workload.workers, cpu_s / record.usable_cores())
         batches = 2 if settings.short else max(1, int(2.5 / each_s) // workload.batch_size)
         count = batches * workload.batch_size
-        usual, workload.dataset.length = workload.dataset.length, count
+        usual, workload.dataset.count = workload.dataset.count, count
         order = np.random.default_rng(0).permutation(count).tolist()
         arguments = {
             "batch_size": workload.batch_size,
@@ -240,17 +232,23 @@ def throughput(settings: Settings) -> str:
             "sampler": order,
         }
         consumer = Consumer(_sleep(each_s * workload.batch_size), first, [order])
-        found: dict[str, list[float]] = {}
-        for repeat, loader in in_turn([*STANDARD], settings.repeats):
-            run = Run(STANDARD[loader], workload.dataset, arguments, consumer, repeat)
-            run.epoch()
-            found.setdefault(loader, []).append(run.finish(name).whole_s)
-        workload.dataset.length = usual
+        epoch_s = partial(_epoch_s, name, workload.dataset, arguments, consumer)
+        found = settings.page.turns(name, [*STANDARD], settings.repeats, epoch_s, SECONDS)
+        workload.dataset.count = usual
         lines = report.times(found, each_s * count, STANDARD)
         parts.append(f"### {name}\n\n" + report.table(TIMES, lines))
     return "\n".join(parts)
 
 
+def _epoch_s(
+    row: str, dataset: Any, arguments: dict[str, Any], consumer: Consumer, loader: str, seed: int
+) -> float:
+    run = Run(STANDARD[loader], dataset, arguments, consumer, seed)
+    run.epoch()
+    return run.finish(row).whole_s
+
+
+SECONDS = "{:.2f} s".format
 TIMES = ["loader", "s", "efficiency", "× torch"]
 
 
@@ -258,15 +256,13 @@ def _sleep(seconds: float) -> Callable[[Any], None]:
     return lambda _: time.sleep(seconds)
 
 
-class Digits(Dataset[Any]):
+class Digits(Counted):
     """``(image, index, class)``; the class makes the cost."""
 
     def __init__(self, images: Any, labels: Any) -> None:
+        super().__init__(len(labels))
         self.images = (images / 16).astype(np.float32)
         self.labels = labels.astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.010 if self.labels[index] in (8, 9) else 0.0005)
@@ -282,14 +278,17 @@ def accuracy(settings: Settings) -> str:
     mixed = np.random.default_rng(0).permutation(len(labels))
     held, train = mixed[:360], mixed[360 : 720 if settings.short else None]
     training, held_out = (Digits(images[part], labels[part]) for part in (train, held))
-    fast_first = Contender(
-        "fast_first", "minato, order='fast_first'", minato_loader(order="fast_first"), False
-    )
+    fast_first = minato_as("minato, order='fast_first'", "fast_first", order="fast_first")
     contenders = {**STANDARD, **named(fast_first)}
-    found: dict[str, list[tuple[float, float, float]]] = {}
-    for seed, name in in_turn([*contenders], seeds):
-        learned = train_digits(contenders[name], training, held_out, seed, epochs, workers)
-        found.setdefault(name, []).append(learned)
+    found = settings.page.turns(
+        "digits",
+        [*contenders],
+        seeds,
+        lambda name, seed: train_digits(
+            contenders[name], training, held_out, seed, epochs, workers
+        ),
+        lambda learned: f"{learned[0]:.3f}",
+    )
     lines = []
     for name, ours in found.items():
         cells = []
@@ -367,10 +366,8 @@ class Plan(NamedTuple):
     """A training of several ranks on samples that sleep.
 
     Attributes:
-        work: all samples.
         orders: ``[rank][epoch]``: the indices of a rank.
         step_s: time of a step; the ranks take each step together.
-        batch_size, workers: of each rank.
     """
 
     work: SleepingWork
@@ -395,9 +392,9 @@ class Plan(NamedTuple):
         )
 
 
-def ranks_s(contender: Contender, plan: Plan) -> float:
+def ranks_s(name: str, plan: Plan) -> float:
     """Seconds of a training with one process for each rank."""
-    return max(run_ranks(_rank, [(contender.name, plan, orders) for orders in plan.orders]))
+    return max(run_ranks(_rank, [(name, plan, orders) for orders in plan.orders]))
 
 
 def _rank(name: str, plan: Plan, orders: list[list[int]]) -> float:
@@ -454,11 +451,7 @@ def scaling(settings: Settings) -> str:
     for ranks in (1, 2) if settings.short else (1, 2, 4):
         orders = [[order[rank::ranks]] for rank in range(ranks)]
         plan = Plan(work, orders, 0.125 * scale, 3, workers)
-        found: dict[str, list[float]] = {}
-        for _, name in in_turn([*STANDARD, SHARED], settings.repeats):
-            taken_s = shared_s(plan) if name == SHARED else ranks_s(STANDARD[name], plan)
-            found.setdefault(name, []).append(taken_s)
-        lines += _rank_lines(ranks, found, plan)
+        lines += _rank_lines(settings, [*STANDARD, SHARED], plan)
     return report.table(["ranks", *TIMES], lines)
 
 
@@ -476,16 +469,17 @@ def speedy(settings: Settings) -> str:
             orders[rank].append(order[rank::ranks][:length].tolist())
     step_s = float(costs_s.mean()) * batch_size / workers
     plan = Plan(SleepingWork(costs_s.ravel().tolist()), orders, step_s, batch_size, workers)
-    found: dict[str, list[float]] = {}
-    for _, name in in_turn([*STANDARD], settings.repeats):
-        found.setdefault(name, []).append(ranks_s(STANDARD[name], plan))
-    return report.table(["ranks", *TIMES], _rank_lines(ranks, found, plan))
+    return report.table(["ranks", *TIMES], _rank_lines(settings, [*STANDARD], plan))
 
 
-def _rank_lines(ranks: int, found: dict[str, list[float]], plan: Plan) -> list[list[str]]:
-    shared = Contender(SHARED, SHARED, minato_loader(), keeps_order=False)
-    contenders = {**STANDARD, SHARED: shared}
-    return [[f"{ranks}", *line] for line in report.times(found, plan.ideal_s, contenders)]
+def _rank_lines(settings: Settings, names: list[str], plan: Plan) -> list[list[str]]:
+    def taken_s(name: str, _: int) -> float:
+        return shared_s(plan) if name == SHARED else ranks_s(name, plan)
+
+    ranks = f"{len(plan.orders)}"
+    found = settings.page.turns(f"{ranks} ranks", names, settings.repeats, taken_s, SECONDS)
+    contenders = {**STANDARD, SHARED: minato_as(SHARED)}
+    return [[ranks, *line] for line in report.times(found, plan.ideal_s, contenders)]
 
 
 def segmentation_costs_s(count: int) -> Times:
@@ -575,14 +569,13 @@ need for a batch on average. Incomplete batches are left out; workers persist.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the experiments; returns the exit status."""
-    parser = report.parser("bench.papers", __doc__ or "", 3)
+    parser = report.Parser("papers", __doc__, 3)
     parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="only this one")
     parser.add_argument("--data", type=Path, default=FOLDER, help="what 'make data' has filled")
     options = parser.parse_args(arguments)
-    settings = Settings(options.short, report.repeats_of(options), options.data)
-    torch.set_num_threads(1)  # as in a worker; and threads would take the workers' cores
     page = report.Page("papers", options.out)
+    settings = Settings(options.short, options.repeats, options.data, page)
+    torch.set_num_threads(1)  # as in a worker; and threads would take the workers' cores
     page.add(HEAD.format(repeats=settings.repeats))
     for name in options.experiment or EXPERIMENTS:
         title, about, run = EXPERIMENTS[name]

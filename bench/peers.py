@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 from torch.utils.dlpack import from_dlpack
 
 from bench import macro
 from bench.harness import record, report
-from bench.harness.datasets import Sample, SleepingWork
+from bench.harness.datasets import Counted, Mapped, Sample, SleepingWork
 from bench.harness.environments import (
     PeerMissingError,
     TrialFailedError,
@@ -35,13 +35,15 @@ from bench.harness.environments import (
 from bench.harness.loaders import (
     MINATO,
     MINATO_ANY_ORDER,
+    MINATO_THREADS,
     TORCH,
     TORCH_ANY_ORDER,
     Contender,
-    minato_loader,
-    torch_loader,
+    minato_as,
+    named,
+    torch_as,
 )
-from bench.harness.suite import Row, RowResult, ideal_of, in_turn, run_trial
+from bench.harness.suite import Row, RowResult, chosen, ideal_of, run_trial
 from bench.harness.trial import Trial
 
 SHARD_FOLDER = record.ROOT / "build" / "shards"
@@ -71,29 +73,19 @@ worker that imports everything again, which takes minutes on two cores.
 """
 
 
-class Shards(Dataset[Sample]):
+class Shards(Counted):
     """``(array, index)`` from tar files whose members are ``000001.npy`` and ``000001.cls``.
 
-    The files are written where they are not there yet.
-
-    Args:
-        length: Samples, a multiple of ``SHARD_COUNT``.
-        folder: Where folders of files are.
-
-    Attributes:
-        paths: The files; each holds as many samples as any other, in the order of their indices.
+    The files are written where they are not there yet; each holds as many samples as any other, in their order.
     """
 
-    def __init__(self, length: int, folder: Path = SHARD_FOLDER) -> None:
-        self.length = length
-        home = folder / str(length)
+    def __init__(self, count: int, folder: Path = SHARD_FOLDER) -> None:
+        super().__init__(count)
+        home = folder / str(count)
         self.paths = [home / f"{number:02}.tar" for number in range(SHARD_COUNT)]
         if not home.exists():
-            _write(home, self.paths, length // SHARD_COUNT)
+            _write(home, self.paths, count // SHARD_COUNT)
         self._places = [place for path in self.paths for place in _places(path)]
-
-    def __len__(self) -> int:
-        return self.length
 
     def __getitem__(self, index: int) -> Sample:
         path, offset, nbytes = self._places[index]
@@ -102,7 +94,6 @@ class Shards(Dataset[Sample]):
             return np.load(io.BytesIO(file.read(nbytes))), index
 
     def content(self, index: int) -> Sample:
-        """Return ``self[index]`` without reading it."""
         return _array(index), index
 
 
@@ -138,11 +129,7 @@ def _places(path: Path) -> list[tuple[Path, int, int]]:
 
 @dataclass
 class Epochs:
-    """Gives a peer that has one object per epoch the shape of a loader.
-
-    Args:
-        begin: ``begin(epoch)`` gives the epoch's batches.
-    """
+    """Gives a peer that has one object per epoch the shape of a loader: ``begin(epoch)`` gives the epoch's batches."""
 
     begin: Any
     epoch: int = 0
@@ -171,7 +158,7 @@ def _fetch(work: Any, indices: list[int]) -> Any:
 
 
 def _torchdata(
-    work: Any, arguments: dict[str, Any], seed: int, *, in_order: bool, threads: bool
+    work: Any, arguments: dict[str, Any], seed: int, *, threads: bool, in_order: bool = True
 ) -> Any:
     from torchdata import nodes
 
@@ -226,10 +213,11 @@ class _Pipeline:
         self.pipeline.stop()
 
 
-def _spdl(work: Any, arguments: dict[str, Any], seed: int, *, output_order: str) -> Any:
+def _spdl(work: Any, arguments: dict[str, Any], seed: int, *, in_order: bool = True) -> Any:
     from spdl.pipeline import PipelineBuilder
 
     workers = arguments["num_workers"]
+    output_order = "input" if in_order else "completion"
     return _Pipeline(
         PipelineBuilder()
         .add_source(_Orders(work, arguments["shuffle"], seed), continuous=True)
@@ -244,26 +232,13 @@ def _spdl(work: Any, arguments: dict[str, Any], seed: int, *, output_order: str)
 def _spdl_processes(work: Any, arguments: dict[str, Any], seed: int) -> Any:
     from spdl.dataloader import get_pytorch_dataloader
 
-    return get_pytorch_dataloader(
-        work,
-        batch_size=arguments["batch_size"],
-        shuffle=arguments["shuffle"],
-        num_workers=arguments["num_workers"],
-        in_order=True,
-    )
+    given = {name: arguments[name] for name in ("batch_size", "shuffle", "num_workers")}
+    return get_pytorch_dataloader(work, **given, in_order=True)
 
 
-@dataclass
-class _Arrays:
-    """A dataset whose samples are NumPy arrays, which is what Grain stacks."""
-
-    work: Any
-
-    def __len__(self) -> int:
-        return len(self.work)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        return tuple(np.asarray(part) for part in self.work[index])
+def _arrays(sample: Any) -> tuple[np.ndarray, ...]:
+    """Grain stacks NumPy arrays."""
+    return tuple(np.asarray(part) for part in sample)
 
 
 def _grain(work: Any, arguments: dict[str, Any], seed: int, *, threads: bool) -> Any:
@@ -276,7 +251,7 @@ def _grain(work: Any, arguments: dict[str, Any], seed: int, *, threads: bool) ->
     num_threads = (workers if threads else 1) if slow else 0
 
     def begin(epoch: int) -> Any:
-        samples = grain.MapDataset.source(_Arrays(work))
+        samples = grain.MapDataset.source(Mapped(work, [_arrays]))
         if arguments["shuffle"]:
             samples = samples.shuffle((seed << 16) + epoch)
         batches = samples.to_iter_dataset(
@@ -289,7 +264,7 @@ def _grain(work: Any, arguments: dict[str, Any], seed: int, *, threads: bool) ->
     return Epochs(begin)
 
 
-def _tfdata(work: Any, arguments: dict[str, Any], seed: int, *, in_order: bool) -> Any:
+def _tfdata(work: Any, arguments: dict[str, Any], seed: int, *, in_order: bool = True) -> Any:
     import tensorflow as tf
 
     example = [np.asarray(part) for part in work.content(0)]
@@ -393,16 +368,11 @@ SHARDS = replace(
     title="float32 (3, 64, 64) as .npy in 16 tar files, in the page cache; batch 16, 2 workers",
     make=Shards,
     samples=2048,
-    short_samples=256,
     batch_size=16,
     unit="s/epoch",
-    goals=(),
 )
 _SHARED = ("stragglers", "lognormal", "bimodal-35", "image")
-ROWS: dict[str, Row] = {
-    **{name: replace(macro.ROWS[name], goals=()) for name in _SHARED},
-    SHARDS.name: SHARDS,
-}
+ROWS = {**{name: macro.ROWS[name] for name in _SHARED}, SHARDS.name: SHARDS}
 
 
 @dataclass(frozen=True)
@@ -410,7 +380,6 @@ class Peer:
     """A project.
 
     Args:
-        contenders: its loaders.
         requirements: what pip installs beside torch; nothing: it runs in this environment.
         imports: imported before the clock starts.
         rows: names of the rows where it takes part; empty: all of them.
@@ -425,64 +394,45 @@ class Peer:
 
 
 def _one(name: str, label: str, build: Any, keeps_order: bool = True, **own: Any) -> Contender:
+    keeps_order = own.get("in_order", keeps_order)
     return Contender(name, label, partial(build, **own) if own else build, keeps_order)
 
 
-_THREADS: dict[str, Any] = {"workers": "thread"}
+_THREADS_ANY_ORDER = {"workers": "thread", "in_order": False}
 PEERS = {
     "torch": Peer(
         (
             TORCH,
             TORCH_ANY_ORDER,
-            _one("torch-deep", "torch, prefetch_factor=8", torch_loader(prefetch_factor=8)),
+            torch_as("torch, prefetch_factor=8", "torch-deep", prefetch_factor=8),
         )
     ),
     "minato": Peer(
         (
-            MINATO,
-            MINATO_ANY_ORDER,
-            _one("minato-threads", "minato, threads", minato_loader(**_THREADS)),
-            _one(
-                "minato-threads-any-order",
-                "minato, threads, in_order=False",
-                minato_loader(**_THREADS, in_order=False),
-                keeps_order=False,
+            *(MINATO, MINATO_ANY_ORDER, MINATO_THREADS),
+            minato_as(
+                "minato, threads, in_order=False", "minato-threads-any-order", **_THREADS_ANY_ORDER
             ),
         ),
         imports=("minato",),
     ),
     "torchdata": Peer(
         (
-            _one("torchdata", "torchdata.nodes, threads", _torchdata, in_order=True, threads=True),
+            _one("torchdata", "torchdata.nodes, threads", _torchdata, threads=True),
             _one(
-                "torchdata-any-order",
-                "torchdata.nodes, threads, in_order=False",
-                _torchdata,
-                keeps_order=False,
+                *("torchdata-any-order", "torchdata.nodes, threads, in_order=False", _torchdata),
                 in_order=False,
                 threads=True,
             ),
-            _one(
-                "torchdata-processes",
-                "torchdata.nodes, processes",
-                _torchdata,
-                in_order=True,
-                threads=False,
-            ),
+            _one("torchdata-processes", "torchdata.nodes, processes", _torchdata, threads=False),
         ),
         ("torchdata==0.11.0",),
         ("torchdata.nodes",),
     ),
     "spdl": Peer(
         (
-            _one("spdl", "SPDL, threads", _spdl, output_order="input"),
-            _one(
-                "spdl-any-order",
-                "SPDL, threads, as they complete",
-                _spdl,
-                keeps_order=False,
-                output_order="completion",
-            ),
+            _one("spdl", "SPDL, threads", _spdl),
+            _one("spdl-any-order", "SPDL, threads, as they complete", _spdl, in_order=False),
             _one("spdl-processes", "SPDL, processes", _spdl_processes),
         ),
         ("spdl==0.8.0",),
@@ -499,14 +449,8 @@ PEERS = {
     ),
     "tfdata": Peer(
         (
-            _one("tfdata", "tf.data", _tfdata, in_order=True),
-            _one(
-                "tfdata-any-order",
-                "tf.data, deterministic=False",
-                _tfdata,
-                keeps_order=False,
-                in_order=False,
-            ),
+            _one("tfdata", "tf.data", _tfdata),
+            _one("tfdata-any-order", "tf.data, deterministic=False", _tfdata, in_order=False),
         ),
         ("tensorflow-cpu==2.21.0",),
         ("tensorflow",),
@@ -524,40 +468,24 @@ PEERS = {
         ("nvidia.dali",),
     ),
 }
-CONTENDERS = {one.name: one for peer in PEERS.values() for one in peer.contenders}
+CONTENDERS = named(*(one for peer in PEERS.values() for one in peer.contenders))
 
 
-def trial(contender: str, row_name: str, seed: int, short: bool) -> dict[str, Any]:
-    """In a peer's environment: one trial."""
-    return trial_of(PEERS, ROWS, contender, row_name, seed, short)
-
-
-def trial_of(
-    peers: Mapping[str, Peer],
-    rows: Mapping[str, Row],
-    name: str,
-    row_name: str,
-    seed: int,
-    short: bool,
-) -> dict[str, Any]:
-    """The clock readings of one loader."""
-    row = rows[row_name].short() if short else rows[row_name]
-    (peer,) = (each for each in peers.values() if name in [one.name for one in each.contenders])
-    (contender,) = (one for one in peer.contenders if one.name == name)
-    for module in peer.imports:
-        importlib.import_module(module)  # before the clock starts
-    return asdict(run_trial(contender, row, row.make(row.samples), seed))
+def trial(module: str, name: str, row_name: str, seed: int, short: bool) -> dict[str, Any]:
+    """In a peer's environment: the clock readings of one loader among the ``PEERS`` of a module."""
+    bench: Any = importlib.import_module(module)
+    row = bench.ROWS[row_name].short() if short else bench.ROWS[row_name]
+    (peer,) = (each for each in bench.PEERS.values() if name in named(*each.contenders))
+    for needed in peer.imports:
+        importlib.import_module(needed)  # before the clock starts
+    return asdict(run_trial(named(*peer.contenders)[name], row, row.make(row.samples), seed))
 
 
 class Comparison:
     """The peers whose environments are there, on one row after the other.
 
     Args:
-        peers: the projects by name.
-        module: of their ``trial``.
-        repeats: runs of each loader.
-        short: whether it is a smoke run.
-        page: says how it goes.
+        module: whose ``PEERS`` they are.
 
     Attributes:
         versions: of the packages in use.
@@ -565,82 +493,71 @@ class Comparison:
     """
 
     def __init__(
-        self, peers: Mapping[str, Peer], module: str, repeats: int, short: bool, page: report.Page
+        self, module: str, peers: Mapping[str, Peer], options: Any, page: report.Page
     ) -> None:
-        self._peers, self._module = peers, module
-        self._repeats, self._short, self._page = repeats, short, page
-        self._pythons: dict[str, Path] = {}
+        self._module, self._options, self._page = module, options, page
+        self._pythons: dict[str, tuple[Peer, Path]] = {}
         self.versions: dict[str, str] = {}
         self.notes: dict[str, str] = {}
-        for name, peer in peers.items():
+        for name in options.peers:
+            peer = peers[name]
             try:
-                python = self._pythons[name] = interpreter(peer.folder or name, peer.requirements)
+                python = interpreter(peer.folder or name, peer.requirements)
                 packages = [each.partition("==")[0] for each in peer.requirements]
                 self.versions |= versions_in(python, [*packages, "torch"])
+                self._pythons[name] = peer, python
             except (PeerMissingError, TrialFailedError) as error:
                 self.notes[name] = str(error)
             page.say(f"{name}: {self.notes.get(name, 'ready')}")
 
     def measure(self, row: Row) -> RowResult:
         """All peers on one row, in turn; one that fails is left out of it, with a note."""
-        pythons = {
-            contender: python
-            for peer, python in self._pythons.items()
-            if row.name in (self._peers[peer].rows or (row.name,))
-            for contender in self._peers[peer].contenders
+        known = {
+            contender.name: (contender.label, python)
+            for peer, python in self._pythons.values()
+            if row.name in (peer.rows or (row.name,))
+            for contender in peer.contenders
         }
-        sized = row.short() if self._short else row
-        work: Any = sized.make(sized.samples)
-        result = RowResult(sized, getattr(work, "epoch_bytes", 0))
-        failed: set[str] = set()
-        for repeat, contender in in_turn([*pythons], self._repeats):
+        work: Any = row.make(row.samples)
+        result = RowResult(row, getattr(work, "epoch_bytes", 0))
+
+        def run(name: str, repeat: int) -> Trial:
             if len(result.ideals) == repeat:
-                result.ideals.append(ideal_of(sized, work))
-            if contender.name in failed:
-                continue
-            case = contender.name, row.name, repeat, self._short
-            try:
-                found = call(
-                    f"{self._module}:trial", *case, python=pythons[contender], limit_s=_TRIAL_S
-                )
-            except TrialFailedError as error:
-                failed.add(contender.name)
-                result.trials.pop(contender.name, None)
-                self.notes[f"{contender.label}, {row.name}"] = str(error)
-                continue
-            one = Trial(**found)
-            result.trials.setdefault(contender.name, []).append(one)
-            share = result.ideals[-1].epoch_s / one.epoch_s(sized.skips_first_epoch)
-            self._page.say(f"{row.name} {repeat + 1} {contender.name}: {share:.3f} of the ideal")
+                result.ideals.append(ideal_of(row, work))
+            case = self._module, name, row.name, repeat, self._options.short
+            python = known[name][1]
+            return Trial(**call("bench.peers:trial", *case, python=python, limit_s=_TRIAL_S))
+
+        def shown(one: Trial) -> str:
+            share = result.ideals[-1].epoch_s / one.epoch_s(row.skips_first_epoch)
+            return f"{share:.3f} of the ideal"
+
+        failed: dict[str, str] = {}
+        result.trials = self._page.turns(
+            row.name, [*known], self._options.repeats, run, shown, failed
+        )
+        self.notes |= {f"{known[name][0]}, {row.name}": why for name, why in failed.items()}
         return result
 
     @property
-    def said(self) -> str:
-        """A list of what did not run."""
-        return "".join(f"* {who}: {why}\n" for who, why in self.notes.items())
+    def said(self) -> list[str]:
+        """What did not run."""
+        lines = "".join(f"* {who}: {why}\n" for who, why in self.notes.items())
+        return ["## What did not run\n", lines] if lines else []
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison; returns the exit status."""
-    parser = report.parser("bench.peers", __doc__ or "", 3, ROWS)
-    parser.add_argument(
-        "--peers", type=report.names(PEERS), default=list(PEERS), help=", ".join(PEERS)
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("peers", __doc__, 3, publishes=True, rows=ROWS, peers=PEERS)
     options = parser.parse_args(arguments)
-    repeats = report.repeats_of(options)
-    whole = options.peers == [*PEERS] and options.rows == [*ROWS] and not options.short
-    page = report.Page("peers", options.out or (record.PAGES if whole else None))
-    chosen = {name: PEERS[name] for name in options.peers}
-    comparison = Comparison(chosen, "bench.peers", repeats, options.short, page)
-    results = [comparison.measure(ROWS[name]) for name in options.rows]
-    page.add(HEAD.format(repeats=repeats))
-    page.add("## Efficiency\n", report.overview(results, CONTENDERS))
-    page.add("## Where another loader is faster\n", report.losses(results, CONTENDERS))
-    if comparison.notes:
-        page.add("## What did not run\n", comparison.said)
-    page.add("## All figures\n", *(report.details(result, CONTENDERS) for result in results))
+    page = report.Page("peers", options.out)
+    comparison = Comparison("bench.peers", PEERS, options, page)
+    results = [comparison.measure(row) for row in chosen(ROWS, options)]
+    page.add(HEAD.format(repeats=options.repeats))
+    faster = report.losses(results, CONTENDERS)
+    page.add_rows(
+        results, CONTENDERS, "## Where another loader is faster\n", faster, *comparison.said
+    )
     page.finish(conditions=comparison.versions)
-    return 0
 
 
 if __name__ == "__main__":

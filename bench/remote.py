@@ -14,23 +14,15 @@ from typing import Any
 
 import redis
 import torch
-from torch.utils.data import Dataset
 
-import minato
 from bench.harness import cassandra_node, record, report
-from bench.harness.datasets import Ideal
-from bench.harness.loaders import (
-    MINATO,
-    TORCH,
-    TORCH_ANY_ORDER,
-    Contender,
-    minato_loader,
-    named,
-)
+from bench.harness.datasets import Counted, Ideal
+from bench.harness.loaders import MINATO, TORCH, TORCH_ANY_ORDER, Contender, minato_as, named
 from bench.harness.network import Link, Proxy
 from bench.harness.suite import Row, measure
 from bench.harness.trial import Consumer, Run, WrongDeliveryError
 from bench.workloads.payload import stored_object
+from minato import Arrival, FetchOptions
 from minato.caching import DiskCache
 from minato.sources.base import BatchedSource
 
@@ -46,17 +38,17 @@ _CLIENT_INFO = (
     if "driver_info" in signature(redis.Redis.__init__).parameters
     else ["lib_name", "lib_version"]
 )
-HEAD = """\
+HEAD = f"""\
 # Data from far away
 
-Written by `python -m bench.remote --rows objects`. Objects of {kilobytes} kB in a Redis server behind a TCP proxy. It
-holds every byte back for half of the round-trip time in each direction. {workers} worker processes, batches of {batch},
-a consumer that takes every batch at once. Each object is one request, as with an object store. Whole epochs, start of
-the workers included; loaders take turns; every sample is checked. Figures are medians of {repeats} runs (least and
-greatest in brackets). *Ideal*: the most reads in flight of a loader of the table, divided by the round trip, or the
-link's bandwidth if that is less. Client, proxy and server share the cores of one machine, which limits what can be
-reached at the lowest latency. `minato` and `torch` alone are the defaults: one read at a time in each worker. The waits
-include that for the first batch; with 100 batches or fewer, the P99 is the longest wait.
+Written by `python -m bench.remote --rows objects`. Objects of {NBYTES // 1000} kB in a Redis server behind a TCP proxy.
+It holds every byte back for half of the round-trip time in each direction. {WORKERS} worker processes, batches of
+{BATCH_SIZE}, a consumer that takes every batch at once. Each object is one request, as with an object store. Whole
+epochs, start of the workers included; loaders take turns; every sample is checked. Figures are medians of {{repeats}}
+runs (least and greatest in brackets). *Ideal*: the most reads in flight of a loader of the table, divided by the round
+trip, or the link's bandwidth if that is less. Client, proxy and server share the cores of one machine, which limits
+what can be reached at the lowest latency. `minato` and `torch` alone are the defaults: one read at a time in each
+worker. The waits include that for the first batch; with 100 batches or fewer, the P99 is the longest wait.
 """
 CAPPED = """\
 The worst connections have four times the round trip of the best ones, and each rises and falls by half within three
@@ -67,14 +59,14 @@ As above, but without a common cap. A connection of the middle has 2 MB/s for it
 The worst ones have half of that, the best ones twice as much. In strict order a batch waits for its slowest read; in
 arrival order it is complete when any ten reads have ended.
 """
-HEDGED = """\
+HEDGED = f"""\
 # Hedged reads
 
-Written by `python -m bench.remote --rows hedging`. Objects of {kilobytes} kB in a Redis server behind a slow network,
-as on the page Remote data. There are {workers} worker processes with {reads} reads each, and batches of {batch}.
-*Hedged*: `FetchOptions({reads}, hedge_percentile=95)`, a second request for what takes longer than 95 % of a worker's
-reads. *Arrival order*: with `Arrival(256)`. Whole epochs, start and end of the workers included; loaders take turns;
-every sample is checked. Figures are medians of {repeats} runs (least and greatest in brackets).
+Written by `python -m bench.remote --rows hedging`. Objects of {NBYTES // 1000} kB in a Redis server behind a slow
+network, as on the page Remote data. There are {WORKERS} worker processes with {MANY_READS} reads each, and batches of
+{BATCH_SIZE}. *Hedged*: `FetchOptions({MANY_READS}, hedge_percentile=95)`, a second request for what takes longer than
+95 % of a worker's reads. *Arrival order*: with `Arrival(256)`. Whole epochs, start and end of the workers included;
+loaders take turns; every sample is checked. Figures are medians of {{repeats}} runs (least and greatest in brackets).
 
 ## Figures
 """
@@ -86,30 +78,22 @@ first batch, per delivered object, over the whole epoch.
 
 def _reads(reads: int, label: str = "", **own: Any) -> Contender:
     """minato with several reads in flight in each worker; hedged ones if the label says so."""
-    fetching = minato.FetchOptions(reads, hedge_percentile=95 if "hedged" in label else None)
-    name = f"minato, {reads} reads{label}"
-    keeps = "order" not in own
-    return Contender(name, name, minato_loader(fetch_concurrency=fetching, **own), keeps)
+    fetching = FetchOptions(reads, hedge_percentile=95 if "hedged" in label else None)
+    return minato_as(f"minato, {reads} reads{label}", fetch_concurrency=fetching, **own)
 
 
 DEFAULTS = (TORCH, TORCH_ANY_ORDER, MINATO)
 ARRIVAL: dict[str, Any] = {"order": "arrival"}
-LOADERS = named(
-    *DEFAULTS,
-    _reads(READS),
-    _reads(READS, ", arrival order", **ARRIVAL),
-)
+LAGGING = Arrival(256)
+LOADERS = named(*DEFAULTS, _reads(READS), _reads(READS, ", arrival order", **ARRIVAL))
 UNEVEN = named(
-    *DEFAULTS,
-    _reads(MANY_READS),
-    _reads(MANY_READS, ", arrival order", **ARRIVAL),
-    _reads(MANY_READS, ", arrival order, max_lag=256", **{**ARRIVAL, "order": minato.Arrival(256)}),
+    *(*DEFAULTS, _reads(MANY_READS), _reads(MANY_READS, ", arrival order", **ARRIVAL)),
+    _reads(MANY_READS, ", arrival order, max_lag=256", order=LAGGING),
 )
 HEDGING = named(
-    _reads(MANY_READS),
-    _reads(MANY_READS, ", hedged"),
-    _reads(MANY_READS, ", arrival order", **{**ARRIVAL, "order": minato.Arrival(256)}),
-    _reads(MANY_READS, ", arrival order, hedged", **{**ARRIVAL, "order": minato.Arrival(256)}),
+    *(_reads(MANY_READS), _reads(MANY_READS, ", hedged")),
+    _reads(MANY_READS, ", arrival order", order=LAGGING),
+    _reads(MANY_READS, ", arrival order, hedged", order=LAGGING),
 )
 
 
@@ -136,22 +120,17 @@ class Redis(BatchedSource):
         return []
 
 
-class Objects(Dataset[Any]):
+class Objects(Counted):
     """Object by object, as from an object store: ``(uint8 tensor, index)``.
 
     Args:
-        port: the store's port on loopback.
-        count: samples.
         ideal_s: the least time of an object, with as many reads in flight as any loader has.
     """
 
     def __init__(self, port: int, count: int, ideal_s: float = 0.0) -> None:
-        keys = [f"{index:06d}" for index in range(count)]
-        self.source = Redis(port, keys)
+        super().__init__(count)
+        self.source = Redis(port, [f"{index:06d}" for index in range(count)])
         self.ideal_s = ideal_s
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def __getitem__(self, index: int) -> Any:
         stored = self.source[index]
@@ -210,29 +189,26 @@ class Lab:
         reads = READS if loaders is LOADERS else MANY_READS
         each_s = link.rtt_s + (NBYTES / link.own_bandwidth if link.own_bandwidth else 0.0)
         ideal_s = max(each_s / (WORKERS * reads), NBYTES / (link.bandwidth or 1e12))
-        count = 4 * BATCH_SIZE if self.short else count
         with Proxy(link, self.socket) as proxy:
             row = Row(
                 name=name,
                 title=f"{count} objects",
                 make=lambda samples: Objects(proxy.port, samples, ideal_s),
                 samples=count,
-                short_samples=0,
                 batch_size=BATCH_SIZE,
                 workers=WORKERS,
                 epochs=1,
                 loaders=tuple(loaders),
                 unit="samples/s",
             )
-            (result,) = measure([row], loaders, self.repeats, self.page.say)
+            sized = row.short() if self.short else row
+            (result,) = measure([sized], loaders, self.repeats, self.page.say)
         self.page.add(report.details(result, loaders))
 
     def ramp(self, slow_start: int | None) -> list[str]:
         """A line of requested objects at some batches."""
-        fetching = minato.FetchOptions(READS, slow_start=slow_start)
-        ours = Contender(
-            "ramp", "", minato_loader(fetch_concurrency=fetching, **ARRIVAL), keeps_order=False
-        )
+        fetching = FetchOptions(READS, slow_start=slow_start)
+        ours = minato_as("ramp", fetch_concurrency=fetching, **ARRIVAL)
         with Proxy(Link(RTT_S["20 ms"]), self.socket) as proxy:
             work = Objects(proxy.port, 200 if self.short else COUNT)
             found: list[int] = []
@@ -251,9 +227,7 @@ class Lab:
     def cached(self, label: str, reads: int, folder: Path) -> list[str]:
         """A line of three epochs with a cache on disk that is empty at first."""
         cache = DiskCache(folder, quota_bytes=1 << 30)
-        ours = Contender(
-            "cache", "", minato_loader(fetch_concurrency=reads, cache=cache, **ARRIVAL), False
-        )
+        ours = minato_as("cache", fetch_concurrency=reads, cache=cache, **ARRIVAL)
         with Proxy(Link(RTT_S[label]), self.socket) as proxy:
             run = _run(ours, Objects(proxy.port, 40 if self.short else CACHED), None)
             taken_s = [run.epoch() for _ in range(3)]
@@ -272,9 +246,7 @@ def _run(
 
 
 def _objects(page: report.Page, repeats: int, short: bool) -> None:
-    page.add(
-        HEAD.format(kilobytes=NBYTES // 1000, workers=WORKERS, batch=BATCH_SIZE, repeats=repeats)
-    )
+    page.add(HEAD.format(repeats=repeats))
     with tempfile.TemporaryDirectory() as name, store(Path(name)) as socket:
         lab = Lab(socket, page, repeats, short)
         page.add("## Equal connections, no cap\n")
@@ -287,10 +259,8 @@ def _objects(page: report.Page, repeats: int, short: bool) -> None:
         page.add("## Unequal, time-varying connections, each for itself\n", OWN)
         for label, link in _each_for_itself().items():
             lab.compare(f"Unequal, each for itself, {label}", link, 600, UNEVEN)
-        head = [
-            *("slow_start", "requested at batch 1, 2, 4, 8, 16, 32"),
-            *("most requested per delivered", "limit"),
-        ]
+        head = ["slow_start", "requested at batch 1, 2, 4, 8, 16, 32"]
+        head += ["most requested per delivered", "limit"]
         ramps = [lab.ramp(slow_start) for slow_start in (None, 1, 4)]
         page.add("## Slow start\n", SLOW_START, report.table(head, ramps))
         head = ["round trip", "reads a worker", "first epoch s", "second s", "third s"]
@@ -298,10 +268,8 @@ def _objects(page: report.Page, repeats: int, short: bool) -> None:
             lab.cached(label, reads, Path(name) / f"cache-{reads}")
             for label, reads in (("20 ms", 1), ("150 ms", READS))
         ]
-        page.add(
-            "## Epochs with a cache on disk\n",
-            report.table([*head, "first / second", "hit rate"], caches),
-        )
+        head += ["first / second", "hit rate"]
+        page.add("## Epochs with a cache on disk\n", report.table(head, caches))
 
 
 def _each_for_itself() -> dict[str, Link]:
@@ -310,15 +278,7 @@ def _each_for_itself() -> dict[str, Link]:
 
 
 def _hedging(page: report.Page, repeats: int, short: bool) -> None:
-    page.add(
-        HEDGED.format(
-            kilobytes=NBYTES // 1000,
-            workers=WORKERS,
-            reads=MANY_READS,
-            batch=BATCH_SIZE,
-            repeats=repeats,
-        )
-    )
+    page.add(HEDGED.format(repeats=repeats))
     near_s = RTT_S["20 ms"]
     links = {
         "20 ms, one request in a hundred travels a second later": Link(near_s, **HANGING),
@@ -332,31 +292,24 @@ def _hedging(page: report.Page, repeats: int, short: bool) -> None:
             lab.compare(title, link, 1000, HEDGING)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
+def main(arguments: list[str] | None = None) -> None:
     known = ["objects", "hedging", "cassandra", "ring"]
-    options = report.parser("bench.remote", __doc__ or "", 3, known).parse_args(arguments)
-    repeats = report.repeats_of(options)
-    out = options.out or (None if options.short else record.PAGES)
-    for row, title, measured in (("objects", "remote", _objects), ("hedging", "hedging", _hedging)):
-        if row in options.rows:
-            page = report.Page(title, out)
-            measured(page, repeats, options.short)
-            page.finish()
-    if set(options.rows) - {"objects", "hedging"}:
+    options = report.Parser("remote", __doc__, 3, rows=known).parse_args(arguments)
+    measured = {"objects": _objects, "hedging": _hedging}
+    if set(options.rows) - {*measured}:
         try:
             cassandra_node.home()
         except cassandra_node.NotInstalled as error:
             print(f"the rows of Cassandra are left out: {error}")
         else:
-            from bench import outages, rows  # late: they need the driver
+            from bench import rows  # late: it needs the driver
 
-            pages = {"cassandra": rows.compare, "ring": outages.ring}
-            for name in (name for name in pages if name in options.rows):
-                page = report.Page(name, out)
-                pages[name](page, repeats, options.short)
-                page.finish()
-    return 0
+            measured |= {"cassandra": rows.compare, "ring": rows.ring}
+    for name in (name for name in options.rows if name in measured):
+        title = "remote" if name == "objects" else name
+        page = report.Page(title, options.out or (None if options.short else record.PAGES))
+        measured[name](page, options.repeats, options.short)
+        page.finish()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Rows of a real Cassandra node behind a slow network: the driver alone, torch and minato, first and later epochs."""
+"""Rows of Cassandra nodes: one behind a slow network, with its driver alone beside loaders; a ring that loses one."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -12,20 +14,14 @@ from cassandra import ConsistencyLevel
 from cassandra.cluster import NoHostAvailable
 from cassandra.concurrent import execute_concurrent_with_args
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from bench.harness import cassandra_node, report
-from bench.harness.datasets import Ideal
-from bench.harness.loaders import (
-    MINATO,
-    MINATO_ANY_ORDER,
-    Contender,
-    minato_loader,
-    named,
-)
+from bench.harness.datasets import Counted, Ideal, Mapped
+from bench.harness.loaders import MINATO, MINATO_ANY_ORDER, Contender, minato_as, named, torch_as
 from bench.harness.network import Link, Proxy
-from bench.harness.suite import Row, RowResult, measure
-from bench.harness.trial import WrongDeliveryError, unwarned
+from bench.harness.suite import Row, measure
+from bench.harness.trial import Consumer, Run, WrongDeliveryError, unwarned
 from bench.workloads.payload import stored_object
 from minato.sources.cassandra import Cassandra
 
@@ -38,41 +34,34 @@ _TABLE = "bench.rows"
 _WARM_EPOCHS = 10
 _PEERS = "SELECT peer FROM system.peers"
 ONE_BY_ONE, _FAR_S = "torch-one-by-one", 0.1
-HEAD = """\
+AGAINST = {"torch": "× torch, `__getitems__`, later epochs"}
+HEAD = f"""\
 # Rows of Cassandra
 
-Written by `python -m bench.remote --rows cassandra`. Rows of {kilobytes} kB in one node of Cassandra behind a TCP
-proxy. It holds every byte back for half of the round-trip time in each direction. {workers} worker processes that live
-for {epochs} epochs, batches of {batch}, a consumer that takes every batch at once. Loaders take turns; every sample is
-checked. The node has answered {warm} reads before the first measurement, since Java compiles what is executed often.
-The first epoch has the start of the workers and their sessions in it. Rows per second: medians of {repeats} runs (least
-and greatest in brackets). *Driver*: one process requests each batch with `execute_concurrent_with_args` and collates
-it, without a loader. Client, proxy and node share the cores of one machine, which limits what can be reached at the
-lowest latency. `torch, __getitems__` requests the rows of a batch together: {batch} in each worker. `minato` does so
-for several batches at once, as many as each worker measures to be useful, 128 rows at most. *Ideal*: the most requests
-that a loader with a fixed number has in flight ({most} in each worker), divided by the round trip. Row by row is left
-out at 150 ms, where four workers cannot read more than 27 rows per second.
+Written by `python -m bench.remote --rows cassandra`. Rows of {NBYTES // 1000} kB in one node of Cassandra behind a TCP
+proxy. It holds every byte back for half of the round-trip time in each direction. {WORKERS} worker processes that live
+for {EPOCHS} epochs, batches of {BATCH_SIZE}, a consumer that takes every batch at once. Loaders take turns; every
+sample is checked. The node has answered {_WARM_EPOCHS * COUNT:,} reads before the first measurement, since Java
+compiles what is executed often. The first epoch has the start of the workers and their sessions in it. Rows per second:
+medians of {{repeats}} runs (least and greatest in brackets). *Driver*: one process requests each batch with
+`execute_concurrent_with_args` and collates it, without a loader. Client, proxy and node share the cores of one machine,
+which limits what can be reached at the lowest latency. `torch, __getitems__` requests the rows of a batch together:
+{BATCH_SIZE} in each worker. `minato` does so for several batches at once, as many as each worker measures to be useful,
+128 rows at most. *Ideal*: the most requests that a loader with a fixed number has in flight ({MANY_READS} in each
+worker), divided by the round trip. Row by row is left out at 150 ms, where four workers cannot read more than 27 rows
+per second.
 """
 
 
-class Rows(Dataset[Any]):
-    """``(uint8 tensor, index)`` by rows of the table.
-
-    Args:
-        port: Of the node, or of a proxy before it.
-        count: Samples.
-        rtt_s: Round trip to the node.
-        hosts: The nodes.
-    """
+class Rows(Counted):
+    """``(uint8 tensor, index)`` by rows of the table, from nodes or a proxy before them."""
 
     def __init__(
         self, port: int, count: int, rtt_s: float = 0.0, hosts: Sequence[str] = HOSTS
     ) -> None:
+        super().__init__(count)
         self.source = Cassandra(hosts, _TABLE, keys=range(count), decode=_sample, port=port)
         self.rtt_s = rtt_s
-
-    def __len__(self) -> int:
-        return len(self.source)
 
     def __getitem__(self, index: int) -> Any:
         return _checked(self.source[index], index)
@@ -101,19 +90,6 @@ def _checked(sample: Any, index: int) -> Any:
     return sample
 
 
-class _OneByOne(Dataset[Any]):
-    """The same rows for a loader that asks for each by itself."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-
 class _Driver:
     """The driver without a loader."""
 
@@ -134,28 +110,19 @@ class _Driver:
         self._cluster.shutdown()
 
 
-def _driver(work: Any, arguments: dict[str, Any], seed: int) -> Any:
-    return _Driver(work, arguments["batch_size"])
-
-
-def _torch(work: Any, arguments: dict[str, Any], seed: int) -> Any:
-    return TorchLoader(work, **arguments)
-
-
-def _torch_one_by_one(work: Any, arguments: dict[str, Any], seed: int) -> Any:
-    return TorchLoader(_OneByOne(work), **arguments)
-
-
 def _reads(reads: int) -> Contender:
     """minato with that number of rows in flight in each worker."""
-    loader = minato_loader(fetch_concurrency=reads)
-    return Contender(f"minato-{reads}-reads", f"minato, {reads} reads", loader, keeps_order=True)
+    return minato_as(f"minato, {reads} reads", f"minato-{reads}-reads", fetch_concurrency=reads)
 
 
 LOADERS = named(
-    Contender("driver", "driver", _driver, keeps_order=True),
-    Contender(ONE_BY_ONE, "torch, row by row", _torch_one_by_one, keeps_order=True),
-    Contender("torch", "torch, `__getitems__`", _torch, keeps_order=True),
+    Contender("driver", "driver", lambda work, given, _: _Driver(work, given["batch_size"]), True),
+    Contender(
+        *(ONE_BY_ONE, "torch, row by row"),
+        lambda work, given, _: TorchLoader(Mapped(work), **given),
+        keeps_order=True,
+    ),
+    torch_as("torch, `__getitems__`", "torch"),
     MINATO,
     MINATO_ANY_ORDER,
     _reads(MANY_READS),
@@ -223,17 +190,7 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
     Raises:
         NotInstalled: There is no Java or no Cassandra; the message says how to name it.
     """
-    page.add(
-        HEAD.format(
-            kilobytes=NBYTES // 1000,
-            workers=WORKERS,
-            epochs=EPOCHS,
-            warm=f"{_WARM_EPOCHS * COUNT:,}",
-            batch=BATCH_SIZE,
-            repeats=repeats,
-            most=MANY_READS,
-        )
-    )
+    page.add(HEAD.format(repeats=repeats))
     with cassandra_node.running() as node:
         fill(node.place.port)
         _warm(node.place.port, 1 if short else _WARM_EPOCHS)
@@ -243,8 +200,7 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
                     name=f"Round trip {label}",
                     title="",
                     make=lambda samples, port=proxy.port, rtt=rtt_s: Rows(port, samples, rtt),  # type: ignore[misc]
-                    samples=2 * BATCH_SIZE if short else count,
-                    short_samples=0,
+                    samples=count,
                     batch_size=BATCH_SIZE,
                     workers=WORKERS,
                     epochs=EPOCHS,
@@ -252,18 +208,112 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
                     loaders=tuple(name for name in LOADERS if name != ONE_BY_ONE or rtt_s < _FAR_S),
                     unit="samples/s",
                 )
+                row = row.short() if short else row
                 (result,) = measure([row], LOADERS, repeats, page.say)
-            page.add(f"## {row.name}, {row.samples} rows\n", _table(result, rtt_s))
+            best = [["*ideal*", "", f"{WORKERS * MANY_READS / rtt_s:.0f}", ""]] if rtt_s else []
+            page.add(
+                f"## {row.name}, {row.samples} rows\n",
+                report.rates(result, LOADERS, AGAINST, *best),
+            )
 
 
-def _table(result: RowResult, rtt_s: float) -> str:
-    first, later = result.first_rates(), result.later_rates()
-    lines = []
-    for name in result.trials:
-        ratios = [a / b for a, b in zip(later[name], later["torch"], strict=True)]
-        cells = report.spread_text(first[name], 0), report.spread_text(later[name], 0)
-        lines.append([LOADERS[name].label, *cells, report.spread_text(ratios, 2)])
-    if rtt_s:
-        lines.append(["*ideal*", "", f"{WORKERS * MANY_READS / rtt_s:.0f}", ""])
-    head = ["loader", "first epoch", "later epochs", "× torch, `__getitems__`, later epochs"]
-    return report.table(head, lines)
+# ---- a ring that loses a node ----------------------------------------------------------------
+
+NODES = tuple(f"127.0.0.{number}" for number in (1, 2, 3))
+REPLICAS, RING_COUNT = 2, 3000
+REQUEST_S = 10.0
+"""The driver's time limit of a request."""
+_AFTER_S = 1.0
+LOSSES = {"killed": cassandra_node.Node.kill, "stopped": cassandra_node.Node.hang}
+_SHORT = 10
+RING = f"""\
+# A ring that loses a node
+
+Written by `python -m bench.remote --rows ring`, with nodes of Cassandra on the machine of the loaders. Rows of
+{NBYTES // 1000} kB in {len(NODES)} nodes, each row in {REPLICAS} of them; {WORKERS} worker processes, batches of
+{BATCH_SIZE}, {{count}} rows in each epoch. Both loaders have the same dataset. After a third of the second epoch a node
+is *killed* (SIGKILL), which ends its connections, or *stopped* (SIGSTOP). Then nobody learns that it does not answer
+any more. It is away until the third epoch has ended. Every row came exactly once, and in order, in each epoch. The
+driver's time limit of a request is {REQUEST_S:.0f} s. Medians of {{repeats}} runs (least and greatest in brackets). The
+first epoch, with the start of the workers, does not count. The nodes share the cores of the machine with the loaders:
+two nodes leave more of them to the workers than three. A node that has just started is slow, until Java has compiled
+what it executes: the page shows pauses, and does not rank the loaders.
+"""
+RING_LOADERS = (LOADERS["torch"], MINATO)
+
+
+def ring(page: report.Page, repeats: int, short: bool) -> None:
+    """Measure loaders while a node is killed.
+
+    Raises:
+        NotInstalled: There is no Java or no Cassandra; the message says how to name it.
+    """
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(cassandra_node.running(place))
+            for place in cassandra_node.ring(NODES)
+        ]
+        _ring(page, nodes, RING_COUNT // _SHORT if short else RING_COUNT, repeats)
+
+
+def _ring(
+    page: report.Page, nodes: Sequence[cassandra_node.Node], count: int, repeats: int
+) -> None:
+    port = nodes[0].place.port
+    fill(port, count, NODES, REPLICAS)
+    found: dict[tuple[str, str], list[list[float]]] = {
+        (loss, loader.label): [] for loss in LOSSES for loader in RING_LOADERS
+    }
+    for repeat in range(repeats):
+        for loss, loader in itertools.product(LOSSES, RING_LOADERS[:: -1 if repeat % 2 else 1]):
+            work, node = Rows(port, count, hosts=NODES), nodes[-1]
+            figures = _lose(loader, work, node, functools.partial(LOSSES[loss], node))
+            page.say(f"{loss}, {loader.name} {repeat + 1}/{repeats}: {figures}")
+            found[loss, loader.label].append(figures)
+    page.add(RING.format(count=count, repeats=repeats))
+    head = ["the node is", "loader", "rows/s before"]
+    head += ["in the rest of the epoch", "in the next epoch"]
+    head += ["longest pause between batches before, s", "after, s", "read again by the source"]
+    page.add(report.table(head, [[*key, *_cells(each)] for key, each in found.items()]))
+
+
+def _cells(runs: Sequence[Sequence[float]]) -> list[str]:
+    digits = 0, 0, 0, 2, 2, 0
+    return [report.spread_text(*each) for each in zip(zip(*runs, strict=True), digits, strict=True)]
+
+
+def _lose(
+    loader: Contender, work: Rows, node: cassandra_node.Node, lose: Callable[[], None]
+) -> list[float]:
+    """Three epochs, in the second of which the node is lost.
+
+    Returns:
+        Rows per second before that, in the rest of the epoch and in the next one; the longest pauses; repeated reads.
+    """
+    arrived: list[float] = []
+    batches = -(-len(work) // BATCH_SIZE)
+    last = batches + batches // 3
+    """The batch after which the node is lost."""
+
+    def step(_: Any) -> None:
+        arrived.append(time.perf_counter())
+        if len(arrived) == last:
+            lose()
+
+    arguments = {"batch_size": BATCH_SIZE, "num_workers": WORKERS}
+    run = Run(loader, work, {**arguments, "persistent_workers": True}, Consumer(step))
+    for _ in range(3):
+        run.epoch()
+    trial = run.finish()
+    node.kill()
+    node.start()
+    time.sleep(_AFTER_S)  # until the others know it again
+    lost, end = arrived[last - 1], arrived[2 * batches - 1]
+    return [
+        BATCH_SIZE * (last - batches - 1) / (lost - arrived[batches]),
+        BATCH_SIZE * (2 * batches - last) / (end - lost),
+        len(work) / trial.epochs_s[2],
+        max(trial.waits_s[batches:last]),
+        max(trial.waits_s[last:]),
+        work.source.retries,
+    ]

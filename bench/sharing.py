@@ -9,22 +9,22 @@ from typing import Any
 
 import psutil
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
 
 from bench.growth import memory_used
-from bench.harness import environments, record, report
+from bench.harness import environments, report
+from bench.harness.datasets import Counted
 
 WORKERS = 8
 SAMPLES = 2048
 EPOCHS = (1, 3)
-HEAD = """\
+HEAD = f"""\
 # Datasets of Python objects
 
 Written by `python -m bench.sharing`.
 
-{workers} workers read all of a dataset's objects in each epoch: {count:,} paths (strings of 62 characters) or
-{records:,} records (dictionaries of five fields). Every sample reads a part of them that is spread over the whole, and
-checks it. Each line runs in a program of its own. Medians of {repeats} repeats, with the minimum and maximum in
+{WORKERS} workers read all of a dataset's objects in each epoch: {{paths:,}} paths (strings of 62 characters) or
+{{records:,}} records (dictionaries of five fields). Every sample reads a part of them that is spread over the whole,
+and checks it. Each line runs in a program of its own. Medians of {{repeats}} repeats, with the minimum and maximum in
 brackets.
 
 ## Memory
@@ -54,15 +54,13 @@ def annotation(i: int) -> dict[str, Any]:
 KINDS: dict[str, Callable[[int], Any]] = {"paths": path, "records": annotation}
 
 
-class Objects(Dataset[int]):
+class Objects(Counted):
     """Sample ``k`` reads every ``SAMPLES``-th object from the ``k``-th on; returns ``k``."""
 
     def __init__(self, kind: str, count: int) -> None:
+        super().__init__(SAMPLES)
         self.make = KINDS[kind]
         self.objects = [self.make(i) for i in range(count)]
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __getitem__(self, index: int) -> int:
         objects = self.objects
@@ -74,13 +72,8 @@ class Objects(Dataset[int]):
         return index
 
 
-def count_of(kind: str, short: bool) -> int:
-    """Number of objects: about half a gigabyte of them, or little."""
-    if short:
-        return 20_000
-    return 4_000_000 if kind == "paths" else 1_500_000
-
-
+COUNTS = {"paths": 4_000_000, "records": 1_500_000}
+"""About half a gigabyte."""
 LOADERS = {
     "torch": "torch",
     "torch-shared": "torch, `minato.share(dataset)`",
@@ -121,17 +114,26 @@ def memory(name: str, kind: str, method: str, count: int) -> dict[str, float]:
     return found
 
 
-def memory_table(kind: str, methods: Sequence[str], count: int, repeats: int) -> str:
-    """Loaders, one a line, for each start method."""
+def memory_table(
+    kind: str, methods: Sequence[str], count: int, page: report.Page, repeats: int
+) -> str:
+    """Loaders in turn, one a line, for each start method."""
+    columns = ["objects", *(f"after_{epoch}" for epoch in EPOCHS)]
     lines = []
     for method in methods:
-        for name, label in LOADERS.items():
-            case = name, kind, method, count
-            runs = [environments.call("bench.sharing:memory", *case) for _ in range(repeats)]
-            columns = ["objects", *(f"after_{epoch}" for epoch in EPOCHS)]
+        found = page.turns(
+            f"{kind} {method}",
+            [*LOADERS],
+            repeats,
+            lambda name, _, method=method: environments.call(  # type: ignore[misc]
+                "bench.sharing:memory", name, kind, method, count
+            ),
+            lambda run: f"{run[columns[-1]]:.0f} MiB",
+        )
+        for name, runs in found.items():
             cells = [report.spread_text([run[each] for run in runs], 0) for each in columns]
             seconds = report.spread_text([run["epoch_s"] for run in runs], 2)
-            lines.append([method, label, *cells, seconds])
+            lines.append([method, LOADERS[name], *cells, seconds])
     head = ["start method", "loader", "objects", *(f"after epoch {each}" for each in EPOCHS)]
     return report.table([*head, f"s, epoch {EPOCHS[-1]}"], lines)
 
@@ -170,28 +172,21 @@ def _access_line(
             for place in places:
                 items[place]
             found.append((time.thread_time() - begun) / len(places) * 1e9)
-    ratios = [theirs / ours for ours, theirs in zip(*times, strict=True)]
-    return [name, *(report.spread_text(each, 0) for each in times), report.spread_text(ratios, 1)]
+    cells = [report.spread_text(each, 0) for each in times]
+    return [name, *cells, report.ratio_text(times[1], times[0], 1)]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = report.parser("bench.sharing", __doc__ or "", 3).parse_args(arguments)
-    repeats = report.repeats_of(options)
-    page = report.Page("sharing", options.out or (None if options.short else record.PAGES))
-    counts = {kind: count_of(kind, options.short) for kind in KINDS}
-    page.add(
-        HEAD.format(
-            workers=WORKERS, count=counts["paths"], records=counts["records"], repeats=repeats
-        )
-    )
-    for kind in KINDS:
+def main(arguments: list[str] | None = None) -> None:
+    options = report.Parser("sharing", __doc__, 3, publishes=True).parse_args(arguments)
+    repeats, page = options.repeats, report.Page("sharing", options.out)
+    counts = dict.fromkeys(COUNTS, 20_000) if options.short else COUNTS
+    page.add(HEAD.format(**counts, repeats=repeats))
+    for kind, count in counts.items():
         methods = ["fork"] if options.short or kind == "records" else ["fork", "forkserver"]
-        page.add(f"### {kind.capitalize()}\n", memory_table(kind, methods, counts[kind], repeats))
+        page.add(f"### {kind.capitalize()}\n", memory_table(kind, methods, count, page, repeats))
     count = 20_000 if options.short else 1_000_000
     page.add(ACCESS.format(count=count), access_table(count, repeats))
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,45 +16,41 @@ from minato import DataLoader
 
 ORDERS = ("strict", "batch", "arrival", "fast_first")
 METHODS = ("fork", "forkserver")
-ROWS = ("epochs", "samples")
-EPOCHS, SHORT_EPOCHS = 2000, 20
+COUNTS = {"epochs": (2000, 20), "samples": (10_000_000, 100_000)}
+"""The second is that of a smoke run."""
 EPOCH_SAMPLES, EPOCH_BATCH = 64, 8
-SAMPLES, SHORT_SAMPLES = 10_000_000, 100_000
 LONG_BATCH = 1000
 WORKERS = 2
 READINGS = 20
 WARM_UP = READINGS // 4
 """Readings before the first that counts: by then every page that a job uses again and again has been used."""
 _LIMIT_S = 900.0
-HEAD = """\
+HEAD = f"""\
 # Soak
 
 Written by `python -m bench.soak`. Memory is MiB of the training process and its workers together, each page counted
 once (PSS). Mapped files do not count: their share changes with other programs that map them; descriptors and threads
-are theirs together. Each line runs in a program of its own, with {workers} workers, and is read {readings} times at
+are theirs together. Each line runs in a program of its own, with {WORKERS} workers, and is read {READINGS} times at
 equal distances. The first figure is that after a quarter of the run, the second that at its end. Every sample is
 counted and summed.
 """
 TITLES = {
-    "epochs": "{count:,} epochs of {samples} samples, in batches of {batch}; the workers end with each epoch",
-    "samples": "One epoch of {count:,} samples, in batches of {batch}",
+    "epochs": f"{{count:,}} epochs of {EPOCH_SAMPLES} samples, in batches of {EPOCH_BATCH}; "
+    "the workers end with each epoch",
+    "samples": f"One epoch of {{count:,}} samples, in batches of {LONG_BATCH}",
 }
 
 
 Numbers: Any = range
-"""The dataset: 0, 1, 2, … to a length."""
+"""The dataset."""
 
 
 def reading() -> dict[str, float]:
     """What this process and its children use now."""
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]
-    found = {
-        "mib": memory_used(own, files=False) / 2**20,
-        "descriptors": 0,
-        "threads": 0,
-        "processes": 0,
-    }
+    found = {"mib": memory_used(own, files=False) / 2**20}
+    found |= {"descriptors": 0, "threads": 0, "processes": 0}
     for process in processes:
         try:
             found["descriptors"] += process.num_fds()
@@ -65,17 +61,15 @@ def reading() -> dict[str, float]:
     return found
 
 
+def _loader(count: int, batch_size: int, order: Any, method: str, **more: Any) -> Any:
+    given = {"num_workers": WORKERS, "multiprocessing_context": method, **more}
+    return DataLoader(Numbers(count), batch_size, order=order, **given)
+
+
 def many_epochs(order: str, method: str, count: int) -> list[dict[str, float]]:
     """Readings between short epochs, each with workers of its own."""
-    loader: Any = DataLoader(
-        Numbers(EPOCH_SAMPLES),
-        EPOCH_BATCH,
-        order=order,
-        shuffle=True,
-        num_workers=WORKERS,
-        multiprocessing_context=method,
-    )
-    readings = []
+    loader = _loader(EPOCH_SAMPLES, EPOCH_BATCH, order, method, shuffle=True)
+    readings: list[dict[str, float]] = []
     for epoch in range(1, count + 1):
         found = torch.cat(list(loader))
         if sorted(found.tolist()) != list(range(EPOCH_SAMPLES)):
@@ -87,15 +81,9 @@ def many_epochs(order: str, method: str, count: int) -> list[dict[str, float]]:
 
 def one_long_epoch(order: str, method: str, count: int) -> list[dict[str, float]]:
     """Readings in the middle of an epoch."""
-    loader: Any = DataLoader(
-        Numbers(count),
-        LONG_BATCH,
-        order=order,
-        num_workers=WORKERS,
-        multiprocessing_context=method,
-    )
-    readings, seen, total = [], 0, 0
-    for batch in loader:
+    readings: list[dict[str, float]] = []
+    seen = total = 0
+    for batch in _loader(count, LONG_BATCH, order, method):
         seen += len(batch)
         total += int(batch.sum())
         # Not at the end, where workers leave.
@@ -119,42 +107,29 @@ def timed(row: str, order: str, method: str, count: int) -> dict[str, Any]:
 def line(order: str, method: str, found: dict[str, Any]) -> list[str]:
     """One line of a table: what was used at the start and at the end of the readings that count."""
     counted = found["readings"][WARM_UP:]
-    first, last = counted[0], counted[-1]
+    memory, *others = (
+        f"{counted[0][key]:.{digits}f} → {counted[-1][key]:.{digits}f}"
+        for key, digits in (("mib", 1), ("descriptors", 0), ("threads", 0), ("processes", 0))
+    )
     most = max(one["mib"] for one in counted)
-    pairs = [
-        f"{first[key]:.0f} → {last[key]:.0f}" for key in ("descriptors", "threads", "processes")
-    ]
-    return [
-        order,
-        method,
-        f"{first['mib']:.1f} → {last['mib']:.1f}",
-        f"{most:.1f}",
-        *pairs,
-        f"{found['seconds']:.0f}",
-    ]
+    return [order, method, memory, f"{most:.1f}", *others, f"{found['seconds']:.0f}"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the soak; returns the exit status."""
-    options = report.parser("bench.soak", __doc__ or "", 1, ROWS).parse_args(arguments)
+def main(arguments: list[str] | None = None) -> None:
+    options = report.Parser("soak", __doc__, 1, rows=RUNS).parse_args(arguments)
     page = report.Page("soak", options.out)
-    page.add(HEAD.format(workers=WORKERS, readings=READINGS))
-    counts = {
-        "epochs": SHORT_EPOCHS if options.short else EPOCHS,
-        "samples": SHORT_SAMPLES if options.short else SAMPLES,
-    }
+    page.add(HEAD)
     for row in options.rows:
+        count = COUNTS[row][options.short]
         lines = []
         for order, method in product(ORDERS, METHODS):
-            case = row, order, method, counts[row]
+            case = row, order, method, count
             lines.append(line(order, method, call("bench.soak:timed", *case, limit_s=_LIMIT_S)))
             page.say(f"{row}: {', '.join(lines[-1])}")
-        batch = EPOCH_BATCH if row == "epochs" else LONG_BATCH
-        title = TITLES[row].format(count=counts[row], samples=EPOCH_SAMPLES, batch=batch)
         head = ["order", "start method", "memory, MiB", "most, MiB", "descriptors", "threads"]
+        title = TITLES[row].format(count=count)
         page.add(f"## {title}\n", report.table([*head, "processes", "s"], lines))
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import resource
@@ -17,16 +16,12 @@ import psutil
 from torch.utils.data import DataLoader as TorchLoader
 
 from bench.harness import report
-from bench.harness.environments import (
-    TrialFailedError,
-    call,
-    interpreter,
-    versions_in,
-)
-from bench.harness.suite import in_turn, percentile
+from bench.harness.environments import call, interpreter, versions_in
+from bench.harness.suite import percentile
 from bench.workloads.payloads import ByteStrings, Payloads
 
-REQUIREMENTS = ("spdl==0.8.0", "psutil==7.2.2", "cloudpickle==3.1.2")
+VERSION = "0.8.0"
+REQUIREMENTS = (f"spdl=={VERSION}", "psutil==7.2.2", "cloudpickle==3.1.2")
 MIB = 1 << 20
 BATCH_SIZE = 256
 PASSES = 2
@@ -53,11 +48,11 @@ TRANSPORT = {
     "spdl-pool": "SPDL, pool",
 }
 _TRIAL_S = 400.0
-HEAD = """\
+HEAD = f"""\
 # SPDL's measurements
 
 Written by `python -m bench.spdl`. Three measurements that SPDL publishes with its examples, written again, with torch
-and minato beside SPDL {version}. All run in one environment, each figure in a process of its own.
+and minato beside SPDL {VERSION}. All run in one environment, each figure in a process of its own.
 """
 START_HEAD = """\
 ## Start-up
@@ -227,8 +222,6 @@ class Measurement(NamedTuple):
     """One of the three.
 
     Attributes:
-        about: heading and text.
-        labels: the loaders.
         names: heads of the columns that name a setting.
         settings: arguments of the function that measures, and the same in a smoke run.
         cell: shows the readings of a loader.
@@ -290,34 +283,32 @@ MEASUREMENTS = {
 }
 
 
-def table(row: str, python: Path, options: argparse.Namespace, page: report.Page) -> str:
+def table(row: str, python: Path, options: Any, page: report.Page) -> str:
     """The table of a measurement: all loaders in turn, for each setting."""
     measured = MEASUREMENTS[row]
     lines = []
     for setting in measured.settings[options.short]:
-        found: dict[str, Readings] = {name: [] for name in measured.labels}
-        for _, name in in_turn([*found], report.repeats_of(options)):
-            try:
-                one = call(f"bench.spdl:{row}", name, *setting, python=python, limit_s=_TRIAL_S)
-            except TrialFailedError as error:
-                page.say(f"{row} {name} {setting}: {error}")
-                continue
-            found[name].append(one)
-            page.say(f"{row} {name} {setting}: {measured.cell([one])}")
-        cells = [measured.cell(each) if each else "failed" for each in found.values()]
+        found = page.turns(
+            f"{row} {setting}",
+            [*measured.labels],
+            options.repeats,
+            lambda name, _, given=setting: call(  # type: ignore[misc]
+                f"bench.spdl:{row}", name, *given, python=python, limit_s=_TRIAL_S
+            ),
+            lambda one: measured.cell([one]),
+            failed := dict[str, str](),
+        )
+        cells = ["failed" if it in failed else measured.cell(found[it]) for it in measured.labels]
         lines.append([*map(str, setting[: len(measured.names)]), *cells])
     return f"{measured.about}\n{report.table([*measured.names, *measured.labels.values()], lines)}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison; returns the exit status."""
-    options = report.parser("bench.spdl", __doc__ or "", 1, MEASUREMENTS).parse_args(arguments)
+def main(arguments: list[str] | None = None) -> None:
+    options = report.Parser("spdl", __doc__, 1, rows=MEASUREMENTS).parse_args(arguments)
     page = report.Page("spdl", options.out)
     python = interpreter("spdl-loaders", REQUIREMENTS)
-    tables = [table(row, python, options, page) for row in options.rows]
-    page.add(HEAD.format(version=REQUIREMENTS[0].partition("==")[2]), *tables)
+    page.add(HEAD, *[table(row, python, options, page) for row in options.rows])
     page.finish(conditions=versions_in(python, ("spdl", "torch", "numpy")))
-    return 0
 
 
 if __name__ == "__main__":

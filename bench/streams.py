@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from bench.harness import record, report
 from bench.harness.datasets import (
+    Counted,
     Ideal,
     Sample,
     SleepingTransforms,
@@ -31,8 +32,8 @@ from bench.harness.datasets import (
     measured_ideal,
     straggler_costs_s,
 )
-from bench.harness.loaders import Build, Contender, minato_loader, named
-from bench.harness.suite import Goal, Row, RowResult, in_turn, measure
+from bench.harness.loaders import Build, Contender, minato_as, named
+from bench.harness.suite import Row, RowResult, chosen, in_turn, measure
 from bench.harness.trial import Trial, WrongDeliveryError, check_labels, unwarned
 from minato.sources.tars import TarShards
 
@@ -78,8 +79,7 @@ class Blocks(IterableDataset[Sample]):
     """The samples of a map-style dataset as a stream.
 
     Args:
-        work: The dataset.
-        is_shared: Whether its work can be split evenly, because the iterator does none of it.
+        is_shared: Whether the work can be split evenly, because the iterator does none of it.
     """
 
     def __init__(self, work: Any, is_shared: bool = False) -> None:
@@ -110,12 +110,7 @@ class Blocks(IterableDataset[Sample]):
 
 
 class Stateful(Blocks):
-    """The same, with a state of a given size, as a shuffle buffer has.
-
-    Args:
-        work: The dataset.
-        nbytes: Size of the state.
-    """
+    """The same, with a state of ``nbytes``, as a shuffle buffer has."""
 
     def __init__(self, work: Any, nbytes: int) -> None:
         super().__init__(work)
@@ -148,17 +143,18 @@ class Applied(IterableDataset[Any]):
             yield item
 
 
-class HuggingFace:
+class HuggingFace(Counted):
     """A stream of the package ``datasets``, from a table in memory; one shard for each of two workers.
 
     Args:
-        count: Number of rows, a multiple of two batches.
+        count: A multiple of two batches.
         tokenised: Whether a row has 256 token ids and their mask; otherwise a text of about 1000 characters.
     """
 
     def __init__(self, count: int, tokenised: bool) -> None:
         import datasets
 
+        super().__init__(count)
         rows = [index for reader in range(2) for index in share_of(count, reader, 2)]
         columns: dict[str, Any] = {"label": rows}
         if tokenised:
@@ -171,38 +167,27 @@ class HuggingFace:
         self.stream = datasets.Dataset.from_dict(columns).to_iterable_dataset(num_shards=2)
         if tokenised:
             self.stream = self.stream.with_format("torch")
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
 
     @staticmethod
     def labels(batch: Any) -> Any:
-        """The numbers of a batch's rows."""
         return batch["label"]
 
     def ideal(self, batch_size: int, workers: int) -> Ideal:
-        """The iterator alone, split over the workers."""
         begun = time.perf_counter()
         for _ in self.stream:
             pass
         return Ideal((time.perf_counter() - begun) / max(workers, 1))
 
 
-class TarPictures:
-    """JPEGs and their numbers in tar files; WebDataset reads these by itself.
-
-    Args:
-        count: Number of pictures.
-        shares: Sizes of the files in proportion.
-    """
+class TarPictures(Counted):
+    """JPEGs and their numbers in tar files of sizes in proportion; WebDataset reads these by itself."""
 
     def __init__(self, count: int, shares: Sequence[int]) -> None:
         from PIL import Image
 
+        super().__init__(count)
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder)
-        self._count = count
         self._pictures: list[bytes] = []
         generator = np.random.default_rng(0)
         for _ in range(16):
@@ -221,19 +206,14 @@ class TarPictures:
                         archive.addfile(info, io.BytesIO(data))
         self.stream = TarShards(self.files)
 
-    def __len__(self) -> int:
-        return self._count
-
     def _members(self, index: int) -> dict[str, bytes]:
         return {"jpg": self._pictures[index % len(self._pictures)], "cls": b"%d" % index}
 
     def content(self, index: int) -> Sample:
-        """What ``decoded`` makes of a picture."""
         return decoded(self._members(index))
 
     def ideal(self, batch_size: int, workers: int) -> Ideal:
-        """Decoding alone, split over the workers or the cores."""
-        return measured_ideal(self.content, range(self._count), workers, record.usable_cores())
+        return measured_ideal(self.content, range(self.count), workers, record.usable_cores())
 
 
 def decoded(sample: dict[str, Any]) -> Sample:
@@ -280,27 +260,25 @@ def _webdataset(work: Any, arguments: dict[str, Any], seed: int) -> Any:
     return WebLoader(stream, **given)
 
 
-def _minato(**own: Any) -> Build:
-    build = minato_loader(**own)
-    return lambda work, arguments, seed: build(getattr(work, "stream", work), arguments, seed)
-
-
-def _contender(name: str, label: str, build: Build, keeps_order: bool = True) -> Contender:
-    return Contender(name, label, build, keeps_order=keeps_order)
+def _minato(label: str, name: str = "", **own: Any) -> Contender:
+    made = minato_as(label, name, **own)
+    return replace(
+        made, build=lambda work, *given: made.build(getattr(work, "stream", work), *given)
+    )
 
 
 CONTENDERS = named(
-    _contender("torch", "torch", _torch()),
-    _contender("torch-any-order", "torch, in_order=False", _torch(in_order=False), False),
-    _contender("torchdata", "torchdata", _torchdata),
-    _contender("webdataset", "WebDataset", _webdataset),
-    _contender("minato", "minato", _minato()),
-    _contender("minato-one-reader", "minato, readers=1", _minato(readers=1)),
-    _contender("minato-batch", "minato, order='batch'", _minato(order="batch"), False),
-    _contender("minato-arrival", "minato, order='arrival'", _minato(order="arrival"), False),
+    Contender("torch", "torch", _torch(), True),
+    Contender("torch-any-order", "torch, in_order=False", _torch(in_order=False), False),
+    Contender("torchdata", "torchdata", _torchdata, True),
+    Contender("webdataset", "WebDataset", _webdataset, True),
+    _minato("minato"),
+    _minato("minato, readers=1", "minato-one-reader", readers=1),
+    _minato("minato, order='batch'", "minato-batch", order="batch"),
+    _minato("minato, order='arrival'", "minato-arrival", order="arrival"),
 )
-PACKAGES = {"torchdata": "torchdata", "webdataset": "webdataset"}
-"""Those of loaders that need not be installed."""
+PACKAGES = ("torchdata", "webdataset")
+"""Those of loaders that need not be installed, and the names of these loaders."""
 
 
 # ---- rows -----------------------------------------------------------------------------------
@@ -335,18 +313,11 @@ TRANSFORMS = Row(
     title="2400 items of 1 ms, 1 % of them 200 ms, in transforms=; batch 32, 4 workers",
     make=lambda count: Blocks(SleepingTransforms(_stragglers(count)), is_shared=True),
     samples=2400,
-    short_samples=320,
     batch_size=BATCH,
     workers=4,
     epochs=1,
     loaders=tuple(CONTENDERS),
     transforms=(SleepsShare(1.0),),
-    goals=(
-        Goal("minato", "efficiency", 0.85),
-        Goal("minato-one-reader", "efficiency", 0.90),
-        Goal("minato-batch", "efficiency", 0.93),
-        Goal("minato-arrival", "efficiency", 0.93),
-    ),
 )
 ITERATOR = replace(
     TRANSFORMS,
@@ -355,14 +326,12 @@ ITERATOR = replace(
     make=lambda count: Blocks(SleepingWork(_stragglers(count))),
     loaders=tuple(name for name in CONTENDERS if name != "minato-one-reader"),
     transforms=(),
-    goals=(Goal("minato-arrival", "efficiency", 0.95),),
 )
 VECTORS = Row(
     name="vectors",
     title="a NumPy vector of 16 floats and a label; batch 32, 2 workers",
-    make=lambda count: Blocks(StoredRows(width=16, length=count, as_floats=False)),
+    make=lambda count: Blocks(StoredRows(count)),
     samples=65536,
-    short_samples=1024,
     batch_size=BATCH,
     workers=2,
     epochs=4,
@@ -370,7 +339,6 @@ VECTORS = Row(
     unit="us/sample",
     persistent=True,
     skips_first_epoch=True,
-    goals=(Goal("minato", "ratio to torch", 1.0),),
 )
 VECTORS_INLINE = replace(
     VECTORS,
@@ -385,12 +353,10 @@ STATE_5 = Row(
     title="items of 0.2 ms, and 5 MB of state; batch 32, 2 workers",
     make=_with_state(5_000_000),
     samples=16384,
-    short_samples=512,
     batch_size=BATCH,
     workers=2,
     epochs=1,
     loaders=("torch", "torchdata", "minato"),
-    goals=(Goal("minato", "ratio to torch", 0.95),),
 )
 STATE_16 = replace(
     STATE_5,
@@ -403,25 +369,21 @@ SKIP = Row(
     title=f"{SKIPPED} batches are skipped: 0.1 ms in the iterator, 1 ms in transforms=; batch 32, 2 workers",
     make=lambda count: Blocks(SleepingWork([0.0001] * count)),
     samples=(SKIPPED + 6) * BATCH,
-    short_samples=(SKIPPED + 6) * BATCH,
     batch_size=BATCH,
     workers=2,
     epochs=1,
     loaders=("torch", "torchdata", "minato"),
     transforms=(SleepsShare(10.0),),
-    goals=(Goal("minato", "efficiency", 1 / 1.3),),
 )
 HUGGING_FACE = Row(
     name="hugging-face-text",
     title="a Hugging Face stream of texts of 1000 characters; batch 32, 2 workers",
     make=_hugging_face(tokenised=False),
     samples=32768,
-    short_samples=1024,
     batch_size=BATCH,
     workers=2,
     epochs=1,
     loaders=("torch", "torch-any-order", "torchdata", "webdataset", "minato", "minato-batch"),
-    goals=(Goal("minato", "ratio to torch", 1.2),),
 )
 HUGGING_FACE_TOKENS = replace(
     HUGGING_FACE,
@@ -434,13 +396,11 @@ TAR_EVEN = Row(
     title="1280 JPEGs of 512 × 512 in four tar files, decoded and made smaller by Pillow; batch 32, 4 workers",
     make=_tars(1, 1, 1, 1),
     samples=1280,
-    short_samples=320,
     batch_size=BATCH,
     workers=4,
     epochs=1,
     loaders=("torch", "torch-any-order", "webdataset", "minato", "minato-arrival"),
     transforms=(decoded,),
-    goals=(Goal("minato", "ratio to torch", 1.0),),
 )
 TAR_UNEVEN = replace(
     TAR_EVEN,
@@ -515,33 +475,27 @@ def _state_of(loader: Any) -> Any:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
     return importlib.util.find_spec(package) is not None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.streams", __doc__ or "", 5, ROWS)
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.Parser("streams", __doc__, 5, publishes=True, rows=ROWS)
     options = parser.parse_args(arguments)
-    repeats = report.repeats_of(options)
-    whole = not options.short and options.rows == [*ROWS]
-    page = report.Page("streams", options.out or (record.PAGES if whole else None))
-    absent = [name for name, package in PACKAGES.items() if not is_installed(package)]
+    repeats, page = options.repeats, report.Page("streams", options.out)
+    absent = [package for package in PACKAGES if not is_installed(package)]
     contenders = {name: one for name, one in CONTENDERS.items() if name not in absent}
     # Which file comes first is up to the loader.
     unordered = {name: replace(one, keeps_order=False) for name, one in contenders.items()}
     results, notes = list[RowResult](), [f"Not installed here: {name}.\n" for name in absent]
-    for row in (ROWS[name] for name in options.rows):
+    for row in chosen(ROWS, options):
         if row.name.startswith("hugging-face") and not is_installed("datasets"):
             notes.append(f"`{row.name}` was left out: the package `datasets` is not installed.\n")
-        elif row is SKIP:
+        elif row.name == SKIP.name:
             names = [name for name in row.loaders if name in contenders]
             results.append(skipping(page.say, names, repeats))
         else:
             taking_part = unordered if row.name.startswith("tar-") else contenders
-            results += measure(
-                [row.short() if options.short else row], taking_part, repeats, page.say
-            )
+            results += measure([row], taking_part, repeats, page.say)
     costs_s, excess_s = _stragglers(TRANSFORMS.samples), record.sleep_cost_s(0.001) - 0.001
     ideal_s = sum(costs_s) / TRANSFORMS.workers
     listed, slept = (
@@ -550,12 +504,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     head = HEAD.format(batch=BATCH, repeats=repeats, listed=listed, slept=slept)
     page.add(head, SKIP_HEAD.format(count=SKIPPED), *notes)
-    page.add("## Efficiency\n", report.overview(results, contenders))
-    page.say(report.goals(results, contenders))  # for who works on it
-    page.add("## Where another loader is faster\n", report.losses(results, contenders))
-    page.add("## All figures\n", *(report.details(result, contenders) for result in results))
+    faster = report.losses(results, contenders)
+    page.add_rows(results, contenders, "## Where another loader is faster\n", faster)
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

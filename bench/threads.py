@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from bench.harness import report
-from bench.harness.datasets import Sample, Work
-from bench.harness.loaders import STANDARD, Contender, minato_loader, named
-from bench.harness.suite import Row, measure
+from bench.harness.datasets import Counted, Sample, Work
+from bench.harness.loaders import MINATO_THREADS, STANDARD, minato_as, named
+from bench.harness.suite import Row, chosen, measure
 
 STEPS = 30_000
 WORDS, LINES = 4096, 60
@@ -27,14 +26,8 @@ workers.
 """
 
 
-class Computed(Dataset[Sample]):
+class Computed(Counted):
     """Samples all of which is work."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
 
     def content(self, index: int) -> Sample:
         return self[index]
@@ -87,17 +80,7 @@ class Patches(Computed):
 
 CONTENDERS = {
     **STANDARD,
-    **named(
-        Contender(
-            "minato-threads",
-            "minato, threads",
-            minato_loader(workers="thread"),
-            keeps_order=True,
-        ),
-        Contender(
-            "minato-main", "minato, num_workers=0", minato_loader(num_workers=0), keeps_order=True
-        ),
-    ),
+    **named(MINATO_THREADS, minato_as("minato, num_workers=0", "minato-main", num_workers=0)),
 }
 
 
@@ -107,7 +90,6 @@ def _row(name: str, title: str, make: Callable[[int], Work], samples: int) -> Ro
         title=f"{title}; batch 16, 2 workers",
         make=make,
         samples=samples,
-        short_samples=64,
         batch_size=16,
         workers=2,
         epochs=2,
@@ -127,20 +109,12 @@ ROWS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    parser = report.parser("bench.threads", __doc__ or "", 5, ROWS)
-    options = parser.parse_args(arguments)
-    repeats = report.repeats_of(options)
+def main(arguments: list[str] | None = None) -> None:
+    options = report.Parser("threads", __doc__, 5, rows=ROWS).parse_args(arguments)
     page = report.Page("threads", options.out)
-    page.add(HEAD.format(repeats=repeats))
-    rows = [ROWS[name] for name in options.rows]
-    sized = [row.short() if options.short else row for row in rows]
-    results = measure(sized, CONTENDERS, repeats, page.say)
-    page.add("## Efficiency\n", report.overview(results, CONTENDERS))
-    page.add("## All figures\n", *(report.details(result, CONTENDERS) for result in results))
+    page.add(HEAD.format(repeats=options.repeats))
+    page.add_rows(measure(chosen(ROWS, options), CONTENDERS, options.repeats, page.say), CONTENDERS)
     page.finish()
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,12 +23,7 @@ _COPIED_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Ideal:
-    """The shortest possible epoch of a dataset.
-
-    Args:
-        epoch_s: its time in seconds.
-        call_s: for datasets whose cost is per sample: the time of one ``dataset[i]``, in seconds.
-    """
+    """The shortest possible epoch of a dataset; ``call_s`` is the time of ``dataset[i]`` where that is the cost."""
 
     epoch_s: float
     call_s: float | None = None
@@ -46,18 +42,22 @@ class Work(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-class SleepingWork(Dataset[Sample]):
-    """Samples that sleep: work that needs a worker but no core, such as reading from a network.
+class Counted(Dataset[Any]):
+    """As many samples as ``count`` says."""
 
-    Args:
-        costs_s: how long each sample sleeps, in seconds; its length is the dataset's.
-    """
-
-    def __init__(self, costs_s: list[float]) -> None:
-        self.costs_s = costs_s
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def __len__(self) -> int:
-        return len(self.costs_s)
+        return self.count
+
+
+class SleepingWork(Counted):
+    """Samples that sleep: work that needs a worker but no core, such as reading from a network."""
+
+    def __init__(self, costs_s: list[float]) -> None:
+        super().__init__(len(costs_s))
+        self.costs_s = costs_s
 
     def __getitem__(self, index: int) -> Sample:
         time.sleep(self.costs_s[index])
@@ -88,22 +88,13 @@ class SleepsShare:
         return sample
 
 
-class StoredTensors(Dataset[Sample]):
-    """Float32 tensors returned from a pool in memory: no cost but the loader's own copies.
+class StoredTensors(Counted):
+    """Float32 tensors returned from a pool in memory: no cost but the loader's own copies."""
 
-    Args:
-        shape: shape of one sample.
-        pool_size: number of different samples; the index wraps around.
-        length: samples in one epoch.
-    """
-
-    def __init__(self, shape: tuple[int, ...], pool_size: int, length: int) -> None:
+    def __init__(self, shape: tuple[int, ...], pool_size: int, count: int) -> None:
+        super().__init__(count)
         generator = torch.Generator().manual_seed(0)
         self.pool = torch.rand((pool_size, *shape), generator=generator)
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
     def __getitem__(self, index: int) -> Sample:
         return self.pool[index % len(self.pool)], index
@@ -112,7 +103,7 @@ class StoredTensors(Dataset[Sample]):
 
     @property
     def epoch_bytes(self) -> int:
-        return self.pool[0].nbytes * self.length
+        return self.pool[0].nbytes * self.count
 
     def ideal(self, batch_size: int, workers: int) -> Ideal:
         """A copy of every sample to its place in one recycled, warm batch, by one process."""
@@ -120,27 +111,23 @@ class StoredTensors(Dataset[Sample]):
         batch = np.zeros((batch_size, *sources[0].shape), dtype=sources[0].dtype)
 
         def copy() -> None:
-            for index in range(self.length):
+            for index in range(self.count):
                 np.copyto(batch[index % batch_size], sources[index % len(sources)])
 
         return Ideal(_best_s(copy))
 
 
-class StoredRows(Dataset[Sample]):
-    """Rows of a table in memory: the cheapest samples there are, all cost is per sample.
+class StoredRows(Counted):
+    """Rows of 16 numbers in memory: the cheapest samples there are, all cost is per sample.
 
     Args:
-        width: numbers in one row.
-        length: rows, and samples in one epoch.
         as_floats: whether a row is a list of Python floats; otherwise it is a float32 NumPy vector.
     """
 
-    def __init__(self, width: int, length: int, as_floats: bool) -> None:
-        table = np.random.default_rng(0).random((length, width), dtype=np.float32)
+    def __init__(self, count: int, as_floats: bool = False) -> None:
+        super().__init__(count)
+        table = np.random.default_rng(0).random((count, 16), dtype=np.float32)
         self.rows: Any = table.tolist() if as_floats else table
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
         return self.rows[index], index
@@ -153,20 +140,12 @@ class StoredRows(Dataset[Sample]):
         return Ideal(call_s * len(self) / max(workers, 1), call_s)
 
 
-class Vectors(Dataset[Sample]):
-    """One float32 vector from memory for every index: no length and no sample size takes more memory.
+class Vectors(Counted):
+    """One float32 vector from memory for every index: no length and no sample size takes more memory."""
 
-    Args:
-        length: samples in one epoch.
-        nbytes: size of a sample, a multiple of 4.
-    """
-
-    def __init__(self, length: int, nbytes: int = 64) -> None:
-        self.length = length
+    def __init__(self, count: int, nbytes: int = 64) -> None:
+        super().__init__(count)
         self.vector = np.zeros(nbytes // 4, np.float32)
-
-    def __len__(self) -> int:
-        return self.length
 
     def __getitem__(self, index: int) -> Sample:
         return self.vector, index
@@ -175,36 +154,64 @@ class Vectors(Dataset[Sample]):
 
     def ideal(self, batch_size: int, workers: int) -> Ideal:
         """The calls of ``dataset[i]`` split over the workers, or one copy of all bytes if that takes longer."""
-        total = self.vector.nbytes * self.length
+        total = self.vector.nbytes * self.count
         source = np.ones(min(total, _COPIED_BYTES), np.uint8)
         batch = np.zeros_like(source)
         copy_s = _best_s(lambda: np.copyto(batch, source)) * total / source.nbytes
-        few = Vectors(min(self.length, 100_000), self.vector.nbytes)
-        return Ideal(max(_call_s(few) * self.length / max(workers, 1), copy_s))
+        few = Vectors(min(self.count, 100_000), self.vector.nbytes)
+        return Ideal(max(_call_s(few) * self.count / max(workers, 1), copy_s))
 
 
-class Held(Dataset[Any]):
+class Held(Counted):
     """Samples from a list in memory."""
 
     def __init__(self, samples: Sequence[Any]) -> None:
+        super().__init__(len(samples))
         self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
         return self.samples[index]
 
 
-class Pictures(Dataset[Any]):
+class Mapped(Counted):
+    """A dataset with a chain applied to each sample, for loaders that take no ``transforms=``."""
+
+    def __init__(self, dataset: Any, transforms: Sequence[Callable[[Any], Any]] = ()) -> None:
+        super().__init__(len(dataset))
+        self.dataset, self.transforms = dataset, transforms
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.dataset[index]
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample
+
+
+class Stored(Counted):
+    """Samples of which each is a file.
+
+    Args:
+        missing: What to say if there are none.
+        count: Samples in an epoch, more than there are files or fewer; as many as there are when omitted.
+    """
+
+    def __init__(self, paths: Iterable[Path], missing: str, count: int | None) -> None:
+        self.paths = list(paths)
+        if not self.paths:
+            raise FileNotFoundError(f"{missing}: run 'make data'")
+        super().__init__(count or len(self.paths))
+
+    def path_of(self, index: int) -> Path:
+        return self.paths[index % len(self.paths)]
+
+
+class Pictures(Counted):
     """Noise images, most of them small and a tenth of them 3.5 times as wide and as high."""
 
     def __init__(self, count: int) -> None:
+        super().__init__(count)
         large = np.random.default_rng(0).random(count) < 0.1
         self.sides = [700 if big else 200 for big in large]
-
-    def __len__(self) -> int:
-        return len(self.sides)
 
     def __getitem__(self, index: int) -> Any:
         side = self.sides[index]
@@ -249,11 +256,7 @@ def shrink(sample: Any) -> Any:
 def measured_ideal(run: Callable[[int], Any], indices: range, workers: int, cores: int) -> Ideal:
     """The ideal of samples whose cost is unknown: time of a sample over the workers, or on the cores if longer.
 
-    Args:
-        run: makes one sample with all its transforms, by index.
-        indices: all samples; at most a hundred of them, evenly spread, are measured.
-        workers: workers of the loaders.
-        cores: cores that all workers share.
+    ``run`` makes one sample with all its transforms. At most a hundred, evenly spread, are measured.
     """
     measured = indices[:: -(-len(indices) // 100)]
     run(measured[0])  # the first one may import what it needs
@@ -282,24 +285,19 @@ def _call_s(work: Work) -> float:
     return _best_s(call_all) / len(work)
 
 
-def straggler_costs_s(
-    count: int, usual_s: float, straggler_s: float, share: float, seed: int = 0
-) -> list[float]:
+def straggler_costs_s(count: int, usual_s: float, straggler_s: float, share: float) -> list[float]:
     """Give a random ``share`` of ``count`` samples (rounded) the cost ``straggler_s``."""
     costs_s = np.full(count, usual_s)
-    stragglers = np.random.default_rng(seed).choice(count, round(share * count), replace=False)
+    stragglers = np.random.default_rng(0).choice(count, round(share * count), replace=False)
     costs_s[stragglers] = straggler_s
-    return [float(cost_s) for cost_s in costs_s]
+    return costs_s.tolist()
 
 
-def lognormal_costs_s(
-    count: int, mean_s: float, relative_deviation: float, seed: int = 0
-) -> list[float]:
+def lognormal_costs_s(count: int, mean_s: float, relative_deviation: float) -> list[float]:
     """Draw log-normal costs, scaled so that the mean of this very draw is ``mean_s``."""
     sigma = math.sqrt(math.log1p(relative_deviation**2))
-    costs_s = np.random.default_rng(seed).lognormal(0.0, sigma, count)
-    scale = mean_s / costs_s.mean()
-    return [float(scale * cost_s) for cost_s in costs_s]
+    costs_s = np.random.default_rng(0).lognormal(0.0, sigma, count)
+    return (mean_s / costs_s.mean() * costs_s).tolist()
 
 
 def bimodal_costs_s(count: int, light_s: float, heavy_s: float, every: int) -> list[float]:

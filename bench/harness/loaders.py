@@ -9,8 +9,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader as TorchLoader
 
 from bench.harness.bare import BareProcesses
-from bench.harness.datasets import Work
-from bench.workloads.mapped import Mapped
+from bench.harness.datasets import Mapped, Work
 
 Build = Callable[[Work, dict[str, Any], int], Any]
 """``(dataset, arguments shared by all loaders, seed)`` to a loader."""
@@ -25,7 +24,6 @@ class Contender:
     Args:
         name: its key, and the name on the command line.
         label: its name in reports. ``torch`` and ``minato`` alone are their defaults.
-        build: makes the loader.
         keeps_order: whether it promises the sampler's order.
         content: what is compared with the dataset: the ``same`` batch; one ``alike``, where a pipeline draws random
             numbers of its own; or the ``labels`` alone.
@@ -69,8 +67,15 @@ def minato_loader(*, seeded: bool = False, **own: Any) -> Build:
     return build
 
 
-def _bare(work: Any, arguments: dict[str, Any], seed: int) -> Any:
-    return BareProcesses(work, **arguments)
+def torch_as(label: str = "torch", name: str = "", **own: Any) -> Contender:
+    """torch's loader as a contender; the label is its name where there is none."""
+    return Contender(name or label, label, torch_loader(**own), own.get("in_order", True))
+
+
+def minato_as(label: str = "minato", name: str = "", **own: Any) -> Contender:
+    """The same of minato's."""
+    keeps_order = own.get("in_order", True) and own.get("order", "strict") == "strict"
+    return Contender(name or label, label, minato_loader(**own), keeps_order)
 
 
 def named(*contenders: Contender) -> dict[str, Contender]:
@@ -78,18 +83,17 @@ def named(*contenders: Contender) -> dict[str, Contender]:
     return {contender.name: contender for contender in contenders}
 
 
-TORCH = Contender("torch", "torch", torch_loader(), keeps_order=True)
-TORCH_ANY_ORDER = Contender(
-    "torch-any-order", "torch, in_order=False", torch_loader(in_order=False), keeps_order=False
+TORCH = torch_as()
+TORCH_ANY_ORDER = torch_as("torch, in_order=False", "torch-any-order", in_order=False)
+MINATO = minato_as()
+MINATO_ANY_ORDER = minato_as("minato, in_order=False", "minato-any-order", in_order=False)
+MINATO_SEED = minato_as("minato, seed=", "minato-seed", seeded=True)
+MINATO_THREADS = minato_as("minato, threads", "minato-threads", workers="thread")
+BARE = Contender(
+    *("bare", "bare processes"),
+    lambda work, arguments, seed: BareProcesses(work, **arguments),
+    keeps_order=False,
 )
-MINATO = Contender("minato", "minato", minato_loader(), keeps_order=True)
-MINATO_ANY_ORDER = Contender(
-    "minato-any-order", "minato, in_order=False", minato_loader(in_order=False), keeps_order=False
-)
-MINATO_SEED = Contender(
-    "minato-seed", "minato, seed=", minato_loader(seeded=True), keeps_order=True
-)
-BARE = Contender("bare", "bare processes", _bare, keeps_order=False)
 
 STANDARD = named(TORCH, TORCH_ANY_ORDER, MINATO, MINATO_ANY_ORDER)
 """Both orders of torch, and the same two of minato, everything else at its default."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from bench.harness import record
 from bench.harness.environments import PeerMissingError, TrialFailedError
 from bench.harness.loaders import Contender
-from bench.harness.suite import BASELINE, Figures, Goal, RowResult, Spread
+from bench.harness.suite import BASELINE, Figures, RowResult, Spread, in_turn, ratios
 
+T = TypeVar("T")
 STUCK_AFTER_S = 600.0
 """A run of one loader that takes longer shows all stacks and ends the benchmark."""
 _is_program = False
+_SHARED = ("help", "short", "repeats", "out")
 _UNITS = {
     "s/epoch": "s per epoch",
     "GB/s": "GB/s",
@@ -25,38 +28,55 @@ _UNITS = {
 }
 
 
-def parser(
-    name: str, about: str, repeats: int, rows: Collection[str] = ()
-) -> argparse.ArgumentParser:
-    """A parser of the options that all benchmarks share; ``--rows`` where there are any."""
-    found = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
-    found.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
-    found.add_argument("--repeats", type=_positive, metavar="N", help=f"runs of each ({repeats})")
-    found.add_argument("--out", type=Path, metavar="FOLDER", help="where the report goes")
-    if rows:
-        found.add_argument(
-            "--rows", type=names(rows), default=list(rows), metavar="NAME,...", help=", ".join(rows)
+class Parser(argparse.ArgumentParser):
+    """The options that all benchmarks share, and lists of names, all of them by default.
+
+    Args:
+        name: of the module in ``bench``.
+        about: what it measures.
+        repeats: runs of each loader; one in a smoke run.
+        publishes: whether a run of everything goes to the documentation.
+        lists: by option, the names that it takes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        about: str | None,
+        repeats: int,
+        publishes: bool = False,
+        **lists: Collection[str],
+    ) -> None:
+        super().__init__(prog=f"python -m bench.{name}", description=about)
+        self._repeats, self._publishes = repeats, publishes
+        self.add_argument("--short", action="store_true", help="a smoke run: too short to judge by")
+        self.add_argument(
+            "--repeats", type=_positive, metavar="N", help=f"runs of each ({repeats})"
         )
-    found.set_defaults(usual_repeats=repeats)
-    return found
+        self.add_argument("--out", type=Path, metavar="FOLDER", help="where the report goes")
+        for option, known in lists.items():
+            self.add_argument(
+                f"--{option}",
+                type=functools.partial(_names, known),
+                default=[*known],
+                metavar="NAME,...",
+                help=", ".join(known),
+            )
 
-
-def repeats_of(options: argparse.Namespace) -> int:
-    """Runs of each loader: as asked for, else once in a smoke run."""
-    usual: int = 1 if options.short else options.usual_repeats
-    return options.repeats or usual
-
-
-def names(known: Collection[str]) -> Callable[[str], list[str]]:
-    """A type of arguments: some of ``known``, separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        found = text.split(",")
-        if unknown := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {sorted(known)}")
+    def parse_args(self, arguments: Sequence[str] | None = None) -> Any:  # type: ignore[override]
+        found = super().parse_args(arguments)
+        own = [each for each in self._actions if each.dest not in _SHARED]
+        whole = not found.short and all(getattr(found, one.dest) == one.default for one in own)
+        found.repeats = found.repeats or (1 if found.short else self._repeats)
+        found.out = found.out or (record.PAGES if whole and self._publishes else None)
         return found
 
-    return parse
+
+def _names(known: Collection[str], text: str) -> list[str]:
+    found = text.split(",")
+    if unknown := [name for name in found if name not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {sorted(known)}")
+    return found
 
 
 def _positive(text: str) -> int:
@@ -65,7 +85,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def program(main: Callable[[], int]) -> NoReturn:
+def program(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the program of this process, which ends if it is stuck, or if what it needs is missing."""
     global _is_program
     _is_program = True
@@ -120,10 +140,40 @@ class Page:
             chart(written)
         print("written:", written)
 
-    @property
-    def conditions(self) -> Mapping[str, str]:
-        """Machine and versions."""
-        return self._conditions
+    def turns(
+        self,
+        what: str,
+        names: Sequence[str],
+        repeats: int,
+        run: Callable[[str, int], T],
+        shown: Callable[[T], str],
+        failed: dict[str, str] | None = None,
+    ) -> dict[str, list[T]]:
+        """All that ``run(name, repeat)`` returns by name, in turn; those that fail have nothing, and a reason.
+
+        Raises:
+            TrialFailedError: One failed, and ``failed`` is None.
+        """
+        found: dict[str, list[T]] = {name: [] for name in names}
+        for repeat, name in in_turn(names, repeats):
+            if name in found:
+                try:
+                    found[name].append(run(name, repeat))
+                    text = shown(found[name][-1])
+                except TrialFailedError as error:
+                    if failed is None:
+                        raise
+                    text = failed[name] = f"{error}"
+                    del found[name]
+                self.say(f"{what} {repeat + 1}/{repeats} {name}: {text}")
+        return found
+
+    def add_rows(
+        self, results: Sequence[RowResult], contenders: Mapping[str, Contender], *between: str
+    ) -> None:
+        """Add the efficiency of each loader, what stands ``between``, and all figures."""
+        self.add("## Efficiency\n", overview(results, contenders), *between)
+        self.add("## All figures\n", *(details(result, contenders) for result in results))
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -147,6 +197,11 @@ def spread_text(spread: Spread | Sequence[float] | None, digits: int) -> str:
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
+def ratio_text(above: Sequence[float], below: Sequence[float], digits: int = 2) -> str:
+    """The spread of the ratios, repeat by repeat."""
+    return spread_text(ratios(above, below), digits)
+
+
 def overview(results: Sequence[RowResult], contenders: Mapping[str, Contender]) -> str:
     """Every row's efficiency by loader."""
     present = [name for name in contenders if any(name in result.trials for result in results)]
@@ -156,37 +211,6 @@ def overview(results: Sequence[RowResult], contenders: Mapping[str, Contender]) 
         cells = [share_text(shares[name]) if name in shares else "" for name in present]
         lines.append([result.row.name, result.row.title, *cells])
     return table(["row", "work", *(contenders[name].label for name in present)], lines)
-
-
-def goals(results: Sequence[RowResult], contenders: Mapping[str, Contender]) -> str:
-    """Every goal of the rows, and whether the loader reached it."""
-    lines = []
-    for result in results:
-        for goal in result.row.goals:
-            value = _value(result, goal.loader, goal)
-            if value is not None:
-                bare = _value(result, "bare", goal)
-                lines.append(
-                    [
-                        *(result.row.name, contenders[goal.loader].label, str(goal)),
-                        *(f"{value:.2f}", "reached" if goal.holds(value) else "**missed**"),
-                        "" if bare is None else f"{bare:.2f}",
-                    ]
-                )
-    return table(["row", "loader", "goal", "measured", "", "bare processes"], lines)
-
-
-def _value(result: RowResult, loader: str, goal: Goal) -> float | None:
-    if loader not in result.trials:
-        return None
-    figures = result.figures(loader)
-    spread: Spread | None = {
-        "efficiency": figures.efficiency,
-        "ratio to torch": figures.ratio,
-        "first batch ms": figures.first_batch_ms,
-        "own us/sample": figures.own_us,
-    }[goal.quantity]
-    return None if spread is None else spread.median
 
 
 def losses(results: Sequence[RowResult], contenders: Mapping[str, Contender]) -> str:
@@ -242,8 +266,28 @@ def times(
     """Lines of a table of times: the ideal, then each loader with its efficiency and ratio to torch."""
     lines = [["*ideal*", f"{ideal:.2f}", "", ""]]
     for name, taken in found.items():
-        ratios = [a / b for a, b in zip(found[BASELINE], taken, strict=True)]
         efficiency = share_text(ideal / Spread.of(taken).median)
-        cells = [spread_text(taken, 2), efficiency, spread_text(ratios, 2)]
+        cells = [spread_text(taken, 2), efficiency, ratio_text(found[BASELINE], taken)]
         lines.append([contenders[name].label, *cells])
     return lines
+
+
+def rates(
+    result: RowResult,
+    contenders: Mapping[str, Contender],
+    against: Mapping[str, str],
+    *more: list[str],
+) -> str:
+    """Samples per second in the first and the later epochs, and ratios of the later ones to those of other loaders.
+
+    Args:
+        against: head of the column, by the other loader.
+        more: further lines.
+    """
+    first, later = result.rates
+    lines = []
+    for name in result.trials:
+        cells = [spread_text(each[name], 0) for each in (first, later)]
+        cells += [ratio_text(later[name], later[it]) if it in later else "" for it in against]
+        lines.append([contenders[name].label, *cells])
+    return table(["loader", "first epoch", "later epochs", *against.values()], [*lines, *more])

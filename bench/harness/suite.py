@@ -8,38 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from bench.harness.datasets import Ideal, Work, measured_ideal
+from bench.harness.datasets import Ideal, Mapped, Work, measured_ideal
 from bench.harness.loaders import STANDARD, Contender
 from bench.harness.record import usable_cores
 from bench.harness.trial import Consumer, Run, Trial, WrongDeliveryError, second
-from bench.workloads.mapped import Mapped
 
 T = TypeVar("T")
 BASELINE = "torch"
-Quantity = Literal["efficiency", "ratio to torch", "first batch ms", "own us/sample"]
 Unit = Literal["s/epoch", "GB/s", "us/sample", "samples/s"]
-_TIMES = ("first batch ms", "own us/sample")
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A limit for the median of one loader.
-
-    Args:
-        loader: name of the loader.
-        quantity: the figure that is limited.
-        limit: the value to reach: a lower limit of shares and ratios, an upper limit of times.
-    """
-
-    loader: str
-    quantity: Quantity
-    limit: float
-
-    def holds(self, value: float) -> bool:
-        return value <= self.limit if self.quantity in _TIMES else value >= self.limit
-
-    def __str__(self) -> str:
-        return f"{self.quantity} {'≤' if self.quantity in _TIMES else '≥'} {self.limit:g}"
+SHORT_BATCHES, SHORT_EPOCHS = 4, 2
+"""Of a smoke run, at the most."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +25,20 @@ class Row:
     """One workload, the same for every loader.
 
     Args:
-        name: its name for ``--rows``.
-        title: a description for the report.
         make: builds the dataset of a given length.
         samples: samples in one epoch.
-        short_samples: the same in a smoke run.
-        batch_size: samples in one batch.
-        workers: worker processes; 0 means in the main process.
         epochs: epochs of one run of one loader.
         loaders: names of the loaders that take part.
-        unit: the unit of the time in the report.
-        shuffle: whether every epoch draws a new order.
-        persistent: whether workers live from one epoch to the next.
-        pause_s: time that the consumer sleeps for each batch, in seconds.
+        pause_s: time that the consumer sleeps for each batch.
         reads: whether the consumer reads every byte; otherwise it reads the labels only.
         skips_first_epoch: whether the figure is taken from the epochs after the first.
         transforms: applied to each sample; torch's loaders apply them behind ``dataset[i]``.
-        goals: limits for minato.
     """
 
     name: str
     title: str
     make: Callable[[int], Work]
     samples: int
-    short_samples: int
     batch_size: int
     workers: int
     epochs: int
@@ -82,12 +50,11 @@ class Row:
     reads: bool = False
     skips_first_epoch: bool = False
     transforms: tuple[Callable[[Any], Any], ...] = ()
-    goals: tuple[Goal, ...] = ()
 
     def short(self) -> Row:
-        """Return this row in its smoke-test size, without goals: it is too short to judge by."""
-        epochs = min(self.epochs, 2)
-        return replace(self, samples=self.short_samples, epochs=epochs, goals=())
+        """Return this row in its smoke-test size: too short to judge by."""
+        samples = min(self.samples, SHORT_BATCHES * self.batch_size)
+        return replace(self, samples=samples, epochs=min(self.epochs, SHORT_EPOCHS))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -122,21 +89,16 @@ class Figures:
     """The figures of one loader on one row.
 
     Args:
-        loader: name of the loader.
         efficiency: ideal time divided by the measured one; 1 is the ideal itself.
-        later_efficiency: the same for the epochs after the first alone; None if there are none.
-        ratio: speed relative to torch in order, repeat by repeat; None without torch.
-        speed: in the row's unit: seconds per epoch, GB/s or microseconds per sample.
-        whole_s: whole run including start-up, in seconds.
+        later_efficiency: the same for the epochs after the first alone.
+        ratio: speed relative to torch in order, repeat by repeat.
+        speed: in the row's unit.
+        whole_s: whole run including start-up.
         first_batch_ms: time from ``iter()`` to the first batch with cold workers.
         waiting: share of the whole run that the consumer spent waiting for batches.
-        wait_p50_ms: median wait for one batch.
-        wait_p99_ms: 99th percentile of the waits.
-        own_us: time per sample less the ideal of ``dataset[i]``; None where that is not the cost.
-        deferred: samples that were deferred in a run; None where the loader defers none.
+        own_us: time per sample less the ideal of ``dataset[i]``.
     """
 
-    loader: str
     efficiency: Spread
     later_efficiency: Spread | None
     ratio: Spread | None
@@ -155,10 +117,7 @@ class RowResult:
     """Everything measured on one row: one ideal and one trial of each loader per repeat.
 
     Args:
-        row: the row.
         epoch_bytes: payload of one epoch of tensors; 0 for other work.
-        ideals: the ideal, in each repeat.
-        trials: by loader, its run in each repeat.
     """
 
     row: Row
@@ -171,8 +130,7 @@ class RowResult:
         counts = [trial.deferred for trial in trials if trial.deferred is not None]
         epochs_s = [trial.epoch_s(row.skips_first_epoch) for trial in trials]
         return Figures(
-            loader=loader,
-            efficiency=self._against([ideal.epoch_s for ideal in self.ideals], epochs_s),
+            efficiency=Spread.of(ratios([ideal.epoch_s for ideal in self.ideals], epochs_s)),
             later_efficiency=self._later(trials),
             ratio=self._ratio(epochs_s),
             speed=Spread.of([self._speed(epoch_s) for epoch_s in epochs_s]),
@@ -185,21 +143,17 @@ class RowResult:
             deferred=Spread.of(counts) if counts else None,
         )
 
-    @staticmethod
-    def _against(reference_s: Sequence[float], epochs_s: Sequence[float]) -> Spread:
-        return Spread.of([r / e for r, e in zip(reference_s, epochs_s, strict=True)])
-
     def _later(self, trials: list[Trial]) -> Spread | None:
         if self.row.epochs == 1:
             return None
         later_s = [trial.epoch_s(skips_first_epoch=True) for trial in trials]
-        return self._against([ideal.epoch_s for ideal in self.ideals], later_s)
+        return Spread.of(ratios([ideal.epoch_s for ideal in self.ideals], later_s))
 
     def _ratio(self, epochs_s: list[float]) -> Spread | None:
         if BASELINE not in self.trials:
             return None
         baseline = [t.epoch_s(self.row.skips_first_epoch) for t in self.trials[BASELINE]]
-        return self._against(baseline, epochs_s)
+        return Spread.of(ratios(baseline, epochs_s))
 
     def _own_us(self, epochs_s: list[float]) -> Spread | None:
         if any(ideal.call_s is None for ideal in self.ideals):
@@ -216,24 +170,24 @@ class RowResult:
             return self.row.samples / epoch_s
         return epoch_s
 
-    def first_rates(self) -> dict[str, list[float]]:
-        """Samples per second by loader, from before it is built to the end of the first epoch."""
-        return {
-            name: [self.row.samples / (one.whole_s - sum(one.epochs_s[1:])) for one in trials]
-            for name, trials in self.trials.items()
-        }
-
-    def later_rates(self) -> dict[str, list[float]]:
-        """Samples per second by loader, in the epochs after the first."""
-        return {
-            name: [self.row.samples / one.epoch_s(skips_first_epoch=True) for one in trials]
-            for name, trials in self.trials.items()
+    @property
+    def rates(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Samples per second by loader: from before it is built to the end of the first epoch; in later epochs."""
+        count, runs = self.row.samples, self.trials.items()
+        first = {k: [count / (one.whole_s - sum(one.epochs_s[1:])) for one in v] for k, v in runs}
+        return first, {
+            k: [count / one.epoch_s(skips_first_epoch=True) for one in v] for k, v in runs
         }
 
     @property
     def ideal_speed(self) -> Spread:
         """The ideal in the row's unit."""
         return Spread.of([self._speed(ideal.epoch_s) for ideal in self.ideals])
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Repeat by repeat."""
+    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -285,19 +239,19 @@ def run_trial(contender: Contender, row: Row, work: Any, seed: int) -> Trial:
     return trial
 
 
+def chosen(rows: Mapping[str, Row], options: Any) -> list[Row]:
+    """The rows that the command line names, in their smoke-test size if it says so."""
+    found = [rows[name] for name in options.rows]
+    return [row.short() for row in found] if options.short else found
+
+
 def measure(
     rows: Sequence[Row],
     contenders: Mapping[str, Contender],
     repeats: int,
     say: Callable[[str], None],
 ) -> list[RowResult]:
-    """Measure every row with those of its loaders that are among ``contenders``, in turn.
-
-    Args:
-        rows: the rows, in the order to measure them.
-        contenders: the loaders by name.
-        repeats: runs of each loader on each row.
-        say: receives a line for each run.
+    """Measure every row with those of its loaders that are among ``contenders``, in turn; ``say`` each run.
 
     Raises:
         WrongDeliveryError: a loader did not deliver every sample exactly once.

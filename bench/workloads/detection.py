@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
-from bench.workloads.stored import Stored
+from bench.harness.datasets import Stored
 
 SHORTEST, LONGEST = 800, 1333
 """Sides to which Mask R-CNN resizes, in pixels."""
@@ -118,21 +118,17 @@ def detection_chain(
     return [Resize(shortest, longest), RandomHorizontalFlip(), ToTensor(), Normalize()]
 
 
-class Photographs(Stored[Picture]):
+class Photographs(Stored):
     """The pictures below a folder, decoded for each sample.
 
     Photographs of packages have no boxes: each gets a few, drawn by its index, so that there is something to follow
     what happens to the pixels.
-
-    Args:
-        folder: Searched with all that is below it.
-        length: Samples in an epoch, more than there are pictures or fewer; as many as there are when omitted.
     """
 
-    def __init__(self, folder: Path, length: int | None = None) -> None:
+    def __init__(self, folder: Path, count: int | None = None) -> None:
         found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
         paths = (path for path in found if path.is_file() and _is_photograph(path))
-        super().__init__(paths, f"no photographs below {folder}", length)
+        super().__init__(paths, f"no photographs below {folder}", count)
 
     def __getitem__(self, index: int) -> Picture:
         with Image.open(self.path_of(index)) as stored:

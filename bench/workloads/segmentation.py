@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import ndimage
 
-from bench.workloads.stored import Stored
+from bench.harness.datasets import Stored
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, int, int]
@@ -204,17 +204,12 @@ def segmentation_chain(shape: Shape = PATCH) -> list[Callable[[Any], Any]]:
     return [RandomBalancedCrop(shape), RandomFlip(), RandomBrightness(), GaussianNoise(), Cast()]
 
 
-class Scans(Stored[Scan]):
-    """Prepared volumes in a folder, read whole for each sample.
+class Scans(Stored):
+    """Prepared volumes in a folder, read whole for each sample."""
 
-    Args:
-        folder: With ``NAME_x.npy`` and ``NAME_y.npy``, as ``store`` writes them.
-        length: Samples in an epoch, more than there are volumes or fewer; as many as there are when omitted.
-    """
-
-    def __init__(self, folder: Path, length: int | None = None) -> None:
+    def __init__(self, folder: Path, count: int | None = None) -> None:
         paths = sorted(folder.glob("*_x.npy"))
-        super().__init__(paths, f"no prepared volumes in {folder}", length)
+        super().__init__(paths, f"no prepared volumes in {folder}", count)
 
     def __getitem__(self, index: int) -> Scan:
         path = self.path_of(index)

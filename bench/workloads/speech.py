@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bench.workloads.stored import Stored
+from bench.harness.datasets import Stored
 
 Array = npt.NDArray[np.float32]
 
@@ -192,17 +192,12 @@ def speech_chain(heavy_s: float = 3.0, scale: float = 1.0) -> list[Callable[[Cli
     return [Pad(), *features, *steps]
 
 
-class Recordings(Stored[Clip]):
-    """The waves below a folder: 16 bits, one channel.
+class Recordings(Stored):
+    """The waves below a folder: 16 bits, one channel."""
 
-    Args:
-        folder: Searched with all that is below it.
-        length: Samples in an epoch, more than there are clips or fewer; as many as there are when omitted.
-    """
-
-    def __init__(self, folder: Path, length: int | None = None) -> None:
+    def __init__(self, folder: Path, count: int | None = None) -> None:
         paths = (path for path in sorted(folder.rglob("*.wav")) if path.is_file())
-        super().__init__(paths, f"no recordings below {folder}", length)
+        super().__init__(paths, f"no recordings below {folder}", count)
 
     def __getitem__(self, index: int) -> Clip:
         with wave.open(str(self.path_of(index))) as stored:

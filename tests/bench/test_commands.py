@@ -122,7 +122,7 @@ def test_a_smoke_run_writes_its_page(name: str, tmp_path: Path, data: Path) -> N
     arguments, pages = PROGRAMS[name]
     found = ["--data", str(data)] if name == "papers" else []
     program: Any = importlib.import_module(f"bench.{name}")
-    assert program.main(["--short", *arguments, *found, "--out", str(tmp_path)]) == 0
+    assert not program.main(["--short", *arguments, *found, "--out", str(tmp_path)])
     for page, (count, texts) in pages.items():
         check_page(tmp_path / f"{page}.md", count, texts)
 
@@ -147,7 +147,7 @@ def test_cassandra_is_measured_where_it_is_installed(tmp_path: Path) -> None:
     except cassandra_node.NotInstalled as error:
         pytest.skip(f"cassandra: {error}")
     rows = ["--rows", "cassandra,ring"]
-    assert remote.main(["--short", *rows, "--out", str(tmp_path)]) == 0
+    assert not remote.main(["--short", *rows, "--out", str(tmp_path)])
     check_page(tmp_path / "cassandra.md", 20, ["| driver |", "| torch, row by row |", "| minato |"])
     check_page(tmp_path / "ring.md", 5, ["| stopped | minato |"])
 
@@ -156,7 +156,7 @@ def test_what_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MINATO_CASSANDRA_HOME", str(tmp_path))
-    assert remote.main(["--short", "--rows", "cassandra"]) == 0
+    assert not remote.main(["--short", "--rows", "cassandra"])
     assert f"{str(tmp_path)!r} has no lib/*cassandra*.jar" in capsys.readouterr().out
     assert papers.main(["--short", "--experiment", "size", "--data", str(tmp_path)]) == 2
     assert "run 'make data'" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from bench.harness.datasets import (
     straggler_costs_s,
 )
 from bench.harness.loaders import Contender
-from bench.harness.suite import Goal, RowResult, Spread, ideal_of, in_turn, measure, run_trial
+from bench.harness.suite import RowResult, Spread, ideal_of, in_turn, measure, run_trial
 from bench.harness.trial import Trial, WrongDeliveryError, check_content, check_labels
 from bench.macro import BALANCED, CONTENDERS, LOGNORMAL, STRAGGLERS
 from tests.selection import mostly_slow
@@ -99,7 +99,7 @@ def test_a_wrong_delivery_is_reported(labels, fault):
 
 
 def test_a_changed_sample_is_reported():
-    work = StoredTensors((2, 3), pool_size=4, length=8)
+    work = StoredTensors((2, 3), pool_size=4, count=8)
     payload = torch.stack([work[5][0], work[6][0]])
     check_content([payload, torch.tensor([5, 6])], work, who="somebody")
     with pytest.raises(WrongDeliveryError, match="differs from torch"):
@@ -136,7 +136,7 @@ def test_every_loader_runs_and_is_reported(loader):
 
 def _result(torch_s: float, minato_s: float) -> RowResult:
     """A row of one epoch whose ideal is one second, with the given times."""
-    row = replace(TINY, epochs=1, goals=(Goal("minato", "efficiency", 0.9),))
+    row = replace(TINY, epochs=1)
     trials = {
         name: [Trial(name, whole_s, 0.02, (whole_s,), (0.02, whole_s / 2))]
         for name, whole_s in (("torch", torch_s), ("minato", minato_s))
@@ -144,15 +144,13 @@ def _result(torch_s: float, minato_s: float) -> RowResult:
     return RowResult(row, ideals=[Ideal(1.0)], trials=trials)
 
 
-def test_figures_goals_and_losses_follow_from_the_clock_readings():
+def test_figures_and_losses_follow_from_the_clock_readings():
     figures = _result(torch_s=2.0, minato_s=1.25).figures("minato")
     assert figures.efficiency.median == pytest.approx(0.8)
     assert figures.ratio is not None
     assert figures.ratio.median == pytest.approx(1.6)
     won, lost = [_result(2.0, 1.05)], [_result(1.1, 1.25)]
-    assert "reached" in report.goals(won, CONTENDERS)
     assert "On no row of this run" in report.losses(won, CONTENDERS)
-    assert "**missed**" in report.goals(lost, CONTENDERS)
     assert "torch 0.91 of the ideal, minato 0.80" in report.losses(lost, CONTENDERS)
 
 

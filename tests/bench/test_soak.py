@@ -43,7 +43,7 @@ def test_a_job_opens_no_more_as_it_goes_on(
     assert later["processes"] >= 1 + soak.WORKERS * (row == "samples")
 
 
-@pytest.mark.parametrize("row", soak.ROWS)
+@pytest.mark.parametrize("row", soak.RUNS)
 def test_lost_samples_are_found(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "Numbers", lambda count: [1, *range(1, count)])
     with pytest.raises(RuntimeError, match="not each sample once|with the sum"):
@@ -56,7 +56,7 @@ def test_the_page_shows_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return {"readings": [{"mib": 100.0 + i, **used} for i in range(20)], "seconds": 7.0}
 
     monkeypatch.setattr(soak, "call", call)
-    assert soak.main(["--short", "--out", str(tmp_path)]) == 0
+    assert not soak.main(["--short", "--out", str(tmp_path)])
     page = (tmp_path / "soak.md").read_text()
     line = "| 105.0 → 119.0 | 119.0 | 8 → 8 | 2 → 2 | 3 → 3 | 7 |"
-    assert page.count(line) == len(soak.ORDERS) * len(soak.METHODS) * len(soak.ROWS)
+    assert page.count(line) == len(soak.ORDERS) * len(soak.METHODS) * len(soak.RUNS)

@@ -187,7 +187,7 @@ def test_volumes_of_packages_are_read_prepared_and_served(tmp_path):
     assert np.array_equal(found["skull"].image, matrix)
     assert found["brain"].label.mean() == pytest.approx(0.1, abs=0.01)
     assert segmentation.store(found.items(), tmp_path / "scans", PATCH) == 2
-    scans = segmentation.Scans(tmp_path / "scans", length=5)
+    scans = segmentation.Scans(tmp_path / "scans", count=5)
     assert (len(scans), scans[3].key) == (5, 3)
     assert scans[3].image.shape == scans[3].label.shape == scans[1].image.shape
 
@@ -197,7 +197,7 @@ def test_photographs_are_pictures_in_colours_and_no_icons(tmp_path):
     Image.new("RGB", (70, 80)).save(tmp_path / "below" / "photo.png")
     Image.new("RGB", (16, 16)).save(tmp_path / "icon.png")
     Image.new("L", (70, 80)).save(tmp_path / "grey.png")
-    photographs = detection.Photographs(tmp_path, length=2)
+    photographs = detection.Photographs(tmp_path, count=2)
     assert [path.name for path in photographs.paths] == ["photo.png"]
     assert (photographs[1].size, photographs[1].key) == ((70, 80), 1)
 
