@@ -160,13 +160,10 @@ def _load(
     """A load; ``shape`` is samples, batch size, workers and epochs."""
     samples, batch_size, workers, epochs = shape
     row = Row(
-        name=name,
-        title=f"{title}; batch {batch_size}, {workers} workers, {epochs} epochs; slow after {1e3 * after_s:g} ms",
-        make=make,
-        samples=samples,
-        batch_size=batch_size,
-        workers=workers,
-        epochs=epochs,
+        name,
+        f"{title}; batch {batch_size}, {workers} workers, {epochs} epochs; slow after {1e3 * after_s:g} ms",
+        make,
+        *(samples, batch_size, workers, epochs),
         loaders=tuple(steps(after_s)),
         shuffle=True,
         persistent=True,
@@ -269,13 +266,10 @@ NUMBERS = (
 
 def _measuring(name: str, workers: int) -> Row:
     return Row(
-        name=name,
-        title=f"16 numbers and a label, three transforms; batch 32, {workers} workers",
-        make=StoredRows,
-        samples=64_000,
-        batch_size=32,
-        workers=workers,
-        epochs=3,
+        name,
+        f"16 numbers and a label, three transforms; batch 32, {workers} workers",
+        StoredRows,
+        *(64_000, 32, workers, 3),
         loaders=(TORCH.name, TORCH_ANY_ORDER.name, UNMEASURED.name, "minato", TRACED),
         unit="us/sample",
         persistent=bool(workers),

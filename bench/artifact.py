@@ -99,7 +99,6 @@ class Volumes(Counted):
 
 
 def label_of(path: Path) -> Path:
-    """The labels of a volume."""
     return path.with_name(path.name.replace("_x.npy", "_y.npy"))
 
 
@@ -130,11 +129,7 @@ class _Compose:
 
 
 def imported(artifact: Path) -> tuple[Any, Any]:
-    """The artifact's modules of its dataset and its loader, with stubs for what they import and do not run.
-
-    Stubs: its logging, which needs MLPerf's and NVIDIA's loggers; pandas; torchvision but for ``Compose``; and
-    ``scipy.ndimage.measurements``, which newer versions lack.
-    """
+    """The artifact's modules of dataset and loader, with stubs for what they import and do not run, or is gone."""
     from scipy import ndimage
 
     sys.path.insert(0, str(artifact / "Minato"))
@@ -226,13 +221,7 @@ def _epoch(loader: Any) -> list[int]:
 
 
 class Faults(NamedTuple):
-    """What a run delivered, against each sample once, but for an incomplete batch.
-
-    Attributes:
-        lost: Samples that should have come in an epoch and did not.
-        repeated: Deliveries of samples that had come in the epoch.
-        same_order: Whether two epochs had the same order.
-    """
+    """What a run delivered, against each sample once in an epoch, but for an incomplete batch."""
 
     lost: int
     repeated: int
@@ -264,7 +253,6 @@ def _ideal_s(theirs: Any, paths: Sequence[Path], workload: Workload, epochs: int
 
 
 def checkout(text: str) -> Path:
-    """A type of arguments: the folder of a checkout."""
     path = Path(text).resolve()
     if not (path / LOADER).is_file():
         raise argparse.ArgumentTypeError(

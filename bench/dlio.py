@@ -228,7 +228,6 @@ def sized(workload: Workload, short: bool) -> Workload:
 
 
 def line(row: str, found: dict[str, list[tuple[float, float]]], loaders: list[str]) -> list[str]:
-    """A line of the table: utilisation by loader."""
     workload = WORKLOADS[row]
     shape = f"{workload.title}; {workload.file_format}, batch {workload.batch_size}"
     cells = [

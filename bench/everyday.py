@@ -66,12 +66,7 @@ than {TINY_US:g} µs.
 
 
 class Job(NamedTuple):
-    """One way to load a dataset.
-
-    Attributes:
-        batch_size: None: samples come as they are.
-        epoch: ten batches, or thousands of samples.
-    """
+    """One way to load a dataset; without a batch size samples come as they are."""
 
     batch_size: int | None
     workers: int
@@ -261,15 +256,7 @@ def _same_but_flipped(found: Any, expected: Any) -> bool:
 
 
 class Data(NamedTuple):
-    """A dataset, and the jobs on it.
-
-    Attributes:
-        samples: makes a number of samples.
-        dataset: makes the dataset of them.
-        collate: its own ``collate_fn``; torch's when omitted.
-        length: samples in a long epoch.
-        same: whether a batch is the expected one.
-    """
+    """A dataset of ``samples(number)``, and the jobs on it; ``same`` tells whether a batch is the expected one."""
 
     title: str
     jobs: Sequence[Job]
@@ -345,8 +332,6 @@ class Result(NamedTuple):
 
 
 class Bench:
-    """One job on its dataset."""
-
     def __init__(self, data: Data, job: Job) -> None:
         self._data, self._job = data, job
         short = SHORT_EPOCH * (job.batch_size or 1)
@@ -357,7 +342,6 @@ class Bench:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of both loaders."""
         job = self._job
         shuffle = job.epoch == "long" and not isinstance(self._dataset, IterableDataset)
         return {
@@ -374,11 +358,7 @@ class Bench:
         return self._job.batch_size is not None and self._data.collate is not None
 
     def run(self, contender: Any, repeat: int) -> float:
-        """Build the loader, check an epoch, time others: µs for each batch.
-
-        Raises:
-            WrongDeliveryError: samples were lost, repeated, changed, or not in torch's strict order.
-        """
+        """Build the loader, check an epoch, time others: µs for each batch."""
         torch.manual_seed(repeat)
         gc.collect()
         loader = contender.build(self._dataset, self.arguments, repeat)
@@ -423,7 +403,6 @@ def _epoch_s(loader: Any, batches: int) -> float:
 
 
 def measure(data: str, job: Job, repeats: int) -> Result:
-    """Measure one job with both loaders in turn."""
     bench = Bench(DATA[data], job)
     times: dict[str, list[float]] = {TORCH.name: [], MINATO.name: []}
     with unwarned():
@@ -436,7 +415,6 @@ def measure(data: str, job: Job, repeats: int) -> Result:
 
 
 def cause_of(name: str) -> str:
-    """Why torch is faster in a job."""
     found = (cause for pattern, cause in CAUSES.items() if fnmatchcase(name, pattern))
     return next(found, "**no cause found**")
 
@@ -458,7 +436,6 @@ def headline(results: Sequence[Result]) -> str:
 
 
 def section(data: str, results: Sequence[Result]) -> str:
-    """The table of a dataset."""
     head = ["batch", "workers", "epoch", "order", "torch, µs per batch", "minato, µs per batch"]
     lines = []
     for each in results:

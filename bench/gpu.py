@@ -49,11 +49,7 @@ Span = tuple[float, float]
 
 
 class Utilisation:
-    """Asks NVML ten times a second how much of the time a kernel was running; a context manager.
-
-    Attributes:
-        percent: What it said, from 0 to 100.
-    """
+    """Asks NVML ten times a second how much of the time a kernel was running; a context manager."""
 
     def __init__(self, index: int) -> None:
         import pynvml
@@ -81,17 +77,11 @@ class Utilisation:
 
     @property
     def idle_share(self) -> float:
-        """Share of the time in which no kernel ran."""
         return 1 - statistics.fmean(self.percent) / 100 if self.percent else float("nan")
 
 
 class Copies(NamedTuple):
-    """Copies from host memory to the GPU, by a trace; NaN without any.
-
-    Attributes:
-        beside: Share of their time in which a kernel was running.
-        rate: Bytes per second of their time.
-    """
+    """Copies to the GPU, by a trace: the share of their time beside a kernel, and bytes per second; NaN without any."""
 
     beside: float
     rate: float
@@ -234,13 +224,7 @@ class _Residual(nn.Module):
 
 
 class Training(NamedTuple):
-    """A network and its data.
-
-    Attributes:
-        shape: of an image; a volume has no dimension for the channel.
-        make: the network of a width.
-        dataset: its samples, by number and shape.
-    """
+    """A network of a width, and its data; a volume's shape has no dimension for the channel."""
 
     name: str
     shape: tuple[int, ...]
@@ -291,8 +275,6 @@ class Measured(NamedTuple):
 
 
 class Trainer:
-    """A network in training."""
-
     def __init__(self, training: Training, size: int) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(0)
@@ -301,7 +283,6 @@ class Trainer:
         self.size, self.volumes = size, training.make is UNet
 
     def step(self, batch: Any) -> None:
-        """Train on a batch that begins with indices and images."""
         labels, images = (each.to(self.device, non_blocking=True) for each in batch[:2])
         inputs = images.unsqueeze(1) if self.volumes else images
         loss = (self.model(inputs).flatten(1).mean(1) - labels / self.size).square().mean()
@@ -310,7 +291,6 @@ class Trainer:
         self.optimizer.step()
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -375,8 +355,6 @@ def ideal_s(training: Training, dataset: Any, workers: int) -> tuple[float, int]
 
 
 def line(training: Training, label: str, runs: list[Measured], least_s: float) -> list[str]:
-    """A line of the table: medians of the runs."""
-
     def shown(values: Iterable[float], factor: float, digits: int = 0) -> str:
         value = statistics.median(values)
         return f"{value * factor:.{digits}f}" if value == value else "–"

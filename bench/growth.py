@@ -108,7 +108,6 @@ CURVES = (
 def points_of(
     curve: Curve, sizes: Sequence[int], repeats: int, say: Callable[[str], None]
 ) -> dict[str, Points]:
-    """Measure a curve: by loader, and for the ideal."""
     found: dict[str, Points] = {"ideal": [], **{name: [] for name in CONTENDERS}}
     for size in sizes:
         work, batch_size, workers, shuffle = curve.row(size)
@@ -144,7 +143,6 @@ def slope(points: Points) -> float:
 
 
 def curve_table(curve: Curve, found: dict[str, Points]) -> str:
-    """The section of a curve."""
     labels = {"ideal": "*ideal*", **{name: one.label for name, one in CONTENDERS.items()}}
     cells: dict[int, dict[str, str]] = {}
     for name, points in found.items():
@@ -268,13 +266,7 @@ def _private(pid: int, files: bool) -> int:
 
 
 class Section(NamedTuple):
-    """A table of what is measured in a process of its own, because what ran before would change it.
-
-    Attributes:
-        columns: heads of the cases.
-        cases: arguments of the function that measures.
-        loaders: names of the loaders; None: all.
-    """
+    """A table of what is measured in a process of its own, because what ran before would change it."""
 
     title: str
     about: str
@@ -339,7 +331,6 @@ ROWS = ("curves", *SECTIONS)
 
 
 def draw(page: Path) -> None:
-    """Draw the speed on each curve, relative to torch."""
     tables = chart.tables_of(page)
 
     def panel(curve: Curve) -> chart.Bars:

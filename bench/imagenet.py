@@ -19,21 +19,10 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
 from bench import jpegs, peers
-from bench.harness import record, report
+from bench.harness import loaders, record, report
 from bench.harness.bare import BareProcesses
 from bench.harness.datasets import Mapped, Sample
-from bench.harness.loaders import (
-    MINATO,
-    MINATO_ANY_ORDER,
-    MINATO_THREADS,
-    TORCH,
-    TORCH_ANY_ORDER,
-    Build,
-    Contender,
-    minato_loader,
-    named,
-    torch_loader,
-)
+from bench.harness.loaders import Build, Contender, minato_loader, named, torch_loader
 from bench.harness.suite import Row, chosen
 
 FOLDER = record.ROOT / "build" / "images"
@@ -245,8 +234,10 @@ def _peer(name: str, *contenders: Contender, own: Sequence[str] = (), **more: An
 
 
 PEERS = {
-    "torch": peers.Peer((TORCH, TORCH_ANY_ORDER)),
-    "minato": peers.Peer((MINATO, MINATO_ANY_ORDER, MINATO_THREADS), imports=("minato",)),
+    "torch": peers.Peer((loaders.TORCH, loaders.TORCH_ANY_ORDER)),
+    "minato": peers.Peer(
+        (loaders.MINATO, loaders.MINATO_ANY_ORDER, loaders.MINATO_THREADS), imports=("minato",)
+    ),
     "pil": peers.Peer(
         (
             Contender("torch-pil", "torch, PIL", _with_pil(torch_loader()), True, "alike"),
@@ -287,13 +278,10 @@ CONTENDERS = named(*(one for peer in PEERS.values() for one in peer.contenders))
 
 def _row(name: str, make: type[jpegs.Photographs]) -> Row:
     return Row(
-        name=name,
-        title="",
-        make=lambda count: make(count, Files(count)),
-        samples=768,
-        batch_size=32,
-        workers=2,
-        epochs=3,
+        name,
+        "",
+        lambda count: make(count, Files(count)),
+        *(768, 32, 2, 3),
         unit="samples/s",
         persistent=True,
     )

@@ -31,11 +31,7 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Photographs(Counted):
-    """JPEGs in memory: cut-outs of two real photographs. What is drawn for a sample follows from its index.
-
-    Args:
-        files: Used in turn; 256 cut-outs when omitted.
-    """
+    """JPEGs in memory, used in turn: cut-outs of two photographs. What is drawn for a sample follows from its index."""
 
     decodes = True
     """A sample is work for a core."""
@@ -50,12 +46,10 @@ class Photographs(Counted):
         return self.tensor(pixels, draw.random() < 0.5), index
 
     def cropped(self, file: bytes, draw: random.Random) -> Any:
-        """A random part of the photograph, resized."""
         image = Image.open(io.BytesIO(file)).convert("RGB")
         return image.resize((CROP, CROP), Image.Resampling.BILINEAR, _crop(image.size, draw))
 
     def tensor(self, image: Any, flipped: bool) -> torch.Tensor:
-        """The sample: float32, (3, 224, 224)."""
         if flipped:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         pixels = (np.asarray(image, np.float32) / 255 - MEAN) / DEVIATION
@@ -127,7 +121,6 @@ class Bytes(Simplejpeg):
 
 
 def photographs() -> list[Image.Image]:
-    """The two real ones."""
     from sklearn.datasets import load_sample_images
 
     return [Image.fromarray(each) for each in load_sample_images().images]
@@ -167,13 +160,10 @@ def _needed(width: int, height: int, box: tuple[int, int, int, int]) -> tuple[in
 
 def _row(name: str, title: str, make: type[Photographs], *more: Contender) -> Row:
     return Row(
-        name=name,
-        title=f"{title}; batch 32, 2 workers",
-        make=make,
-        samples=2048,
-        batch_size=32,
-        workers=2,
-        epochs=2,
+        name,
+        f"{title}; batch 32, 2 workers",
+        make,
+        *(2048, 32, 2, 2),
         loaders=(*STANDARD, *(each.name for each in more)),
         unit="samples/s",
     )
@@ -204,7 +194,6 @@ divided by the workers.
 
 
 def overview(results: Sequence[RowResult]) -> str:
-    """Images per second of each way to decode, with each loader."""
     lines = []
     for result in results:
         found = {name: result.figures(name).speed.median for name in result.trials}

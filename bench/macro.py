@@ -72,23 +72,17 @@ def _bimodal(heavy_s: float) -> Callable[[int], SleepingWork]:
 
 
 STRAGGLERS = Row(
-    name="stragglers",
-    title="4000 samples of 1 ms, 1 % of them 201 ms; batch 32, 4 workers",
-    make=lambda count: SleepingWork(straggler_costs_s(count, 0.001, 0.201, share=0.01)),
-    samples=4000,
-    batch_size=32,
-    workers=4,
-    epochs=1,
+    "stragglers",
+    "4000 samples of 1 ms, 1 % of them 201 ms; batch 32, 4 workers",
+    lambda count: SleepingWork(straggler_costs_s(count, 0.001, 0.201, share=0.01)),
+    *(4000, 32, 4, 1),
     loaders=AND_BARE,
 )
 LOGNORMAL = Row(
-    name="lognormal",
-    title="168 log-normal samples, mean 10 ms, deviation 3.9 ms; batch 3, 12 workers, 10 epochs",
-    make=lambda count: SleepingWork(lognormal_costs_s(count, 0.010, relative_deviation=0.39)),
-    samples=168,
-    batch_size=3,
-    workers=12,
-    epochs=10,
+    "lognormal",
+    "168 log-normal samples, mean 10 ms, deviation 3.9 ms; batch 3, 12 workers, 10 epochs",
+    lambda count: SleepingWork(lognormal_costs_s(count, 0.010, relative_deviation=0.39)),
+    *(168, 3, 12, 10),
     loaders=SEEDED_TOO,
     shuffle=True,
     persistent=True,
@@ -100,13 +94,10 @@ BALANCED = replace(
     pause_s=0.010 * 3 / 12,
 )
 BIMODAL_35 = Row(
-    name="bimodal-35",
-    title="5 ms, every fifth sample 35 ms; batch 24, 12 workers, 2 epochs",
-    make=_bimodal(0.035),
-    samples=2400,
-    batch_size=24,
-    workers=12,
-    epochs=2,
+    "bimodal-35",
+    "5 ms, every fifth sample 35 ms; batch 24, 12 workers, 2 epochs",
+    _bimodal(0.035),
+    *(2400, 24, 12, 2),
     loaders=AND_BARE,
 )
 BIMODAL_105 = replace(
@@ -117,13 +108,10 @@ BIMODAL_105 = replace(
     samples=1200,
 )
 IMAGE = Row(
-    name="image",
-    title="float32 (3, 224, 224) from memory; batch 32, 2 workers",
-    make=lambda count: StoredTensors((3, 224, 224), pool_size=128, count=count),
-    samples=1024,
-    batch_size=32,
-    workers=2,
-    epochs=4,
+    "image",
+    "float32 (3, 224, 224) from memory; batch 32, 2 workers",
+    lambda count: StoredTensors((3, 224, 224), pool_size=128, count=count),
+    *(1024, 32, 2, 4),
     unit="GB/s",
     persistent=True,
     skips_first_epoch=True,
@@ -189,7 +177,6 @@ ROWS = {
 
 
 def draw(page: Path) -> None:
-    """Draw sleeping work against its ideal, and copying work against torch."""
     tables = chart.tables_of(page)
 
     def share(row: str, loader: str) -> Spread | None:

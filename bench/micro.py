@@ -252,7 +252,6 @@ def packing(module: ModuleType) -> Operations:
 
 
 def _tensors() -> dict[str, torch.Tensor]:
-    """Tensors that are packed together with an integer."""
     hwc = torch.ones(224, 224, 3, dtype=torch.uint8)
     return {
         "tensor of 16 float32, int": torch.ones(16),
@@ -288,7 +287,6 @@ def ns_per_call(statement: str, names: dict[str, Any], rounds: int, round_s: flo
 
 
 def measure(name: str, backends: list[str], rounds: int, round_s: float) -> Figures:
-    """Time all operations of a module."""
     time_of = functools.partial(ns_per_call, rounds=rounds, round_s=round_s)
     columns = {
         BACKENDS[backend]: MODULES[name](importlib.import_module(f"minato._core._{name}_{backend}"))
@@ -304,7 +302,6 @@ def measure(name: str, backends: list[str], rounds: int, round_s: float) -> Figu
 
 
 def lines(module: str, figures: Figures, columns: list[str]) -> list[list[str]]:
-    """The lines of a module in the report's table."""
     found = []
     for label, ns in figures.items():
         cells = [f"{ns[column]:,.0f}" if column in ns else "" for column in columns]

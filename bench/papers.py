@@ -80,39 +80,27 @@ class Workload:
 
 @cache
 def workloads(settings: Settings) -> dict[str, Workload]:
-    """The real workloads by name.
-
-    Raises:
-        FileNotFoundError: the data are missing.
-    """
     cores = record.usable_cores()
     return {
         "segmentation": Workload(
-            Scans(settings.data / SCANS),
-            segmentation_chain(),
-            None,
-            3,
-            cores,
-            16,
-            (500, 470, 630, 750, 10, 2230, 197),
+            *(Scans(settings.data / SCANS), segmentation_chain(), None, 3, cores, 16),
+            printed=(500, 470, 630, 750, 10, 2230, 197),
         ),
         "detection": Workload(
-            Photographs(settings.data / "photographs"),
-            detection_chain(),
-            padded_pictures,
-            4,
-            cores,
-            3,
-            (31, 28, 30, 35, 11, 176, 19),
+            *(Photographs(settings.data / "photographs"), detection_chain(), padded_pictures),
+            *(4, cores, 3),
+            printed=(31, 28, 30, 35, 11, 176, 19),
         ),
         "speech-3s": Workload(
-            Recordings(settings.data / "speech"),
-            speech_chain(3.0, SCALE),
-            PadCollate(),
-            12,
-            6,
-            2,
-            (998, 508, 509, 3008, 502, 3017, 992),
+            *(
+                Recordings(settings.data / "speech"),
+                speech_chain(3.0, SCALE),
+                PadCollate(),
+                12,
+                6,
+                2,
+            ),
+            printed=(998, 508, 509, 3008, 502, 3017, 992),
         ),
     }
 
@@ -133,7 +121,6 @@ class Costs(NamedTuple):
 
 @cache
 def costs(name: str, settings: Settings) -> Costs:
-    """Measure a workload's samples one after the other."""
     workload = workloads(settings)[name]
     count = len(workload.dataset)
     indices = range(0, count, max(1, count // 4)) if settings.short else range(count)
@@ -321,12 +308,12 @@ def train_digits(
         loss.backward()
         optimizer.step()
 
-    arguments = {
+    arguments: dict[str, Any] = {
         "batch_size": 32,
         "num_workers": workers,
         "persistent_workers": True,
-        "sampler": Turns(orders),
     }
+    arguments["sampler"] = Turns(orders)
     run = Run(contender, training, arguments, Consumer(step, second, orders), seed)
     for _ in range(epochs):
         run.epoch()
@@ -363,12 +350,7 @@ class Turns(Sampler[int]):
 
 
 class Plan(NamedTuple):
-    """A training of several ranks on samples that sleep.
-
-    Attributes:
-        orders: ``[rank][epoch]``: the indices of a rank.
-        step_s: time of a step; the ranks take each step together.
-    """
+    """A training on samples that sleep, in ranks with ``orders[rank][epoch]``, which take each step together."""
 
     work: SleepingWork
     orders: list[list[list[int]]]
@@ -379,17 +361,13 @@ class Plan(NamedTuple):
     @property
     def ideal_s(self) -> float:
         """The longest rank: in each epoch its work divided by its workers, or its longest sample, or its steps."""
-        return max(
-            sum(
-                max(
-                    sum(self.work.costs_s[i] for i in order) / self.workers,
-                    max(self.work.costs_s[i] for i in order),
-                    self.step_s * -(-len(order) // self.batch_size),
-                )
-                for order in orders
-            )
-            for orders in self.orders
-        )
+
+        def least_s(order: list[int]) -> float:
+            costs_s = [self.work.costs_s[i] for i in order]
+            steps = -(-len(order) // self.batch_size)
+            return max(sum(costs_s) / self.workers, max(costs_s), self.step_s * steps)
+
+        return max(sum(map(least_s, orders)) for orders in self.orders)
 
 
 def ranks_s(name: str, plan: Plan) -> float:
@@ -402,12 +380,8 @@ def _rank(name: str, plan: Plan, orders: list[list[int]]) -> float:
         wait_for_all()
         time.sleep(plan.step_s)
 
-    arguments = {
-        "batch_size": plan.batch_size,
-        "num_workers": plan.workers,
-        "persistent_workers": True,
-        "sampler": Turns(orders),
-    }
+    arguments: dict[str, Any] = {"batch_size": plan.batch_size, "num_workers": plan.workers}
+    arguments |= {"persistent_workers": True, "sampler": Turns(orders)}
     wait_for_all()
     run = Run(STANDARD[name], plan.work, arguments, Consumer(step, second, orders))
     for _ in orders:
@@ -569,15 +543,14 @@ need for a batch on average. Incomplete batches are left out; workers persist.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = report.Parser("papers", __doc__, 3)
-    parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="only this one")
+    parser = report.Parser("papers", __doc__, 3, rows=EXPERIMENTS)
     parser.add_argument("--data", type=Path, default=FOLDER, help="what 'make data' has filled")
     options = parser.parse_args(arguments)
     page = report.Page("papers", options.out)
     settings = Settings(options.short, options.repeats, options.data, page)
     torch.set_num_threads(1)  # as in a worker; and threads would take the workers' cores
     page.add(HEAD.format(repeats=settings.repeats))
-    for name in options.experiment or EXPERIMENTS:
+    for name in options.rows:
         title, about, run = EXPERIMENTS[name]
         page.say(f"{name} begins")
         try:

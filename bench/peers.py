@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from torch.utils.dlpack import from_dlpack
 
 from bench import macro
-from bench.harness import record, report
+from bench.harness import loaders, record, report
 from bench.harness.datasets import Counted, Mapped, Sample, SleepingWork
 from bench.harness.environments import (
     PeerMissingError,
@@ -32,17 +32,7 @@ from bench.harness.environments import (
     interpreter,
     versions_in,
 )
-from bench.harness.loaders import (
-    MINATO,
-    MINATO_ANY_ORDER,
-    MINATO_THREADS,
-    TORCH,
-    TORCH_ANY_ORDER,
-    Contender,
-    minato_as,
-    named,
-    torch_as,
-)
+from bench.harness.loaders import Contender, minato_as, named, torch_as
 from bench.harness.suite import Row, RowResult, chosen, ideal_of, run_trial
 from bench.harness.trial import Trial
 
@@ -74,10 +64,7 @@ worker that imports everything again, which takes minutes on two cores.
 
 
 class Shards(Counted):
-    """``(array, index)`` from tar files whose members are ``000001.npy`` and ``000001.cls``.
-
-    The files are written where they are not there yet; each holds as many samples as any other, in their order.
-    """
+    """``(array, index)`` from tar files with ``000001.npy`` and ``000001.cls``, written where they are missing."""
 
     def __init__(self, count: int, folder: Path = SHARD_FOLDER) -> None:
         super().__init__(count)
@@ -402,14 +389,14 @@ _THREADS_ANY_ORDER = {"workers": "thread", "in_order": False}
 PEERS = {
     "torch": Peer(
         (
-            TORCH,
-            TORCH_ANY_ORDER,
+            loaders.TORCH,
+            loaders.TORCH_ANY_ORDER,
             torch_as("torch, prefetch_factor=8", "torch-deep", prefetch_factor=8),
         )
     ),
     "minato": Peer(
         (
-            *(MINATO, MINATO_ANY_ORDER, MINATO_THREADS),
+            *(loaders.MINATO, loaders.MINATO_ANY_ORDER, loaders.MINATO_THREADS),
             minato_as(
                 "minato, threads, in_order=False", "minato-threads-any-order", **_THREADS_ANY_ORDER
             ),
@@ -482,15 +469,7 @@ def trial(module: str, name: str, row_name: str, seed: int, short: bool) -> dict
 
 
 class Comparison:
-    """The peers whose environments are there, on one row after the other.
-
-    Args:
-        module: whose ``PEERS`` they are.
-
-    Attributes:
-        versions: of the packages in use.
-        notes: what did not run, and why.
-    """
+    """Those of a module's ``PEERS`` whose environments are there, on one row after the other."""
 
     def __init__(
         self, module: str, peers: Mapping[str, Peer], options: Any, page: report.Page
@@ -541,7 +520,6 @@ class Comparison:
 
     @property
     def said(self) -> list[str]:
-        """What did not run."""
         lines = "".join(f"* {who}: {why}\n" for who, why in self.notes.items())
         return ["## What did not run\n", lines] if lines else []
 

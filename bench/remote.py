@@ -121,11 +121,7 @@ class Redis(BatchedSource):
 
 
 class Objects(Counted):
-    """Object by object, as from an object store: ``(uint8 tensor, index)``.
-
-    Args:
-        ideal_s: the least time of an object, with as many reads in flight as any loader has.
-    """
+    """Object by object, as from an object store: ``(uint8 tensor, index)``; ``ideal_s`` is the least time of one."""
 
     def __init__(self, port: int, count: int, ideal_s: float = 0.0) -> None:
         super().__init__(count)
@@ -179,25 +175,19 @@ def store(folder: Path, count: int = COUNT) -> Iterator[str]:
 
 
 class Lab:
-    """The store, and rows on links to it."""
-
     def __init__(self, socket: str, page: report.Page, repeats: int, short: bool) -> None:
         self.socket, self.page, self.repeats, self.short = socket, page, repeats, short
 
     def compare(self, name: str, link: Link, count: int, loaders: dict[str, Contender]) -> None:
-        """Measure loaders behind one link."""
         reads = READS if loaders is LOADERS else MANY_READS
         each_s = link.rtt_s + (NBYTES / link.own_bandwidth if link.own_bandwidth else 0.0)
         ideal_s = max(each_s / (WORKERS * reads), NBYTES / (link.bandwidth or 1e12))
         with Proxy(link, self.socket) as proxy:
             row = Row(
-                name=name,
-                title=f"{count} objects",
-                make=lambda samples: Objects(proxy.port, samples, ideal_s),
-                samples=count,
-                batch_size=BATCH_SIZE,
-                workers=WORKERS,
-                epochs=1,
+                name,
+                f"{count} objects",
+                lambda samples: Objects(proxy.port, samples, ideal_s),
+                *(count, BATCH_SIZE, WORKERS, 1),
                 loaders=tuple(loaders),
                 unit="samples/s",
             )

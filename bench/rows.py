@@ -91,8 +91,6 @@ def _checked(sample: Any, index: int) -> Any:
 
 
 class _Driver:
-    """The driver without a loader."""
-
     def __init__(self, rows: Rows, batch_size: int) -> None:
         self._count, self._batch_size = len(rows), batch_size
         self._cluster, self._session = rows.source.connect()
@@ -111,7 +109,6 @@ class _Driver:
 
 
 def _reads(reads: int) -> Contender:
-    """minato with that number of rows in flight in each worker."""
     return minato_as(f"minato, {reads} reads", f"minato-{reads}-reads", fetch_concurrency=reads)
 
 
@@ -130,7 +127,6 @@ LOADERS = named(
 
 
 def fill(port: int, count: int = COUNT, hosts: Sequence[str] = HOSTS, replicas: int = 1) -> None:
-    """Write the rows into new nodes."""
     source = Cassandra(hosts, _TABLE, keys=[], port=port)
     cluster, session = source.connect()
 
@@ -177,7 +173,6 @@ def _warm(port: int, epochs: int) -> None:
 
 
 def make_keyspace(session: Any, replicas: int) -> None:
-    """Make the benchmark's keyspace."""
     session.execute(
         "CREATE KEYSPACE bench WITH replication = "
         f"{{'class': 'SimpleStrategy', 'replication_factor': {replicas}}}"
@@ -185,11 +180,6 @@ def make_keyspace(session: Any, replicas: int) -> None:
 
 
 def compare(page: report.Page, repeats: int, short: bool) -> None:
-    """Measure all loaders behind each link.
-
-    Raises:
-        NotInstalled: There is no Java or no Cassandra; the message says how to name it.
-    """
     page.add(HEAD.format(repeats=repeats))
     with cassandra_node.running() as node:
         fill(node.place.port)
@@ -243,11 +233,6 @@ RING_LOADERS = (LOADERS["torch"], MINATO)
 
 
 def ring(page: report.Page, repeats: int, short: bool) -> None:
-    """Measure loaders while a node is killed.
-
-    Raises:
-        NotInstalled: There is no Java or no Cassandra; the message says how to name it.
-    """
     with ExitStack() as stack:
         nodes = [
             stack.enter_context(cassandra_node.running(place))

@@ -42,12 +42,10 @@ holds; a shared list makes a new one.
 
 
 def path(i: int) -> str:
-    """A path as in a folder of images."""
     return f"/data/imagenet/train/n{i % 1000:08d}/n{i % 1000:08d}_{i:08d}.JPEG"
 
 
 def annotation(i: int) -> dict[str, Any]:
-    """A record as in a file of annotations."""
     return {"id": i, "file": f"{i:012d}.jpg", "width": 640, "area": i / 7, "crowd": i % 3 == 0}
 
 
@@ -139,7 +137,6 @@ def memory_table(
 
 
 def access_table(count: int, repeats: int) -> str:
-    """Reading single items of lists and dictionaries."""
     import minato
 
     kinds: dict[str, list[Any]] = {

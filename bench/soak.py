@@ -46,7 +46,6 @@ Numbers: Any = range
 
 
 def reading() -> dict[str, float]:
-    """What this process and its children use now."""
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]
     found = {"mib": memory_used(own, files=False) / 2**20}
@@ -98,7 +97,6 @@ RUNS = {"epochs": many_epochs, "samples": one_long_epoch}
 
 
 def timed(row: str, order: str, method: str, count: int) -> dict[str, Any]:
-    """The readings of one case, and its seconds."""
     begun = time.perf_counter()
     readings = RUNS[row](order, method, count)
     return {"readings": readings, "seconds": time.perf_counter() - begun}

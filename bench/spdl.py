@@ -102,22 +102,22 @@ def startup(name: str, method: str, mib: int, workers: int, passes: int) -> dict
     return {"cold_s": taken[0], "next_s": taken[1:], "share_s": share_s}
 
 
-def _startup_loader(name: str, dataset: Any, method: str, workers: int) -> Any:
-    context = multiprocessing.get_context(method)
-    given: dict[str, Any] = {
-        "batch_size": BATCH_SIZE,
-        "num_workers": workers,
-        "multiprocessing_context": context,
-    }
+def _loader(name: str, dataset: Any, **given: Any) -> Any:
     if name == "torch":
         return TorchLoader(dataset, **given)
+    from minato import DataLoader
+
+    return DataLoader(dataset, **given)
+
+
+def _startup_loader(name: str, dataset: Any, method: str, workers: int) -> Any:
+    given: dict[str, Any] = {"batch_size": BATCH_SIZE, "num_workers": workers}
+    given["multiprocessing_context"] = multiprocessing.get_context(method)
     if name == "spdl":
         from spdl.dataloader import get_pytorch_dataloader
 
         return get_pytorch_dataloader(dataset, in_order=True, **given)
-    from minato import DataLoader
-
-    return DataLoader(dataset, **given)
+    return _loader(name, dataset, **given)
 
 
 def handoff(name: str, step_ms: int, items: int) -> dict[str, Any]:
@@ -137,19 +137,16 @@ def handoff(name: str, step_ms: int, items: int) -> dict[str, Any]:
     return {"us": taken}
 
 
-def _handoff_source(name: str, count: int) -> Iterable[Any]:
+def _handoff_source(name: str, count: int) -> Any:
     if name.startswith("spdl"):
         from spdl.pipeline import PipelineBuilder
 
         pipeline = PipelineBuilder().add_source(iter(range(count))).add_sink(8)
         return _started(pipeline.build(num_threads=2, use_thread_output_queue=name == "spdl-queue"))
-    dataset: Any = range(count)
     given: dict[str, Any] = {"batch_size": None, "num_workers": 1, "prefetch_factor": 8}
-    if name == "torch":
-        return TorchLoader(dataset, **given)
-    from minato import DataLoader
-
-    return DataLoader(dataset, workers="thread" if name == "minato-threads" else "process", **given)
+    if name == "minato-threads":
+        given["workers"] = "thread"
+    return _loader(name, range(count), **given)
 
 
 def _started(pipeline: Any) -> Iterator[Any]:
@@ -189,7 +186,7 @@ def _cpu_s() -> float:
     return sum(each.user + each.system for each in times)
 
 
-def _transport_source(name: str, dataset: Payloads) -> Iterable[Any]:
+def _transport_source(name: str, dataset: Payloads) -> Any:
     if name.startswith("spdl"):
         from spdl import pipeline
 
@@ -201,16 +198,10 @@ def _transport_source(name: str, dataset: Payloads) -> Iterable[Any]:
             "spdl-pool": lambda: pipeline.SharedMemorySegmentPool(segment_size=room, count=slots),
         }
         config = pipeline.PipelineBuilder().add_source(dataset).add_sink(2).get_config()
-        made: Iterable[Any] = pipeline.run_pipeline_in_subprocess(
+        return pipeline.run_pipeline_in_subprocess(
             config, num_threads=1, arena=arenas[name](), buffer_size=2
         )
-        return made
-    given: dict[str, Any] = {"batch_size": None, "num_workers": 1, "persistent_workers": True}
-    if name == "torch":
-        return TorchLoader(dataset, **given)
-    from minato import DataLoader
-
-    return DataLoader(dataset, **given)
+    return _loader(name, dataset, batch_size=None, num_workers=1, persistent_workers=True)
 
 
 # ---- the table ------------------------------------------------------------------------------
@@ -219,13 +210,7 @@ Readings = list[dict[str, Any]]
 
 
 class Measurement(NamedTuple):
-    """One of the three.
-
-    Attributes:
-        names: heads of the columns that name a setting.
-        settings: arguments of the function that measures, and the same in a smoke run.
-        cell: shows the readings of a loader.
-    """
+    """One of the three; the second list of settings is for a smoke run, ``names`` heads the first columns."""
 
     about: str
     labels: Mapping[str, str]
@@ -284,7 +269,6 @@ MEASUREMENTS = {
 
 
 def table(row: str, python: Path, options: Any, page: report.Page) -> str:
-    """The table of a measurement: all loaders in turn, for each setting."""
     measured = MEASUREMENTS[row]
     lines = []
     for setting in measured.settings[options.short]:

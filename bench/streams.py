@@ -76,11 +76,7 @@ def share_of(count: int, reader: int, readers: int) -> list[int]:
 
 
 class Blocks(IterableDataset[Sample]):
-    """The samples of a map-style dataset as a stream.
-
-    Args:
-        is_shared: Whether the work can be split evenly, because the iterator does none of it.
-    """
+    """The samples of a map-style dataset as a stream; its work can be split evenly if the iterator ``is_shared``."""
 
     def __init__(self, work: Any, is_shared: bool = False) -> None:
         self.work = work
@@ -144,12 +140,7 @@ class Applied(IterableDataset[Any]):
 
 
 class HuggingFace(Counted):
-    """A stream of the package ``datasets``, from a table in memory; one shard for each of two workers.
-
-    Args:
-        count: A multiple of two batches.
-        tokenised: Whether a row has 256 token ids and their mask; otherwise a text of about 1000 characters.
-    """
+    """A stream of the package ``datasets`` from a table in memory; one shard for each of two workers."""
 
     def __init__(self, count: int, tokenised: bool) -> None:
         import datasets
@@ -217,7 +208,6 @@ class TarPictures(Counted):
 
 
 def decoded(sample: dict[str, Any]) -> Sample:
-    """The picture of a sample, and its number."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(sample["jpg"])).resize((224, 224))
@@ -309,13 +299,10 @@ def _hugging_face(tokenised: bool) -> Callable[[int], Any]:
 
 
 TRANSFORMS = Row(
-    name="transforms",
-    title="2400 items of 1 ms, 1 % of them 200 ms, in transforms=; batch 32, 4 workers",
-    make=lambda count: Blocks(SleepingTransforms(_stragglers(count)), is_shared=True),
-    samples=2400,
-    batch_size=BATCH,
-    workers=4,
-    epochs=1,
+    "transforms",
+    "2400 items of 1 ms, 1 % of them 200 ms, in transforms=; batch 32, 4 workers",
+    lambda count: Blocks(SleepingTransforms(_stragglers(count)), is_shared=True),
+    *(2400, BATCH, 4, 1),
     loaders=tuple(CONTENDERS),
     transforms=(SleepsShare(1.0),),
 )
@@ -328,13 +315,10 @@ ITERATOR = replace(
     transforms=(),
 )
 VECTORS = Row(
-    name="vectors",
-    title="a NumPy vector of 16 floats and a label; batch 32, 2 workers",
-    make=lambda count: Blocks(StoredRows(count)),
-    samples=65536,
-    batch_size=BATCH,
-    workers=2,
-    epochs=4,
+    "vectors",
+    "a NumPy vector of 16 floats and a label; batch 32, 2 workers",
+    lambda count: Blocks(StoredRows(count)),
+    *(65536, BATCH, 2, 4),
     loaders=ITERATOR.loaders,
     unit="us/sample",
     persistent=True,
@@ -349,13 +333,10 @@ VECTORS_INLINE = replace(
     loaders=("torch", "torchdata", "webdataset", "minato"),
 )
 STATE_5 = Row(
-    name="state-5",
-    title="items of 0.2 ms, and 5 MB of state; batch 32, 2 workers",
-    make=_with_state(5_000_000),
-    samples=16384,
-    batch_size=BATCH,
-    workers=2,
-    epochs=1,
+    "state-5",
+    "items of 0.2 ms, and 5 MB of state; batch 32, 2 workers",
+    _with_state(5_000_000),
+    *(16384, BATCH, 2, 1),
     loaders=("torch", "torchdata", "minato"),
 )
 STATE_16 = replace(
@@ -365,24 +346,18 @@ STATE_16 = replace(
     make=_with_state(16_000_000),
 )
 SKIP = Row(
-    name="skip",
-    title=f"{SKIPPED} batches are skipped: 0.1 ms in the iterator, 1 ms in transforms=; batch 32, 2 workers",
-    make=lambda count: Blocks(SleepingWork([0.0001] * count)),
-    samples=(SKIPPED + 6) * BATCH,
-    batch_size=BATCH,
-    workers=2,
-    epochs=1,
+    "skip",
+    f"{SKIPPED} batches are skipped: 0.1 ms in the iterator, 1 ms in transforms=; batch 32, 2 workers",
+    lambda count: Blocks(SleepingWork([0.0001] * count)),
+    *((SKIPPED + 6) * BATCH, BATCH, 2, 1),
     loaders=("torch", "torchdata", "minato"),
     transforms=(SleepsShare(10.0),),
 )
 HUGGING_FACE = Row(
-    name="hugging-face-text",
-    title="a Hugging Face stream of texts of 1000 characters; batch 32, 2 workers",
-    make=_hugging_face(tokenised=False),
-    samples=32768,
-    batch_size=BATCH,
-    workers=2,
-    epochs=1,
+    "hugging-face-text",
+    "a Hugging Face stream of texts of 1000 characters; batch 32, 2 workers",
+    _hugging_face(tokenised=False),
+    *(32768, BATCH, 2, 1),
     loaders=("torch", "torch-any-order", "torchdata", "webdataset", "minato", "minato-batch"),
 )
 HUGGING_FACE_TOKENS = replace(
@@ -392,13 +367,10 @@ HUGGING_FACE_TOKENS = replace(
     make=_hugging_face(tokenised=True),
 )
 TAR_EVEN = Row(
-    name="tar-even",
-    title="1280 JPEGs of 512 × 512 in four tar files, decoded and made smaller by Pillow; batch 32, 4 workers",
-    make=_tars(1, 1, 1, 1),
-    samples=1280,
-    batch_size=BATCH,
-    workers=4,
-    epochs=1,
+    "tar-even",
+    "1280 JPEGs of 512 × 512 in four tar files, decoded and made smaller by Pillow; batch 32, 4 workers",
+    _tars(1, 1, 1, 1),
+    *(1280, BATCH, 4, 1),
     loaders=("torch", "torch-any-order", "webdataset", "minato", "minato-arrival"),
     transforms=(decoded,),
 )
@@ -436,11 +408,7 @@ def _first_batch_s(loader: Any, dropped: int, who: str) -> float:
 
 
 def skipping(say: Callable[[str], None], names: Sequence[str], repeats: int) -> RowResult:
-    """Measure ``skip``.
-
-    Raises:
-        WrongDeliveryError: Not each of the other items came once and in order.
-    """
+    """Measure ``skip``; all that is not skipped must come once and in order."""
     row = SKIP
     result = RowResult(row, trials={name: [] for name in names})
     work: Any = row.make(row.samples)

@@ -86,13 +86,10 @@ CONTENDERS = {
 
 def _row(name: str, title: str, make: Callable[[int], Work], samples: int) -> Row:
     return Row(
-        name=name,
-        title=f"{title}; batch 16, 2 workers",
-        make=make,
-        samples=samples,
-        batch_size=16,
-        workers=2,
-        epochs=2,
+        name,
+        f"{title}; batch 16, 2 workers",
+        make,
+        *(samples, 16, 2, 2),
         loaders=tuple(CONTENDERS),
         unit="samples/s",
     )

@@ -72,40 +72,21 @@ _LOGGING = """\
 </configuration>
 """
 # The parts of the JDK that Cassandra 5.0 reaches into; a distribution has them in conf/jvm17-server.options.
-_EXPORTED = [
-    "java.base/jdk.internal.misc",
-    "java.base/jdk.internal.ref",
-    "java.base/sun.nio.ch",
-    "java.base/java.lang.ref",
-    "java.base/jdk.internal.util",
-    "java.management.rmi/com.sun.jmx.remote.internal.rmi",
-    "java.rmi/sun.rmi.registry",
-    "java.rmi/sun.rmi.server",
-    "java.sql/java.sql",
-]
-_OPENED = [
-    "java.base/java.io",
-    "java.base/java.lang",
-    "java.base/java.lang.module",
-    "java.base/java.lang.reflect",
-    "java.base/java.net",
-    "java.base/java.nio",
-    "java.base/java.util",
-    "java.base/java.util.concurrent",
-    "java.base/java.util.concurrent.atomic",
-    "java.base/jdk.internal.loader",
-    "java.base/jdk.internal.math",
-    "java.base/jdk.internal.misc",
-    "java.base/jdk.internal.module",
-    "java.base/jdk.internal.ref",
-    "java.base/jdk.internal.reflect",
-    "java.base/jdk.internal.util",
-    "java.base/sun.nio.ch",
-    "java.rmi/sun.rmi.transport.tcp",
-    "jdk.management.jfr/jdk.management.jfr",
-    "jdk.management/com.sun.management.internal",
-    "jdk.compiler/com.sun.tools.javac.file",
-]
+_EXPORTED = {
+    "java.base": "jdk.internal.misc jdk.internal.ref sun.nio.ch java.lang.ref jdk.internal.util",
+    "java.management.rmi": "com.sun.jmx.remote.internal.rmi",
+    "java.rmi": "sun.rmi.registry sun.rmi.server",
+    "java.sql": "java.sql",
+}
+_OPENED = {
+    "java.base": "java.io java.lang java.lang.module java.lang.reflect java.net java.nio java.util "
+    "java.util.concurrent java.util.concurrent.atomic jdk.internal.loader jdk.internal.math jdk.internal.misc "
+    "jdk.internal.module jdk.internal.ref jdk.internal.reflect jdk.internal.util sun.nio.ch",
+    "java.rmi": "sun.rmi.transport.tcp",
+    "jdk.management.jfr": "jdk.management.jfr",
+    "jdk.management": "com.sun.management.internal",
+    "jdk.compiler": "com.sun.tools.javac.file",
+}
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -139,10 +120,7 @@ class Place:
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on now.
-
-    It is none of those that the kernel gives to clients: before the server takes it, a client's connection could.
-    """
+    """A port of loopback that nothing listens on now, and that the kernel gives to no client meanwhile."""
     draw = random.SystemRandom()  # as the seeds of parallel tests are the same
     while True:
         port = draw.randrange(*_PORTS)
@@ -160,11 +138,7 @@ def new_place() -> Place:
 
 
 def home() -> Path:
-    """The directory of the distribution: ``MINATO_CASSANDRA_HOME``, or where the ``cassandra`` on the path is.
-
-    Raises:
-        NotInstalled: Java, the distribution or its jars are missing.
-    """
+    """The directory of the distribution, as named or of the ``cassandra`` on the path; else ``NotInstalled``."""
     named, program = os.environ.get(VARIABLE), shutil.which("cassandra")
     if not named and program is None:
         raise NotInstalled(
@@ -187,16 +161,12 @@ def _java() -> str:
     return found
 
 
+def _unnamed(option: str, packages: dict[str, str]) -> list[str]:
+    return [f"{option}={at}/{each}=ALL-UNNAMED" for at in packages for each in packages[at].split()]
+
+
 def command(folder: Path, place: Place) -> list[str]:
-    """Write the configuration of a node, and return the command line that starts it.
-
-    Args:
-        folder: For its data; a node that starts again finds it there.
-        place: Where it listens.
-
-    Raises:
-        NotInstalled: As of :func:`home`.
-    """
+    """Write the configuration of a node into its folder, and return the command line that starts it."""
     jars = home() / "lib" / "*"
     configuration = _CONFIGURATION.format(
         folder=folder,
@@ -226,8 +196,8 @@ def command(folder: Path, place: Place) -> list[str]:
     }
     return [
         *(_java(), f"-Xms{HEAP}", f"-Xmx{HEAP}", "-Xss512k", "-XX:+UseSerialGC"),
-        *(f"--add-exports={package}=ALL-UNNAMED" for package in _EXPORTED),
-        *(f"--add-opens={package}=ALL-UNNAMED" for package in _OPENED),
+        *_unnamed("--add-exports", _EXPORTED),
+        *_unnamed("--add-opens", _OPENED),
         *(f"-D{name}={value}" for name, value in properties.items()),
         *("-cp", f"{folder}/conf:{jars}", "org.apache.cassandra.service.CassandraDaemon"),
     ]
@@ -245,23 +215,14 @@ def end_with_the_parent() -> None:
 
 
 class Node:
-    """A node, once it is started.
-
-    Args:
-        folder: For its data; it finds them when it starts again.
-    """
+    """A node, once it is started; when it starts again, it finds its data in the folder."""
 
     def __init__(self, place: Place, folder: Path) -> None:
         self.place, self._folder = place, folder
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it listens.
-
-        Raises:
-            NotInstalled: As of :func:`home`.
-            RuntimeError: It ended, or did not answer in time; with the end of its log.
-        """
+        """Start it, and wait until it listens; a ``RuntimeError`` has the end of its log."""
         line = command(self._folder, self.place)
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -291,7 +252,6 @@ class Node:
             self._process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
-        """End it at once, if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -300,11 +260,7 @@ class Node:
 
 @contextmanager
 def running(place: Place | None = None) -> Iterator[Node]:
-    """A node of its own, for the ``with`` block; then its data goes.
-
-    Raises:
-        NotInstalled, RuntimeError: As of :meth:`Node.start`.
-    """
+    """A node of its own, for the ``with`` block; then its data goes."""
     with tempfile.TemporaryDirectory(prefix="cassandra-") as name:
         node = Node(place or new_place(), Path(name))
         try:

@@ -22,51 +22,24 @@ Tables = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
 class Scheme(NamedTuple):
-    """Colours that can be seen on a light or on a dark page.
-
-    Attributes:
-        ink: of letters and axes.
-        bars: of each loader by its name in the tables.
-    """
+    """Colours of letters, axes and each loader's bars that can be seen on a light or on a dark page."""
 
     ink: str
     bars: Mapping[str, str]
 
 
+BARS = ("torch", "torch, in_order=False", "minato", "minato, in_order=False")
+_LIGHT, _DARK = "#c9ced6 #8f99a8 #7fb8e6 #1f6fb2", "#4d545f #7d8796 #5ea8e0 #2f7cc4"
 SCHEMES = {
-    "": Scheme(
-        "#444444",
-        {
-            "torch": "#c9ced6",
-            "torch, in_order=False": "#8f99a8",
-            "minato": "#7fb8e6",
-            "minato, in_order=False": "#1f6fb2",
-        },
-    ),
-    "-dark": Scheme(
-        "#dfe3e8",
-        {
-            "torch": "#4d545f",
-            "torch, in_order=False": "#7d8796",
-            "minato": "#5ea8e0",
-            "minato, in_order=False": "#2f7cc4",
-        },
-    ),
+    "": Scheme("#444444", dict(zip(BARS, _LIGHT.split(), strict=True))),
+    "-dark": Scheme("#dfe3e8", dict(zip(BARS, _DARK.split(), strict=True))),
 }
 """By the end of the file's name."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One panel of grouped bars, whose axis begins at 0.
-
-    Args:
-        title: above the panel.
-        groups: label of each group by its name.
-        value: ``(group, loader)`` to the spread of the bar, or None for no bar.
-        text: writes a median above its bar.
-        top: where the axis ends; None: above the highest bar.
-    """
+    """A panel of grouped bars: ``value(group, loader)``, with ``text(median)`` above, on an axis from 0 to ``top``."""
 
     title: str
     groups: Mapping[str, str]
@@ -84,7 +57,6 @@ def images(name: str, alt: str) -> str:
 
 
 def tables_of(page: Path) -> Tables:
-    """The tables of a written page."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         heading = section.partition("\n")[0]
@@ -113,10 +85,8 @@ def times(ratio: float) -> str:
 
 
 def bars(panels: Sequence[Bars], columns: int, page: Path, shown: str) -> None:
-    """Draw panels in rows of ``columns``, as ``NAME.png`` and ``NAME-dark.png`` next to the page.
-
-    Args:
-        shown: what bars and lines are, for the note below.
+    """Draw panels in rows of ``columns``, as ``NAME.png`` and ``NAME-dark.png`` next to the page; a note says what is
+    shown.
     """
     conditions = {name: cells[""] for name, cells in tables_of(page)["Conditions"].items()}
     note = (

@@ -78,8 +78,6 @@ class SleepingTransforms(SleepingWork):
 
 
 class SleepsShare:
-    """A transform that sleeps for a share of a sample's cost."""
-
     def __init__(self, share: float) -> None:
         self.share = share
 
@@ -118,11 +116,7 @@ class StoredTensors(Counted):
 
 
 class StoredRows(Counted):
-    """Rows of 16 numbers in memory: the cheapest samples there are, all cost is per sample.
-
-    Args:
-        as_floats: whether a row is a list of Python floats; otherwise it is a float32 NumPy vector.
-    """
+    """Rows of 16 numbers in memory, the cheapest samples there are: NumPy vectors, or lists of Python floats."""
 
     def __init__(self, count: int, as_floats: bool = False) -> None:
         super().__init__(count)
@@ -188,12 +182,7 @@ class Mapped(Counted):
 
 
 class Stored(Counted):
-    """Samples of which each is a file.
-
-    Args:
-        missing: What to say if there are none.
-        count: Samples in an epoch, more than there are files or fewer; as many as there are when omitted.
-    """
+    """Samples of which each is a file, as many as ``count`` says: more than there are files or fewer."""
 
     def __init__(self, paths: Iterable[Path], missing: str, count: int | None) -> None:
         self.paths = list(paths)
@@ -227,7 +216,6 @@ def compute(seconds: float) -> None:
 
 
 def to_floats(sample: Any) -> Any:
-    """Colours from 0 to 1, channels first."""
     pixels, index = sample
     return torch.from_numpy(pixels).permute(2, 0, 1).float() / 255, index
 
@@ -239,13 +227,11 @@ def blur(sample: Any) -> Any:
 
 
 def flip_at_random(sample: Any) -> Any:
-    """Mirrors every other image."""
     image, index = sample
     return (image.flip(-1) if torch.rand(()) < 0.5 else image), index
 
 
 def shrink(sample: Any) -> Any:
-    """To 64 × 64 pixels."""
     image, index = sample
     small = torch.nn.functional.interpolate(
         image[None], size=(64, 64), mode="bilinear", antialias=True

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,7 @@ class TrialFailedError(RuntimeError):
 
 
 def interpreter(name: str, own: Sequence[str], without_dependencies: Sequence[str] = ()) -> Path:
-    """The Python of a peer's environment, which is made where it is missing.
-
-    Args:
-        name: Of the environment.
-        own: What pip installs beside torch and numpy; nothing: it runs in this environment.
-        without_dependencies: What pip installs after that, without the packages that it asks for.
-
-    Raises:
-        PeerMissingError: pip could not install it; the message is pip's last line.
-    """
+    """The Python of a peer's environment, made where it is missing; this one for a peer that requires nothing."""
     if not own and not without_dependencies:
         return Path(sys.executable)
     has_numpy = any(requirement.startswith("numpy") for requirement in own)
@@ -77,25 +67,12 @@ def call(
     *arguments: Any,
     python: Path | str = sys.executable,
     limit_s: float = 600.0,
-    variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """Call ``module:function`` in a process of its own, with values that JSON can carry both ways.
-
-    Args:
-        target: The function; its module has no part that another Python lacks.
-        arguments: Of the function.
-        python: Of a peer's environment, or this one.
-        limit_s: The process is killed after this time.
-        variables: Of the environment, beside those of this process.
-
-    Raises:
-        TrialFailedError: It failed, returned nothing, or took too long.
-    """
+    """Call ``module:function`` in a process of its own, with values that JSON can carry both ways."""
     try:
         ended = subprocess.run(
             [str(python), *_OPTIONS, target, json.dumps(arguments)],
             cwd=record.ROOT,
-            env={**os.environ, **(variables or {})},
             capture_output=True,
             text=True,
             timeout=limit_s,
@@ -110,7 +87,6 @@ def call(
 
 
 def tell(result: Any) -> None:
-    """In the process of ``call``: its result."""
     print(MARK + json.dumps(result), flush=True)
 
 

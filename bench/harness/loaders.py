@@ -68,18 +68,16 @@ def minato_loader(*, seeded: bool = False, **own: Any) -> Build:
 
 
 def torch_as(label: str = "torch", name: str = "", **own: Any) -> Contender:
-    """torch's loader as a contender; the label is its name where there is none."""
+    """A contender; the label is its name where there is none."""
     return Contender(name or label, label, torch_loader(**own), own.get("in_order", True))
 
 
 def minato_as(label: str = "minato", name: str = "", **own: Any) -> Contender:
-    """The same of minato's."""
     keeps_order = own.get("in_order", True) and own.get("order", "strict") == "strict"
     return Contender(name or label, label, minato_loader(**own), keeps_order)
 
 
 def named(*contenders: Contender) -> dict[str, Contender]:
-    """Contenders by name."""
     return {contender.name: contender for contender in contenders}
 
 

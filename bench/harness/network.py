@@ -43,8 +43,6 @@ class Link:
 
 
 class _Shared:
-    """What all connections of one proxy share."""
-
     def __init__(self, link: Link, upstream: str | int, requests: Any) -> None:
         self.link = link
         self.upstream = upstream
@@ -152,14 +150,7 @@ class _Client(asyncio.Protocol):
 
 
 class Proxy:
-    """The proxy, in a process of its own, for the ``with`` block.
-
-    Attributes:
-        port: Where it listens on loopback.
-
-    Args:
-        upstream: Path of the server's socket, or its port on loopback.
-    """
+    """The proxy of a server's socket or port, in a process of its own for the ``with`` block; has a ``port``."""
 
     def __init__(self, link: Link, upstream: str | int) -> None:
         self._requests = _CONTEXT.Value("q", 0, lock=False)

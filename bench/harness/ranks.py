@@ -17,13 +17,7 @@ _barrier: Barrier | None = None
 
 
 def run_ranks(program: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Call a program once for each element of ``arguments``, each in a forked process; return the results in order.
-
-    Raises:
-        BrokenProcessPool: A rank has died.
-        BrokenBarrierError: A rank is stuck.
-        Exception: What a rank raised.
-    """
+    """Call a program once for each element of ``arguments``, each in a forked process; return the results in order."""
     fork = multiprocessing.get_context("fork")
     count = len(arguments)
     with ProcessPoolExecutor(count, fork, _enter, (fork.Barrier(count),)) as ranks:

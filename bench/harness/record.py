@@ -41,14 +41,12 @@ def environment() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def load_average() -> str:
-    """Mean number of runnable processes over the last minute."""
     return f"{os.getloadavg()[0]:.2f}"
 
 

@@ -97,12 +97,7 @@ def program(main: Callable[[], int | None]) -> NoReturn:
 
 
 class Page:
-    """The report of a run: printed as it grows, and written as Markdown.
-
-    Args:
-        name: of the file, without its suffix.
-        out: folder for it; None: it is printed only.
-    """
+    """The report of a run: printed as it grows, and written as Markdown where there is a folder."""
 
     def __init__(self, name: str, out: Path | None) -> None:
         self._name, self._out = name, out
@@ -149,10 +144,8 @@ class Page:
         shown: Callable[[T], str],
         failed: dict[str, str] | None = None,
     ) -> dict[str, list[T]]:
-        """All that ``run(name, repeat)`` returns by name, in turn; those that fail have nothing, and a reason.
-
-        Raises:
-            TrialFailedError: One failed, and ``failed`` is None.
+        """What ``run(name, repeat)`` returns, by name, in turn; one that fails has but a reason in ``failed``, if
+        given.
         """
         found: dict[str, list[T]] = {name: [] for name in names}
         for repeat, name in in_turn(names, repeats):
@@ -171,7 +164,6 @@ class Page:
     def add_rows(
         self, results: Sequence[RowResult], contenders: Mapping[str, Contender], *between: str
     ) -> None:
-        """Add the efficiency of each loader, what stands ``between``, and all figures."""
         self.add("## Efficiency\n", overview(results, contenders), *between)
         self.add("## All figures\n", *(details(result, contenders) for result in results))
 
@@ -198,12 +190,10 @@ def spread_text(spread: Spread | Sequence[float] | None, digits: int) -> str:
 
 
 def ratio_text(above: Sequence[float], below: Sequence[float], digits: int = 2) -> str:
-    """The spread of the ratios, repeat by repeat."""
     return spread_text(ratios(above, below), digits)
 
 
 def overview(results: Sequence[RowResult], contenders: Mapping[str, Contender]) -> str:
-    """Every row's efficiency by loader."""
     present = [name for name in contenders if any(name in result.trials for result in results)]
     lines = []
     for result in results:
@@ -235,7 +225,6 @@ def losses(results: Sequence[RowResult], contenders: Mapping[str, Contender]) ->
 
 
 def details(result: RowResult, contenders: Mapping[str, Contender]) -> str:
-    """Every figure of one row."""
     own = any(ideal.call_s is not None for ideal in result.ideals)
     defers = any(contenders[name].deferred is not None for name in result.trials)
     columns: dict[str, Callable[[Figures], str]] = {
@@ -278,12 +267,7 @@ def rates(
     against: Mapping[str, str],
     *more: list[str],
 ) -> str:
-    """Samples per second in the first and the later epochs, and ratios of the later ones to those of other loaders.
-
-    Args:
-        against: head of the column, by the other loader.
-        more: further lines.
-    """
+    """Samples per second in the first and the later epochs, and ratios of the later ones to those of other loaders."""
     first, later = result.rates
     lines = []
     for name in result.trials:

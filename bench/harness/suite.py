@@ -26,8 +26,7 @@ class Row:
 
     Args:
         make: builds the dataset of a given length.
-        samples: samples in one epoch.
-        epochs: epochs of one run of one loader.
+        samples, batch_size, workers, epochs: written ``*(1024, 32, 2, 4)``.
         loaders: names of the loaders that take part.
         pause_s: time that the consumer sleeps for each batch.
         reads: whether the consumer reads every byte; otherwise it reads the labels only.
@@ -114,11 +113,7 @@ class Figures:
 
 @dataclass
 class RowResult:
-    """Everything measured on one row: one ideal and one trial of each loader per repeat.
-
-    Args:
-        epoch_bytes: payload of one epoch of tensors; 0 for other work.
-    """
+    """Everything measured on one row: one ideal and one trial of each loader per repeat."""
 
     row: Row
     epoch_bytes: int = 0
@@ -215,11 +210,7 @@ def ideal_of(row: Row, work: Any) -> Ideal:
 
 
 def run_trial(contender: Contender, row: Row, work: Any, seed: int) -> Trial:
-    """Build the loader, consume and check all epochs of ``row``, tear down.
-
-    Raises:
-        WrongDeliveryError: the loader did not deliver every sample once, in order and unchanged.
-    """
+    """Build the loader, consume and check all epochs of ``row``, tear down."""
     total = 0.0
 
     def read(batch: Any) -> None:
@@ -251,11 +242,7 @@ def measure(
     repeats: int,
     say: Callable[[str], None],
 ) -> list[RowResult]:
-    """Measure every row with those of its loaders that are among ``contenders``, in turn; ``say`` each run.
-
-    Raises:
-        WrongDeliveryError: a loader did not deliver every sample exactly once.
-    """
+    """Measure every row with those of its loaders that are among ``contenders``, in turn; ``say`` each run."""
     results = []
     for row in rows:
         names = [name for name in row.loaders if name in contenders]

@@ -61,13 +61,7 @@ def first(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class Consumer:
-    """The program that takes the batches.
-
-    Args:
-        step: what it does with each batch.
-        labels: the indices of a batch's samples, as a tensor.
-        orders: the sampler's indices in each epoch; the whole dataset, ascending, when omitted.
-    """
+    """What takes the batches; ``labels`` finds the indices of a batch's samples, ``orders`` are those of epochs."""
 
     step: Callable[[Any], None] | None = None
     labels: Callable[[Any], Any] = second
@@ -75,18 +69,7 @@ class Consumer:
 
 
 class Run:
-    """A loader that a consumer takes batches from, epoch after epoch. The clock starts before the loader is built.
-
-    Args:
-        contender: the loader.
-        work: the dataset.
-        arguments: those that all loaders share.
-        consumer: takes the batches; plainly, when omitted.
-        seed: torch's global seed, the same for every loader: they draw the same shuffles.
-
-    Attributes:
-        loader: the loader itself.
-    """
+    """A loader that a consumer takes batches from. The clock starts before it is built; all draw the same shuffles."""
 
     def __init__(
         self,
@@ -134,11 +117,7 @@ class Run:
         return ended - begun
 
     def finish(self, who: str = "") -> Trial:
-        """Check everything that was delivered; return the clock readings.
-
-        Raises:
-            WrongDeliveryError: not every sample once, or not in order where that is promised, or changed.
-        """
+        """Check that each epoch had every sample once, unchanged and in the promised order; return the readings."""
         who = f"{self._contender.name}{who and f' on {who}'}"
         orders = self._consumer.orders or [range(len(self._work))]
         for number, parts in enumerate(self._delivered):

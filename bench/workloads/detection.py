@@ -39,7 +39,6 @@ class Picture(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height, in pixels."""
         if isinstance(self.image, torch.Tensor):
             height, width = self.image.shape[1:]
             return width, height
@@ -55,7 +54,6 @@ class Resize:
         self.longest = longest
 
     def scale(self, picture: Picture) -> float:
-        """By what a picture is enlarged, less than 1 where it shrinks."""
         return min(self.shortest / min(picture.size), self.longest / max(picture.size))
 
     def __call__(self, picture: Picture) -> Picture:

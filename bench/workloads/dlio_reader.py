@@ -20,7 +20,6 @@ class MinatoReader(BaseDataLoader):  # type: ignore[misc]
         self._loader: Any = None
 
     def read(self) -> None:
-        """Build the loader, once for all epochs."""
         settings: Any = self._args
         dataset = TorchDataset(
             *(self.format_type, self.dataset_type, self.epoch_number, self.num_samples),
@@ -42,7 +41,6 @@ class MinatoReader(BaseDataLoader):  # type: ignore[misc]
         )
 
     def next(self) -> Iterator[Any]:
-        """The batches of an epoch."""
         super().next()
         yield from self._loader
         self.epoch_number += 1

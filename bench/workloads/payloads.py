@@ -13,11 +13,7 @@ STRING_BYTES = 64
 
 
 class ByteStrings:
-    """Byte strings that all differ; a sample is the length of one.
-
-    Args:
-        nbytes: Bytes of all together.
-    """
+    """Byte strings that all differ; a sample is the length of one."""
 
     def __init__(self, nbytes: int) -> None:
         self.strings = [b"images/%012d.jpg" % i for i in range(nbytes // STRING_BYTES)]
@@ -31,21 +27,12 @@ class ByteStrings:
 
 
 class Payloads(IterableDataset[Any]):
-    """Large payloads, made in the worker: one that is sent each time, but of tensors always a new one.
-
-    torch moves a tensor to shared memory when it is sent for the first time, which a second sending would not show.
-
-    Args:
-        kind: ``"bytes"``, ``"numpy"`` or ``"torch"``.
-        nbytes: Bytes of a payload.
-        count: Payloads of a pass.
-    """
+    """Payloads of bytes, NumPy or torch, made in the worker: one that is sent each time, but each tensor is new."""
 
     def __init__(self, kind: str, nbytes: int, count: int) -> None:
         self.kind, self.nbytes, self.count = kind, nbytes, count
 
     def make(self) -> Any:
-        """One payload."""
         if self.kind == "bytes":
             return bytes(self.nbytes)
         if self.kind == "numpy":
@@ -53,6 +40,7 @@ class Payloads(IterableDataset[Any]):
         return torch.zeros(self.nbytes // 4)
 
     def __iter__(self) -> Iterator[Any]:
+        # torch moves a tensor to shared memory when it is first sent, which a second sending would not show.
         kept = None if self.kind == "torch" else self.make()
         for _ in range(self.count):
             yield {"data": self.make() if kept is None else kept}

@@ -27,13 +27,7 @@ BACKGROUND = 0
 
 
 class Volume(NamedTuple):
-    """A volume as it was stored.
-
-    Attributes:
-        image: Intensities, ``(D, H, W)``.
-        label: uint8, same shape, 0 for the background.
-        spacing: Distance of neighbours along each axis, in mm.
-    """
+    """A volume as it was stored: intensities, classes with 0 for the background, and mm between voxels."""
 
     image: Array
     label: Array

@@ -58,14 +58,7 @@ class Pad:
 
 
 class SpecAugment:
-    """The power spectrum of each window, with random bands of frequencies and of frames set to 0.
-
-    Args:
-        frequency_masks: How many bands of frequencies.
-        frequencies: The widest of them, in bins.
-        time_masks: How many bands of frames.
-        time_share: The widest of them, as a share of all frames.
-    """
+    """The power spectrum of each window, with random bands of bins and of frames set to 0."""
 
     def __init__(
         self,
@@ -152,7 +145,6 @@ class LightStep:
         self.seconds = seconds
 
     def seconds_of(self, index: int) -> float:
-        """How long it takes for a sample."""
         return self.seconds
 
     def __call__(self, clip: Clip) -> Clip:
@@ -161,19 +153,13 @@ class LightStep:
 
 
 class HeavyStep(LightStep):
-    """Stands for work that few samples need: every fifth by its index.
-
-    Args:
-        seconds: How long it takes for one of them.
-        every: One sample in ``every`` is heavy.
-    """
+    """Stands for work that few samples need: every fifth by its index."""
 
     def __init__(self, seconds: float, every: int = 5) -> None:
         super().__init__(seconds)
         self.every = every
 
     def seconds_of(self, index: int) -> float:
-        """How long it takes for a sample."""
         return self.seconds if index % self.every == self.every - 1 else 0.0
 
     def __call__(self, clip: Clip) -> Clip:
@@ -181,12 +167,7 @@ class HeavyStep(LightStep):
 
 
 def speech_chain(heavy_s: float = 3.0, scale: float = 1.0) -> list[Callable[[Clip], Clip]]:
-    """The transforms of a training sample, in the paper's order.
-
-    Args:
-        heavy_s: What a heavy sample takes in both steps, as the paper's table 2 has it: 3 or 10.
-        scale: Both steps take this many times as long.
-    """
+    """The transforms in the paper's order; a heavy sample takes 3 or 10 s in both steps, times ``scale``."""
     features: list[Any] = [SpecAugment(), FilterBank(), FrameSplicing(), PermuteAudio()]
     steps = [LightStep(scale * LIGHT_S), HeavyStep(scale * (heavy_s - LIGHT_S))]
     return [Pad(), *features, *steps]

@@ -158,7 +158,7 @@ def test_what_is_missing_is_named(
     monkeypatch.setenv("MINATO_CASSANDRA_HOME", str(tmp_path))
     assert not remote.main(["--short", "--rows", "cassandra"])
     assert f"{str(tmp_path)!r} has no lib/*cassandra*.jar" in capsys.readouterr().out
-    assert papers.main(["--short", "--experiment", "size", "--data", str(tmp_path)]) == 2
+    assert papers.main(["--short", "--rows", "size", "--data", str(tmp_path)]) == 2
     assert "run 'make data'" in capsys.readouterr().err
 
 
