@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import report
-from bench.harness.environments import (
-    TrialFailedError,
-    call,
-    interpreter,
-    versions_in,
-)
+from bench.harness.environments import TrialFailedError, call, interpreter, versions_in
 
 REQUIREMENTS = (
     *("h5py==3.16.0", "mpi4py==4.1.2", "mpich==5.0.2", "hydra-core==1.3.8", "omegaconf==2.3.1"),

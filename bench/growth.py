@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import signal
@@ -40,12 +41,6 @@ half of the sizes. At 0 the time per unit does not depend on the size, at 1 it g
 be a fault. *Ideal* is all sleep divided by the workers. Without sleep it is the calls of `dataset[i]` divided by the
 workers, or one copy of all bytes if that takes longer. Figures are medians of {repeats} repeats, with the minimum and
 maximum in brackets.
-"""
-MEMORY = """\
-MiB that an epoch of 2048 samples takes at most in the training process and its 4 workers, beyond what was there before.
-Batches hold 32, and the consumer takes 5 ms for each. Each page counts once. Shared memory counts as long as a process
-holds it: torch's batches on their way to the training process are in no process's resident set. minato's memory is
-largely that of batches: of as many as were in flight, and of four more, which it keeps for the next ones.
 """
 
 
@@ -156,22 +151,21 @@ def curve_table(curve: Curve, found: dict[str, Points]) -> str:
 
 
 def first_batch(loader: str, workers: str, method: str) -> float:
-    """Milliseconds from building a loader to its first batch, of samples that cost nothing."""
+    """Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has imported torch
+    and minato. With `forkserver`, most of the time is the import of torch by the server, once. With `spawn`, it is the
+    import by the first worker that is ready.
+    """
     import minato  # noqa: F401  (as scripts do at their top; torch is imported already)
 
     begun = time.perf_counter()
-    arguments = {
-        "batch_size": 8,
-        "num_workers": int(workers),
-        "multiprocessing_context": method,
-    }
+    arguments = {"batch_size": 8, "num_workers": int(workers), "multiprocessing_context": method}
     iterator = iter(CONTENDERS[loader].build(SleepingWork([0.0] * 4096), arguments, 0))
     next(iterator)
     return 1e3 * (time.perf_counter() - begun)
 
 
 def second_loader(loader: str, workers: str, method: str) -> float:
-    """The same for a later loader of the process."""
+    """The same for the second loader of a process."""
     first_batch(loader, workers, method)
     return first_batch(loader, workers, method)
 
@@ -185,7 +179,9 @@ class _Pids(Counted):
 
 
 def replacement(loader: str, workers: str, method: str) -> float:
-    """Milliseconds from the end of a killed worker to the first batch of the worker that replaces it."""
+    """Milliseconds from the end of a worker to the first batch of the one that replaces it; the batches before come
+    from the others. torch raises an error instead.
+    """
     arguments = {"num_workers": int(workers), "multiprocessing_context": method}
     iterator = iter(CONTENDERS[loader].build(_Pids(1_000_000), arguments, 0))
     alive: set[int] = set()
@@ -201,7 +197,12 @@ def replacement(loader: str, workers: str, method: str) -> float:
 
 
 def memory(loader: str, workers: str, nbytes: str) -> float:
-    """MiB that an epoch takes at most, in this process and its workers, beyond what was there before."""
+    """MiB that an epoch of 2048 samples takes at most in the training process and its 4 workers, beyond what was there
+    before. Batches hold 32, and the consumer takes 5 ms for each. Each page counts once. Shared memory counts as long
+    as a process holds it: torch's batches on their way to the training process are in no process's resident set.
+    minato's memory is largely that of batches: of as many as were in flight, and of four more, which it keeps for the
+    next ones.
+    """
     import psutil
 
     arguments = {"batch_size": 32, "num_workers": int(workers)}
@@ -266,10 +267,9 @@ def _private(pid: int, files: bool) -> int:
 
 
 class Section(NamedTuple):
-    """A table of what is measured in a process of its own, because what ran before would change it."""
+    """A table of what a function measures in a process of its own; the text above it is the function's docstring."""
 
     title: str
-    about: str
     columns: tuple[str, str]
     cases: Sequence[tuple[str, str]]
     loaders: Sequence[str] | None = None
@@ -296,35 +296,19 @@ _STARTS = ("workers", "start method")
 SECTIONS = {
     "first_batch": Section(
         "Cold first batch",
-        """\
-Milliseconds from building the loader to its first batch of 8 samples, in a fresh process that has imported torch and
-minato. With `forkserver`, most of the time is the import of torch by the server, once. With `spawn`, it is the
-import by the first worker that is ready.
-""",
         _STARTS,
         [(str(workers), method) for method in METHODS for workers in WORKERS],
     ),
     "second_loader": Section(
         "Later loaders",
-        "The same for the second loader of a process.\n",
         _STARTS,
         [(str(workers), method) for method in METHODS for workers in WORKERS[:2]],
     ),
     "replacement": Section(
-        "A killed worker",
-        """\
-Milliseconds from the end of a worker to the first batch of the one that replaces it; the batches before come from the
-others. torch raises an error instead.
-""",
-        _STARTS,
-        [("2", method) for method in METHODS],
-        ["minato"],
+        "A killed worker", _STARTS, [("2", method) for method in METHODS], ["minato"]
     ),
     "memory": Section(
-        "Memory",
-        MEMORY,
-        ("workers", "bytes of a sample"),
-        [("4", str(nbytes)) for nbytes in SAMPLE_BYTES],
+        "Memory", ("workers", "bytes of a sample"), [("4", str(nbytes)) for nbytes in SAMPLE_BYTES]
     ),
 }
 ROWS = ("curves", *SECTIONS)
@@ -367,7 +351,8 @@ def main(arguments: list[str] | None = None) -> None:
         page.add(curve_table(curve, points_of(curve, sizes, options.repeats, page.say)))
     for what, section in SECTIONS.items():
         if what in options.rows:
-            page.add(f"## {section.title}\n\n{section.about}", section.table(what, options, page))
+            page.add(f"## {section.title}\n", f"{inspect.getdoc(globals()[what])}\n")
+            page.add(section.table(what, options, page))
     page.finish(draw if "curves" in options.rows else None)
 
 

@@ -117,10 +117,7 @@ IMAGE = Row(
     skips_first_epoch=True,
 )
 IMAGE_READ = replace(
-    IMAGE,
-    name="image-read",
-    title="the same, and a consumer that reads every byte",
-    reads=True,
+    IMAGE, name="image-read", title="the same, and a consumer that reads every byte", reads=True
 )
 PATCH = replace(
     IMAGE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import statistics
 import sys
@@ -154,7 +155,10 @@ def _step_times_s(workload: Workload, index: int) -> list[float]:
 
 
 def variability(settings: Settings) -> str:
-    """The unevenness of preprocessing on real input."""
+    """Milliseconds of processor time for a sample, reading included, of one thread that works alone; each sample
+    several times, with other random decisions. The speech workload's light and heavy steps count with their unscaled
+    sleep. Rows *as printed* are the paper's, for other data and another machine: compare the shape, not the size.
+    """
     lines = []
     for name, workload in workloads(settings).items():
         costs_ms = 1e3 * costs(name, settings).times_s.sum(2)
@@ -171,7 +175,11 @@ def variability(settings: Settings) -> str:
 
 
 def size(settings: Settings) -> str:
-    """Whether a sample's size, or its past, predicts its cost."""
+    """*Rank* is Spearman's correlation of a sample's bytes on disk with its cost, *R²* that of a straight line. *Found
+    by size*: share of the slow samples, the most expensive quarter, that are among the largest quarter; a guess finds
+    25 %. *Of the sample*: share of the variance of costs that lies between samples, not between draws of one sample
+    (intraclass correlation). No prediction from a sample's size or past can explain more.
+    """
     lines = []
     for name in workloads(settings):
         one = costs(name, settings)
@@ -200,7 +208,10 @@ def share_between(costs_s: Times) -> float:
 
 
 def throughput(settings: Settings) -> str:
-    """Whole epochs of the real workloads, with a loop exactly as fast as the workers."""
+    """Whole epochs of the real transforms on the real data, start of the workers included. The loop sleeps for each
+    batch as long as the workers need for one in the mean, where order matters most. *Ideal*: the longer of all work
+    divided by workers, and all that needs a core divided by cores, as measured beforehand.
+    """
     parts = []
     for name, workload in workloads(settings).items():
         one = costs(name, settings)
@@ -257,7 +268,12 @@ class Digits(Counted):
 
 
 def accuracy(settings: Settings) -> str:
-    """Whether order changes what a model learns, where two slow classes tell the cost."""
+    """The handwritten digits of scikit-learn, 360 of them held out. Each eight and nine takes 10 ms to load, all others
+    0.5 ms. So cost tells the class, the worst case for an order that prefers quick samples. A seed gives all loaders
+    the same first weights and the same shuffles. In brackets half the 95 % confidence interval over seeds (Student's
+    t); *difference* is that to torch in order with the same seed. *Early*: share of the eights and nines that come in
+    the first half of an epoch, 50 % without bias.
+    """
     from sklearn.datasets import load_digits
 
     seeds, epochs, workers = (2, 1, 2) if settings.short else (8, 8, 12)
@@ -417,7 +433,10 @@ SHARED = "minato, one loader for all"
 
 
 def scaling(settings: Settings) -> str:
-    """Several consumers on the segmentation workload, scaled by 0.04."""
+    """One training process for each rank, with workers that sleep as in the segmentation workload, scaled down. The
+    ranks share the samples and wait for each other before each step. *One loader for all* is `loader.consumers(n)`:
+    threads of one process that share all workers and take batches as they come, without that wait.
+    """
     count, workers, scale = (48, 2, 0.01) if settings.short else (720, 6, 0.04)
     work = SleepingWork((scale * segmentation_costs_s(count)).tolist())
     order = np.random.default_rng(0).permutation(count).tolist()
@@ -430,7 +449,10 @@ def scaling(settings: Settings) -> str:
 
 
 def speedy(settings: Settings) -> str:
-    """SpeedyLoader's comparison: random decisions make the costs."""
+    """Ranks with 30 workers each, as theirs. A sample sleeps for half of what its random decisions cost by their table
+    1, drawn again in each epoch. The ranks share the samples and take each step together. A step takes as long as the
+    workers need for a batch on average. Incomplete batches are left out; workers persist.
+    """
     cases, epochs, scale = (24, 2, 0.01) if settings.short else (210, 5, 0.5)
     workers, batch_size, ranks = (4 if settings.short else 30), 4, 2
     rng = np.random.default_rng(0)
@@ -481,69 +503,20 @@ def decided_ms(samples: int, epochs: int, rng: np.random.Generator) -> Times:
     return found
 
 
-EXPERIMENTS: dict[str, tuple[str, str, Callable[[Settings], str]]] = {
-    "variability": (
-        "Variability of preprocessing (figure 2, table 2)",
-        """\
-Milliseconds of processor time for a sample, reading included, of one thread that works alone; each sample several
-times, with other random decisions. The speech workload's light and heavy steps count with their unscaled sleep. Rows
-*as printed* are the paper's, for other data and another machine: compare the shape, not the size.
-""",
-        variability,
-    ),
-    "size": (
-        "Size as a predictor (figure 3a)",
-        """\
-*Rank* is Spearman's correlation of a sample's bytes on disk with its cost, *R²* that of a straight line. *Found by
-size*: share of the slow samples, the most expensive quarter, that are among the largest quarter; a guess finds 25 %.
-*Of the sample*: share of the variance of costs that lies between samples, not between draws of one sample (intraclass
-correlation). No prediction from a sample's size or past can explain more.
-""",
-        size,
-    ),
-    "throughput": (
-        "Throughput over time (figure 7)",
-        """\
-Whole epochs of the real transforms on the real data, start of the workers included. The loop sleeps for each batch as
-long as the workers need for one in the mean, where order matters most. *Ideal*: the longer of all work divided by
-workers, and all that needs a core divided by cores, as measured beforehand.
-""",
-        throughput,
-    ),
-    "scaling": (
-        "Scaling over consumers (figure 9)",
-        """\
-One training process for each rank, with workers that sleep as in the segmentation workload, scaled down. The ranks
-share the samples and wait for each other before each step. *One loader for all* is `loader.consumers(n)`: threads of
-one process that share all workers and take batches as they come, without that wait.
-""",
-        scaling,
-    ),
-    "accuracy": (
-        "Accuracy (figure 11)",
-        """\
-The handwritten digits of scikit-learn, 360 of them held out. Each eight and nine takes 10 ms to load, all others 0.5
-ms. So cost tells the class, the worst case for an order that prefers quick samples. A seed gives all loaders the same
-first weights and the same shuffles. In brackets half the 95 % confidence interval over seeds (Student's t);
-*difference* is that to torch in order with the same seed. *Early*: share of the eights and nines that come in the first
-half of an epoch, 50 % without bias.
-""",
-        accuracy,
-    ),
-    "speedy": (
-        "Costs that decisions make (SpeedyLoader's comparison)",
-        """\
-Ranks with 30 workers each, as theirs. A sample sleeps for half of what its random decisions cost by their table 1,
-drawn again in each epoch. The ranks share the samples and take each step together. A step takes as long as the workers
-need for a batch on average. Incomplete batches are left out; workers persist.
-""",
-        speedy,
-    ),
+EXPERIMENTS = {
+    variability: "Variability of preprocessing (figure 2, table 2)",
+    size: "Size as a predictor (figure 3a)",
+    throughput: "Throughput over time (figure 7)",
+    scaling: "Scaling over consumers (figure 9)",
+    accuracy: "Accuracy (figure 11)",
+    speedy: "Costs that decisions make (SpeedyLoader's comparison)",
 }
+"""Heading of each; the docstring is the text below it."""
+ROWS = {run.__name__: run for run in EXPERIMENTS}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = report.Parser("papers", __doc__, 3, rows=EXPERIMENTS)
+    parser = report.Parser("papers", __doc__, 3, rows=ROWS)
     parser.add_argument("--data", type=Path, default=FOLDER, help="what 'make data' has filled")
     options = parser.parse_args(arguments)
     page = report.Page("papers", options.out)
@@ -551,10 +524,10 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # as in a worker; and threads would take the workers' cores
     page.add(HEAD.format(repeats=settings.repeats))
     for name in options.rows:
-        title, about, run = EXPERIMENTS[name]
+        run = ROWS[name]
         page.say(f"{name} begins")
         try:
-            page.add(f"## {title}\n", about, run(settings))
+            page.add(f"## {EXPERIMENTS[run]}\n", f"{inspect.getdoc(run)}\n", run(settings))
         except FileNotFoundError as error:
             print(f"bench.papers: {error}", file=sys.stderr)
             return 2

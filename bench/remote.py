@@ -16,12 +16,11 @@ import redis
 import torch
 
 from bench.harness import cassandra_node, record, report
-from bench.harness.datasets import Counted, Ideal
+from bench.harness.datasets import Counted, Ideal, stored_object
 from bench.harness.loaders import MINATO, TORCH, TORCH_ANY_ORDER, Contender, minato_as, named
 from bench.harness.network import Link, Proxy
 from bench.harness.suite import Row, measure
 from bench.harness.trial import Consumer, Run, WrongDeliveryError
-from bench.workloads.payload import stored_object
 from minato import Arrival, FetchOptions
 from minato.caching import DiskCache
 from minato.sources.base import BatchedSource

@@ -17,12 +17,11 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate
 
 from bench.harness import cassandra_node, report
-from bench.harness.datasets import Counted, Ideal, Mapped
+from bench.harness.datasets import Counted, Ideal, Mapped, stored_object
 from bench.harness.loaders import MINATO, MINATO_ANY_ORDER, Contender, minato_as, named, torch_as
 from bench.harness.network import Link, Proxy
 from bench.harness.suite import Row, measure
 from bench.harness.trial import Consumer, Run, WrongDeliveryError, unwarned
-from bench.workloads.payload import stored_object
 from minato.sources.cassandra import Cassandra
 
 NBYTES, COUNT = 60_000, 2000

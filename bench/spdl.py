@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import multiprocessing
 import resource
 import statistics
@@ -54,33 +55,17 @@ HEAD = f"""\
 Written by `python -m bench.spdl`. Three measurements that SPDL publishes with its examples, written again, with torch
 and minato beside SPDL {VERSION}. All run in one environment, each figure in a process of its own.
 """
-START_HEAD = """\
-## Start-up
-
-A dataset holds byte strings of 64 bytes; a sample is the length of one. Seconds from before the loader is built to its
-first batch, after which the loop is left: the first loader of a process, then the median of the next ones. The dataset
-travels to each worker unless it is forked. *minato, share*: the dataset is `minato.share(dataset)`, which takes the
-time after the plus, once before.
-"""
-HANDOFF_HEAD = """\
-## Hand-off
-
-One worker yields numbers, and the loop computes for some milliseconds after each: microseconds that `next()` takes,
-median and 99th percentile.
-"""
-TRANSPORT_HEAD = """\
-## Transport
-
-One worker process yields payloads in passes; the loop only takes them. MB/s of a pass (median, least and greatest),
-CPU seconds of both processes for all passes, and the peak memory (RSS) of the main process.
-"""
 
 
 # ---- in SPDL's environment ------------------------------------------------------------------
 
 
 def startup(name: str, method: str, mib: int, workers: int, passes: int) -> dict[str, Any]:
-    """Seconds to the first batch of several loaders, one after the other."""
+    """A dataset holds byte strings of 64 bytes; a sample is the length of one. Seconds from before the loader is built
+    to its first batch, after which the loop is left: the first loader of a process, then the median of the next ones.
+    The dataset travels to each worker unless it is forked. *minato, share*: the dataset is `minato.share(dataset)`,
+    which takes the time after the plus, once before.
+    """
     dataset: Any = ByteStrings(mib * MIB)
     share_s = 0.0
     if name == "minato-share":
@@ -121,7 +106,9 @@ def _startup_loader(name: str, dataset: Any, method: str, workers: int) -> Any:
 
 
 def handoff(name: str, step_ms: int, items: int) -> dict[str, Any]:
-    """Microseconds that ``next()`` takes after a step of the loop, for each item but the first ones."""
+    """One worker yields numbers, and the loop computes for some milliseconds after each: microseconds that `next()`
+    takes, median and 99th percentile.
+    """
     taken = []
     with_start = iter(_handoff_source(name, items + WARM_UP))
     for number in range(items + WARM_UP):
@@ -155,7 +142,9 @@ def _started(pipeline: Any) -> Iterator[Any]:
 
 
 def transport(name: str, kind: str, mib: int, count: int, passes: int) -> dict[str, Any]:
-    """MB/s of each pass after the first, CPU seconds of all, and the peak memory of this process in MB."""
+    """One worker process yields payloads in passes; the loop only takes them. MB/s of a pass (median, least and
+    greatest), CPU seconds of both processes for all passes, and the peak memory (RSS) of the main process.
+    """
     dataset = Payloads(kind, mib * MIB, count)
     source = _transport_source(name, dataset)
     _take(source, dataset)
@@ -212,7 +201,7 @@ Readings = list[dict[str, Any]]
 class Measurement(NamedTuple):
     """One of the three; the second list of settings is for a smoke run, ``names`` heads the first columns."""
 
-    about: str
+    title: str
     labels: Mapping[str, str]
     names: tuple[str, ...]
     settings: tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
@@ -239,7 +228,7 @@ def _transport_cell(readings: Readings) -> str:
 
 MEASUREMENTS = {
     "startup": Measurement(
-        START_HEAD,
+        "Start-up",
         STARTUP,
         ("start method", "MiB", "workers"),
         (
@@ -249,14 +238,14 @@ MEASUREMENTS = {
         _startup_cell,
     ),
     "handoff": Measurement(
-        HANDOFF_HEAD,
+        "Hand-off",
         HANDOFF,
         ("step, ms",),
         ([(step, ITEMS) for step in STEPS_MS], [(step, SHORT_ITEMS) for step in (0, 2)]),
         _handoff_cell,
     ),
     "transport": Measurement(
-        TRANSPORT_HEAD,
+        "Transport",
         TRANSPORT,
         ("payload", "MiB"),
         (
@@ -284,7 +273,8 @@ def table(row: str, python: Path, options: Any, page: report.Page) -> str:
         )
         cells = ["failed" if it in failed else measured.cell(found[it]) for it in measured.labels]
         lines.append([*map(str, setting[: len(measured.names)]), *cells])
-    return f"{measured.about}\n{report.table([*measured.names, *measured.labels.values()], lines)}"
+    about = f"## {measured.title}\n\n{inspect.getdoc(globals()[row])}\n\n"
+    return about + report.table([*measured.names, *measured.labels.values()], lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -340,10 +340,7 @@ STATE_5 = Row(
     loaders=("torch", "torchdata", "minato"),
 )
 STATE_16 = replace(
-    STATE_5,
-    name="state-16",
-    title="the same with 16 MB of state",
-    make=_with_state(16_000_000),
+    STATE_5, name="state-16", title="the same with 16 MB of state", make=_with_state(16_000_000)
 )
 SKIP = Row(
     "skip",

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -237,6 +238,16 @@ def shrink(sample: Any) -> Any:
         image[None], size=(64, 64), mode="bilinear", antialias=True
     )
     return small[0], index
+
+
+@cache
+def _noise(nbytes: int) -> bytes:
+    return np.random.default_rng(1).bytes(nbytes)
+
+
+def stored_object(index: int, nbytes: int) -> bytes:
+    """An object or row of a store, which begins with its index; it cannot be compressed."""
+    return index.to_bytes(8, "little") + _noise(nbytes)[8:]
 
 
 def measured_ideal(run: Callable[[int], Any], indices: range, workers: int, cores: int) -> Ideal:

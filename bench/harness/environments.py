@@ -63,10 +63,7 @@ def _install(command: list[str]) -> None:
 
 
 def call(
-    target: str,
-    *arguments: Any,
-    python: Path | str = sys.executable,
-    limit_s: float = 600.0,
+    target: str, *arguments: Any, python: Path | str = sys.executable, limit_s: float = 600.0
 ) -> Any:
     """Call ``module:function`` in a process of its own, with values that JSON can carry both ways."""
     try:

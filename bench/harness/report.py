@@ -144,8 +144,8 @@ class Page:
         shown: Callable[[T], str],
         failed: dict[str, str] | None = None,
     ) -> dict[str, list[T]]:
-        """What ``run(name, repeat)`` returns, by name, in turn; one that fails has but a reason in ``failed``, if
-        given.
+        """What ``run(name, repeat)`` returns, by name, in turn; ``failed``, where given, says why some returned
+        nothing.
         """
         found: dict[str, list[T]] = {name: [] for name in names}
         for repeat, name in in_turn(names, repeats):

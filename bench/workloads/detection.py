@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.nn import functional
 
 from bench.harness.datasets import Stored
 
@@ -39,9 +38,6 @@ class Picture(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        if isinstance(self.image, torch.Tensor):
-            height, width = self.image.shape[1:]
-            return width, height
         width, height = self.image.size
         return width, height
 
@@ -60,12 +56,7 @@ class Resize:
         width, height = picture.size
         scale = self.scale(picture)
         new_width, new_height = max(1, round(scale * width)), max(1, round(scale * height))
-        if isinstance(picture.image, torch.Tensor):
-            image: Any = functional.interpolate(
-                picture.image[None], (new_height, new_width), mode="bilinear", antialias=True
-            )[0]
-        else:
-            image = picture.image.resize((new_width, new_height), Image.Resampling.BILINEAR)
+        image = picture.image.resize((new_width, new_height), Image.Resampling.BILINEAR)
         factors = np.array([new_width / width, new_height / height] * 2, np.float32)
         return picture._replace(image=image, boxes=picture.boxes * factors)
 
@@ -79,10 +70,7 @@ class RandomHorizontalFlip:
     def __call__(self, picture: Picture) -> Picture:
         if random.random() >= self.probability:
             return picture
-        if isinstance(picture.image, torch.Tensor):
-            image: Any = picture.image.flip(2)
-        else:
-            image = picture.image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        image = picture.image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         boxes = picture.boxes.copy()
         boxes[:, [0, 2]] = picture.size[0] - picture.boxes[:, [2, 0]]
         return picture._replace(image=image, boxes=boxes)
@@ -99,11 +87,7 @@ class ToTensor:
 class Normalize:
     """Subtract each colour's mean and divide by its deviation."""
 
-    def __init__(
-        self, mean: Sequence[float] = MEAN, deviation: Sequence[float] = DEVIATION
-    ) -> None:
-        self.mean = torch.tensor(mean)[:, None, None]
-        self.deviation = torch.tensor(deviation)[:, None, None]
+    mean, deviation = (torch.tensor(each)[:, None, None] for each in (MEAN, DEVIATION))
 
     def __call__(self, picture: Picture) -> Picture:
         return picture._replace(image=(picture.image - self.mean) / self.deviation)
@@ -156,8 +140,5 @@ def padded_pictures(
     images = torch.zeros(len(pictures), 3, height, width)
     for row, picture in zip(images, pictures, strict=True):
         row[:, : picture.image.shape[1], : picture.image.shape[2]] = picture.image
-    return (
-        torch.tensor([each.key for each in pictures]),
-        images,
-        [each.boxes for each in pictures],
-    )
+    keys = torch.tensor([each.key for each in pictures])
+    return keys, images, [each.boxes for each in pictures]

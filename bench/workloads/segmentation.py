@@ -24,6 +24,7 @@ Shape = tuple[int, int, int]
 PATCH: Shape = (128, 128, 128)
 SPACING = (1.6, 1.2, 1.2)
 BACKGROUND = 0
+RARE = 0.1
 
 
 class Volume(NamedTuple):
@@ -48,32 +49,19 @@ class Scan(NamedTuple):
     label: Array
 
 
-class Resample:
+def resample(volume: Volume) -> Volume:
     """Bring a volume to one spacing: linear interpolation of the image, nearest label."""
-
-    def __init__(self, spacing: tuple[float, float, float] = SPACING) -> None:
-        self.spacing = spacing
-
-    def __call__(self, volume: Volume) -> Volume:
-        factors = [old / new for old, new in zip(volume.spacing, self.spacing, strict=True)]
-        image = ndimage.zoom(volume.image.astype(np.float32), factors, order=1)
-        label = ndimage.zoom(volume.label, factors, order=0)
-        return Volume(image, label, self.spacing)
+    factors = [old / new for old, new in zip(volume.spacing, SPACING, strict=True)]
+    image = ndimage.zoom(volume.image.astype(np.float32), factors, order=1)
+    return Volume(image, ndimage.zoom(volume.label, factors, order=0), SPACING)
 
 
-class PadTo:
+def padded(volume: Volume, shape: Shape) -> Volume:
     """Extend a volume evenly on both sides, by its edge, to at least a shape."""
-
-    def __init__(self, shape: Shape = PATCH) -> None:
-        self.shape = shape
-
-    def __call__(self, volume: Volume) -> Volume:
-        missing = [
-            max(0, want - have) for want, have in zip(self.shape, volume.image.shape, strict=True)
-        ]
-        widths = [(each // 2, each - each // 2) for each in missing]
-        image, label = (np.pad(each, widths, mode="edge") for each in volume[:2])
-        return volume._replace(image=image, label=label)
+    missing = [max(0, want - have) for want, have in zip(shape, volume.image.shape, strict=True)]
+    widths = [(each // 2, each - each // 2) for each in missing]
+    image, label = (np.pad(each, widths, mode="edge") for each in volume[:2])
+    return volume._replace(image=image, label=label)
 
 
 class ClipNormalise:
@@ -99,7 +87,7 @@ class ClipNormalise:
 
 def prepared(volume: Volume, shape: Shape = PATCH) -> Volume:
     """The offline part: resample, pad, clip and normalise by the volume's own intensities."""
-    volume = PadTo(shape)(Resample()(volume))
+    volume = padded(resample(volume), shape)
     return ClipNormalise.fitted(volume.image)(volume)
 
 
@@ -156,30 +144,21 @@ class RandomFlip:
 
 
 class RandomBrightness:
-    """Multiply the intensities by a factor from ``1 - factor`` to ``1 + factor``."""
-
-    def __init__(self, factor: float = 0.3, probability: float = 0.1) -> None:
-        self.factor = factor
-        self.probability = probability
+    """Multiply the intensities of one sample in ten by 0.7 to 1.3."""
 
     def __call__(self, scan: Any) -> Any:
-        if random.random() >= self.probability:
+        if random.random() >= RARE:
             return scan
-        gain = np.float32(random.uniform(1 - self.factor, 1 + self.factor))
-        return scan._replace(image=scan.image * gain)
+        return scan._replace(image=scan.image * np.float32(random.uniform(0.7, 1.3)))
 
 
 class GaussianNoise:
-    """Add normal noise whose deviation is drawn from 0 to ``deviation``."""
-
-    def __init__(self, deviation: float = 0.1, probability: float = 0.1) -> None:
-        self.deviation = deviation
-        self.probability = probability
+    """Add normal noise to one sample in ten, whose deviation is drawn from 0 to 0.1."""
 
     def __call__(self, scan: Any) -> Any:
-        if random.random() >= self.probability:
+        if random.random() >= RARE:
             return scan
-        noise = np.random.normal(0, random.uniform(0, self.deviation), scan.image.shape)
+        noise = np.random.normal(0, random.uniform(0, 0.1), scan.image.shape)
         return scan._replace(image=scan.image + noise.astype(np.float32))
 
 

@@ -21,6 +21,9 @@ from bench.harness.datasets import Stored
 Array = npt.NDArray[np.float32]
 
 WINDOW_S, HOP_S = 0.02, 0.01
+FREQUENCY_MASKS, WIDEST_BINS = 2, 20
+TIME_MASKS, WIDEST_TIME = 10, 0.03
+"""The widest is a share of all frames."""
 FILTERS = 80
 SPLICED = 3
 """Neighbouring frames that become one."""
@@ -47,38 +50,25 @@ class Clip(NamedTuple):
 
 
 class Pad:
-    """Fill a wave up with silence to at least ``least_s``."""
-
-    def __init__(self, least_s: float = LEAST_S) -> None:
-        self.least_s = least_s
+    """Fill a wave up with silence to at least 5 s."""
 
     def __call__(self, clip: Clip) -> Clip:
-        missing = round(self.least_s * clip.rate) - len(clip.audio)
+        missing = round(LEAST_S * clip.rate) - len(clip.audio)
         return clip._replace(audio=np.pad(clip.audio, (0, missing))) if missing > 0 else clip
 
 
 class SpecAugment:
     """The power spectrum of each window, with random bands of bins and of frames set to 0."""
 
-    def __init__(
-        self,
-        frequency_masks: int = 2,
-        frequencies: int = 20,
-        time_masks: int = 10,
-        time_share: float = 0.03,
-    ) -> None:
-        self.frequency_masks, self.frequencies = frequency_masks, frequencies
-        self.time_masks, self.time_share = time_masks, time_share
-
     def __call__(self, clip: Clip) -> Clip:
         power = spectrum(clip.audio, clip.rate)
         bins, frames = power.shape
-        for _ in range(self.frequency_masks):
-            width = random.randint(0, min(self.frequencies, bins))
+        for _ in range(FREQUENCY_MASKS):
+            width = random.randint(0, min(WIDEST_BINS, bins))
             first = random.randint(0, bins - width)
             power[first : first + width] = 0
-        for _ in range(self.time_masks):
-            width = random.randint(0, round(self.time_share * frames))
+        for _ in range(TIME_MASKS):
+            width = random.randint(0, round(WIDEST_TIME * frames))
             first = random.randint(0, frames - width)
             power[:, first : first + width] = 0
         return clip._replace(audio=power)
@@ -95,11 +85,8 @@ def spectrum(audio: Array, rate: int) -> Array:
 class FilterBank:
     """Logarithms of the power in triangular bands, evenly spaced on the mel scale; each of mean 0 and deviation 1."""
 
-    def __init__(self, filters: int = FILTERS) -> None:
-        self.filters = filters
-
     def __call__(self, clip: Clip) -> Clip:
-        bands = mel_filters(self.filters, len(clip.audio), clip.rate)
+        bands = mel_filters(FILTERS, len(clip.audio), clip.rate)
         energy = np.log(bands @ clip.audio + np.float32(_FLOOR))
         energy -= energy.mean(1, keepdims=True)
         energy /= energy.std(1, keepdims=True) + 1e-5
@@ -120,15 +107,12 @@ def mel_filters(filters: int, bins: int, rate: int) -> Array:
 class FrameSplicing:
     """Stack neighbouring frames, so that there are fewer of them with more features."""
 
-    def __init__(self, spliced: int = SPLICED) -> None:
-        self.spliced = spliced
-
     def __call__(self, clip: Clip) -> Clip:
         features, frames = clip.audio.shape
-        missing = -frames % self.spliced
+        missing = -frames % SPLICED
         padded = np.pad(clip.audio, ((0, 0), (0, missing))) if missing else clip.audio
-        stacked = padded.reshape(features, -1, self.spliced).transpose(2, 0, 1)
-        return clip._replace(audio=stacked.reshape(features * self.spliced, -1))
+        stacked = padded.reshape(features, -1, SPLICED).transpose(2, 0, 1)
+        return clip._replace(audio=stacked.reshape(features * SPLICED, -1))
 
 
 class PermuteAudio:
@@ -155,12 +139,8 @@ class LightStep:
 class HeavyStep(LightStep):
     """Stands for work that few samples need: every fifth by its index."""
 
-    def __init__(self, seconds: float, every: int = 5) -> None:
-        super().__init__(seconds)
-        self.every = every
-
     def seconds_of(self, index: int) -> float:
-        return self.seconds if index % self.every == self.every - 1 else 0.0
+        return self.seconds if index % 5 == 4 else 0.0
 
     def __call__(self, clip: Clip) -> Clip:
         return super().__call__(clip) if self.seconds_of(clip.key) else clip

@@ -89,7 +89,7 @@ PROGRAMS: dict[str, tuple[list[str], dict[str, tuple[int, list[str]]]]] = {
     "jpegs": (["--rows", "pil,uint8"], {"jpegs": (5, ["*ideal*"])}),
     "papers": (
         [],
-        {"papers": (40, [f"## {title}" for title, _, _ in papers.EXPERIMENTS.values()])},
+        {"papers": (40, [f"## {title}" for title in papers.EXPERIMENTS.values()])},
     ),
     "peers": (["--peers", "minato", "--rows", "image"], {"peers": (3, ["| minato |"])}),
     "remote": (

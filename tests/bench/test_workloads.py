@@ -68,7 +68,7 @@ def through(transforms: list[Any], sample: Any) -> Any:
 
 
 def test_the_offline_part_resamples_pads_clips_and_normalises():
-    resampled = segmentation.Resample()(volume(10, 12, 14))
+    resampled = segmentation.resample(volume(10, 12, 14))
     assert resampled.image.shape == resampled.label.shape == (10, 12, 7)
     assert set(np.unique(resampled.label)) == {0, 1}
     done = segmentation.prepared(volume(6, 20, 40), (8, 8, 32))
@@ -101,15 +101,10 @@ def test_resizing_keeps_the_sides_in_bounds_and_boxes_in_place(size, want):
     done = detection.Resize(10, 30)(picture(*size))
     assert done.size == want
     assert done.boxes[0].tolist() == pytest.approx([0, 0, want[0] / 2, want[1]])
-    tensor = detection.Resize(10, 30)(detection.ToTensor()(picture(*size)))
-    assert tensor.size == want
-    assert np.array_equal(tensor.boxes, done.boxes)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_boxes_follow_flips(before):
-    steps = [detection.RandomHorizontalFlip(1.0), detection.ToTensor()]
-    done = through(steps[:: -1 if before else 1], picture(20, 10))
+def test_boxes_follow_flips():
+    done = through([detection.RandomHorizontalFlip(1.0), detection.ToTensor()], picture(20, 10))
     assert done.boxes.tolist() == [[10, 0, 20, 10]]
     image = done.image
     assert image[:, :, 10:].eq(1).all()
