@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.harness import record, report
 from bench.harness.datasets import (
@@ -142,13 +142,6 @@ def unchanged(sample: Any) -> Any:
     return sample
 
 
-class Load(NamedTuple):
-    """A row of mechanisms, and from when on its samples are slow."""
-
-    row: Row
-    after_s: float
-
-
 def _load(
     name: str,
     title: str,
@@ -156,8 +149,8 @@ def _load(
     shape: tuple[int, int, int, int],
     after_s: float,
     **more: Any,
-) -> Load:
-    """A load; ``shape`` is samples, batch size, workers and epochs."""
+) -> tuple[Row, float]:
+    """A row, and from when on its samples are slow; ``shape`` is samples, batch size, workers and epochs."""
     samples, batch_size, workers, epochs = shape
     row = Row(
         name,
@@ -169,7 +162,7 @@ def _load(
         persistent=True,
         **{"transforms": (SleepsShare(1 / 4),) * 4, **more},
     )
-    return Load(row, after_s)
+    return row, after_s
 
 
 def _bimodal(count: int) -> SleepingTransforms:
@@ -219,47 +212,40 @@ LOADS = (
 
 
 def _workers(
-    name: str, make: Callable[[int], Any], samples: int, fixed: Sequence[int], **more: Any
+    name: str,
+    title: str,
+    make: Callable[[int], Any],
+    shape: tuple[int, int, int, int],
+    fixed: Sequence[int],
+    pause_s: float = 0.0,
 ) -> Row:
     return Row(
-        name=name,
-        make=make,
-        samples=samples,
-        batch_size=8,
-        epochs=2,
+        *(name, title, make, *shape),
         loaders=(TORCH.name, TORCH_ANY_ORDER.name, *(FIXED[n].name for n in fixed), CHANGING.name),
         persistent=True,
+        pause_s=pause_s,
         skips_first_epoch=True,
-        **more,
     )
 
 
 NUMBERS = (
     _workers(
         "sleeping",
+        "samples sleep 40 ms, and the consumer takes what 12 workers make",
         lambda count: SleepingWork([0.040] * count),
-        1200,
-        (2, 4, 8, 12, 16),
-        title="samples sleep 40 ms, and the consumer takes what 12 workers make",
-        workers=12,
-        pause_s=0.040 * 8 / 12,
+        *((1200, 8, 12, 2), (2, 4, 8, 12, 16), 0.040 * 8 / 12),
     ),
     _workers(
         "computing",
+        "samples need a core for 5 ms",
         lambda count: Computing([0.005] * count),
-        1200,
-        (1, 2, 4, 8),
-        title="samples need a core for 5 ms",
-        workers=record.usable_cores(),
+        *((1200, 8, record.usable_cores(), 2), (1, 2, 4, 8)),
     ),
     _workers(
         "consumer",
+        "samples sleep 5 ms, and the consumer takes 80 ms for a batch",
         lambda count: SleepingWork([0.005] * count),
-        400,
-        (1, 2, 4),
-        title="samples sleep 5 ms, and the consumer takes 80 ms for a batch",
-        workers=1,
-        pause_s=0.080,
+        *((400, 8, 1, 2), (1, 2, 4), 0.080),
     ),
 )
 
@@ -302,8 +288,8 @@ def tensor_table(samples: int, repeats: int, page: report.Page) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns 1 where a load deferred no sample."""
-    loads = {load.row.name: load for load in LOADS}
-    groups = {MECHANISMS: [load.row for load in LOADS], AUTO: NUMBERS, MEASURING: OVERHEADS}
+    slow_s = {row.name: after_s for row, after_s in LOADS}
+    groups = {MECHANISMS: [row for row, _ in LOADS], AUTO: NUMBERS, MEASURING: OVERHEADS}
     names = [*(row.name for rows in groups.values() for row in rows), "tensors"]
     options = report.Parser("ablation", __doc__, 3, rows=names).parse_args(arguments)
     repeats = options.repeats
@@ -318,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
             if chosen:
                 page.add(about)
             for row in chosen:
-                contenders = steps(loads[row.name].after_s) if row.name in loads else others
+                contenders = steps(slow_s[row.name]) if row.name in slow_s else others
                 sized = row.short() if options.short else row
                 results += measure([sized], contenders, repeats, page.say)
                 page.add(report.details(results[-1], contenders))

@@ -5,11 +5,6 @@ from __future__ import annotations
 from bench import growth, macro
 from bench.harness import record
 
-
-def main() -> None:
+if __name__ == "__main__":
     macro.draw(record.PAGES / "engine.md")
     growth.draw(record.PAGES / "growth.md")
-
-
-if __name__ == "__main__":
-    main()

@@ -198,7 +198,6 @@ def _uneven(count: int) -> list[Any]:
 
 
 def _padded(samples: list[Any]) -> dict[str, torch.Tensor]:
-    """A ``collate_fn``."""
     ids = pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
     return {"input_ids": ids, "label": torch.stack([sample["label"] for sample in samples])}
 
@@ -224,7 +223,6 @@ def _mixed(samples: Any) -> Subset[Any]:
 
 
 def _stacked(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A ``collate_fn``."""
     rows = torch.from_numpy(np.stack([row for row, _ in samples]))
     return rows, torch.tensor([label for _, label in samples])
 

@@ -107,13 +107,9 @@ def points_of(
     for size in sizes:
         work, batch_size, workers, shuffle = curve.row(size)
         row = Row(
-            name=f"{curve.name} {size}",
-            title="",
-            make=lambda _, work=work: work,  # type: ignore[misc]
-            samples=len(work),
-            batch_size=batch_size,
-            workers=workers,
-            epochs=2,
+            *(f"{curve.name} {size}", ""),
+            lambda _, work=work: work,  # type: ignore[misc]
+            *(len(work), batch_size, workers, 2),
             loaders=tuple(name for name in CONTENDERS if size <= curve.most.get(name, size)),
             shuffle=shuffle,
             persistent=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from torch.utils.data import IterableDataset
 from bench import jpegs, peers
 from bench.harness import loaders, record, report
 from bench.harness.bare import BareProcesses
-from bench.harness.datasets import Mapped, Sample
+from bench.harness.datasets import Mapped, Sample, written_whole
 from bench.harness.loaders import Build, Contender, minato_loader, named, torch_loader
 from bench.harness.suite import Row, chosen
 
@@ -29,8 +28,9 @@ FOLDER = record.ROOT / "build" / "images"
 SIZES = ((500, 375),) * 11 + ((375, 500),) * 4 + ((500, 333),) * 3 + ((333, 500),) * 2
 """Width and height in pixels, with the shares of landscapes and portraits about those of ImageNet."""
 QUALITY, CLASSES = 96, 8
+BATCH_SIZE, EPOCHS = 32, 3
 DECODERS = ("pillow==13.0.0", "simplejpeg==1.9.0", "opencv-python-headless==5.0.0.93")
-HEAD = """\
+HEAD = f"""\
 # torchdata's ImageNet benchmark
 
 Written by `python -m bench.imagenet`. torchdata publishes a benchmark of its nodes: images per second from a folder of
@@ -38,9 +38,10 @@ classes of JPEGs, over the number of workers. Its script decodes whole images wi
 middle, and makes batches of 16 without shuffling. Here the images are read as training needs them: shuffled, a
 random crop resized to 224 × 224, flipped and, in `float32`, normalized. These figures do not compare with torchdata's.
 
-{samples} JPEGs in the page cache are cut-outs of two real photographs, {sizes} and {kilobytes:.0f} kB on average
-(ImageNet's have about 110 kB). Two workers make batches of {batch}. All loaders but the native pipelines get the same
-dataset class, which decodes with simplejpeg and resizes with OpenCV, as [Photographs](../how-to/photos.md) teaches.
+{{samples}} JPEGs in the page cache are cut-outs of two real photographs, {{sizes}} and {{kilobytes:.0f}} kB on average
+(ImageNet's have about 110 kB). Two workers make batches of {BATCH_SIZE}. All loaders but the native pipelines get the
+same dataset class, which decodes with simplejpeg and resizes with OpenCV, as [Photographs](../how-to/photos.md)
+teaches.
 
 * *Native*: the pipeline's own decoder and random numbers. TurboLoader reads a TAR archive of the same files. It decodes
   only the window of the crop, and so does DALI where it can. The other loaders' simplejpeg decodes the whole image, at
@@ -52,8 +53,8 @@ dataset class, which decodes with simplejpeg and resizes with OpenCV, as [Photog
 * Each run has a process of its own, and loaders take turns. Every label is checked in every epoch, and the pixels of
   the last batch; those of native pipelines only for type, shape and mean color.
 
-Images per second, medians of {repeats} runs (least and greatest). The first epoch counts from before the loader is
-built; its workers live for {epochs} epochs.
+Images per second, medians of {{repeats}} runs (least and greatest). The first epoch counts from before the loader is
+built; its workers live for {EPOCHS} epochs.
 """
 
 
@@ -64,12 +65,10 @@ class Files(Sequence[bytes]):
         home = FOLDER / str(count)
         self.paths = [home / str(n % CLASSES) / f"{n:06}.jpg" for n in range(count)]
         if not home.exists():
-            partial_home = home.with_suffix(".partial")
-            shutil.rmtree(partial_home, ignore_errors=True)
-            for name in range(CLASSES):
-                (partial_home / str(name)).mkdir(parents=True)
-            _write(partial_home, [path.relative_to(home) for path in self.paths])
-            partial_home.rename(home)
+            with written_whole(home) as folder:
+                for name in range(CLASSES):
+                    (folder / str(name)).mkdir()
+                _write(folder, [path.relative_to(home) for path in self.paths])
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -281,7 +280,7 @@ def _row(name: str, make: type[jpegs.Photographs]) -> Row:
         name,
         "",
         lambda count: make(count, Files(count)),
-        *(768, 32, 2, 3),
+        *(768, BATCH_SIZE, 2, EPOCHS),
         unit="samples/s",
         persistent=True,
     )
@@ -297,16 +296,8 @@ def main(arguments: list[str] | None = None) -> None:
     files = Files(rows[0].samples)
     size = sum(path.stat().st_size for path in files.paths) / len(files) / 1000
     sides = np.mean([_sides(path) for path in files.paths], axis=0)
-    page.add(
-        HEAD.format(
-            samples=len(files),
-            sizes="{:.0f} × {:.0f} pixels".format(*sides),
-            kilobytes=size,
-            batch=rows[0].batch_size,
-            repeats=options.repeats,
-            epochs=rows[0].epochs,
-        )
-    )
+    sizes = "{:.0f} × {:.0f} pixels".format(*sides)
+    page.add(HEAD.format(samples=len(files), sizes=sizes, kilobytes=size, repeats=options.repeats))
     comparison = peers.Comparison("bench.imagenet", PEERS, options, page)
     against = {"torch": "× torch", "bare": "of bare processes"}
     for row in rows:

@@ -26,8 +26,6 @@ SCALES, RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
 MEAN = np.array((0.485, 0.456, 0.406), np.float32)
 DEVIATION = np.array((0.229, 0.224, 0.225), np.float32)
 FILES = 256
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
-"""An image: height, width, three colors."""
 
 
 class Photographs(Counted):
@@ -88,7 +86,7 @@ class Simplejpeg(Photographs):
         right, bottom = (math.ceil(scale * side) for side in box[2:])
         return cv2.resize(pixels[top:bottom, left:right], (CROP, CROP))
 
-    def of_pixels(self, pixels: Pixels, index: int) -> Sample:
+    def of_pixels(self, pixels: Any, index: int) -> Sample:
         """The sample of a photograph that another decoder has decoded as a whole."""
         import cv2
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 import io
-import shutil
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 
 from bench import macro
 from bench.harness import loaders, record, report
-from bench.harness.datasets import Counted, Mapped, Sample, SleepingWork
+from bench.harness.datasets import Counted, Mapped, Sample, SleepingWork, add_to_tar, written_whole
 from bench.harness.environments import (
     PeerMissingError,
     TrialFailedError,
@@ -71,7 +70,8 @@ class Shards(Counted):
         home = folder / str(count)
         self.paths = [home / f"{number:02}.tar" for number in range(SHARD_COUNT)]
         if not home.exists():
-            _write(home, self.paths, count // SHARD_COUNT)
+            with written_whole(home) as folder:
+                _write(folder, [path.name for path in self.paths], count // SHARD_COUNT)
         self._places = [place for path in self.paths for place in _places(path)]
 
     def __getitem__(self, index: int) -> Sample:
@@ -88,24 +88,14 @@ def _array(index: int) -> Any:
     return np.random.default_rng(index).random(SHAPE, np.float32)
 
 
-def _write(home: Path, paths: list[Path], each: int) -> None:
-    partial = home.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for number, path in enumerate(paths):
-        with tarfile.open(partial / path.name, "w") as file:
+def _write(folder: Path, names: list[str], each: int) -> None:
+    for number, name in enumerate(names):
+        with tarfile.open(folder / name, "w") as file:
             for index in range(number * each, (number + 1) * each):
                 stored = io.BytesIO()
                 np.save(stored, _array(index))
-                _add(file, f"{index:06}.npy", stored.getvalue())
-                _add(file, f"{index:06}.cls", str(index).encode())
-    partial.rename(home)
-
-
-def _add(file: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    file.addfile(member, io.BytesIO(content))
+                add_to_tar(file, f"{index:06}.npy", stored.getvalue())
+                add_to_tar(file, f"{index:06}.cls", str(index).encode())
 
 
 def _places(path: Path) -> list[tuple[Path, int, int]]:
@@ -172,20 +162,6 @@ def _torchdata(
     return Epochs(begin)
 
 
-@dataclass
-class _Orders:
-    """The indices of one epoch after the other; SPDL iterates over it again for each."""
-
-    work: Any
-    shuffle: bool
-    seed: int
-    epoch: int = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        return iter(order_of(self.work, self.shuffle, self.seed, self.epoch))
-
-
 class _Pipeline:
     """A pipeline that stays from one epoch to the next, and ends with this object."""
 
@@ -205,9 +181,11 @@ def _spdl(work: Any, arguments: dict[str, Any], seed: int, *, in_order: bool = T
 
     workers = arguments["num_workers"]
     output_order = "input" if in_order else "completion"
+    # SPDL iterates over its source again for each epoch.
+    source = Epochs(lambda epoch: order_of(work, arguments["shuffle"], seed, epoch + 1))
     return _Pipeline(
         PipelineBuilder()
-        .add_source(_Orders(work, arguments["shuffle"], seed), continuous=True)
+        .add_source(source, continuous=True)
         .pipe(work.__getitem__, concurrency=workers, output_order=output_order)
         .aggregate(arguments["batch_size"])
         .pipe(default_collate)
@@ -296,16 +274,16 @@ def _webdataset(work: Any, arguments: dict[str, Any], seed: int) -> Any:
     )
 
 
+@dataclass
 class _Samples:
     """What DALI calls in its workers, with the numbers of an epoch and of a sample in it."""
 
-    def __init__(self, work: Any, shuffle: bool, seed: int, count: int) -> None:
-        self.work = work
-        self.shuffle = shuffle
-        self.seed = seed
-        self.count = count
-        self.epoch = -1
-        self.order: list[int] = []
+    work: Any
+    shuffle: bool
+    seed: int
+    count: int
+    epoch: int = -1
+    order: list[int] = field(default_factory=list)
 
     def __call__(self, info: Any) -> tuple[np.ndarray, np.ndarray]:
         if info.idx_in_epoch >= self.count:

@@ -135,7 +135,8 @@ def fill(port: int, count: int = COUNT, hosts: Sequence[str] = HOSTS, replicas: 
 
     try:
         _wait_until_all_know_all(cluster, session, len(hosts))
-        make_keyspace(session, replicas)
+        replication = f"{{'class': 'SimpleStrategy', 'replication_factor': {replicas}}}"
+        session.execute(f"CREATE KEYSPACE bench WITH replication = {replication}")
         session.execute(f"CREATE TABLE {_TABLE} (id bigint PRIMARY KEY, data blob)")
         insert = session.prepare(f"INSERT INTO {_TABLE} (id, data) VALUES (?, ?)")
         insert.consistency_level = ConsistencyLevel.ALL
@@ -171,13 +172,6 @@ def _warm(port: int, epochs: int) -> None:
                 pass
 
 
-def make_keyspace(session: Any, replicas: int) -> None:
-    session.execute(
-        "CREATE KEYSPACE bench WITH replication = "
-        f"{{'class': 'SimpleStrategy', 'replication_factor': {replicas}}}"
-    )
-
-
 def compare(page: report.Page, repeats: int, short: bool) -> None:
     page.add(HEAD.format(repeats=repeats))
     with cassandra_node.running() as node:
@@ -186,13 +180,9 @@ def compare(page: report.Page, repeats: int, short: bool) -> None:
         for (label, rtt_s), count in zip(RTT_S.items(), COUNTS, strict=True):
             with Proxy(Link(rtt_s), node.place.port) as proxy:
                 row = Row(
-                    name=f"Round trip {label}",
-                    title="",
-                    make=lambda samples, port=proxy.port, rtt=rtt_s: Rows(port, samples, rtt),  # type: ignore[misc]
-                    samples=count,
-                    batch_size=BATCH_SIZE,
-                    workers=WORKERS,
-                    epochs=EPOCHS,
+                    *(f"Round trip {label}", ""),
+                    lambda samples, port=proxy.port, rtt=rtt_s: Rows(port, samples, rtt),  # type: ignore[misc]
+                    *(count, BATCH_SIZE, WORKERS, EPOCHS),
                     persistent=True,
                     loaders=tuple(name for name in LOADERS if name != ONE_BY_ONE or rtt_s < _FAR_S),
                     unit="samples/s",

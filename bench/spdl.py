@@ -199,12 +199,13 @@ Readings = list[dict[str, Any]]
 
 
 class Measurement(NamedTuple):
-    """One of the three; the second list of settings is for a smoke run, ``names`` heads the first columns."""
+    """One of the three, with the settings of a whole and of a short run; ``names`` heads the first columns."""
 
     title: str
     labels: Mapping[str, str]
     names: tuple[str, ...]
-    settings: tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]
+    settings: list[tuple[Any, ...]]
+    short: list[tuple[Any, ...]]
     cell: Callable[[Readings], str]
 
 
@@ -228,30 +229,21 @@ def _transport_cell(readings: Readings) -> str:
 
 MEASUREMENTS = {
     "startup": Measurement(
-        "Start-up",
-        STARTUP,
-        ("start method", "MiB", "workers"),
-        (
-            [*product(METHODS, SIZES_MIB, WORKERS, [PASSES])],
-            [(method, 1, 1, 1) for method in METHODS],
-        ),
+        *("Start-up", STARTUP, ("start method", "MiB", "workers")),
+        [*product(METHODS, SIZES_MIB, WORKERS, [PASSES])],
+        [(method, 1, 1, 1) for method in METHODS],
         _startup_cell,
     ),
     "handoff": Measurement(
-        "Hand-off",
-        HANDOFF,
-        ("step, ms",),
-        ([(step, ITEMS) for step in STEPS_MS], [(step, SHORT_ITEMS) for step in (0, 2)]),
+        *("Hand-off", HANDOFF, ("step, ms",)),
+        [(step, ITEMS) for step in STEPS_MS],
+        [(step, SHORT_ITEMS) for step in (0, 2)],
         _handoff_cell,
     ),
     "transport": Measurement(
-        "Transport",
-        TRANSPORT,
-        ("payload", "MiB"),
-        (
-            [*product(KINDS, TRANSPORT_MIB, [PAYLOADS], [TRANSPORT_PASSES])],
-            [(kind, 1, 4, 1) for kind in KINDS],
-        ),
+        *("Transport", TRANSPORT, ("payload", "MiB")),
+        [*product(KINDS, TRANSPORT_MIB, [PAYLOADS], [TRANSPORT_PASSES])],
+        [(kind, 1, 4, 1) for kind in KINDS],
         _transport_cell,
     ),
 }
@@ -260,7 +252,7 @@ MEASUREMENTS = {
 def table(row: str, python: Path, options: Any, page: report.Page) -> str:
     measured = MEASUREMENTS[row]
     lines = []
-    for setting in measured.settings[options.short]:
+    for setting in measured.short if options.short else measured.settings:
         found = page.turns(
             f"{row} {setting}",
             [*measured.labels],

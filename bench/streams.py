@@ -29,6 +29,7 @@ from bench.harness.datasets import (
     SleepingWork,
     SleepsShare,
     StoredRows,
+    add_to_tar,
     measured_ideal,
     straggler_costs_s,
 )
@@ -192,9 +193,7 @@ class TarPictures(Counted):
             with tarfile.open(file, "w") as archive:
                 for index in range(first, end):
                     for suffix, data in self._members(index).items():
-                        info = tarfile.TarInfo(f"{index}.{suffix}")
-                        info.size = len(data)
-                        archive.addfile(info, io.BytesIO(data))
+                        add_to_tar(archive, f"{index}.{suffix}", data)
         self.stream = TarShards(self.files)
 
     def _members(self, index: int) -> dict[str, bytes]:

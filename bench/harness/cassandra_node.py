@@ -98,16 +98,12 @@ class NotInstalled(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node listens, and whom it knows.
+    """Where a node listens, and whom it knows; the nodes of a ring differ in their addresses alone.
 
     Attributes:
-        port: For clients (CQL); every node of a ring has the same.
-        storage_port: For the other nodes; every node of a ring has the same.
-        address: On loopback.
         seed: Address of the ring's first node.
         extra: Further lines of ``cassandra.yaml``.
         authenticates: Whether clients need a role; ``cassandra`` with the same password is there.
-        request_timeout_s: How long the node waits for replicas.
     """
 
     port: int

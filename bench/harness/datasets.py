@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
+import shutil
+import tarfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -238,6 +242,22 @@ def shrink(sample: Any) -> Any:
         image[None], size=(64, 64), mode="bilinear", antialias=True
     )
     return small[0], index
+
+
+@contextmanager
+def written_whole(home: Path) -> Iterator[Path]:
+    """A folder to write to, which gets its name when all is there."""
+    folder = home.with_suffix(".partial")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    yield folder
+    folder.rename(home)
+
+
+def add_to_tar(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
 
 
 @cache

@@ -20,12 +20,10 @@ class Link:
     """What lies between a client and the server.
 
     Attributes:
-        rtt_s: Round-trip time of a connection that is neither better nor worse than the others.
-        bandwidth: Bytes per second towards the client that all connections have together; None: no limit.
-        own_bandwidth: The same of a connection that is neither better nor worse than the others, behind the common
-            part; None: no limit.
-        spread: Ratio of the round-trip times, and of the own bandwidths, of the worst and the best connections, around
-            those of the middle.
+        rtt_s: Round-trip time of a connection in the middle.
+        bandwidth: Bytes per second towards the client that all connections have together.
+        own_bandwidth: The same of a connection in the middle, behind the common part.
+        spread: Ratio of the round-trip times, and of the own bandwidths, of the worst and the best connections.
         swing: Share by which these rise and fall in each connection, each at its own moment.
         period_s: How long such a rise and fall takes.
         hanging: Share of the requests that hang before they travel.

@@ -20,23 +20,13 @@ STUCK_AFTER_S = 600.0
 """A run of one loader that takes longer shows all stacks and ends the benchmark."""
 _is_program = False
 _SHARED = ("help", "short", "repeats", "out")
-_UNITS = {
-    "s/epoch": "s per epoch",
-    "GB/s": "GB/s",
-    "us/sample": "µs per sample",
-    "samples/s": "samples/s",
-}
+_UNITS = {"s/epoch": "s per epoch", "us/sample": "µs per sample"}
 
 
 class Parser(argparse.ArgumentParser):
     """The options that all benchmarks share, and lists of names, all of them by default.
 
-    Args:
-        name: of the module in ``bench``.
-        about: what it measures.
-        repeats: runs of each loader; one in a smoke run.
-        publishes: whether a run of everything goes to the documentation.
-        lists: by option, the names that it takes.
+    Where a benchmark ``publishes``, a run of everything goes to the documentation. A smoke run has one repeat.
     """
 
     def __init__(
@@ -228,7 +218,7 @@ def details(result: RowResult, contenders: Mapping[str, Contender]) -> str:
     own = any(ideal.call_s is not None for ideal in result.ideals)
     defers = any(contenders[name].deferred is not None for name in result.trials)
     columns: dict[str, Callable[[Figures], str]] = {
-        _UNITS[result.row.unit]: lambda f: spread_text(f.speed, 3),
+        _UNITS.get(result.row.unit, result.row.unit): lambda f: spread_text(f.speed, 3),
         "efficiency": lambda f: spread_text(f.efficiency, 2),
         "efficiency, later epochs": lambda f: spread_text(f.later_efficiency, 2),
         "× torch": lambda f: spread_text(f.ratio, 2),

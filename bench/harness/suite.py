@@ -91,8 +91,6 @@ class Figures:
         efficiency: ideal time divided by the measured one; 1 is the ideal itself.
         later_efficiency: the same for the epochs after the first alone.
         ratio: speed relative to torch in order, repeat by repeat.
-        speed: in the row's unit.
-        whole_s: whole run including start-up.
         first_batch_ms: time from ``iter()`` to the first batch with cold workers.
         waiting: share of the whole run that the consumer spent waiting for batches.
         own_us: time per sample less the ideal of ``dataset[i]``.

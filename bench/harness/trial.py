@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -27,12 +28,10 @@ class Trial:
     """Clock readings of one run, in seconds.
 
     Args:
-        loader: name of the loader.
         whole_s: from before the loader was built to the end of the last epoch.
         first_batch_s: from ``iter()`` of the first epoch to its first batch, workers cold.
         epochs_s: each epoch, from ``iter()`` to its end.
         waits_s: time that the consumer waited for each batch, over all epochs.
-        deferred: samples that were deferred; None where the loader defers none.
     """
 
     loader: str
@@ -49,14 +48,8 @@ class Trial:
         return self.whole_s / len(self.epochs_s)
 
 
-def second(batch: Any) -> Any:
-    """The labels of batches that are pairs of payloads and indices."""
-    return batch[1]
-
-
-def first(batch: Any) -> Any:
-    """The labels of batches that begin with them."""
-    return batch[0]
+first, second = itemgetter(0), itemgetter(1)
+"""The labels of batches that begin with them, or are pairs of payloads and indices."""
 
 
 @dataclass(frozen=True)
