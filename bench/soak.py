@@ -81,8 +81,8 @@ def many_epochs(order: str, method: str, count: int) -> list[dict[str, float]]:
 def one_long_epoch(order: str, method: str, count: int) -> list[dict[str, float]]:
     """Readings in the middle of an epoch."""
     readings: list[dict[str, float]] = []
-    seen = total = 0
-    for batch in _loader(count, LONG_BATCH, order, method):
+    loader, seen, total = _loader(count, LONG_BATCH, order, method), 0, 0
+    for batch in loader:
         seen += len(batch)
         total += int(batch.sum())
         # Not at the end, where workers leave.

@@ -171,6 +171,22 @@ def test_an_unknown_row_is_refused(capsys):
     assert "'nonsense' is none of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "out", "repeats"),
+    [
+        ([], record.PAGES, 3),
+        (["--repeats", "2"], record.PAGES, 2),
+        (["--rows", "a"], None, 3),
+        (["--short"], None, 1),
+        (["--short", "--out", "there"], Path("there"), 1),
+    ],
+)
+def test_a_run_of_everything_alone_is_published(arguments, out, repeats):
+    options = report.Parser("any", "", 3, publishes=True, rows="ab").parse_args(arguments)
+    assert (options.out, options.repeats) == (out, repeats)
+    assert report.Parser("any", "", 3, rows="ab").parse_args([]).out is None
+
+
 def test_a_page_has_its_charts_from_its_tables(tmp_path: Path) -> None:
     for name, draw in (("engine", macro.draw), ("growth", growth.draw)):
         page = Path(shutil.copy(record.PAGES / f"{name}.md", tmp_path))
