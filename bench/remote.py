@@ -19,7 +19,7 @@ from bench.harness import cassandra_node, record, report
 from bench.harness.datasets import Counted, Ideal, stored_object
 from bench.harness.loaders import MINATO, TORCH, TORCH_ANY_ORDER, Contender, minato_as, named
 from bench.harness.network import Link, Proxy
-from bench.harness.suite import Row, measure
+from bench.harness.suite import SHORT_BATCHES, Row, measure
 from bench.harness.trial import Consumer, Run, WrongDeliveryError
 from minato import Arrival, FetchOptions
 from minato.caching import DiskCache
@@ -181,6 +181,7 @@ class Lab:
         reads = READS if loaders is LOADERS else MANY_READS
         each_s = link.rtt_s + (NBYTES / link.own_bandwidth if link.own_bandwidth else 0.0)
         ideal_s = max(each_s / (WORKERS * reads), NBYTES / (link.bandwidth or 1e12))
+        count = SHORT_BATCHES * BATCH_SIZE if self.short else count
         with Proxy(link, self.socket) as proxy:
             row = Row(
                 name,
@@ -190,8 +191,7 @@ class Lab:
                 loaders=tuple(loaders),
                 unit="samples/s",
             )
-            sized = row.short() if self.short else row
-            (result,) = measure([sized], loaders, self.repeats, self.page.say)
+            (result,) = measure([row], loaders, self.repeats, self.page.say)
         self.page.add(report.details(result, loaders))
 
     def ramp(self, slow_start: int | None) -> list[str]:
