@@ -129,7 +129,7 @@ class _Compose:
 
 
 def imported(artifact: Path) -> tuple[Any, Any]:
-    """The artifact's modules of dataset and loader, with stubs for what they import and do not run, or is gone."""
+    """The artifact's modules of dataset and loader, with stubs for what they import, but do not run or find."""
     from scipy import ndimage
 
     sys.path.insert(0, str(artifact / "Minato"))
