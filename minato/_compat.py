@@ -116,42 +116,37 @@ def _is_torchs(value: object, module: ModuleType) -> bool:
     return own and value.__module__ == module.__name__
 
 
-_OF_LOADER = attrgetter(
-    "_DatasetKind", "_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"
-)
-_OF_FETCH = attrgetter("_MapDatasetFetcher", "_IterableDatasetFetcher", "_BaseDatasetFetcher")
+def _with_members(*parts: object) -> list[object]:
+    """Some classes and functions of torch, and the members of the classes."""
+    found = [*parts]
+    for part in parts:
+        if isinstance(part, type):
+            found += vars(part).values()
+    return found
 
 
-def _parts() -> list[Any]:
-    """The parts of torch's engine that programs replace, as they are now, with the members of classes."""
-    classes = *_OF_LOADER(dataloader), *_OF_FETCH(fetch)
-    parts = [*classes, TorchDataLoader._get_iterator, TorchIterator._next_index]
-    parts += worker._worker_loop, pin_memory._pin_memory_loop
-    for each in classes:
-        parts += vars(each).values()
-    return parts
+def _fetcher_parts() -> list[object]:
+    return _with_members(_DatasetKind, fetch._MapDatasetFetcher, fetch._BaseDatasetFetcher)
 
 
-_PARTS: list[Any] = []
-"""The same when all of them were found to be torch's."""
-
-
-def _none_is_replaced() -> bool:
-    """Whether all parts are still torch's; False if only :func:`replaced_parts` can tell. Each epoch asks."""
-    try:
-        parts = _parts()
-        return parts == _PARTS
-    except Exception:  # one is gone, or compares oddly
-        return False
+def _iterator_parts() -> list[object]:
+    """What torch's engine without workers uses."""
+    single = dataloader._SingleProcessDataLoaderIter
+    return _with_members(single, TorchDataLoader._get_iterator, TorchIterator._next_index)
 
 
 def fetcher_is_replaced() -> bool:
     """Whether the program has put another class or method in the place of torch's fetcher of map-style datasets."""
-    if _none_is_replaced():
-        return False
+    if _fetcher_parts() == _FETCHER:
+        return False  # each epoch asks
     parts = fetch._MapDatasetFetcher, fetch._BaseDatasetFetcher
     own = _is_torchs(_DatasetKind, dataloader) and all(_is_torchs(part, fetch) for part in parts)
     return not own
+
+
+_FETCHER: list[object] = []
+_FETCHER += [] if fetcher_is_replaced() else _fetcher_parts()
+"""The parts of the fetcher when they were found to be torch's."""
 
 
 def make_fetcher(dataset: object, batched: bool, collate_fn: object, drop_last: bool) -> Any:
@@ -173,8 +168,8 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
     ``__init__`` and ``_reset`` of the iterators' base, ``default_collate`` and what it calls, and ``pin_memory`` are
     not among them: minato uses what is in their place.
     """
-    if _none_is_replaced():
-        return []
+    if not (streams or workers) and _iterator_parts() == _ITERATOR:
+        return []  # each epoch asks
     found = []
 
     def look(module: ModuleType, owner: type | ModuleType, name: str) -> None:
@@ -198,14 +193,10 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
     return found
 
 
-if not (
-    fetcher_is_replaced()
-    or any(
-        replaced_parts(streams=True, workers=2, pins=True, worker_processes=own)
-        for own in (False, True)
-    )
-):
-    _PARTS += _parts()
+_ITERATOR: list[object] = []
+_found = replaced_parts(streams=False, worker_processes=False, workers=0, pins=False)
+_ITERATOR += [] if _found else _iterator_parts()
+"""What torch's engine without workers uses, when it was found to be torch's."""
 
 
 # --- torch's workers ------------------------------------------------------------------------

@@ -2,7 +2,7 @@ from typing import Any, Self, final
 
 __all__ = ["Packer", "types_in"]
 
-def types_in(values: list[Any]) -> list[type]: ...
+def types_in(values: list[object]) -> list[type]: ...
 
 @final
 class Packer:

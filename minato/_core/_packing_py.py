@@ -16,7 +16,7 @@ __all__ = ["Packer", "types_in"]
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 
-def types_in(values: list[Any]) -> list[type]:
+def types_in(values: list[object]) -> list[type]:
     """Return the types of some values, each once, in the order of their first values.
 
     Raises:

@@ -166,16 +166,18 @@ class Kind:
         held = self.dict_of(thing)
         return [*([] if held is None else items_of(held, dict)), *self.slots_of(thing)]
 
-    def values_of(self, thing: Any) -> list[Any]:
+    def values_of(self, thing: object) -> list[object]:
         """All that an instance holds now: items, what :func:`parts_of` names, and attributes.
 
         Raises:
             RuntimeError: Another thread changes it.
         """
-        values: list[Any] = []
+        values: list[object] = []
         if self.container is not None:
             base = self.container
-            values += dict.values(thing) if base is dict else base.__iter__(thing)
+            read: Callable[[object], Iterable[object]]
+            read = dict.values if base is dict else base.__iter__  # type: ignore[assignment]
+            values += read(thing)
         if self._has_parts:
             values += [part for _, part in parts_of(thing)]
         if (held := self.dict_of(thing)) is not None:
@@ -575,7 +577,7 @@ class Glance:
         except Exception:  # changed by another thread, or odd in a way that nobody has thought of
             return False
 
-    def _finds_nothing(self, waiting: list[Any]) -> bool:
+    def _finds_nothing(self, waiting: list[object]) -> bool:
         kinds, plain, seen = self._kinds, self._plain, set[int]()
         for thing in waiting:  # which grows
             key = id(type(thing))

@@ -206,7 +206,7 @@ class _Names:
         held: Of the module.
     """
 
-    def __init__(self, held: dict[str, Any]) -> None:
+    def __init__(self, held: dict[str, object]) -> None:
         self.held = held
         self._names: list[str] = []
         self._harmless: dict[int, type] = {}  # types that values have had, by id
