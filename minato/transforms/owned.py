@@ -13,6 +13,7 @@ import random
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -247,7 +248,10 @@ def _parts_of_class(kind: type) -> Iterable[Node]:
         return ()
     found = _NamesOnly(kind)
     nodes = list(_searched(kind))
-    if not nodes and len(_known) < _MOST_KNOWN:
+    if not nodes:
+        with suppress(RuntimeError, StopIteration):  # another thread searches, too
+            while len(_known) >= _MOST_KNOWN:
+                _known.pop(next(iter(_known)), None)
         _known[id(kind)] = found
     return nodes
 

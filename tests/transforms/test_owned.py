@@ -294,7 +294,16 @@ def test_all_of_many_parts_are_looked_at_as_by_a_search() -> None:
 
 
 def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Pipeline()
+    for number in range(300):  # other datasets of the program
+        assert paths(type(f"Other{number}", (), {"named": lambda self: MODULES_OWN})()) == [
+            f"{__name__}.MODULES_OWN"
+        ]
+        assert paths(type(f"Plain{number}", (), {"named": lambda self: paths})()) == []
+
+    class Later(Pipeline):
+        """A class that no search has met."""
+
+    it = Later()
     owned = OwnedGenerators({"it": it})
 
     def refuse(search: Search, *args: Any, **kwargs: Any) -> Any:
