@@ -25,6 +25,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import memory
 from tests.sources import servers
 
 # Failures in the shared helpers show both sides.
@@ -71,7 +72,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "large: imports much, so that each fork after it takes longer; runs last"
+    )
     # Workers of a fork server are forked with everything imported, the main module too: seconds less for each.
     helpers = ("tests.parity.material", "tests.edges.travellers")
     set_forkserver_preload(["minato", "pytest", "hypothesis.stateful", *helpers])
@@ -113,6 +117,7 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=compiled)
         items[:] = [item for item in items if not _is_compiled(item)]
     yield
+    items.sort(key=lambda item: item.get_closest_marker("large") is not None)
     if config.getoption("--one-case"):
         chosen = {item.nodeid for item in _one_of_each(items)}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
@@ -132,6 +137,7 @@ def pytest_collection_finish() -> None:
     # What was imported is no garbage. Tests ask for many collections, which need not look through it.
     gc.collect()
     gc.freeze()
+    memory.gather()
 
 
 def _is_compiled(item: pytest.Item) -> bool:
@@ -179,6 +185,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trimmed() -> Iterator[None]:
+    """Later tests fork without the pages that the tests of a module have used."""
+    yield
+    memory.trim()
 
 
 @pytest.fixture(autouse=True)

@@ -204,7 +204,7 @@ def test_rows_of_a_mapped_file_are_arrays() -> None:
     image = images()[0]
     assert sample_spec.describe(image.view(np.memmap)) == sample_spec.describe(image) is not None
     loader = minato.DataLoader(image.view(np.memmap), 3, num_workers=1)
-    torch.testing.assert_close(next(iter(loader)), torch.from_numpy(image)[:3])
+    assert_same(next(iter(loader)), torch.from_numpy(image)[:3])
 
 
 def test_endless_structures_are_left_to_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -211,8 +212,8 @@ def served() -> list[Any]:
     return [unpack(answer.pickled, answer.arrays) for answer in answers]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is missing")
 def test_in_an_actor() -> None:
-    pytest.importorskip("ray")
     with torch.multiprocessing.get_context("fork").Pool(1) as pool:
         sample, again = pool.apply(served)
     assert tuple(sample[1:]) == expected()[0][7]

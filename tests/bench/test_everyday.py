@@ -12,6 +12,8 @@ from bench.everyday import CAUSES, DATA, Job, Result
 from bench.harness.loaders import MINATO
 from bench.harness.trial import WrongDeliveryError
 
+pytestmark = pytest.mark.large  # images, and rows of a thousand columns
+
 SIZES = {1, 4, 16, 32, 64, 256, 1024, None}
 WITHOUT_1024 = {"image150-flipped", "image600"}
 """A batch would have more than half a gigabyte."""

@@ -29,6 +29,8 @@ from bench.harness.trial import Trial, WrongDeliveryError, check_content, check_
 from bench.macro import BALANCED, CONTENDERS, LOGNORMAL, STRAGGLERS
 from tests.selection import mostly_slow
 
+pytestmark = pytest.mark.large  # charts
+
 TINY = replace(
     STRAGGLERS,
     make=lambda count: SleepingWork([0.001] * count),

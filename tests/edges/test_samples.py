@@ -149,7 +149,8 @@ def series(index: int) -> Any:
 
 
 SHARED = {"table": list(range(5))}
-WORDS = {f"word {i}": i for i in range(10_000)}
+WORDS = {f"word {i}": i for i in range(5000)}
+"""More parts than are looked at in a sample."""
 
 OTHERS: dict[str, Callable[[int], Any]] = {
     "image": image,
@@ -287,11 +288,16 @@ def check(kind: str, loader: str) -> None:
             assert told_each == sorted(each for batch in expected for each in batch[:-1])
 
 
+def of_kind(kind: str, *others: Any) -> Any:
+    """Parameters of a test; pandas is large."""
+    return pytest.param(kind, *others, marks=[pytest.mark.large] * (kind == "series"))
+
+
 _SAMPLED = random.Random(5)
 
 
 @pytest.mark.parametrize(
-    ("kind", "loader"), [(kind, _SAMPLED.choice([*LOADERS])) for kind in KINDS]
+    ("kind", "loader"), [of_kind(kind, _SAMPLED.choice([*LOADERS])) for kind in KINDS]
 )
 def test_collate_fn_gets_what_the_dataset_returned(kind: str, loader: str) -> None:
     check(kind, loader)
@@ -312,7 +318,7 @@ def test_collate_fn_gets_what_the_dataset_returned_in_each_family_of_loaders(fam
         check(kind, loader)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [of_kind(kind) for kind in KINDS])
 def test_which_samples_may_leave_their_worker(kind: str) -> None:
     skip_without(kind)
     assert are_plain([KINDS[kind](i) for i in range(2)]) == (kind in PLAIN)

@@ -14,6 +14,8 @@ from minato.sources.base import SourceError
 from minato.sources.sql import SQLite
 from tests.sources.conftest import kind_named  # noqa: F401  (a fixture)
 
+pytestmark = pytest.mark.large  # pyarrow
+
 
 def test_every_member_of_a_tar_file_is_read_or_refused(tmp_path: Path) -> None:
     pytest.importorskip("obstore")

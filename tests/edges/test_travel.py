@@ -49,6 +49,7 @@ from tests.edges.travellers import (
 from tests.threads import run_together
 
 pytestmark = [
+    pytest.mark.large,
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*(ComplexHalf|Sparse CSR|nested|Sparse inv).*:UserWarning"),

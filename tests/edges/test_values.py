@@ -252,6 +252,7 @@ CLASSES = [i % 3 for i in range(30)]
 SHARES = {"train": 2, "test": 1}
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("hold", OF_NUMBERS.values(), ids=OF_NUMBERS)
 def test_splits_depend_on_the_values_alone(hold: Callable[[list[Any]], Any]) -> None:
     keys = list(range(100, 130))
@@ -265,6 +266,7 @@ def test_splits_depend_on_the_values_alone(hold: Callable[[list[Any]], Any]) -> 
     assert of_folds == folds(keys, 3, seed=1, labels=CLASSES, entities=PATIENTS)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("hold", CONTAINERS.values(), ids=CONTAINERS)
 def test_splits_of_texts(hold: Callable[[list[Any]], Any]) -> None:
     keys = [f"key {i}" for i in range(30)]
@@ -280,6 +282,7 @@ def test_splits_of_texts(hold: Callable[[list[Any]], Any]) -> None:
     assert given == expected
 
 
+@pytest.mark.large
 def test_rows_of_tables_are_entities() -> None:
     pandas = pytest.importorskip("pandas")
     pairs = [(i, i % 2) for i in PATIENTS]
@@ -293,6 +296,7 @@ def test_rows_of_tables_are_entities() -> None:
         assert split(range(30), SHARES, seed=1, entities=rows) == expected
 
 
+@pytest.mark.large
 def test_missing_entities_are_one() -> None:
     unknown = [math.nan, np.float32("nan"), float("nan"), 1.0, 2.0, 3.0]
     found = split(range(6), {"a": 1, "b": 1}, seed=0, entities=unknown)
@@ -450,6 +454,7 @@ def test_impossible_budgets(value: Any) -> None:
 # ---- costs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("hold", OF_NUMBERS.values(), ids=OF_NUMBERS)
 def test_batches_by_cost_depend_on_the_values_alone(hold: Callable[[list[Any]], Any]) -> None:
     costs = [3, 1, 2, 5, 4, 2, 1, 3]

@@ -10,7 +10,6 @@ import decimal
 import enum
 import fractions
 import functools
-import importlib
 import io
 import multiprocessing
 import multiprocessing.managers  # it registers reducers
@@ -19,8 +18,9 @@ import re
 import socket
 import types
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import heap
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -156,6 +156,18 @@ def _jagged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
 
 
+def _frame() -> Any:
+    pandas = import_module("pandas")
+    return pandas.DataFrame(
+        {"a": [1, 2], "b": ["x", None], "c": pandas.Categorical(["u", "v"]), "d": [0.5, 1.5]}
+    )
+
+
+def _series() -> Any:
+    pandas = import_module("pandas")
+    return pandas.Series(pandas.date_range("2020", periods=3), name="when")
+
+
 ROW = torch.arange(1000.0)
 GRID = np.arange(60.0).reshape(6, 10)
 
@@ -279,16 +291,12 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "sizes": lambda: [torch.Size([1, 2]), torch.float32, torch.device("cpu"), torch.strided],
     "packed": lambda: torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.zeros(1)]),
 }
-with suppress(ImportError):
-    pandas = importlib.import_module("pandas")
-    MAKERS["frame"] = lambda: pandas.DataFrame(
-        {"a": [1, 2], "b": ["x", None], "c": pandas.Categorical(["u", "v"]), "d": [0.5, 1.5]}
-    )
-    MAKERS["series"] = lambda: pandas.Series(pandas.date_range("2020", periods=3), name="when")
-with suppress(ImportError):
-    images = importlib.import_module("PIL.Image")
-    MAKERS["image"] = lambda: images.new("RGB", (4, 3), (1, 2, 3))
-    MAKERS["palette"] = lambda: images.new("P", (4, 3), 5)
+if find_spec("pandas"):
+    MAKERS["frame"] = _frame
+    MAKERS["series"] = _series
+if find_spec("PIL"):
+    MAKERS["image"] = lambda: import_module("PIL.Image").new("RGB", (4, 3), (1, 2, 3))
+    MAKERS["palette"] = lambda: import_module("PIL.Image").new("P", (4, 3), 5)
 
 KEPT_EXACTLY: dict[str, Callable[[], Any]] = {
     "conjugate": lambda: torch.tensor([1 + 2j, 3j]).conj(),

@@ -439,6 +439,7 @@ def test_large_batches_count_in_bytes() -> None:
     assert report.run.prefetch_window.memory_bytes > 0
 
 
+@pytest.mark.large
 def test_a_table_of_pandas() -> None:
     pandas = pytest.importorskip("pandas")
     loader = DataLoader(Numbers(12), 2, transforms=[stall_at_5])

@@ -502,6 +502,7 @@ def test_data_pipes_are_refused(tmp_path: Path) -> None:
         iter(loader)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("workers", "expected"),
     [

@@ -15,6 +15,8 @@ import pytest
 
 from tests.subprocesses import python
 
+pytestmark = pytest.mark.large  # it keeps the trees of all modules
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "minato"
 CORE = PACKAGE / "_core"

@@ -339,6 +339,7 @@ def history_of_accelerate(number: int, shard: Any) -> None:
     assert set(got) == set(range(size))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("first", mostly_slow(range(0, 1_000, 200), quick=1))
 def test_batches_that_accelerate_divides_are_dealt_anew(first: int) -> None:
     shard = pytest.importorskip("accelerate.data_loader").BatchSamplerShard

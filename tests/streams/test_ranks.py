@@ -232,6 +232,7 @@ class Ranked(Split):
         self.rank, self.world_size = 0, 2
 
 
+@pytest.mark.large
 def test_a_dataset_that_is_one_rank_s_share_is_not_divided_again() -> None:
     with pytest.warns(MinatoWarning, match="has world_size=2, .* or items are missing"):
         make(Ranked, 4, 0, 2)
