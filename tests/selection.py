@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
-__all__ = ["WORKERS", "each", "each_of", "mostly_slow", "numbers_for"]
+from tests.pairwise import pairwise
+
+__all__ = ["WORKERS", "each", "each_of", "mostly_slow", "numbers_for", "sweep"]
 
 
 def each_of(workers: dict[str, dict[str, Any]]) -> Any:
@@ -23,6 +25,28 @@ WORKERS: dict[str, dict[str, Any]] = {
     "2-threads": {"num_workers": 2, "workers": "thread"},
 }
 each = each_of(WORKERS)
+
+
+def sweep(**dimensions: Iterable[Any]) -> Any:
+    """The mark of a test in which any two values of its parameters meet, not all combinations.
+
+    Args:
+        dimensions: The values of each parameter; a mapping has names for them.
+    """
+    named = [
+        values if isinstance(values, Mapping) else {_name_of(value): value for value in values}
+        for values in dimensions.values()
+    ]
+    cases = pairwise(itertools.product(*named))
+    return pytest.mark.parametrize(
+        tuple(dimensions),
+        [[values[name] for values, name in zip(named, case, strict=True)] for case in cases],
+        ids=map("-".join, cases),
+    )
+
+
+def _name_of(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
 
 
 def mostly_slow(values: Iterable[Any], quick: int = 1) -> list[Any]:

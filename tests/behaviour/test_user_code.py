@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from minato import DataLoader, ErrorPolicy, MinatoWarning
 from minato.errors import SampleTimeoutError
 from tests.datasets import ORDERS, Failing, Numbers, Stream, drain, flat
-from tests.selection import WORKERS, each, mostly_slow
+from tests.selection import WORKERS, each, mostly_slow, sweep
 from tests.threads import run_together
 
 
@@ -40,9 +40,7 @@ def first_of_nothing(samples: list[int]) -> torch.Tensor:
     return next(iter(())) if 5 in samples else torch.tensor(samples)
 
 
-@each
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("on_error", ["raise", "retry"])
+@sweep(workers=WORKERS, order=ORDERS, on_error=["raise", "retry"])
 def test_stop_iteration_of_a_sample_is_an_error_that_names_it(
     workers: dict[str, Any], order: str, on_error: str
 ) -> None:
@@ -155,10 +153,12 @@ class Shaky(Sampler[Any]):
 PAIRS = [[2 * i, 2 * i + 1] for i in range(20)]
 
 
-@each
-@pytest.mark.parametrize("order", ["strict", "batch"])
-@pytest.mark.parametrize("kind", [OddError, KeyboardInterrupt])
-@pytest.mark.parametrize("call", [2, 5, 20, 21])
+@sweep(
+    workers=WORKERS,
+    order=["strict", "batch"],
+    kind=[OddError, KeyboardInterrupt],
+    call=[2, 5, 20, 21],
+)
 def test_a_sampler_that_raises_once_loses_nothing(
     workers: dict[str, Any], order: str, kind: type[BaseException], call: int
 ) -> None:
@@ -345,10 +345,8 @@ class Ending(Numbers):
 BASE = [GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit]
 
 
-@each
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", BASE)
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@sweep(workers=WORKERS, kind=BASE, on_error=["raise", "skip"])
 def test_what_would_end_a_process_is_the_error_of_its_sample(
     workers: dict[str, Any], kind: type[BaseException], on_error: str
 ) -> None:

@@ -31,7 +31,7 @@ from minato.sampling.samplers import independent
 from minato.sources.base import KeyedSource, SourceError
 from minato.transforms.compose import Transforms
 from tests.datasets import Numbers, drain, forked
-from tests.selection import mostly_slow
+from tests.selection import mostly_slow, sweep
 from tests.subprocesses import python
 
 SIZE, BATCH, BAD = 12, 4, 5
@@ -592,11 +592,15 @@ def test_datasets_of_any_name() -> None:
 METHODS = ("begin", "started", "enter", "leave", "finish")
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "error", [ValueError("x"), StrRaises(), OSError(28, "full"), MemoryError()]
-)
+RAISED: dict[str, Exception] = {
+    "value": ValueError("x"),
+    "text": StrRaises(),
+    "disk": OSError(28, "full"),
+    "memory": MemoryError(),
+}
+
+
+@sweep(workers=list(WORKERS), method=METHODS, error=RAISED)
 def test_an_observer_that_raises_is_switched_off(
     method: str, workers: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from minato import DataLoader, MinatoWarning, ShardedDataset
 from minato._support.items import set_resumed
 from minato.streams.shards import ShardIterator
 from tests.datasets import ORDERS
-from tests.selection import mostly_slow
+from tests.selection import mostly_slow, sweep
 from tests.streams.streams import numbers
 from tests.streams.test_resume import resumed, saved, workers_of
 
@@ -489,9 +489,7 @@ def test_what_depends_on_where_shards_end_refuses_other_ones(above: Any) -> None
     assert got + numbers(resumed(state, loader(4))) == numbers(loader(4))
 
 
-@pytest.mark.parametrize("every", [100, None, "auto"])
-@pytest.mark.parametrize("resume", ["state", "read"])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@sweep(every=[100, None, "auto"], resume=["state", "read"], num_workers=[0, 1])
 def test_other_shards_are_refused_whatever_states_are_kept(
     num_workers: int, resume: str, every: Any
 ) -> None:

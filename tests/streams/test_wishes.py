@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from minato import DataLoader, ErrorPolicy, MinatoWarning, Readers, skipping
 from minato._support.counters import shared_integers
 from tests.datasets import Roll, wait_until
-from tests.selection import each_of, mostly_slow
+from tests.selection import WORKERS, each_of, mostly_slow, sweep
 from tests.streams.streams import (
     DatasetState,
     Decoding,
@@ -29,7 +29,6 @@ from tests.streams.streams import (
 )
 
 SIZE, BATCH = 60, 4
-THREADS = {"num_workers": 2, "workers": "thread"}
 either = each_of({"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}})
 
 
@@ -271,9 +270,7 @@ class Parsing(DatasetState):
 
 
 @pytest.mark.filterwarnings("ignore:[123] samples? of this epoch")
-@pytest.mark.parametrize("order", ["strict", "arrival"])
-@pytest.mark.parametrize("after", [0, 2])
-@each_of({"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}, "threads": THREADS})
+@sweep(workers=WORKERS, after=[0, 2], order=["strict", "arrival"])
 def test_a_dataset_whose_state_is_past_a_bad_item_goes_on(
     workers: dict[str, Any], after: int, order: str
 ) -> None:
@@ -489,6 +486,7 @@ def test_a_timeout_shows_where_the_worker_is(monkeypatch: pytest.MonkeyPatch) ->
     assert "wait_for_ever" in "\n".join(said)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_hugging_faces_shuffle_is_resumed_exactly(num_workers: int) -> None:
     """Its own state leaves out the buffer: the stream is read again."""

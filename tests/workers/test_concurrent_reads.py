@@ -18,9 +18,9 @@ import torch
 import minato
 from minato.workers.reads import BegunLists
 from tests.datasets import ORDERS, Journal, Numbers, Stream, drain, wait_until
+from tests.selection import WORKERS, each, sweep
 
 Done = Callable[[Callable[[], Any] | None], None]
-KINDS = [(0, "process"), (2, "process"), (2, "thread")]
 
 
 class Waits(Numbers):
@@ -196,21 +196,18 @@ def doubled(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "value": 2 * sample["value"]}
 
 
-@pytest.mark.parametrize("reads", READS)
-@pytest.mark.parametrize(("num_workers", "method"), KINDS)
-@pytest.mark.parametrize("order", ORDERS)
+@sweep(reads=READS, workers=WORKERS, order=ORDERS)
 def test_each_sample_comes_once_and_in_its_order(
-    reads: str, num_workers: int, method: str, order: str
+    reads: tuple[Callable[[int], Numbers], dict[str, Any]], workers: dict[str, Any], order: str
 ) -> None:
-    dataset, options = READS[reads]
+    dataset, options = reads
     loader = minato.DataLoader(
         dataset(50),
         batch_size=4,
-        num_workers=num_workers,
-        workers=method,
         order=order,
         transforms=[doubled],
-        persistent_workers=num_workers > 0,
+        persistent_workers=workers["num_workers"] > 0,
+        **workers,
         **options,
     )
     for _ in range(2):
@@ -218,19 +215,18 @@ def test_each_sample_comes_once_and_in_its_order(
 
 
 @pytest.mark.parametrize("order", ["strict", "batch"])
-@pytest.mark.parametrize(("num_workers", "method"), KINDS)
+@each
 def test_an_empty_batch_comes_between_lists_that_are_begun(
-    num_workers: int, method: str, order: str
+    workers: dict[str, Any], order: str
 ) -> None:
     batches: list[list[int]] = [[0, 1], [2], [], [3, 4], [], []]
     loader = minato.DataLoader(
         Begun(5),
         batch_sampler=batches,
-        num_workers=num_workers,
-        workers=method,
         order=order,
         collate_fn=list,
-        persistent_workers=num_workers > 0,
+        persistent_workers=workers["num_workers"] > 0,
+        **workers,
     )
     for _ in range(2):
         assert sorted(loader) == sorted(batches)
@@ -263,19 +259,12 @@ def test_transforms_run_in_the_worker_thread() -> None:
     assert threads == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("dataset", [Fails, FailsAwaiting, FailsBegun])
-@pytest.mark.parametrize(("num_workers", "method"), KINDS)
-@pytest.mark.parametrize("collate", [None, list])
+@sweep(dataset=[Fails, FailsAwaiting, FailsBegun], workers=WORKERS, collate=[None, list])
 def test_the_first_error_of_a_batch_is_raised_and_the_next_batch_comes(
-    dataset: Callable[[int], Any], num_workers: int, method: str, collate: Any
+    dataset: Callable[[int], Any], workers: dict[str, Any], collate: Any
 ) -> None:
     loader = minato.DataLoader(
-        dataset(24),
-        batch_size=4,
-        num_workers=num_workers,
-        workers=method,
-        fetch_concurrency=5,
-        collate_fn=collate,
+        dataset(24), batch_size=4, fetch_concurrency=5, collate_fn=collate, **workers
     )
     samples, errors = drain(loader)
     assert samples == [*range(4), *range(8, 20)]
@@ -309,22 +298,21 @@ class Flaky(Numbers):
         return index
 
 
-@pytest.mark.parametrize(("num_workers", "method"), KINDS)
-@pytest.mark.parametrize("order", ["strict", "arrival"])
-@pytest.mark.parametrize("collate", [None, torch.utils.data.default_collate])
+@sweep(
+    workers=WORKERS, order=["strict", "arrival"], collate=[None, torch.utils.data.default_collate]
+)
 @pytest.mark.filterwarnings("ignore:1 samples of this epoch were skipped")
 def test_samples_that_raise_are_tried_again_or_left_out(
-    num_workers: int, method: str, order: str, collate: Any
+    workers: dict[str, Any], order: str, collate: Any
 ) -> None:
     loader = minato.DataLoader(
         Flaky(24),
         batch_size=4,
-        num_workers=num_workers,
-        workers=method,
         fetch_concurrency=5,
         order=order,
         collate_fn=collate and (lambda samples: collate(samples)),
         errors=minato.ErrorPolicy(on_error="skip", retries=1),
+        **workers,
     )
     got = [int(value) for batch in loader for value in batch]
     assert sorted(got) == [i for i in range(24) if i != 8]
@@ -403,17 +391,16 @@ def test_content_depends_neither_on_the_concurrency_nor_on_who_reads() -> None:
 
 
 @pytest.mark.parametrize("reads", ["threads", "coroutines", "lists"])
-@pytest.mark.parametrize(("num_workers", "method"), KINDS)
+@each
 def test_an_abandoned_epoch_leaves_no_threads_and_the_next_is_whole(
-    reads: str, num_workers: int, method: str
+    reads: str, workers: dict[str, Any]
 ) -> None:
     dataset, options = READS[reads]
     loader = minato.DataLoader(
         dataset(40),
         batch_size=4,
-        num_workers=num_workers,
-        workers=method,
-        persistent_workers=num_workers > 0,
+        persistent_workers=workers["num_workers"] > 0,
+        **workers,
         **options,
     )
     next(iter(loader))

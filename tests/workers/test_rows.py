@@ -15,6 +15,7 @@ from minato import DataLoader, Observe
 from minato.batching.layout import Layout, has_rows, rows_of
 from tests.datasets import ORDERS, assert_same
 from tests.observe.events import check_nesting, read
+from tests.selection import sweep
 
 COUNT = 50
 TORCH_DTYPES = (
@@ -137,11 +138,13 @@ INDICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("name", INDICES)
-@pytest.mark.parametrize("dataset", [pair(), tensor(torch.float32, 2), array("float32", 2)])
-def test_other_indices(dataset: Any, name: str, num_workers: int) -> None:
-    given: Any = {"sampler": 4 * INDICES[name], "batch_size": 9}
+@sweep(
+    num_workers=[0, 1],
+    indices=INDICES,
+    dataset={"pair": pair(), "tensor": tensor(torch.float32, 2), "array": array("float32", 2)},
+)
+def test_other_indices(dataset: Any, indices: list[Any], num_workers: int) -> None:
+    given: Any = {"sampler": 4 * indices, "batch_size": 9}
     assert_same(
         batches(DataLoader, dataset, **given, num_workers=num_workers),
         batches(TorchDataLoader, dataset, **given),
