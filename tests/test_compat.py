@@ -295,6 +295,7 @@ def test_errors_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
     _check_same_errors(samples)
 
 
+@pytest.mark.large
 @pytest.mark.usefixtures("in_a_worker")
 def test_errors_of_nested_tensors_are_those_of_torch() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)

@@ -18,7 +18,10 @@ from bench import artifact, dlio, spdl
 from bench.harness import environments
 from bench.workloads import payloads
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.large,
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+]
 
 
 def test_a_missing_checkout_of_the_artifact_is_named(capsys: Any) -> None:

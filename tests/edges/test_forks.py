@@ -664,7 +664,14 @@ def test_every_lock_is_known() -> None:
     assert found == {*LOCKS, *UNUSED}
 
 
-@pytest.mark.parametrize("make", [make for makes in LOCKS.values() for make in makes])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, marks=[pytest.mark.large] * (make is of_parquet))
+        for makes in LOCKS.values()
+        for make in makes
+    ],
+)
 def test_a_child_does_not_wait_for_a_lock_of_its_parent(make: Any, tmp_path: Path) -> None:
     lock, works = make(tmp_path)
     held, may_go = threading.Event(), threading.Event()

@@ -448,11 +448,13 @@ def collated(make: Any, names: list[str], **arguments: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.large  # nested tensors
 def test_default_collate_in_line() -> None:
     quietly(lambda: collated(TorchLoader, [*ALL]))
     same_for_both(lambda make: collated(make, [*ALL]))
 
 
+@pytest.mark.large
 def test_default_collate_in_processes() -> None:
     names = [name for name in ALL if name not in STRAIGHTENED_ON_THE_WAY]
     theirs = quietly(lambda: collated(TorchLoader, names, num_workers=1))
@@ -461,6 +463,7 @@ def test_default_collate_in_processes() -> None:
         assert ours == theirs
 
 
+@pytest.mark.large
 def test_default_collate_in_threads() -> None:
     theirs = quietly(lambda: collated(TorchLoader, [*ALL]))
     ours = collated(minato.DataLoader, [*ALL], num_workers=2, workers="thread")
