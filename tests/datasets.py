@@ -105,6 +105,38 @@ class Stream(IterableDataset[int]):
         return iter(range(self.size))
 
 
+class Parts(Stream):
+    """The same, of which each worker gives its part."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        yield from range(first, self.size, step)
+
+
+class Cursor:
+    """An iterator over numbers with a state."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers = numbers
+        self.at = 0
+
+    def __iter__(self) -> Cursor:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == len(self.numbers):
+            raise StopIteration
+        self.at += 1
+        return self.numbers[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 class Samples(Dataset[Any]):
     """Ready-made samples; callables among them are called for the sample."""
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from minato import DataLoader
-from tests.datasets import Draws, Failing, InOrder, Numbers, Shuffled, flat, indices
+from tests.datasets import Cursor, Draws, Failing, InOrder, Numbers, Shuffled, flat, indices
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.subprocesses import run
@@ -611,29 +611,6 @@ class Steps(Shared):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.done = state["done"]
-
-
-class Cursor:
-    """An iterator with a state."""
-
-    def __init__(self, numbers: range) -> None:
-        self.numbers = numbers
-        self.at = 0
-
-    def __iter__(self) -> Cursor:
-        return self
-
-    def __next__(self) -> int:
-        if self.at == len(self.numbers):
-            raise StopIteration
-        self.at += 1
-        return self.numbers[self.at - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class Cursors(Shared):

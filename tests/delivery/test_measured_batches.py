@@ -6,19 +6,19 @@ import itertools
 import json
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset
 
 import minato
 from minato import CostBatches, CostBatchSampler, DataLoader, PadCollate, Record
 from minato._support.counters import shared_integers
 from minato.loader import torch_arguments
-from tests.datasets import Numbers, wait_until
+from tests.datasets import Numbers, Parts, wait_until
 from tests.selection import mostly_slow
 
 SIZE = 300
@@ -30,15 +30,8 @@ def text_of(index: int) -> dict[str, Any]:
     return {"tokens": torch.full((min(length, 400),), index), "at": index}
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        yield from range(first, SIZE, step)
-
-
 def make(workers: int = 0, order: str = "arrival", readers: int = 0, **options: Any) -> Any:
-    dataset: Any = Stream() if readers else Numbers(SIZE)
+    dataset: Any = Parts(SIZE) if readers else Numbers(SIZE)
     options = {"batch_size": CostBatches(1500, "tokens", max_wait=90), **options}
     if readers:
         options["readers"] = readers

@@ -40,7 +40,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import minato
 from minato._support.loader_class import TorchDataLoader
-from tests.datasets import InOrder, Numbers, Roll, wait_until
+from tests.datasets import InOrder, Numbers, Parts, Roll, wait_until
 from tests.edges import test_indices, test_replaced_parts
 from tests.parity.harness import describe
 
@@ -561,18 +561,6 @@ def lifetimes(base: Any, workers: int) -> Any:
 
 
 # ---- datasets
-
-
-class Parts(IterableDataset[int]):
-    """Each worker gives its part."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
-        yield from range(first, self.size, step)
 
 
 class WithArguments(Numbers):

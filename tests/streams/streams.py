@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from minato import ShardedDataset, skipping
 from minato._support.counters import shared_integers
+from tests import datasets
 from tests.datasets import three_draws
 
 
@@ -86,7 +87,7 @@ class EpochState(DatasetState):
         self.at, self.epoch = state["at"], state["epoch"]
 
 
-class Cursor:
+class Cursor(datasets.Cursor):
     """An iterator over numbers with a state; it draws from all three generators, and goes on after it has raised.
 
     Args:
@@ -94,29 +95,17 @@ class Cursor:
     """
 
     def __init__(self, numbers: range, raises: Iterable[int] = (), pause_s: float = 0.0) -> None:
-        self.numbers = numbers
+        super().__init__(numbers)
         self.pause_s = pause_s
         self.raises = frozenset(raises)
-        self.at = 0
-
-    def __iter__(self) -> Cursor:
-        return self
 
     def __next__(self) -> Any:
-        if self.at == len(self.numbers):
-            raise StopIteration
-        time.sleep(self.pause_s)
-        self.at += 1
-        number = self.numbers[self.at - 1]
+        if self.at < len(self.numbers):
+            time.sleep(self.pause_s)
+        number = super().__next__()
         if number % 1000 in self.raises:
             raise KeyError(number)
         return [float(number), *three_draws()]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class IteratorState(Split):
