@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,13 +20,25 @@ import torch
 import minato
 from minato.delivery import device as copiers
 from tests.datasets import Pair, Samples, wait_until
-from tests.parity.harness import AS_TORCH_IS_NOW, describe, drain, each, recorded, same_for_both
+from tests.pairwise import pairwise
+from tests.parity.harness import (
+    AS_TORCH_IS_NOW,
+    WORKERS,
+    describe,
+    drain,
+    each,
+    recorded,
+    same_for_both,
+)
 from tests.parity.material import Failing, Mixed, Stream, Tensors, identity
 
 PINNED: list[Any] = []
 
 
-@pytest.fixture(params=["when their turn has come", "ahead"])
+MOMENTS = ("when their turn has come", "ahead")
+
+
+@pytest.fixture(params=MOMENTS)
 def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch believes that it has one; batches of any size, or none of these small ones, are pinned ahead."""
     if request.param == "ahead":
@@ -191,18 +204,29 @@ def test_everything_is_pinned_by_torchs_rules(accelerator: None, workers: Any, o
     same_for_both(case, **own)
 
 
-@each
-@pytest.mark.parametrize("dataset", [Tensors(5), Mixed(5), Samples(RESULTS["texts"]), Stream(7)])
-def test_batches_of_default_collate(
-    accelerator: None, dataset: Any, workers: Any, own: Any
-) -> None:
+DATASETS: dict[str, Any] = {
+    "tensors": Tensors(5),
+    "mixed": Mixed(5),
+    "texts": Samples(RESULTS["texts"]),
+    "stream": Stream(7),
+}
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "name", "how"),
+    pairwise(itertools.product(MOMENTS, DATASETS, WORKERS)),
+    indirect=["accelerator"],
+)
+def test_batches_of_default_collate(accelerator: None, name: str, how: str) -> None:
+    dataset, (workers, own) = DATASETS[name], WORKERS[how]
+
     def case(make: Any) -> Any:
         return [
             pinned(make, dataset, 2, persistent_workers=persistent, **workers)
             for persistent in {False, workers["num_workers"] > 0}
         ]
 
-    same_for_both(case, **({} if isinstance(dataset, Stream) else own))
+    same_for_both(case, **({} if name == "stream" else own))
 
 
 class Refuses(Slotted):
