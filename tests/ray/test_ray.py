@@ -253,7 +253,6 @@ def rig(mark: str, from_processes: list[Any]) -> Iterator[Rig]:
 
 
 @needs_ray
-@pytest.mark.slow
 def test_a_sample_is_what_a_worker_process_makes_of_it(rig: Rig, from_processes: list[Any]) -> None:
     rig.keys.now = list(range(40))
     rig.loader.set_epoch(EPOCH)
