@@ -106,11 +106,8 @@ def test_no_more_batches_are_open_than_the_window_allows() -> None:
     assert bench.dispatcher.num_open == 3
 
 
-def test_batches_are_opened_several_at_once_but_never_while_the_consumer_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dispatcher, "_REFILL_NS", 0)
-    bench = Bench(fixed=None, workers=8)
+def topped_up(bench: Bench) -> list[int]:
+    """How many batches are open after each of the first four."""
     bench.begin([[i] for i in range(40)])
     counts = []
     for _ in range(4):
@@ -118,7 +115,15 @@ def test_batches_are_opened_several_at_once_but_never_while_the_consumer_waits(
         bench.take()
         bench.dispatcher.top_up()
         counts.append(bench.dispatcher.num_open)
-    assert counts == [15, 14, 13, 16]  # a quarter of sixteen
+    return counts
+
+
+def test_batches_are_opened_several_at_once_but_never_while_the_consumer_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatcher, "_REFILL_NS", 0)
+    bench = Bench(fixed=None, workers=8)
+    assert topped_up(bench) == [15, 14, 13, 16]  # a quarter of sixteen
     bench.work(1)
     bench.take()
     waiting = []
@@ -131,15 +136,7 @@ def test_small_batches_are_opened_in_larger_runs_where_they_are_used_up_quickly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatcher, "_REFILL_NS", 1 << 62)
-    bench = Bench(fixed=None, workers=2)
-    bench.begin([[i] for i in range(40)])
-    counts = []
-    for _ in range(4):
-        bench.work(1)
-        bench.take()
-        bench.dispatcher.top_up()
-        counts.append(bench.dispatcher.num_open)
-    assert counts == [6, 8, 7, 10]
+    assert topped_up(Bench(fixed=None, workers=2)) == [6, 8, 7, 10]
 
 
 def test_workers_are_woken_once_for_the_batches_that_are_opened_together(

@@ -272,27 +272,18 @@ def test_trainers(trainer: str) -> None:
 
 
 @pytest.mark.slow
-def test_lightning_resumes_from_the_merged_state() -> None:
-    pytest.importorskip("lightning")
-    longest, shortest = run_ranks("lightning_resumed", programs=PROGRAMS)
+@pytest.mark.parametrize("trainer", ["lightning", "accelerate"])
+def test_trainers_resume_from_the_merged_state(trainer: str) -> None:
+    pytest.importorskip(trainer)
+    program = {"accelerate": "accelerated_resumed"}.get(trainer, "lightning_resumed")
+    longest, shortest = ranks = run_ranks(program, programs=PROGRAMS)
     assert sorted(longest["first"] + longest["second"]) == list(range(0, 200, 2))
     assert not set(shortest["first"]) & set(shortest["second"])
     assert set(shortest["first"] + shortest["second"]) == UNEVEN
-    assert len(shortest["first"]) == len(longest["first"]) == 12
-
-
-@pytest.mark.slow
-def test_accelerate_resumes_from_the_merged_state() -> None:
-    pytest.importorskip("accelerate")
-    longest, shortest = run_ranks("accelerated_resumed", programs=PROGRAMS)
-    assert sorted(longest["first"] + longest["second"]) == list(range(0, 200, 2))
-    assert not set(shortest["first"]) & set(shortest["second"])
-    assert set(shortest["first"] + shortest["second"]) == UNEVEN
-    # Its own checkpoint has the state of one of the two.
-    assert sorted("merge the states" in rank["refusal"] for rank in (longest, shortest)) == [
-        False,
-        True,
-    ]
+    if trainer == "lightning":
+        assert len(shortest["first"]) == len(longest["first"]) == 12
+    else:  # whose own checkpoint has the state of one of the two
+        assert sorted("merge the states" in rank["refusal"] for rank in ranks) == [False, True]
 
 
 @pytest.mark.slow
