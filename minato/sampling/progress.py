@@ -267,7 +267,7 @@ class Progress(_Recorder):
 
     def come_in_order(self) -> None:
         """Note that batches come in the sampler's order, with its samples: none is late."""
-        self._is_in_order = True
+        self._is_in_order, self._lateness = True, None
 
     def _watched(self) -> Lateness | None:
         """The lags so far; None if there can be none."""
