@@ -67,7 +67,8 @@ _MOST_ITEMS = 1024
 _MOST_ALIKE, _MOST_ITEMS_ALIKE = 32, 2048
 _MOST_LOOKS = 20_000
 """Values that a search looks at in all."""
-_MOST_GLANCED = 256
+_MOST_GLANCED, _MOST_LEVELS, _GLANCED_EACH = 32_768, 16, 512
+"""Values that a glance looks at, and how deep they lie; an object counts as so many items of lists."""
 
 
 def attribute(thing: object, name: str, default: object = None) -> Any:
@@ -577,28 +578,50 @@ class Glance:
         except Exception:  # changed by another thread, or odd in a way that nobody has thought of
             return False
 
-    def _finds_nothing(self, waiting: list[object]) -> bool:
-        kinds, plain, seen = self._kinds, self._plain, set[int]()
-        for thing in waiting:  # which grows
-            key = id(type(thing))
-            if key in plain or id(thing) in seen:
-                continue
-            seen.add(id(thing))
-            kind = kinds.get(key)
-            if kind is None or key in self._wanted or len(seen) > _MOST_GLANCED:
-                return False
-            if issubclass(kind.kind, type):
-                if id(thing) not in self._known_classes:
-                    return False
-                continue
-            if type(thing) is types.FunctionType and not self._function_holds_nothing(thing):
-                return False
-            if kind.container is not None and kind.container.__len__(thing) > _MOST_ITEMS:
-                continue
-            values = kind.values_of(thing)
-            if not plain.issuperset(map(id, types_in(values))):
-                waiting += [value for value in values if id(type(value)) not in plain]
-        return True
+    def _finds_nothing(self, level: list[object]) -> bool:
+        plain, seen, left = self._plain, set[int](), _MOST_GLANCED
+        for _ in range(_MOST_LEVELS):
+            kinds = types_in(level)
+            below: list[object] = []
+            for kind in kinds:
+                if id(kind) in plain:
+                    continue
+                things: list[Any] = level if len(kinds) == 1 else []
+                things = things or [each for each in level if type(each) is kind]
+                if kind is dict or kind is list or kind is tuple:
+                    # All at once: a dataset may be a list of a thousand tuples.
+                    if max(map(len, things)) > _MOST_ITEMS:
+                        things = [each for each in things if len(each) <= _MOST_ITEMS]
+                    left -= sum(map(len, things))
+                    items = map(dict.values, things) if kind is dict else things
+                    below += itertools.chain.from_iterable(items) if left > 0 else ()
+                    continue
+                left -= len(things) * _GLANCED_EACH
+                for thing in things if left > 0 else ():
+                    if id(thing) not in seen:
+                        seen.add(id(thing))
+                        found = self._held_by(thing)
+                        if found is None:
+                            return False
+                        below += found
+            if left <= 0 or not below:
+                return left > 0
+            level = below
+        return False
+
+    def _held_by(self, thing: object) -> list[object] | None:
+        """What an object holds; None if the object, or a part of it, may be what is looked for."""
+        key = id(type(thing))
+        kind = self._kinds.get(key)
+        if kind is None or key in self._wanted:
+            return None
+        if issubclass(kind.kind, type):
+            return [] if id(thing) in self._known_classes else None
+        if type(thing) is types.FunctionType and not self._function_holds_nothing(thing):
+            return None
+        if kind.container is not None and kind.container.__len__(thing) > _MOST_ITEMS:
+            return []
+        return kind.values_of(thing)
 
 
 def held_by(thing: object) -> Iterator[tuple[str, Any]]:

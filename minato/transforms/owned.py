@@ -42,6 +42,7 @@ _OPAQUE: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, np.ndar
 _OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType, types.BuiltinFunctionType)
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
+_MOST_MISSED = 2
 _LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "minato")
 """Packages whose classes use no generators but the global ones."""
 
@@ -65,6 +66,7 @@ class OwnedGenerators:
         self._gets: list[tuple[Callable[[Any], Any], str]] = []
         self._held: list[Any] = []
         self._glance: Glance | None = None
+        self._num_missed = 0  # by the glance
         self.look()
 
     @property
@@ -85,8 +87,13 @@ class OwnedGenerators:
         self.others = []
         search = _new_search()
         self._take(_found_by(search, self._roots))
-        self._glance = None if self._found or self.others else _glance_after(search)
-        return before != self.identities
+        if self._found or self.others:
+            self._glance = None
+            return before != self.identities
+        self._num_missed += self._glance is not None
+        # It does not see all objects, or there are other kinds each time: then it only takes time.
+        self._glance = None if self._num_missed > _MOST_MISSED else _glance_after(search)
+        return bool(before)
 
     def moved(self) -> bool:
         """Return whether an attribute that held a generator holds another object now."""

@@ -293,6 +293,64 @@ def test_all_of_many_parts_are_looked_at_as_by_a_search() -> None:
     assert path_names(owned) == paths(it)
 
 
+def structure(draw: random.Random, depth: int = 0) -> Any:
+    """Containers and objects in each other, some of them large."""
+    size = draw.choice((0, 1, 2, 3, 40, 1030) if depth < 2 else (1, 2))
+    kind = draw.choice(
+        ("list", "tuple", "dict", "object", "deque", "leaf") if depth < 4 else ("leaf",)
+    )
+    if kind == "leaf":
+        return draw.choice((1, 2.5, "text", None, np.zeros(2)))
+    part = structure(draw, depth + 1)
+    parts = [structure(draw, depth + 1) for _ in range(min(size, 3))] + [part] * max(size - 3, 0)
+    if kind == "object":
+        return Holder(**{f"a{k}": each for k, each in enumerate(parts[:5])})
+    if kind == "dict":
+        return dict(enumerate(parts))
+    return {"list": list, "tuple": tuple, "deque": deque}[kind](parts)
+
+
+def put_somewhere(draw: random.Random, thing: Any, value: Any) -> bool:
+    """Put a value into a list, dictionary or object somewhere in a structure; False if there is none."""
+    places, seen, waiting = list[Any](), set[int](), [thing]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or not isinstance(each, (list, tuple, dict, deque, Holder)):
+            continue
+        seen.add(id(each))
+        places += [] if isinstance(each, tuple) else [each]
+        waiting += (
+            vars(each).values()
+            if isinstance(each, Holder)
+            else (each.values() if isinstance(each, dict) else each)
+        )
+    if not places:
+        return False
+    place = draw.choice(places)
+    if isinstance(place, Holder):
+        vars(place)["later"] = value
+    elif isinstance(place, dict):
+        place["later"] = value
+    else:
+        place.append(value)
+    return True
+
+
+def test_what_is_found_later_is_what_a_search_finds() -> None:
+    num_found = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        thing = Holder(root=structure(draw))
+        owned = OwnedGenerators({"it": thing})
+        assert not owned.look()
+        put_somewhere(draw, thing, draw.choice((random.Random(0), 7, Holder(a=1), [thing])))
+        changed = owned.look()
+        assert path_names(owned) == paths(thing)
+        assert changed == bool(owned.names)
+        num_found += changed
+    assert num_found > 20
+
+
 def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(300):  # other datasets of the program
         assert paths(type(f"Other{number}", (), {"named": lambda self: MODULES_OWN})()) == [
