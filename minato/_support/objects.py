@@ -68,7 +68,7 @@ _MOST_ALIKE, _MOST_ITEMS_ALIKE = 32, 2048
 _MOST_LOOKS = 20_000
 """Values that a search looks at in all."""
 _MOST_GLANCED, _MOST_LEVELS, _GLANCED_EACH = 32_768, 16, 512
-"""Values that a glance looks at, and how deep they lie; an object counts as so many items of lists."""
+"""Values that a glance looks at, and how deep they lie; an object counts as that number of items of lists."""
 
 
 def attribute(thing: object, name: str, default: object = None) -> Any:
