@@ -43,6 +43,7 @@ _OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType, types.BuiltinFunctionTy
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
 _MOST_MISSED = 2
+_OF_SUPER = ("__class__",)
 _LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "minato")
 """Packages whose classes use no generators but the global ones."""
 
@@ -285,7 +286,8 @@ def _searched(kind: type) -> Iterator[Node]:
             yield Node(value, None, f"{path}.{name}", held.get, name)
         for function in _functions_in(value):
             yield from _global_variables(function.__code__, function.__globals__)
-            if function.__closure__ is not None:  # of a decorator, which holds the function itself
+            # That of a decorator, which holds the function itself; ``super()`` holds the class alone.
+            if function.__closure__ is not None and function.__code__.co_freevars != _OF_SUPER:
                 yield Node(function, None, f"{path}.{name}")
 
 

@@ -361,6 +361,9 @@ def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> No
     class Later(Pipeline):
         """A class that no search has met."""
 
+        def __init__(self) -> None:
+            super().__init__()
+
     it = Later()
     owned = OwnedGenerators({"it": it})
 
