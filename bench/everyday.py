@@ -37,7 +37,7 @@ TINY_US, TINY_LIMIT = 15.0, 0.9
 """A batch that costs torch less may cost minato this much more, before the row counts as lost."""
 CAUSES = {
     "wait-*-w0-*": "each sample is timed by stage; after a wait this code is no longer in the processor's caches",
-    "*-w0-short": "an epoch's records, its states to resume and the search for generators take about 120 µs",
+    "*-w0-short": "an epoch's records, its states to resume and the search for generators take about 150 µs",
     "*-single-w0-*": "there is no copy to save, and the bookkeeping of a batch is for one sample",
     "texts-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
     "list-*-w0-*": "there is no copy to save, and each batch and epoch is recorded",
