@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import repeat
 from operator import is_, itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -45,9 +45,12 @@ __all__ = [
     "nbytes_of",
     "parts_of",
     "path_of",
+    "remember",
     "takes_lists",
     "vars_of",
 ]
+
+T = TypeVar("T")
 
 mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 """The base classes of a class, without its metaclass."""
@@ -209,9 +212,16 @@ def _kind_of(kind: type) -> Kind:
     found = _kinds.get(id(kind))
     if found is None:
         found = Kind(kind)
-        if len(_kinds) < _MOST_KINDS:
-            _kinds[id(kind)] = found
+        remember(_kinds, id(kind), found, _MOST_KINDS)
     return found
+
+
+def remember(known: dict[int, T], key: int, value: T, most: int) -> None:
+    """Keep a value, and of those before it the latest, ``most`` in all."""
+    with suppress(RuntimeError, StopIteration):  # another thread keeps one, too
+        while len(known) >= most:
+            known.pop(next(iter(known)), None)
+    known[key] = value
 
 
 @functools.cache
@@ -558,7 +568,8 @@ class Glance:
     Args:
         search: Has found nothing.
         classes: Whether a class that it has met still holds nothing, each.
-        functions: Whether a function that it has met holds nothing.
+        function_holds_nothing: Whether the global variables that a function names do.
+        closures: Functions of these classes with variables of their own, which are looked at, too.
     """
 
     def __init__(
@@ -566,15 +577,17 @@ class Glance:
         search: Search,
         classes: Iterable[Callable[[], bool]],
         function_holds_nothing: Callable[[types.FunctionType], bool],
+        closures: list[types.FunctionType],
     ) -> None:
         self._kinds, self._plain, self._wanted = search._kinds, search._plain, search._wanted
         self._known_classes, self._classes = search._classes, list(classes)
-        self._function_holds_nothing = function_holds_nothing
+        self._function_holds_nothing, self._closures = function_holds_nothing, closures
 
     def finds_nothing(self, roots: Mapping[str, object]) -> bool:
         """Whether the objects below some roots hold nothing for sure."""
         try:
-            return self._finds_nothing([*roots.values()]) and all(each() for each in self._classes)
+            level = [*roots.values(), *self._closures]
+            return all(each() for each in self._classes) and self._finds_nothing(level)
         except Exception:  # changed by another thread, or odd in a way that nobody has thought of
             return False
 

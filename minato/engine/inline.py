@@ -128,7 +128,7 @@ class _Activity:
         self._since_ns, self.until_ns = self._since_ns + now - self.until_ns, now
 
     def activity(self, worker: int) -> Activity:
-        """As that of a worker."""
+        """As that of a worker; another thread may ask between two of these numbers."""
         idle_ns = self.until_ns - self._since_ns - self.busy_ns
         return Activity(self.samples, self.busy_ns, max(idle_ns, 0))
 

@@ -161,10 +161,10 @@ class EpochRecord:
     @property
     def metrics(self) -> Metrics:
         """The metrics of this epoch, and all of the above; each call makes another."""
-        return metrics_of([self])
+        return _metrics_of([self])
 
-    def totals(self, quick: Counts) -> Counts:
-        """The counts of ``Totals``, with the present call of ``next()``, or that in which the epoch has ended.
+    def totals(self, quick: Counts) -> tuple[int, ...]:
+        """The counts of ``Totals`` in this order, with the present call of ``next()`` or that in which it has ended.
 
         Args:
             quick: Those of its source, now or at the end of the epoch.
@@ -175,11 +175,10 @@ class EpochRecord:
             wall_ns = max(wall_ns, now - calls.began_ns)
             waited_ns += max(now - entered_ns, 0)
         own = calls.waits.count, calls.samples, calls.nbytes, wall_ns, waited_ns
-        before = _QUICK_OF(self.before.counts)
-        return Counts(zip(_TOTALS, (*own, *map(sub, _QUICK_OF(quick), before)), strict=True))
+        return *own, *map(sub, _QUICK_OF(quick), _QUICK_OF(self.before.counts))
 
 
-def metrics_of(records: Sequence[EpochRecord]) -> Metrics:
+def _metrics_of(records: Sequence[EpochRecord]) -> Metrics:
     """The metrics of epochs that came one after the other."""
     total, first = Metrics(), 0
     for number, record in enumerate(records, 1):
@@ -229,12 +228,12 @@ class _Ended(NamedTuple):
     Attributes:
         records: Those that are kept, and a few before them; the latest last, where new ones are appended.
         forgotten: Metrics of all epochs before these.
-        totals: Counts of the forgotten epochs, and of the first ``num_added`` of the records.
+        totals: Those of the forgotten epochs, and of the first ``num_added`` of the records.
     """
 
     records: list[EpochRecord]
     forgotten: Metrics
-    totals: Counts
+    totals: tuple[int, ...]
     num_added: int
 
 
@@ -253,7 +252,7 @@ class EpochLog(Observer):
         self._loader: LoaderSnapshot | None = None
         # Readers in other threads take the current epoch first: if it ends meanwhile, it is in both.
         self._current: EpochRecord | None = None
-        self._ended = _Ended([], Metrics(), Counts(dict.fromkeys(_TOTALS, 0)), 0)
+        self._ended = _Ended([], Metrics(), (0,) * len(_TOTALS), 0)
         self._progress: EpochState | None = None
         self._source: MetricsSource | None = None  # of the epoch that runs
         self._measured: MetricsSource | None = None  # of the engine that runs
@@ -267,7 +266,7 @@ class EpochLog(Observer):
     @property
     def forgotten(self) -> Metrics:
         """Metrics of epochs that are no longer kept."""
-        total = metrics_of(self._ended.records[:-_KEPT_EPOCHS])
+        total = _metrics_of(self._ended.records[:-_KEPT_EPOCHS])
         total += self._ended.forgotten
         return total
 
@@ -379,20 +378,19 @@ class EpochLog(Observer):
         if not records or records[-1] is not record:  # an interruption may come after it
             records.append(record)
         self._current = self._source = self._progress = None
-        if len(records) - self._ended.num_added >= _TOGETHER:
+        if len(records) - self._ended.num_added > _TOGETHER:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Add the latest epochs to the totals, and forget the oldest."""
+        """Add all epochs but the latest to the totals, and forget the oldest."""
         records, forgotten, totals, num_added = self._ended
-        totals = Counts(totals)
-        for record in records[num_added:]:
-            totals.add(record.totals(record.after.counts))
+        new = [each.totals(each.after.counts) for each in records[num_added:-1]]
+        totals = tuple(map(sum, zip(totals, *new, strict=True)))
         if old := records[:-_KEPT_EPOCHS]:
-            before, forgotten = forgotten, metrics_of(old)
+            before, forgotten = forgotten, _metrics_of(old)
             forgotten += before
         kept = records[len(old) :]
-        self._ended = _Ended(kept, forgotten, totals, len(kept))
+        self._ended = _Ended(kept, forgotten, totals, len(kept) - 1)
 
     def stages(self) -> tuple[tuple[int, int], ...]:
         """``(samples, ns)`` of each stage since the workers started; empty between two epochs; in any thread."""
@@ -402,38 +400,29 @@ class EpochLog(Observer):
     def totals(self) -> Totals:
         """Totals over all epochs, and the newest one; any thread may call it, and gets no smaller times than before.
 
-        It takes microseconds, however many samples there were.
+        It takes some ten microseconds, however many samples and epochs there were.
         """
         while True:
             current, source, ended = self._current, self._source, self._ended
-            records, counts = [*ended.records], Counts(ended.totals)
-            for each in records[ended.num_added :]:
-                counts.add(each.totals(each.after.counts))
-            record, latest = records[-1] if records else None, Counts()
-            if running := not (current is None or source is None or current is record):
-                record = current
-                latest = record.totals(Counts(source.quick_counts()))
-                counts.add(latest)
+            records = [*ended.records]
+            each_of = [each.totals(each.after.counts) for each in records[ended.num_added :]]
+            record, running = records[-1] if records else None, False
+            if not (current is None or source is None or current is record):
+                record, running = current, True
+                each_of.append(record.totals(Counts(source.quick_counts())))
                 record.calls.is_wanted = True
-            elif record is not None:
-                latest = record.totals(record.after.counts)
-            if current is not self._current:  # an epoch has ended or begun meanwhile
-                continue
-            # The loop may be between two lines of leave(): what it waits is then in neither place.
-            self._shown = {n: max(counts[n], least) for n, least in self._shown.items()}
-            counts.update(self._shown)
-            if record is None:
-                return Totals(counts)
-            return Totals(
-                counts,
-                epoch=record.epoch,
-                running=running,
-                wall_ns=latest["wall_ns"],
-                waited_ns=latest["waited_ns"],
-                batches=latest["batches"],
-                samples=latest["samples"],
-                loader=self._loader or record.use.last or _NO_LOADER,
-            )
+            if current is self._current:  # else an epoch has ended or begun meanwhile
+                break
+        sums = map(sum, zip(ended.totals, *each_of, strict=True))
+        counts = dict(zip(_TOTALS, sums, strict=True))
+        # The loop may be between two lines of leave(): what it waits is then in neither place.
+        self._shown = {n: max(counts[n], least) for n, least in self._shown.items()}
+        counts.update(self._shown)
+        if record is None:
+            return Totals(counts)
+        batches, samples, _, wall_ns, waited_ns, *_ = each_of[-1]
+        loader = self._loader or record.use.last or _NO_LOADER
+        return Totals(counts, record.epoch, running, wall_ns, waited_ns, batches, samples, loader)
 
     def records(self) -> list[EpochRecord]:
         """All epochs that are kept, the current one last."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from itertools import compress
-from operator import attrgetter, ne
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from minato._core import HISTOGRAM_NBYTES, Histogram
@@ -229,11 +228,10 @@ class CostStats:
 
     def update(self, workers: Iterable[Meters]) -> None:
         """Read the meters of all workers; a histogram that was read before stays as it was."""
-        each = [worker.all for worker in workers]
-        counts = [*map(sum, zip(*(map(_COUNT, histograms) for histograms in each), strict=True))]
-        known = [*map(_COUNT, self.run.values())]
-        if counts != known:
-            changed = compress(
-                zip(self.run, zip(*each, strict=True), strict=True), map(ne, counts, known)
-            )
-            self.run = {**self.run, **{name: merged(column) for name, column in changed}}
+        changed = {}
+        columns = zip(*(worker.all for worker in workers), strict=True)
+        for (name, known), column in zip(self.run.items(), columns, strict=True):
+            if sum(map(_COUNT, column)) != known.count:
+                changed[name] = merged(column)
+        if changed:
+            self.run = {**self.run, **changed}

@@ -25,6 +25,9 @@ from minato._support.threads import start_thread
 from minato.observe.epoch_log import EpochLog, Totals
 from minato.observe.gpus import INTERVAL_S
 
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
+
 __all__ = [
     "CATALOG",
     "USUAL_NAMES",
@@ -38,10 +41,6 @@ __all__ = [
     "metrics_of",
     "values_of",
 ]
-
-
-if TYPE_CHECKING:
-    from wsgiref.types import WSGIApplication
 
 
 class Metric(NamedTuple):

@@ -231,10 +231,7 @@ def nested(sampler: object) -> list[Any]:
 def epoch_of(sampler: object) -> int | None:
     """Return the ``epoch`` of the first nested sampler that has one; None without."""
     for one in nested(sampler):
-        try:
-            epoch = getattr(one, "epoch", None)  # asked several times in each epoch
-        except Exception:
-            continue
+        epoch = attribute(one, "epoch")
         if epoch is not None and isinstance(epoch := plain(epoch), int):
             return epoch
     return None
@@ -892,9 +889,7 @@ class IndexBatches:
                     except Exception:  # no such indices: as with torch, the next batch follows
                         self.goes_on = True
                         self._num_dropped = drawn.number + 1
-                        # By identity: what a sampler yields may not compare.
-                        places = enumerate(self._ahead)
-                        del self._ahead[next(k for k, each in places if each is drawn)]
+                        self._ahead.remove(drawn)
                         raise
         self._note([drawn[-1] if len(drawn) > 2 else drawn[0] for drawn in new], new[0][1])
         self._num_noted = new[-1][1] + 1

@@ -13,7 +13,6 @@ import random
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -32,6 +31,7 @@ from minato._support.objects import (
     name_of,
     parts_of,
     path_of,
+    remember,
     vars_of,
 )
 from minato.transforms.rng_memory import MemoryGenerator, own_generator
@@ -43,7 +43,6 @@ _OPAQUE += (torch.Tensor, torch.dtype, types.ModuleType, types.BuiltinFunctionTy
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _NAMED_LIKE_ONE = re.compile(r"(Random|RandomState|RNG|Rng|Generator|mt19937)$")
 _MOST_MISSED = 2
-_OF_SUPER = ("__class__",)
 _LIBRARIES = ("builtins", "abc", "typing", "collections", "torch", "numpy", "minato")
 """Packages whose classes use no generators but the global ones."""
 
@@ -166,7 +165,8 @@ def _glance_after(search: Search) -> Glance | None:
         _, names = named.get(id(function.__code__), (None, None))
         return names is not None and function.__globals__ is names.held and names.hold_nothing()
 
-    return Glance(search, [each.holds for each in known], names_nothing)
+    closures = [node.thing for each in known for node in each.closures]
+    return Glance(search, [each.holds for each in known], names_nothing, closures)
 
 
 def _is_generator(kind: Kind) -> bool:
@@ -176,15 +176,16 @@ def _is_generator(kind: Kind) -> bool:
     return not kind.has_dict and bool(_NAMED_LIKE_ONE.search(name_of(kind.kind)))
 
 
-class _NamesOnly:
-    """A class that holds no generator and no closure: its functions can only name global variables.
+class _KnownClass:
+    """A class that holds no generator in its attributes, nor in global variables that its functions name.
 
     Args:
         kind: The class, which this keeps, so that its id stands for it.
+        closures: Its functions with variables of their own, in which a search looks.
     """
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    def __init__(self, kind: type, closures: list[Node]) -> None:
+        self.kind, self.closures = kind, closures
         values = [*vars_of(kind).values()]
         self._types = [*map(type, values)]
         # Those that hold code are kept; of the others, whose values may be large, the types.
@@ -239,7 +240,7 @@ def _holds_code(value: object) -> bool:
 
 
 _MOST_KNOWN = 256
-_known: dict[int, _NamesOnly] = {}
+_known: dict[int, _KnownClass] = {}
 """By the id of the class: datasets are searched again in each epoch, and most of their classes stay as they are."""
 
 
@@ -253,14 +254,10 @@ def _parts_of_class(kind: type) -> Iterable[Node]:
         return ()
     known = _known.get(id(kind))
     if known is not None and known.holds():
-        return ()
-    found = _NamesOnly(kind)
+        return known.closures
     nodes = list(_searched(kind))
-    if not nodes:
-        with suppress(RuntimeError, StopIteration):  # another thread searches, too
-            while len(_known) >= _MOST_KNOWN:
-                _known.pop(next(iter(_known)), None)
-        _known[id(kind)] = found
+    if all(type(node.thing) is types.FunctionType for node in nodes):
+        remember(_known, id(kind), _KnownClass(kind, nodes), _MOST_KNOWN)
     return nodes
 
 
@@ -286,8 +283,7 @@ def _searched(kind: type) -> Iterator[Node]:
             yield Node(value, None, f"{path}.{name}", held.get, name)
         for function in _functions_in(value):
             yield from _global_variables(function.__code__, function.__globals__)
-            # That of a decorator, which holds the function itself; ``super()`` holds the class alone.
-            if function.__closure__ is not None and function.__code__.co_freevars != _OF_SUPER:
+            if function.__closure__ is not None:  # of a decorator, which holds the function itself
                 yield Node(function, None, f"{path}.{name}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 import random
@@ -285,6 +286,21 @@ def test_a_generator_that_a_class_or_a_module_gets_later_is_found(
         assert path_names(owned) == [f"{__name__}._MADE_LATER"]
 
 
+def test_a_generator_that_a_closure_of_a_class_gets_later_is_found() -> None:
+    generator: Any = None
+
+    class Closing(Pipeline):
+        def draw(self) -> Any:
+            return generator
+
+    it = Closing()
+    owned = OwnedGenerators({"it": it})
+    assert not owned.look()
+    generator = random.Random(0)
+    assert owned.look()
+    assert path_names(owned) == paths(it) != []
+
+
 def test_all_of_many_parts_are_looked_at_as_by_a_search() -> None:
     it = Pipeline()
     owned = OwnedGenerators({"it": it})
@@ -352,19 +368,27 @@ def test_what_is_found_later_is_what_a_search_finds() -> None:
 
 
 def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(300):  # other datasets of the program
+    num_others = 300
+    for number in range(num_others):  # other datasets of the program
         assert paths(type(f"Other{number}", (), {"named": lambda self: MODULES_OWN})()) == [
             f"{__name__}.MODULES_OWN"
         ]
         assert paths(type(f"Plain{number}", (), {"named": lambda self: paths})()) == []
 
     class Later(Pipeline):
-        """A class that no search has met."""
+        """A class that no search has met, with functions that have variables of their own."""
 
         def __init__(self) -> None:
             super().__init__()
 
-    it = Later()
+        @torch.no_grad()
+        def step(self) -> None: ...
+
+        @functools.cached_property
+        def size(self) -> int:
+            return len(str(num_others))
+
+    it = dataclasses.dataclass(Later)()
     owned = OwnedGenerators({"it": it})
 
     def refuse(search: Search, *args: Any, **kwargs: Any) -> Any:
