@@ -1,4 +1,5 @@
-from typing import Self, final
+from collections.abc import Callable, Iterable
+from typing import Any, Self, final
 
 __all__ = ["StateSnapshot", "StateWriter", "mix_seed", "sample_key", "spread_seed"]
 
@@ -18,7 +19,11 @@ class StateWriter:
 
 @final
 class StateSnapshot:
-    def __new__(cls, spans: list[tuple[int, int]]) -> Self: ...
+    @property
+    def rests(self) -> list[Any]: ...
+    def __new__(
+        cls, spans: list[tuple[int, int]], rests: Iterable[Callable[[], object]] = ()
+    ) -> Self: ...
     def take(self) -> None: ...
     def holds(self) -> bool: ...
     def restore(self) -> None: ...

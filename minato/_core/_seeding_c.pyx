@@ -152,8 +152,10 @@ cdef class StateSnapshot:
     cdef Span *spans
     cdef char *copy  # of all spans, one after the other
     cdef Py_ssize_t count
+    cdef list parts
+    cdef readonly list rests
 
-    def __cinit__(self, list spans):
+    def __cinit__(self, list spans, rests=()):
         cdef Py_ssize_t i, total = 0, taken = 0
         cdef uintptr_t where
         self.spans = <Span *>PyMem_Calloc(len(spans) + 1, sizeof(Span))
@@ -170,6 +172,8 @@ cdef class StateSnapshot:
         for span in self.spans[:self.count]:
             memcpy(self.copy + taken, span.address, span.nbytes)
             taken += span.nbytes
+        self.parts = list(rests)
+        self.rests = [part() for part in self.parts]
 
     def __dealloc__(self):
         PyMem_Free(self.spans)
@@ -182,6 +186,8 @@ cdef class StateSnapshot:
             if differs(copy, span):  # a copy of everything would empty the processor's cache of the samples
                 memcpy(copy, span.address, span.nbytes)
             copy += span.nbytes
+        if self.parts:
+            self.rests = [part() for part in self.parts]
 
     def holds(self) -> bool:
         """Whether each part still is as it was when the copy was taken."""
@@ -190,10 +196,10 @@ cdef class StateSnapshot:
             if differs(copy, span):
                 return False
             copy += span.nbytes
-        return True
+        return not self.parts or [part() for part in self.parts] == self.rests
 
     def restore(self) -> None:
-        """Write all parts back as they were then."""
+        """Write all parts that have an address back as they were then."""
         cdef const char *copy = self.copy
         for span in self.spans[:self.count]:
             memcpy(span.address, copy, span.nbytes)

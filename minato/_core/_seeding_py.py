@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable
 from itertools import starmap
 from operator import index as as_integer
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -141,25 +142,35 @@ class StateSnapshot:
     Args:
         spans: ``(address, nbytes)`` of each part. Of a long one, which holds the words of a twister, the ends are
             compared: a twist and a seed change all words.
+        rests: Each returns a part that has no address.
+
+    Attributes:
+        rests: What they returned when the copy was taken.
 
     The memory must outlive the snapshot.
     """
 
-    def __init__(self, spans: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, spans: list[tuple[int, int]], rests: Iterable[Callable[[], object]] = ()
+    ) -> None:
         self._spans = [(as_integer(address), as_integer(nbytes)) for address, nbytes in spans]
         self._copies: list[bytes] = []
+        self._parts = list(rests)
+        self.rests: list[Any] = []
         self.take()
 
     def take(self) -> None:
         """Copy all parts as they are now."""
         self._copies = list(starmap(ctypes.string_at, self._spans))
+        self.rests = [part() for part in self._parts]
 
     def holds(self) -> bool:
         """Whether each part still is as it was when the copy was taken."""
-        return not any(starmap(_differs, zip(self._spans, self._copies, strict=True)))
+        pairs = zip(self._spans, self._copies, strict=True)
+        return not any(starmap(_differs, pairs)) and self.rests == [part() for part in self._parts]
 
     def restore(self) -> None:
-        """Write all parts back as they were then."""
+        """Write all parts that have an address back as they were then."""
         for (address, nbytes), copy in zip(self._spans, self._copies, strict=True):
             ctypes.memmove(address, copy, nbytes)
 

@@ -226,12 +226,14 @@ class CostStats:
         self.run = dict.fromkeys((*_FIXED, *steps), EMPTY)
         """The histograms by name: the fixed ones, then ``0 First``, ``1 Second`` …"""
 
-    def update(self, workers: Iterable[Meters]) -> None:
+    def update(self, workers: Sequence[Meters]) -> None:
         """Read the meters of all workers; a histogram that was read before stays as it was."""
-        changed = {}
-        columns = zip(*(worker.all for worker in workers), strict=True)
-        for (name, known), column in zip(self.run.items(), columns, strict=True):
-            if sum(map(_COUNT, column)) != known.count:
-                changed[name] = merged(column)
-        if changed:
-            self.run = {**self.run, **changed}
+        rows = (map(_COUNT, worker.all) for worker in workers)
+        counts = [*map(sum, zip(*rows, strict=True))]
+        known = [*map(_COUNT, self.run.values())]
+        if counts != known:
+            run = {**self.run}
+            for place, name in enumerate(run):
+                if counts[place] != known[place]:
+                    run[name] = merged([worker.all[place] for worker in workers])
+            self.run = run

@@ -119,6 +119,7 @@ class SamplerState:
         # Accelerate gives one to a sampler of ours, which does not use it, where there are several processes.
         own = [spec.generator]
         own += [attribute(one, "generator") for one in samplers if not is_exactly(one, SEEDED)]
+        own = [one for one in own if one is not None]
         distinct = {id(one): one for one in own if isinstance(one, torch.Generator)}
         distinct.pop(id(torch.default_generator), None)
         self._generators = [torch.default_generator, *distinct.values()]

@@ -17,7 +17,6 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from operator import call
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -100,7 +99,6 @@ class SampleRandomness:
         self._all: tuple[rng_memory.MemoryGenerator[Any], ...] = ()
         self._own: dict[str, rng_memory.MemoryGenerator[Any]] = {}
         self._snapshot = StateSnapshot([])
-        self._rests: list[Callable[[], object]] = []
         self._by_state: list[rng_memory.TorchByState] = []
         self._written: list[tuple[int, int]] = []
         self._keepers: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
@@ -132,14 +130,10 @@ class SampleRandomness:
         self._blocks = [block for generator in self._all for block in generator.blocks]
         self._cells = [cell for generator in self._all for cell in generator.cells]
         self._make_writer()
-        self._snapshot = StateSnapshot(
-            [span for generator in self._all for span in generator.spans]
-        )
+        self._snapshot = rng_memory.snapshot(self._all)
         self._apply_python, self._apply_numpy, self._apply_torch = (
             generator.apply for generator in self._all[:3]
         )
-        # The parts of states that the snapshot does not cover: nearly always one, a cached normal of ``random``.
-        self._rests = [each.rest for each in self._all if not each.is_whole]
         self._written = [span for each in self._all if each.is_writable for span in each.spans]
         applied = [each for each in self._all if not each.takes_effect_at_once]
         self._keepers = [(each.keep, each.set_rest) for each in applied]
@@ -197,25 +191,19 @@ class SampleRandomness:
         if unbind:
             _this_thread.binding = None
         self._snapshot.take()
-        rests = [*map(call, self._rests)]
-        self._before = _this_thread.binding, _this_thread.generators_made, rests
+        self._before = _this_thread.binding, _this_thread.generators_made
 
     def drawn(self) -> bool:
         """Return whether code drew from the bound generators, or created a generator, since ``mark``."""
         # A generator created outside of samples is seeded from a global one, so the snapshot shows it.
         if self._own and self._owned.moved():
             return True
-        _, made, rests = self._before
-        return (
-            not self._snapshot.holds()
-            or made != _this_thread.generators_made
-            or rests != [*map(call, self._rests)]
-        )
+        return not self._snapshot.holds() or self._before[1] != _this_thread.generators_made
 
     def rewind(self) -> None:
         """Undo all draws since ``mark``."""
-        _this_thread.binding, _this_thread.generators_made, rests = self._before
-        copies, left = iter(self._snapshot.copies()), iter(rests)
+        _this_thread.binding, _this_thread.generators_made = self._before
+        copies, left = iter(self._snapshot.copies()), iter(self._snapshot.rests)
         for generator in self._all:
             rest = None if generator.is_whole else next(left)
             generator.load([next(copies) for _ in generator.spans], rest)

@@ -594,35 +594,40 @@ def found_in_memory() -> dict[str, bool]:
     }
 
 
+def snapshot(generators: Iterable[MemoryGenerator[Any]]) -> StateSnapshot:
+    """A snapshot of generators: the states of those that are whole, and of others spans and rest."""
+    generators = [*generators]
+    return StateSnapshot(
+        [span for each in generators for span in each.spans],
+        # Nearly always one: a cached normal of ``random``.
+        [each.rest for each in generators if not each.is_whole],
+    )
+
+
 class GlobalGenerators:
     """The three global generators of this process."""
 
     def __init__(self) -> None:
         self._all: list[Any] = [python_generator(), numpy_generator(), torch_generator()]
-        self._snapshot = StateSnapshot([span for each in self._all for span in each.spans])
-        self._rests = self._present_rests()
-
-    def _present_rests(self) -> list[Any]:
-        return [None if each.is_whole else each.rest() for each in self._all]
+        self._snapshot = snapshot(self._all)
 
     def keep(self) -> None:
         """Keep their states, which costs little."""
         self._snapshot.take()
-        self._rests = self._present_rests()
 
     def are_kept(self) -> bool:
         """Whether their states are those that were kept last."""
-        if self._snapshot.holds() and self._rests == self._present_rests():
+        if self._snapshot.holds():
             return True
         # The memory of equal states may differ.
         return all(each.is_at(*state) for each, state in zip(self._all, self.kept(), strict=True))
 
     def kept(self) -> list[Any]:
         """The states that were kept last."""
-        copies = iter(self._snapshot.copies())
+        copies, rests = iter(self._snapshot.copies()), iter(self._snapshot.rests)
         return [
-            ([next(copies) for _ in each.spans], rest)
-            for each, rest in zip(self._all, self._rests, strict=True)
+            ([next(copies) for _ in each.spans], None if each.is_whole else next(rests))
+            for each in self._all
         ]
 
     def load(self, states: list[Any]) -> None:

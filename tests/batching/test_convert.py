@@ -1,0 +1,105 @@
+"""``convert`` makes of single samples what torch's ``default_convert`` makes of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserList, deque, namedtuple
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import default_convert
+
+from minato import DataLoader
+from minato.batching.collate import convert
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Names(list[Any]):
+    """A list with an attribute, which a copy of it keeps."""
+
+    origin = "here"
+
+
+class Grown(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+LEAVES = st.one_of(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False),
+    st.text(max_size=3) | st.binary(max_size=3),
+    st.sampled_from(
+        [
+            *(torch.arange(3), torch.tensor(2.5), torch.zeros(2).as_subclass(Grown)),
+            *(np.arange(4.0), np.float32(1.5), np.int64(7), np.array(["a", "b"]), np.bool_(True)),
+            *(
+                2j,
+                object,
+                range(3),
+                Pair(1, np.arange(2)),
+                frozenset([1]),
+                b"x",
+                deque([np.ones(1)]),
+            ),
+            *(Names([np.ones(2), 1]), UserList([np.zeros(1)]), MappingProxyType({"a": np.ones(1)})),
+            OrderedDict(b=np.ones(1), a=2),
+        ]
+    ),
+)
+SAMPLES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    """Types, order, structure and values are equal."""
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, np.ndarray):
+        assert (found == expected).all()
+    elif isinstance(expected, (dict, MappingProxyType)):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_alike(found[key], expected[key])
+    elif isinstance(expected, (list, tuple, deque, UserList)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_alike(one, other)
+    else:
+        assert found == expected
+
+
+@given(SAMPLES)
+def test_it_equals_torchs(sample: Any) -> None:
+    """Containers are new ones, and what is no container is the sample's own."""
+    found, expected = convert(sample), default_convert(sample)
+    assert_alike(found, expected)
+    assert (found is sample) is (expected is sample)
+
+
+def test_an_error_is_torchs() -> None:
+    with pytest.raises(TypeError) as expected:
+        default_convert({"a": [np.datetime64("2020-01-01")]})
+    with pytest.raises(TypeError) as found:
+        convert({"a": [np.datetime64("2020-01-01")]})
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_without_batches_converts(workers: int) -> None:
+    samples = [{"row": np.full(2, index), "ids": [index, 0.5], "name": "x"} for index in range(3)]
+    loader = DataLoader(samples, batch_size=None, num_workers=workers)
+    for found, sample in zip(loader, samples, strict=True):
+        assert_alike(found, default_convert(sample))
