@@ -88,10 +88,7 @@ class Engine:
         self.meters = [state.meters(number) for number in range(worker.most_workers)]
         self._window, self._wait_stats = _window(plan), ConsumerWait()
         store = (SharedStore if worker.in_processes else LocalStore)(arena.segment)
-        whole = context = WorkerContext(worker, state.layout, store, policy=plan.policy)
-        if worker.reads_in_thread:  # the dataset itself stays here
-            worker = worker._replace(pipeline=worker.pipeline._replace(given=None, dataset=None))
-            context = WorkerContext(worker, state.layout, store, policy=plan.policy)
+        whole, context = self._contexts(store)
         indices = StoredIndices(self.ledger, store, None if worker.readers is None else item_of)
         self._current_work = CurrentWork(self.ledger, indices, worker.pipeline.transforms.names)
         recovery = self._recovery(context)
@@ -99,7 +96,7 @@ class Engine:
         self._pickles_plan = worker.in_processes and plan.context.get_start_method() != "fork"
         # A context of another package has a pickler of its own.
         if self._pickles_plan and type(plan.context).__module__ == "multiprocessing.context":
-            context.sent = pickling.for_children(worker)
+            context.sent = pickling.for_children(context.plan)
         track = None if plan.tracks is None else plan.tracks.loop()
         tracer: Tracer = NULL_TRACER if track is None else track
         self.observers = self._observe(track)
@@ -114,13 +111,7 @@ class Engine:
         pool: Pool = self._scaled_pool() or self._pool
         if worker.reads_in_thread:
             pool = self._main_reader = MainReader(pool, whole, state, worker.most_workers)
-        self._running_samples = RunningSamples(
-            self._current_work,
-            context.stacks,
-            self._pool.processes or self._pool.threads,
-            None if self._main_reader is None else self._main_reader.thread,
-            recommends=context.stacks is not None and plan.options.compat != "torch",
-        )
+        self._running_samples = self._watch(context)
         self._dispatcher = self._dispatch(store, pool, tracer)
         self._failures = plan.failure_count()
         self._pending_error: Postponed | None = None
@@ -143,6 +134,25 @@ class Engine:
         self._finalizer = weakref.finalize(self, self._end)
 
     # ---- its parts
+
+    def _contexts(self, store: Store) -> tuple[WorkerContext, WorkerContext]:
+        """What a thread here gets that reads the dataset, and what the workers get; else they are one."""
+        worker, layout, policy = self.plan.worker, self._state.layout, self.plan.policy
+        whole = WorkerContext(worker, layout, store, policy=policy)
+        if not worker.reads_in_thread:
+            return whole, whole
+        worker = worker._replace(pipeline=worker.pipeline._replace(given=None, dataset=None))
+        return whole, WorkerContext(worker, layout, store, policy=policy)
+
+    def _watch(self, context: WorkerContext) -> RunningSamples:
+        """What messages say of the samples that run."""
+        return RunningSamples(
+            self._current_work,
+            context.stacks,
+            self._pool.processes or self._pool.threads,
+            None if self._main_reader is None else self._main_reader.thread,
+            recommends=context.stacks is not None and self.plan.options.compat != "torch",
+        )
 
     def _recovery(self, context: WorkerContext) -> WorkerRecovery:
         """What happens when a worker dies, or its sample takes too long."""

@@ -196,7 +196,6 @@ class InlineEngine:
         self._batches = IndexBatches.of(())
         self._batch: _Batch | None = None
         self._position = 0  # of the first sample of the next batch
-        self._num_begun = 0  # epochs
         self._tried: Drawn | None = None  # the batch that an interruption has left
         self._is_started = False
         self._kind: tuple[bool, bool] | None = None
@@ -235,7 +234,6 @@ class InlineEngine:
         self._batch = self._tried = None
         self._position = 0
         self._is_entered = False  # the runner's randomness has this epoch's seed
-        self._num_begun += 1
         self._number = epoch.number
         self._epoch, self._progress, self._batches = epoch, epoch.progress, batches
         self._is_over = False
