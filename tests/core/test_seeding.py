@@ -205,6 +205,19 @@ def test_a_snapshot_sees_each_change(
     assert snapshot.holds()
 
 
+def test_a_snapshot_has_parts_without_an_address(twin: ModuleType) -> None:
+    parts = [float("nan"), None]
+    first = [*parts]
+    snapshot = twin.StateSnapshot([], [lambda: parts[0], lambda: parts[1]])
+    assert snapshot.holds()
+    parts[1] = 2.0
+    assert not snapshot.holds()
+    assert snapshot.rests == first
+    snapshot.take()
+    assert snapshot.holds()
+    assert snapshot.rests == parts
+
+
 @given(st.integers(-(2**63), 2**63 - 1), *3 * [st.integers(-(2**40), 2**40)])
 def test_an_epoch_has_two_numbers(
     twin: ModuleType, seed: int, drawn_epoch: int, epoch: int, index: int
