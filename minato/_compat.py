@@ -135,6 +135,11 @@ def _iterator_parts() -> list[object]:
     return _with_members(single, TorchDataLoader._get_iterator, TorchIterator._next_index)
 
 
+def _stream_parts() -> list[object]:
+    """What it also uses for iterable datasets."""
+    return _with_members(_DatasetKind, fetch._IterableDatasetFetcher, fetch._BaseDatasetFetcher)
+
+
 def fetcher_is_replaced() -> bool:
     """Whether the program has put another class or method in the place of torch's fetcher of map-style datasets."""
     if _fetcher_parts() == _FETCHER:
@@ -168,7 +173,8 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
     ``__init__`` and ``_reset`` of the iterators' base, ``default_collate`` and what it calls, and ``pin_memory`` are
     not among them: minato uses what is in their place.
     """
-    if not (streams or workers) and _iterator_parts() == _ITERATOR:
+    known = not workers and _iterator_parts() == _ITERATOR
+    if known and not (streams and _stream_parts() != _STREAMS):
         return []  # each epoch asks
     found = []
 
@@ -194,8 +200,10 @@ def replaced_parts(*, streams: bool, worker_processes: bool, workers: int, pins:
 
 
 _ITERATOR: list[object] = []
-_found = replaced_parts(streams=False, worker_processes=False, workers=0, pins=False)
+_STREAMS: list[object] = []
+_found = replaced_parts(streams=True, worker_processes=False, workers=0, pins=False)
 _ITERATOR += [] if _found else _iterator_parts()
+_STREAMS += [] if _found else _stream_parts()
 """What torch's engine without workers uses, when it was found to be torch's."""
 
 

@@ -287,7 +287,6 @@ class InlineEngine:
         plan = worker.readers._replace(starts=readers.starts())
         seed = base_seed_of(self.plan.options, epoch)
         worker = worker._replace(readers=plan, base_seed=seed)
-        self.plan = dataclasses.replace(self.plan, worker=worker)
         readers.begin(0)
         self._is_single = plan.number == 1
         self._has_ended = self._is_single and readers.board.end(0) is not None

@@ -209,7 +209,7 @@ class SeededSampler(RandomSampler):
 
 # ---- epochs and ranks of samplers ------------------------------------------------------------------
 
-_INNERMOST = SequentialSampler, RandomSampler
+_INNERMOST = SequentialSampler, RandomSampler, EndlessSampler
 _DEEPEST = 8
 """Most nested samplers; an object with more returns something for every attribute."""
 
