@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,19 +29,20 @@ from minato._support.objects import facts_of, figures_of
 from minato._support.text import text_of, type_name
 from minato.errors import warn
 from minato.sampling.resume import is_stateful
+from minato.streams.shards import has_ended
 from minato.transforms.rng_memory import GlobalGenerators
 
 __all__ = [
     "Child",
     "Dataset",
-    "Draws",
     "State",
     "Stream",
     "Tally",
     "Window",
     "check_state",
     "check_stream",
-    "is_state",
+    "draws",
+    "own_states",
     "reader_number",
     "set_epoch_of",
 ]
@@ -71,14 +71,9 @@ def reader_number() -> int:
     return 0 if info is None else info.id
 
 
-class Draws:
+def draws(seed: int, epoch: int, reader: int, kind: int) -> Callable[[int], int]:
     """Random numbers of 64 bits, each a function of (seed, epoch, reader, ordinal); kinds are independent."""
-
-    def __init__(self, seed: int, epoch: int, reader: int, kind: int) -> None:
-        self._key, self._kind = mix_seed(seed, epoch, reader), kind
-
-    def __getitem__(self, ordinal: int) -> int:
-        return mix_seed(self._key, self._kind, ordinal)
+    return partial(mix_seed, mix_seed(seed, epoch, reader), kind)
 
 
 class Tally:
@@ -107,14 +102,19 @@ class Tally:
 class Stream(IterableDataset[Any]):
     """An iterable dataset over others.
 
+    Args:
+        name: Its name in messages.
+        facts: What decides, besides the children, which items come.
+
     Attributes:
-        children: They.
-        epoch: What ``set_epoch`` was called with.
         loaded: Names of the children for which a state was loaded, which they may apply in later epochs, too.
     """
 
-    def __init__(self, children: Mapping[str, Dataset]) -> None:
+    def __init__(
+        self, name: str, children: Mapping[str, Dataset], facts: Mapping[str, object]
+    ) -> None:
         self.children = dict(children)
+        self._facts = {f"{fact} of {name}": repr(value) for fact, value in facts.items()}
         self.epoch = 0
         self.loaded: set[str] = set()
 
@@ -148,27 +148,29 @@ class Stream(IterableDataset[Any]):
 
     def minato_facts(self) -> dict[str, str]:
         """What decides which items come, of the children, too: where a state has none of it, the loader compares it."""
-        found = self.own_facts()
+        found = dict(self._facts)
         for name, child in self.children.items():
             place = f" in {name!r}" if len(self.children) > 1 else ""
             found |= {f"{inner}{place}": fact for inner, fact in facts_of(child).items()}
         return found
 
-    def own_facts(self) -> dict[str, str]:
-        """Its facts without those of the children."""
-        raise NotImplementedError
-
 
 def check_state(what: str, state: object, key: str) -> None:
-    """A loaded state is that of a kind of stream; ValueError: it is another's."""
-    if not is_state(state, key):
+    """A loaded state is that of a kind of stream, which has this part; ValueError: it is another's."""
+    if not _has(state, key):
         raise ValueError(
             f"the state is not that of {what}: resume with the datasets that it was saved with"
         )
 
 
-def is_state(state: object, key: str) -> bool:
-    """Whether a state has a part of this name."""
+def own_states(key: str) -> list[State | None]:
+    """This part of ``resumed_states()``; empty if one of them is another stream's."""
+    states = resumed_states()
+    is_ours = all(each is None or _has(each, key) for each in states)
+    return [each and each[key] for each in states] if is_ours else []
+
+
+def _has(state: object, key: str) -> bool:
     return isinstance(state, dict) and key in state
 
 
@@ -187,10 +189,6 @@ class Child:
     Args:
         key: Its name among the children of the stream; ``name`` is that in messages.
         resumed: What its ``__iter__`` finds as ``resumed_states()``: what ``state`` has returned for each reader.
-
-    Attributes:
-        items: The iterator.
-        is_new: Whether nobody has asked it for an item.
     """
 
     def __init__(
@@ -201,13 +199,14 @@ class Child:
         self._resumed = [None if each is None else each["iterator"] for each in resumed]
         # Otherwise it is read again, which is exact.
         self._dataset_keeps = is_stateful(self._dataset) and not state_is_inexact(self._dataset)
-        self.is_new = True
+        self.is_new = True  # nobody has asked for an item
         self._loaded: State | None = None
         self._to_come: float = 0  # items that come again, at most
         # Threads share the generators with others.
         in_main = threading.current_thread() is threading.main_thread()
         self._outer = GlobalGenerators() if in_main else None
         self._generators: State | None = None  # before iter(), if that has drawn
+        self._again: Generators | None = None  # where they were left in _at_generators
         if key in stream.loaded:
             forget_loaded_state(self._dataset)
             stream.loaded.discard(key)
@@ -215,8 +214,10 @@ class Child:
             self._outer.keep()
         self.items = self._begun()
         # A stream draws nothing itself, and its children see to theirs.
-        if self._outer is not None and not isinstance(self._dataset, Stream):
-            self._generators = _drawn_from(self._outer)
+        is_stream = isinstance(self._dataset, Stream)
+        if self._outer is not None and not is_stream and not self._outer.are_kept():
+            with self._at_generators(self._outer.kept()):
+                self._generators = self._outer.to_plain()
 
     def _begun(self) -> Any:
         before = resumed_states()
@@ -271,7 +272,7 @@ class Child:
             with reading_again(None, again):
                 self._dataset.load_state_dict(of_dataset)
         if self._outer is not None and generators is not None:
-            with _left_alone(self._outer):
+            with self._at_generators(None):
                 self._outer.load_plain(generators)
                 self.items = self._begun()
         elif of_dataset is not None:
@@ -287,47 +288,37 @@ class Child:
         self.is_new, self._loaded = True, state
         self._generators = state["generators"]
 
+    @contextmanager
+    def _at_generators(self, states: Generators | None) -> Iterator[None]:
+        """Have other states of the global generators meanwhile; None: the present ones."""
+        if self._outer is None:
+            yield
+            return
+        self._outer.keep()
+        before = self._outer.kept()
+        if states is not None:
+            self._outer.load(states)
+        try:
+            yield
+        finally:
+            self._outer.keep()
+            self._again = self._outer.kept()
+            self._outer.load(before)
+
     def note_error(self) -> None:
         """Warn if an exception has ended the iterator."""
-        if isinstance(self.items, GeneratorType) and self.items.gi_frame is None:
+        if has_ended(self.items):
             warn(
                 f"the generator of {self._name} has ended by an exception: the rest of it is missing"
             )
 
 
-@contextmanager
-def _left_alone(outer: GlobalGenerators) -> Iterator[None]:
-    """Leave the global generators as they are."""
-    outer.keep()
-    before = outer.kept()
-    try:
-        yield
-    finally:
-        outer.load(before)
-
-
-def _drawn_from(outer: GlobalGenerators) -> State | None:
-    """The generators that were kept, as plain data, if somebody has drawn from them since."""
-    if outer.are_kept():
-        return None
-    first = outer.kept()
-    with _left_alone(outer):
-        outer.load(first)
-        return outer.to_plain()
-
-
 class _Point(NamedTuple):
-    """A place where the items of a child can be read again.
-
-    Attributes:
-        ordinal: Of the item that comes next there.
-        child: State of the child.
-        generators: The three global generators at the first draw after that; None: none is known.
-        owns: Whether these are the child's own.
-    """
+    """A place where the items of a child can be read again, from the one with this ordinal on."""
 
     ordinal: int
     child: State
+    # The three global generators at the first draw after that, if they are known; or the child's own.
     generators: Generators | None
     owns: bool
 
@@ -339,28 +330,21 @@ class Window(Child):
     generators must come again, too, whatever else draws between its items. So it has generators of its own, from the
     first item on that draws.
 
-    Args:
-        every: Number of items after which a state is kept, or more if that takes long.
-
-    Attributes:
-        at: Ordinal of the next item: the number of calls of ``next()``.
+    A state is kept after ``every`` items, or more if that takes long.
     """
 
     def __init__(self, stream: Stream, key: str, name: str, every: int) -> None:
-        states = resumed_states()
-        is_ours = all(each is None or is_state(each, "window") for each in states)
-        resumed = [each and each["window"]["child"] for each in states] if is_ours else ()
-        super().__init__(stream, key, name, resumed)
-        self.at = 0
+        super().__init__(
+            stream, key, name, [each and each["child"] for each in own_states("window")]
+        )
+        self.at = 0  # ordinal of the next item
         self._every = every
         self._ended = False
         self._points = deque([_Point(0, self.state(begins=True), None, False)])
         self._due, self._due_ns = every, 0
         self._target = 0  # items before it are read again
         self._ends = False  # and then it ends
-        self._own: list[Any] | None = None
-        # The generators where they were left in ``_at_generators``.
-        self._again: list[Any] | None = None
+        self._own: Generators | None = None
 
     def read(self) -> Any:
         """The next item, or StopIteration."""
@@ -498,20 +482,3 @@ class Window(Child):
                 self._ended, self._ends = True, False
                 with suppress(Exception):
                     self._next(drops=True)
-
-    @contextmanager
-    def _at_generators(self, states: Generators | None) -> Iterator[None]:
-        """Have other states of the global generators meanwhile; None: the present ones."""
-        if self._outer is None:
-            yield
-            return
-        self._outer.keep()
-        before = self._outer.kept()
-        if states is not None:
-            self._outer.load(states)
-        try:
-            yield
-        finally:
-            self._outer.keep()
-            self._again = self._outer.kept()
-            self._outer.load(before)

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from minato._support.items import resumed_states, to_read_again
+from minato._support.items import to_read_again
 from minato._support.text import text_of, type_name
 from minato.checks import check_choice, check_number, check_whole, did_you_mean
 from minato.streams.children import (
     Child,
     Dataset,
-    Draws,
     State,
     Stream,
     Tally,
     check_state,
     check_stream,
-    is_state,
+    draws,
+    own_states,
     reader_number,
     set_epoch_of,
 )
@@ -84,30 +84,25 @@ class Mixed(Stream):
         exhausted: str,
         seed: int,
     ) -> None:
-        super().__init__(datasets)
         self.names = list(datasets)
         self.phases, self.passes, self.exhausted, self.seed = phases, passes, exhausted, seed
         self.tally = Tally(len(self.names))
-        self.rules = {
-            "order of names": repr(self.names),
-            "seed": repr(seed),
-            "passes": repr([*passes.values()]),
-            "exhausted": repr(exhausted),
+        rules = {
+            "order of names": self.names,
+            "seed": seed,
+            "passes": [*passes.values()],
+            "exhausted": exhausted,
         }
+        super().__init__("minato.mix", datasets, {**rules, "weights": phases})
+        self.rules = {name: repr(rule) for name, rule in rules.items()}
         """What decides, besides the weights, which source comes next."""
         self.sets_epochs = exhausted == "repeat" or max(passes.values()) > 1
         """Whether sources may be in a later pass, whose epoch is another."""
 
     def __iter__(self) -> Iterator[Any]:
-        states = resumed_states()
-        is_ours = all(each is None or is_state(each, "sources") for each in states)
+        states = own_states("sources")
         sources = [
-            _Source(
-                self,
-                name,
-                [each and each["sources"].get(name) for each in states] if is_ours else (),
-            )
-            for name in self.names
+            _Source(self, name, [each and each.get(name) for each in states]) for name in self.names
         ]
         keeps = all(source.child.keeps_state for source in sources)
         return (_StatefulItems if keeps else _Items)(self, sources)
@@ -117,10 +112,6 @@ class Mixed(Stream):
             f"items of {name}": count
             for name, count in zip(self.names, self.tally.totals(), strict=True)
         }
-
-    def own_facts(self) -> dict[str, str]:
-        facts = {**self.rules, "weights": repr(self.phases)}
-        return {f"{name} of minato.mix": fact for name, fact in facts.items()}
 
 
 class _Source:
@@ -189,24 +180,23 @@ class _Source:
 _COUNTED = ("count", "passes", "at", "is_live")
 
 
-class _Items:
+class _Items(Iterator[Any]):
     """An iterator without a state."""
 
     def __init__(self, mixed: Mixed, sources: list[_Source]) -> None:
         reader = reader_number()
         self._mixed, self._sources = mixed, sources
         kind = zlib.crc32(repr(mixed.names).encode())
-        self._draws = Draws(mixed.seed, mixed.epoch, reader, kind)
+        self._draw = draws(mixed.seed, mixed.epoch, reader, kind)
         self._row = mixed.tally.row(reader)
         self._row[:] = 0
         self._at = 0
         self._ended = False
         self._phases = mixed.phases
+        # At a resume there may be others. The ordinals are those from which on each was given.
+        self._given = [(0, mixed.phases)]
         self._bounds: list[float] = []
         self._until: float = 0  # the ordinal at which they change
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         while not self._ended:
@@ -216,7 +206,7 @@ class _Items:
             if not total:
                 break
             # 53 bits, so that the product is below the total.
-            i = bisect(self._bounds, (self._draws[self._at] >> 11) / 2**53 * total)
+            i = bisect(self._bounds, (self._draw(self._at) >> 11) / 2**53 * total)
             source = self._sources[i]
             child = source.child
             try:
@@ -237,14 +227,10 @@ class _Items:
         self._ended = True
         raise StopIteration
 
-    def _phase(self) -> int:
-        """The number of the present phase."""
-        return _phase_at(self._phases, self._at)
-
     def _weigh(self) -> None:
         """Find the weights of the sources that may be drawn: the present ones, or else the next that leave any."""
         phases = self._phases
-        for number in range(self._phase(), len(phases)):
+        for number in range(_phase_at(phases, self._at), len(phases)):
             self._until = phases[number + 1][0] if number + 1 < len(phases) else math.inf
             self._bounds = list(
                 accumulate(
@@ -263,7 +249,8 @@ class _Items:
         if is_empty or source.is_exhausted:
             source.is_live = not is_empty and rule == "repeat"
             # What has no weight any more is not waited for.
-            weights = zip(*(each for _, each in self._phases[self._phase() :]), strict=True)
+            present = _phase_at(self._phases, self._at)
+            weights = zip(*(each for _, each in self._phases[present:]), strict=True)
             self._ended = rule == "stop" or all(
                 other.is_exhausted or not any(own)
                 for other, own in zip(self._sources, weights, strict=True)
@@ -275,21 +262,19 @@ class _Items:
 class _StatefulItems(_Items):
     """An iterator with a state."""
 
-    def __init__(self, mixed: Mixed, sources: list[_Source]) -> None:
-        super().__init__(mixed, sources)
-        self._given = [(0, mixed.phases)]
-        """The phases that were given, and the ordinal from which on they hold: at a resume there may be others."""
-
     @property
     def has_changed(self) -> bool:
         return any(source.is_live and source.child.has_changed for source in self._sources)
 
     def state_dict(self) -> State:
         sources = {source.name: source.state() for source in self._sources}
-        given = [[start, list(phases)] for start, phases in self._given]
-        rules = dict(self._mixed.rules)
-        own = {"at": self._at, "ended": self._ended, "weights": given, "rules": rules}
-        return {**own, "sources": sources}
+        return {
+            "at": self._at,
+            "ended": self._ended,
+            "weights": [[start, list(phases)] for start, phases in self._given],
+            "rules": dict(self._mixed.rules),
+            "sources": sources,
+        }
 
     def load_state_dict(self, state: State) -> None:
         check_state("minato.mix", state, "sources")

@@ -102,7 +102,13 @@ class Packed(Stream):
         oversized: str,
         open_rows: int,
     ) -> None:
-        super().__init__({"dataset": dataset})
+        facts = {
+            "length": length,
+            "fields": fields,
+            "oversized": oversized,
+            "open_rows": open_rows,
+        }
+        super().__init__("minato.pack", {"dataset": dataset}, facts)
         self.dataset, self.length, self.fields = dataset, length, fields
         self.oversized, self.open_rows = oversized, open_rows
         self.tally = Tally(4)
@@ -120,10 +126,6 @@ class Packed(Stream):
             "sequences dropped": dropped,
         }
 
-    def own_facts(self) -> dict[str, str]:
-        names = ("length", "fields", "oversized", "open_rows")
-        return {f"{name} of minato.pack": repr(getattr(self, name)) for name in names}
-
 
 class _Piece(NamedTuple):
     """A sequence of a row: a part of an item, as an array for each field."""
@@ -134,16 +136,17 @@ class _Piece(NamedTuple):
     arrays: tuple[Array, ...]
 
 
-class _Row:
+class _Row(NamedTuple):
     """A row that is filled; as many were begun before as its number says."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.pieces: list[_Piece] = []
+    number: int
+    pieces: list[_Piece]
 
 
-class _Rows:
+class _Rows(Iterator[Any]):
     """An iterator without a state."""
+
+    _loaded: State | None = None  # until the sequences are read again
 
     def __init__(self, dataset: Packed, window: Window) -> None:
         self._dataset, self._window = dataset, window
@@ -154,11 +157,13 @@ class _Rows:
         self._open: dict[int, _Row] = {}
         self._space: list[tuple[int, int]] = []  # of each open row, with its number; ascending
         self._ready: deque[_Row] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
+        self._found: dict[int, Any] = {}
+        self._arrays_found: dict[int, tuple[Array, ...]] = {}
 
     def __next__(self) -> dict[str, torch.Tensor]:
+        if self._loaded is not None:
+            self._read_again(self._loaded)
+            self._loaded, self._arrays_found = None, {}
         window, ready = self._window, self._ready
         while not ready:
             at = window.at
@@ -231,7 +236,7 @@ class _Rows:
             row = self._open.pop(number) if left == size else self._open[number]
         else:
             left, number = self._dataset.length, self._begun
-            row = _Row(number)
+            row = _Row(number, [])
             self._begun += 1
             if left > size:
                 self._open[number] = row
@@ -272,22 +277,30 @@ class _Rows:
         values |= {"position_ids": positions, "segment_ids": segments}
         return {name: torch.from_numpy(value) for name, value in values.items()}
 
+    def _read_again(self, state: State) -> None:
+        rows = [*state["open"], *state["ready"]]
+        held = frozenset(ordinal for row in rows for ordinal, *_ in row["pieces"])
+        self._window.read_again(held, self._found)
+        while self._found:  # one that raises now is left out
+            ordinal, item = self._found.popitem()
+            self._arrays_found[ordinal] = self._arrays(item)
+        for row in filter(None, map(self._row_again, state["open"])):
+            self._open[row.number] = row
+            insort(self._space, (self._dataset.length - _size(row), row.number))
+        self._ready.extend(filter(None, map(self._row_again, state["ready"])))
+
+    def _row_again(self, state: State) -> _Row | None:
+        """A row of the sequences that were read again; None if there are none."""
+        row = _Row(state["number"], [])
+        for ordinal, start, stop in state["pieces"]:
+            if ordinal in self._arrays_found:
+                some = tuple(array[start:stop] for array in self._arrays_found[ordinal])
+                row.pieces.append(_Piece(ordinal, start, stop, some))
+        return row if row.pieces else None
+
 
 class _StatefulRows(_Rows):
     """An iterator with a state."""
-
-    _loaded: State | None = None  # until the sequences are read again
-
-    def __init__(self, dataset: Packed, window: Window) -> None:
-        super().__init__(dataset, window)
-        self._found: dict[int, Any] = {}
-        self._arrays_found: dict[int, tuple[Array, ...]] = {}
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        if self._loaded is not None:
-            self._read_again(self._loaded)
-            self._loaded, self._arrays_found = None, {}
-        return super().__next__()
 
     @property
     def has_changed(self) -> bool:
@@ -324,27 +337,6 @@ class _StatefulRows(_Rows):
         # A row is of any number of sequences.
         self._window.load_window(state["window"], math.inf if to_read_again(self) else 0)
         self._loaded = {**state, "window": self._window.window_state()}
-
-    def _read_again(self, state: State) -> None:
-        rows = [*state["open"], *state["ready"]]
-        held = frozenset(ordinal for row in rows for ordinal, *_ in row["pieces"])
-        self._window.read_again(held, self._found)
-        while self._found:  # one that raises now is left out
-            ordinal, item = self._found.popitem()
-            self._arrays_found[ordinal] = self._arrays(item)
-        for row in filter(None, map(self._row_again, state["open"])):
-            self._open[row.number] = row
-            insort(self._space, (self._dataset.length - _size(row), row.number))
-        self._ready.extend(filter(None, map(self._row_again, state["ready"])))
-
-    def _row_again(self, state: State) -> _Row | None:
-        """A row of the sequences that were read again; None if there are none."""
-        row = _Row(state["number"])
-        for ordinal, start, stop in state["pieces"]:
-            if ordinal in self._arrays_found:
-                some = tuple(array[start:stop] for array in self._arrays_found[ordinal])
-                row.pieces.append(_Piece(ordinal, start, stop, some))
-        return row if row.pieces else None
 
 
 def _size(row: _Row) -> int:

@@ -16,7 +16,7 @@ from minato._support.text import message_of, text_of, type_name
 from minato.checks import check_choice, check_whole
 from minato.errors import add_note, warn
 
-__all__ = ["ShardIterator", "ShardedDataset"]
+__all__ = ["ShardIterator", "ShardedDataset", "has_ended"]
 
 T = TypeVar("T")
 State: TypeAlias = Any
@@ -147,9 +147,6 @@ class ShardIterator(Iterator[T]):
         order = np.random.default_rng((seed % 2**64, epoch % 2**64)).permutation(len(names))
         return [names[i] for i in order]
 
-    def __iter__(self) -> ShardIterator[T]:
-        return self
-
     def __next__(self) -> T:
         if self._late is not None:
             error, self._late = self._late, None
@@ -228,7 +225,7 @@ class ShardIterator(Iterator[T]):
                 except StopIteration:
                     return i
                 except Exception:  # an earlier run has raised it
-                    if _has_ended(self._items):
+                    if has_ended(self._items):
                         return i + 1
         finally:
             set_skipping(False)
@@ -273,7 +270,7 @@ class ShardIterator(Iterator[T]):
         name = self._name()
         add_note(error, f"in shard {name!r}, item {self._calls}")
         self._calls += 1
-        if _has_ended(self._items):
+        if has_ended(self._items):
             warn(
                 f"shard {name!r} ended by an exception after {self._calls - 1} items; the rest of it is missing: a "
                 "generator that has raised cannot go on, so catch the exception inside of it"
@@ -360,7 +357,7 @@ def _is_position(state: object) -> bool:
     return isinstance(state, dict) and state.keys() == Position.__annotations__.keys()
 
 
-def _has_ended(items: object) -> bool:
+def has_ended(items: object) -> bool:
     """Whether an iterator that has raised cannot go on."""
     return isinstance(items, GeneratorType) and items.gi_frame is None
 

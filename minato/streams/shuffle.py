@@ -10,13 +10,13 @@ from minato._support.items import to_read_again
 from minato.checks import check_whole
 from minato.streams.children import (
     Dataset,
-    Draws,
     State,
     Stream,
     Tally,
     Window,
     check_state,
     check_stream,
+    draws,
     reader_number,
 )
 
@@ -52,7 +52,8 @@ class Shuffled(Stream):
     """What :func:`shuffle` returns."""
 
     def __init__(self, dataset: Dataset, buffer_size: int, seed: int) -> None:
-        super().__init__({"dataset": dataset})
+        facts = {"buffer_size": buffer_size, "seed": seed}
+        super().__init__("minato.shuffle", {"dataset": dataset}, facts)
         self.dataset, self.buffer_size, self.seed = dataset, buffer_size, seed
         self.tally = Tally(2)
 
@@ -64,29 +65,31 @@ class Shuffled(Stream):
         held, size = self.tally.totals()
         return {"items in shuffle buffers": held, "share of shuffle buffers": held / max(size, 1)}
 
-    def own_facts(self) -> dict[str, str]:
-        facts = {"buffer_size": self.buffer_size, "seed": self.seed}
-        return {f"{name} of minato.shuffle": repr(fact) for name, fact in facts.items()}
 
-
-class _Buffer:
+class _Buffer(Iterator[Any]):
     """An iterator without a state."""
+
+    _loaded: list[int] | None = None  # what is held, until it is read again
 
     def __init__(self, dataset: Shuffled, window: Window) -> None:
         reader = reader_number()
         self._window, self._size = window, dataset.buffer_size
-        self._draws = Draws(dataset.seed, dataset.epoch, reader, self._size)
+        self._draw = draws(dataset.seed, dataset.epoch, reader, self._size)
         self._row = dataset.tally.row(reader)
         self._row[:] = 0, self._size
         self._given = 0
         self._held: list[tuple[int, Any]] = []
         self._places: dict[int, int] = {}
         self._order: deque[int] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
+        self._found: dict[int, Any] = {}
 
     def __next__(self) -> Any:
+        if self._loaded is not None:
+            self._window.read_again(frozenset(self._loaded), self._found)
+            self._held = [(at, self._found[at]) for at in self._loaded if at in self._found]
+            self._places = {at: i for i, (at, _) in enumerate(self._held)}
+            self._order = deque(sorted(self._places))
+            self._loaded, self._found = None, {}
         window, held, places = self._window, self._held, self._places
         while len(held) < self._size:
             at = window.at
@@ -100,7 +103,7 @@ class _Buffer:
         if not held:
             raise StopIteration
         oldest = self._oldest()
-        i = self._draws[self._given] % len(held)
+        i = self._draw(self._given) % len(held)
         if window.at - oldest > _OLDEST * self._size:
             i = places[oldest]
         ordinal, item = held[i]
@@ -122,21 +125,6 @@ class _Buffer:
 
 class _StatefulBuffer(_Buffer):
     """An iterator with a state."""
-
-    _loaded: list[int] | None = None  # what is held, until it is read again
-
-    def __init__(self, dataset: Shuffled, window: Window) -> None:
-        super().__init__(dataset, window)
-        self._found: dict[int, Any] = {}
-
-    def __next__(self) -> Any:
-        if self._loaded is not None:
-            self._window.read_again(frozenset(self._loaded), self._found)
-            self._held = [(at, self._found[at]) for at in self._loaded if at in self._found]
-            self._places = {at: i for i, (at, _) in enumerate(self._held)}
-            self._order = deque(sorted(self._places))
-            self._loaded, self._found = None, {}
-        return super().__next__()
 
     @property
     def has_changed(self) -> bool:
