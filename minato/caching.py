@@ -66,13 +66,6 @@ class Cache(ABC):
     If the store fails, it warns once, and samples come from the dataset.
 
     Each epoch reads every sample once, so an evicting cache would drop samples shortly before their next use.
-
-    Args:
-        quota_bytes: Size limit of all kept samples together, without the overhead of the store.
-        after: Number of the loader's transforms that run before a sample is kept; None: all of them. Neither they nor
-            the dataset may draw random numbers.
-        version: Identifies the dataset and these transforms in the samples' keys; None: a fingerprint of the files that
-            define them and of their state.
     """
 
     shared = False
@@ -125,10 +118,7 @@ class Cache(ABC):
         return True, sample
 
     def put(self, key: bytes, sample: object) -> None:
-        """Keep a sample if it can be pickled and the quota allows it.
-
-        After a failure of the store, this process keeps no more.
-        """
+        """Keep a sample if it can be pickled and the quota allows it; nothing more after a failure of the store."""
         if not self._takes:
             self.counters.add(errors=1)
             return
@@ -179,8 +169,10 @@ class MemoryCache(Cache):
 
     Args:
         quota_bytes: Size limit of all kept samples together.
-        after: Number of the loader's transforms that run before a sample is kept; None: all of them.
-        version: Identifies the dataset and these transforms; None: a fingerprint of them.
+        after: Number of the loader's transforms that run before a sample is kept; None: all of them. Neither they nor
+            the dataset may draw random numbers.
+        version: Identifies the dataset and these transforms in the samples' keys; None: a fingerprint of the files that
+            define them and of their state.
     """
 
     def __init__(
@@ -255,8 +247,7 @@ class DiskCache(Cache):
             in whole pages of 4 KiB. All processes and runs that use the directory count together, each against its own
             quota. Where it is reached, samples with another fingerprint or version make room, if nothing has used them
             since this cache was made; the longest unused go first.
-        after: Number of the loader's transforms that run before a sample is kept; None: all of them.
-        version: Identifies the dataset and these transforms; None: a fingerprint of them.
+        after, version: As of :class:`MemoryCache`.
 
     Raises:
         ModuleNotFoundError: lmdb is not installed.
@@ -294,8 +285,7 @@ class DiskCache(Cache):
     def _environment(self) -> _Environment:
         """The environment, opened by each process: none must use that of its parent.
 
-        Raises:
-            OSError, lmdb.Error: It cannot be opened; this process does not try again.
+        OSError, lmdb.Error: It cannot be opened; this process does not try again.
         """
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
@@ -314,8 +304,8 @@ class DiskCache(Cache):
         """Close the files; they are opened again when they are needed."""
         with _one_at_a_time():
             opened, self._opened = self._opened, None
-            if opened is not None and opened[0] == os.getpid():
-                opened[2]()
+            if opened is not None:
+                opened[2]()  # which does nothing in another process
 
     @property
     def stored_bytes(self) -> int:
@@ -350,10 +340,7 @@ class _Environment:
     """The files of a cache, as one process uses them, in one thread at a time (``_one_at_a_time``).
 
     All that a transaction writes is there, or nothing, also if its process is killed. If the machine stops, what the
-    disk holds may be damaged; the cache then starts empty.
-
-    Raises:
-        OSError, lmdb.Error: They cannot be used.
+    disk holds may be damaged; the cache then starts empty. OSError, lmdb.Error: They cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -385,11 +372,7 @@ class _Environment:
             self._states = self._files.open_db(b"states")
 
     def _open(self) -> Any:
-        """The environment of LMDB, unless this process has it open: it may open each of them only once.
-
-        Raises:
-            lmdb.Error: It cannot be opened.
-        """
+        """The environment of LMDB, unless this process has it open: it may open each of them only once."""
         lmdb = _lmdb()  # before the lock: a thread may wait for another that imports it
         with _lock:
             file, found = self._path / "data.mdb", None
@@ -510,11 +493,8 @@ class _Environment:
         return b"", 0
 
     def _write_stamp(self, last: int) -> None:
-        file = open_regular(self._path / "synced", os.O_WRONLY | os.O_CREAT)
-        try:
+        with _file(self._path / "synced", os.O_WRONLY | os.O_CREAT) as file:
             os.pwrite(file, _STAMP.pack(_boot(), last), 0)
-        finally:
-            os.close(file)
 
 
 # ---- the environments of this process -------------------------------------------------------
@@ -556,11 +536,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _lmdb() -> Any:
-    """The package; first imported where a cache is made, as a child that is forked in an import hangs in the next.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """The package; first imported where a cache is made, as a child that is forked in an import hangs in the next."""
     try:
         import lmdb
     except ModuleNotFoundError:
@@ -594,23 +570,25 @@ def _make_lock_file(file: Path) -> None:
     size = file.stat().st_size if file.exists() else 0
     # No process has it open before it is whole. Closing it would release this process's locks.
     if size < _LOCK_FILE_BYTES:
-        descriptor = open_regular(file, os.O_WRONLY | os.O_CREAT)
-        try:
+        with _file(file, os.O_WRONLY | os.O_CREAT) as descriptor:
             os.lseek(descriptor, size, os.SEEK_SET)
             write_all(descriptor, bytes(_LOCK_FILE_BYTES - size), file)
-        finally:
-            os.close(descriptor)
+
+
+@contextmanager
+def _file(path: Path, flags: int) -> Iterator[int]:
+    """The descriptor of a regular file, for the block."""
+    descriptor = open_regular(path, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes for the block.
-
-    Raises:
-        OSError: Another process holds it for too long, or the file cannot be made.
-    """
-    file = open_regular(path, os.O_RDWR | os.O_CREAT)
-    try:
+    """Hold a lock between processes for the block; OSError: another one holds it for too long, or there is no file."""
+    with _file(path, os.O_RDWR | os.O_CREAT) as file:
         if not gets_lock(file, _PATIENCE_S):
             reason = f"Is held by another process for {_PATIENCE_S:.0f} s"
             raise OSError(errno.EBUSY, reason, str(path))
@@ -618,5 +596,3 @@ def _locked(path: Path) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
-    finally:
-        os.close(file)

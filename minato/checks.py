@@ -18,7 +18,6 @@ from minato._support.values import integer_of, number_of, plain
 from minato.errors import add_note, warn
 
 __all__ = [
-    "as_path",
     "check_choice",
     "check_device",
     "check_number",
@@ -173,11 +172,6 @@ def check_device(device: object) -> torch.device | None:
     except (RuntimeError, AssertionError) as error:  # also of devices that this torch lacks
         raise ValueError(f"device={device!r} is not there: {str(error).splitlines()[0]}") from None
     return found
-
-
-def as_path(path: str | os.PathLike[str] | None) -> str | None:
-    """A path as a string."""
-    return None if path is None else os.fspath(path)
 
 
 def check_platform(*, worker_processes: bool, handled_errors: bool) -> None:

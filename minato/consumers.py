@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,11 +23,8 @@ _LIVENESS_S = 1.0
 """How often a waiting consumer checks whether the threads that it waits for are alive."""
 
 
-class _Outcome(NamedTuple):
-    """A batch, or the error in its place."""
-
-    batch: Any
-    error: Exception | None
+_Outcome = tuple[Any, Exception | None]
+"""A batch, or the error in its place."""
 
 
 class _Member:
@@ -95,12 +92,7 @@ class Group:
         return [each for each in here if each.thread in running]
 
     def next(self, member: _Member) -> Any:
-        """The next batch for a member.
-
-        Raises:
-            StopIteration: Its epoch is over.
-            Exception: Of the batch's samples; the next call goes on.
-        """
+        """The next batch for a member, or what its samples raised; StopIteration: its epoch is over."""
         with self._changed:
             member.thread = threading.current_thread()
             self._waiting.append(member)
@@ -116,9 +108,7 @@ class Group:
                         self._fetch()
             finally:
                 self._waiting.remove(member)
-            outcome = member.inbox.popleft()
-        batch, error = outcome
-        del outcome
+            batch, error = member.inbox.popleft()
         if error is None:
             return batch
         try:
@@ -132,11 +122,11 @@ class Group:
         changed = self._changed
         changed.release()
         try:
-            outcome = _Outcome(next(self._batches), None)
+            outcome = next(self._batches), None
         except StopIteration:
             pass
         except Exception as error:
-            outcome = _Outcome(None, error)
+            outcome = None, error
         finally:
             changed.acquire(changed is self._changed)  # not in a child that a sample has forked
             self._fetcher = None
@@ -199,7 +189,7 @@ class Consumer:
             part.close()
 
 
-class _Part:
+class _Part(Iterator[Any]):
     """The iterator of a consumer."""
 
     def __init__(self, group: Group, number: int, accelerator: Accelerator | None) -> None:
@@ -208,9 +198,6 @@ class _Part:
         self.epoch = self._member.epoch
         self.close = weakref.finalize(self, group.leave, self._member)
         self.close.atexit = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if not self.close.alive:

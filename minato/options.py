@@ -24,7 +24,6 @@ from minato._support.text import message_of, short, text_of, type_name
 from minato._support.values import integer_of, number_of
 from minato._system import available_cores, rank_and_ranks
 from minato.checks import (
-    as_path,
     check_choice,
     check_device,
     check_number,
@@ -164,7 +163,7 @@ def _percentile(name: str, value: object) -> Any:
 
 def _path(name: str, value: Any) -> str | None:
     try:
-        return as_path(value)
+        return None if value is None else os.fspath(value)
     except TypeError:
         raise _wrong_type(name, value, "give a path") from None
 

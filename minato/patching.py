@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 
 from minato._fork_safety import forget_in_children
 from minato._support.loader_class import Name, TorchDataLoader, rebind, stand_in
 from minato.loader import DataLoader
 
-__all__ = ["Patch", "patch", "unpatch"]
+__all__ = ["patch", "unpatch"]
 
 _TORCHS_NAME = TorchDataLoader.__module__, TorchDataLoader.__qualname__
 _OUR_NAME = "minato._support.loader_class", "TorchDataLoader"
@@ -26,17 +27,7 @@ _depth = 0
 _names: list[Name] = []
 
 
-class Patch:
-    """What ``patch()`` returns: undoes it at the end of a ``with`` block."""
-
-    def __enter__(self) -> Patch:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        unpatch()
-
-
-def patch() -> Patch:
+def patch() -> ExitStack:
     """Make ``torch.utils.data.DataLoader`` be ``minato.DataLoader``, from this call on.
 
     Every module-level name of torch's class is bound to ours, in torch and in all modules that are imported by
@@ -56,7 +47,9 @@ def patch() -> Patch:
             stand_in(DataLoader)
             _names.extend(rebind(TorchDataLoader, DataLoader))
             _go_by(_OUR_NAME)
-    return Patch()
+    undo = ExitStack()
+    undo.callback(unpatch)
+    return undo
 
 
 def unpatch() -> None:

@@ -124,10 +124,7 @@ def is_looked_through(kind: Kind) -> bool:
 
 
 def _large_parts(root: object) -> tuple[list[Node], list[Node]]:
-    """The containers that are to be shared, and all objects that may hold one; holders come before what they hold.
-
-    TypeError: There is nothing to share, or a large container that cannot be shared.
-    """
+    """The containers that are to be shared, and all objects that may hold one; holders come before what they hold."""
     kind = Kind(type(root))
     if derives(kind.kind, *_CONTAINERS, np.ndarray, SharedList, SharedDict):
         node = Node(root, None, name_of(kind.kind))
@@ -222,10 +219,8 @@ def _tuple_like(given: tuple[object, ...], items: list[object]) -> Any:
 class _Layout(NamedTuple):
     """Where a list lies in its memory.
 
-    Attributes:
-        kind: The name of a type of ``_NUMBERS``, or one of ``_DECODERS``.
-        start: Where an array begins, at a multiple of 8: the numbers; or ``length + 1`` int64, of which the ``i``-th
-            says where the bytes of item ``i`` begin, and the next one where they end.
+    ``kind`` is the name of a type of ``_NUMBERS``, or one of ``_DECODERS``. From ``start`` on, at a multiple of 8, lie
+    the numbers; or ``length + 1`` int64: the i-th says where the bytes of item i begin, the next one where they end.
     """
 
     kind: str

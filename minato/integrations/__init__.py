@@ -97,8 +97,5 @@ class _ImportHook:
 
 
 def counts_batches(batch_sampler: object) -> bool:
-    """Whether the trainer assumes that the k-th batch is the k-th of this batch sampler: Lightning's ``predict``.
-
-    Lightning reconstructs loaders by itself, from the names of their arguments.
-    """
+    """Whether the trainer takes the k-th batch for the k-th of this batch sampler: Lightning's ``predict``."""
     return type(batch_sampler).__name__ == LIGHTNING_PREDICT_SAMPLER

@@ -47,33 +47,25 @@ def _make_loader(*arguments: Any, **keywords: Any) -> Any:
     return build.make(*arguments, **keywords)
 
 
-def _deals(loader: object) -> bool:
-    """Whether the readers of a loader of ours are dealt among ranks."""
-    return getattr(getattr(loader, "readers", None), "ranks", None) is not None
-
-
 def _rebuilding_alike(
-    rebuild: Callable[..., object], loader_at: int = 0, lost: Callable[[], None] = lambda: None
+    rebuild: Callable[..., object], loader_at: int = 0, lost: str = ""
 ) -> Callable[..., Any]:
-    """Wrap a function that rebuilds a loader.
-
-    Args:
-        lost: Called if it made another loader than minato's.
-    """
+    """Wrap a function that rebuilds a loader; ``lost`` is the warning if it made another loader than minato's."""
 
     @functools.wraps(rebuild)
     def adapted(*arguments: Any, **keywords: Any) -> Any:
         given: Any = arguments[loader_at] if len(arguments) > loader_at else None
         given = keywords.get("dataloader", keywords.get("data_loader", given))
         make = getattr(given, "_rebuilt", None)
-        build = None if make is None else _Build(make, _deals(given))
+        ranks = getattr(getattr(given, "readers", None), "ranks", None)
+        build = None if make is None else _Build(make, ranks is not None)
         token = _current.set(build)
         try:
             result = rebuild(*arguments, **keywords)
         finally:
             _current.reset(token)
-        if build is not None and not build.done and result is not given:
-            lost()
+        if lost and build is not None and not build.done and result is not given:
+            warn(lost)
         return result
 
     return adapted
@@ -101,7 +93,11 @@ def install_accelerate(module: Any) -> None:
     module.DataLoader = _make_loader
     for name in _REBUILDERS:
         original = getattr(module, name)
-        adapted = _rebuilding_alike(original, lost=functools.partial(_tell, name))
+        adapted = _rebuilding_alike(
+            original,
+            lost=f"accelerate's {name} made another loader from a minato.DataLoader, so it loads without minato's "
+            "engine; omit use_stateful_dataloader to keep it",
+        )
         setattr(module, name, adapted)
         rebind(original, adapted)
     for name in _WRAPPERS:
@@ -110,13 +106,6 @@ def install_accelerate(module: Any) -> None:
     base = module.DataLoaderAdapter
     base.__init__ = _stateful_by_itself(base.__init__, module)
     base.load_state_dict = _counting_epochs(base.load_state_dict)
-
-
-def _tell(name: str) -> None:
-    warn(
-        f"accelerate's {name} made another loader from a minato.DataLoader, so it loads without minato's engine; "
-        "omit use_stateful_dataloader to keep it"
-    )
 
 
 def _forwarding_to_minato(set_epoch: Callable[..., None]) -> Callable[..., None]:

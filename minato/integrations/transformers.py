@@ -55,10 +55,6 @@ def log_metrics(
     They appear in ``trainer.state.log_history`` and in all of ``report_to``, every ``logging_steps``.
 
     Args:
-        prefix: Stands before each name.
-        names: The metrics to log; None: all.
-
-    Raises:
-        ValueError: A name is that of no metric.
+        prefix, names: As for :class:`MetricsCallback`, and so is the error.
     """
     trainer.callback_handler.callbacks.insert(0, MetricsCallback(prefix, names))

@@ -24,7 +24,6 @@ from minato.batching.blobs import reported
 from minato.transforms.compose import Transforms
 from minato.transforms.owned import OwnedGenerators
 from minato.transforms.rng import SampleRandomness
-from minato.workers.plan import WorkerPlan
 from minato.workers.worker_process import seed_worker
 
 __all__ = ["ActorSpec", "SampleResult", "SampleServer", "unpack"]
@@ -40,35 +39,17 @@ class ActorSpec:
     base_seed: int
     worker_init_fn: Callable[[int], None] | None
 
-    @classmethod
-    def of(cls, plan: WorkerPlan) -> ActorSpec:
-        """The arguments of the actors of a plan."""
-        pipeline = plan.pipeline
-        return cls(
-            pipeline.dataset, pipeline.transforms, plan.most_workers, plan.base_seed, plan.init_fn
-        )
-
 
 class SampleResult(NamedTuple):
-    """The result of one sample.
-
-    Attributes:
-        failed: Whether the sample raised.
-        pickled: The sample or its exception, without the data of arrays.
-        arrays: Bytes of these arrays.
-        laps_ns: Time of the dataset and of each transform; one total time if the sample raised.
-        cpu_ns: CPU time of all of them.
-        size_bytes: Size of the dataset's item.
-        step: Index of the transform that ran last; -1: the dataset itself.
-    """
+    """The result of one sample."""
 
     failed: bool
-    pickled: bytes
-    arrays: list[np.ndarray]
-    laps_ns: list[int]
-    cpu_ns: int
-    size_bytes: int
-    step: int
+    pickled: bytes  # the sample or its exception, without the data of arrays
+    arrays: list[np.ndarray]  # the bytes of these
+    laps_ns: list[int]  # of the dataset and each transform; one total if the sample raised
+    cpu_ns: int  # of all of them
+    size_bytes: int  # of the dataset's item
+    step: int  # index of the transform that ran last; -1: the dataset itself
 
 
 class SampleServer:
@@ -97,10 +78,7 @@ class SampleServer:
         return os.getpid(), platform.node()
 
     def sample(self, key: object, epoch: int, seed: int | None, occurrence: int) -> SampleResult:
-        """Run a sample and return its result, or the exception that it raised.
-
-        Its randomness depends on it if there is a ``seed``; the key occurred ``occurrence`` times before in the epoch.
-        """
+        """Run a sample, which occurred so often in the epoch before; its random numbers follow from a ``seed``."""
         self._lease.step = -1
         size_bytes = 0
         cpu_ns, begun_ns = thread_time_ns(), now_ns()
@@ -108,7 +86,12 @@ class SampleServer:
             if self._failure is not None:
                 raise self._failure
             while True:
-                self._bind(seed, epoch, key, occurrence)
+                if seed is not None:
+                    if self._randomness is None or self._randomness.base_seed != seed:
+                        self._randomness = SampleRandomness(
+                            seed, owned=OwnedGenerators(self._roots)
+                        )
+                    self._randomness.bind(epoch, key, occurrence)
                 value = self._dataset[key]
                 laps_ns = [now_ns() - begun_ns]
                 size_bytes = nbytes_of(value)
@@ -128,13 +111,6 @@ class SampleServer:
             laps_ns = [now_ns() - begun_ns]
         cpu_ns = thread_time_ns() - cpu_ns
         return SampleResult(failed, *parts, laps_ns, cpu_ns, size_bytes, self._lease.step)
-
-    def _bind(self, seed: int | None, epoch: int, key: object, occurrence: int) -> None:
-        if seed is None:
-            return
-        if self._randomness is None or self._randomness.base_seed != seed:
-            self._randomness = SampleRandomness(seed, owned=OwnedGenerators(self._roots))
-        self._randomness.bind(epoch, key, occurrence)
 
 
 @functools.cache

@@ -32,9 +32,6 @@ _MOST_AHEAD = 8
 _SMOOTHING = 0.3
 """Weight of the latest sample in the mean times."""
 
-_NODE_DIED = "its node has died"
-"""Part of Ray's error text."""
-
 
 class ActorGroup:
     """The actors of a loader, with Ray's options for each (``ActorClass.options``).
@@ -78,17 +75,16 @@ class ActorGroup:
             actor = self._actors[number] = self._make_actor(number)
         return actor
 
-    def refuse_closed(self) -> None:
-        """Raise ConnectionError if Ray is not connected: a call of an actor would open another connection."""
-        if not self._ray.is_initialized():
+    def run(self, actor: Any, *sample: object) -> Any:
+        """Have an actor run a sample; returns the future result. ConnectionError: Ray is not connected any more."""
+        if not self._ray.is_initialized():  # a call of an actor would open another connection
             raise ConnectionError("the connection to the cluster is closed")
+        return actor.sample.remote(*sample).future()
 
     def end_all(self) -> None:
-        """End all actors."""
         with self._lock:
-            actors = list(self._actors.values())
-            self._actors.clear()
-        for actor in actors:
+            actors, self._actors = self._actors, {}
+        for actor in actors.values():
             self.end(actor)
 
     def end(self, actor: object) -> None:
@@ -100,9 +96,7 @@ class ActorGroup:
 class ActorPool(ThreadPool):
     """Worker threads with one actor each; a worker whose actor is lost is replaced.
 
-    Args:
-        recovery: Called with ``(number, pid, loss)`` of a lost worker; reassigns its samples and returns a warning to
-            give, or None; or raises.
+    ``recovery`` reassigns the samples of a lost worker. It returns a warning to give, or None; or it raises.
     """
 
     def __init__(
@@ -131,7 +125,10 @@ class ActorPool(ThreadPool):
 
     def start(self, enough: Callable[[], object] | None = None) -> None:
         # Each works as soon as the cluster has free resources for its actor.
-        self._group.connect(ActorSpec.of(self.context.plan))
+        plan, pipeline = self.context.plan, self.context.plan.pipeline
+        numbers = plan.most_workers, plan.base_seed
+        spec = ActorSpec(pipeline.dataset, pipeline.transforms, *numbers, plan.init_fn)
+        self._group.connect(spec)
         super().start(enough)
 
     def work(self, number: int) -> Callable[[], bool] | None:
@@ -170,12 +167,8 @@ class ActorReads(Reads):
     """The samples that an actor runs, as in-flight reads of a worker and as a dataset.
 
     If round trips are noticeable, it requests the next samples while one runs. Until the actor has started, the limit
-    is 0: a worker whose actor waits for free resources claims nothing.
-
-    Args:
-        group: Starts and ends the actor, a :class:`minato.ray.actor.SampleServer`.
-        lease: The worker's; its step is the index of the transform that ran.
-        meters: Receive the times of dataset and transforms.
+    is 0: a worker whose actor waits for free resources claims nothing. The step of the worker's lease is the index of
+    the transform that ran; the meters get the times of dataset and transforms.
     """
 
     def __init__(self, group: ActorGroup, number: int, lease: Lease, meters: Meters) -> None:
@@ -205,16 +198,13 @@ class ActorReads(Reads):
         self.outstanding += 1
         read.started_ns = now_ns()
         try:
-            future = self._ask(read.index, read.epoch, read.seed, read.occurrence)
+            sample = read.index, read.epoch, read.seed, read.occurrence
+            future = self._group.run(self._actor, *sample)
         except Exception as error:  # the connection is closed, or the key cannot be pickled
             read.error = error
             self.finish(read)
             return
         future.add_done_callback(functools.partial(self._on_result, read))
-
-    def _ask(self, key: object, epoch: int, seed: int | None, occurrence: int) -> Any:
-        self._group.refuse_closed()
-        return self._actor.sample.remote(key, epoch, seed, occurrence).future()
 
     def _on_result(self, read: Read, future: Future[object]) -> None:
         try:
@@ -246,7 +236,8 @@ class ActorReads(Reads):
         """Run this thread's current sample once more and wait for it."""
         seed, epoch, _, occurrence = current() or (None, 0, None, 0)
         try:
-            result: SampleResult = self._ask(key, epoch, seed, occurrence).result()
+            future = self._group.run(self._actor, key, epoch, seed, occurrence)
+            result: SampleResult = future.result()
         except Exception as error:
             raise self._actor_lost(error) from None
         value, raised = self._unpack(result)
@@ -289,20 +280,16 @@ class ActorReads(Reads):
         return value, None
 
     def _actor_lost(self, error: BaseException) -> ActorLost:
-        """Return the exception for an actor that no longer responds."""
         started = self._pid is not None
         # Ray reports whether the actor failed while it started; without a report it could not be started.
         unable = not started and getattr(error, "actor_init_failed", True)
         where = f" on {self._host}" if started else ""
-        words = f"is lost{where} ({_reason(error)})"
-        return ActorLost(self._pid, WorkerLoss(words, started or _NODE_DIED in str(error), unable))
+        # Ray's message, without the lines that name the actor.
+        lines = [line.strip() for line in str(error).splitlines() if not line.startswith("\t")]
+        words = f"is lost{where} ({' '.join(lines[1:] or lines) or type(error).__name__})"
+        node_died = "its node has died" in str(error)  # Ray's words
+        return ActorLost(self._pid, WorkerLoss(words, started or node_died, unable))
 
 
 def _smoothed(mean_ns: float, latest_ns: int) -> float:
     return mean_ns + (_SMOOTHING if mean_ns else 1.0) * (latest_ns - mean_ns)
-
-
-def _reason(error: BaseException) -> str:
-    """Return Ray's message without the lines that name the actor."""
-    lines = [line.strip() for line in str(error).splitlines() if not line.startswith("\t")]
-    return " ".join(lines[1:] or lines) or type(error).__name__

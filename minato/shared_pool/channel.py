@@ -85,29 +85,18 @@ _Signed = NewType("_Signed", int)
 
 
 class BatchDescriptor(NamedTuple):
-    """The data from which a process builds the batch of a slot.
-
-    Attributes:
-        layout: Arena offset of the batch's layout; 0: it has none.
-        result: Arena offset and bytes of the pickled batch, or of the pickled error; ``(0, 0)``: none.
-        failed: Whether a sample or the collation raised.
-        texts: Arena offset and bytes of each sample's strings; ``(0, 0)``: it has none.
-        nbytes: Number of bytes written to the slot.
-    """
+    """The data of which a process builds the batch of a slot; a place is an offset in the arena and bytes, or zeros."""
 
     slot: Slot
-    layout: int
-    result: tuple[int, int]
-    failed: bool
-    texts: Pairs
-    nbytes: int
+    layout: int  # offset of the batch's layout
+    result: tuple[int, int]  # place of the pickled batch, or of the pickled error
+    failed: bool  # a sample or the collation raised
+    texts: Pairs  # places of the strings of each sample
+    nbytes: int  # written to the slot
 
 
 class Hello(NamedTuple):
-    """The first message of a client: its ranks on the node and in the job.
-
-    The settings of its loader, as strings by name, must be equal in all ranks that share a pool.
-    """
+    """The first message of a client: its ranks on the node and in the job, and the settings of its loader, as text."""
 
     local_rank: int
     rank: int
@@ -115,11 +104,9 @@ class Hello(NamedTuple):
 
 
 class RankMessage(NamedTuple):
-    """A message of a client.
+    """A message of a client about an epoch, by its number in the pool.
 
     Attributes:
-        kind: ``hello``, ``enter``, ``next``, ``leave`` or ``bye``.
-        number: Number of the epoch in the pool.
         dropped: Arena and start of each slot that the rank has dropped since its last message.
         more: ``hello``: :class:`Hello`. ``enter``: epoch number, and the part done before a resume. Otherwise None.
     """
@@ -158,7 +145,7 @@ _OF_HOST: dict[str, Any] = {
 
 
 def encoded(message: tuple[object, ...]) -> bytes:
-    """Return a message as bytes; TypeError: it holds other than tuples, strings, integers, bools and None."""
+    """A message as bytes; TypeError: it holds other than tuples, strings, integers, bools and None."""
     # numpy's integers become Python's.
     return json.dumps(message, separators=(",", ":"), default=operator.index).encode()
 
@@ -261,15 +248,11 @@ def peer_of(connection: socket.socket) -> int:
     return pid
 
 
-def connected(
-    rendezvous: Rendezvous, timeout_s: float, decode: Callable[[bytes], tuple[object, ...]]
-) -> Channel:
+def connected(rendezvous: Rendezvous, timeout_s: float) -> Channel:
     """Return an authenticated channel to the server that listens there, or starts to within ``timeout_s`` seconds.
 
-    Raises:
-        TimeoutError: No server listens, or it does not respond; the text says which.
-        ConnectionError: The server has ended, or refuses this process.
-        PermissionError: A process of another user listens, or one that does not know the key.
+    TimeoutError: None listens, or it does not respond. ConnectionError: It has ended, or refuses this process.
+    PermissionError: A process of another user listens, or one that does not know the key.
     """
     deadline, folder = time.monotonic() + timeout_s, rendezvous.directory
     why: Exception = TimeoutError(
@@ -280,47 +263,34 @@ def connected(
     while True:
         found = rendezvous.call()
         if found is not None:
-            channel = Channel(found.connection, decode)
+            channel = Channel(found.connection, from_host)
             process = f"process {channel.pid}"
             try:
                 channel.authenticate(found.key, deadline - time.monotonic(), is_server=False)
                 return channel
-            except BaseException as error:
-                channel.close()
-                # Of a server that has ended, while the next one starts.
-                if isinstance(error, WrongKeyError):
-                    what = "listens in the place of local rank 0, and does not know the key in"
-                    why = WrongKeyError(f"{process} {what} {folder}")
-                elif not isinstance(error, TimeoutError):
-                    raise
-                elif not isinstance(why, WrongKeyError):
+            except WrongKeyError:  # of a server that has ended, while the next one starts
+                what = "listens in the place of local rank 0, and does not know the key in"
+                why = WrongKeyError(f"{process} {what} {folder}")
+            except TimeoutError:
+                if not isinstance(why, WrongKeyError):
                     why = TimeoutError(
                         f"local rank 0 ({process}) has not given this rank its place in the pool of this loader "
                         f"within {timeout_s:.0f} s"
                     )
+            except BaseException:
+                channel.close()
+                raise
+            channel.close()
         if time.monotonic() > deadline:
             raise why
         time.sleep(_AGAIN_S)
 
 
 class Channel:
-    """A connection to one other process.
+    """A connection to one other process, whose messages ``decode`` decodes, or raises ValueError.
 
-    Any thread may send; one thread at a time may receive.
-
-    Args:
-        connection: Closed with the channel, or if the constructor raises.
-        decode: Decodes the bytes of a message; raises ValueError for invalid ones.
-
-    Raises:
-        PermissionError: The other process belongs to another user.
-        OSError: There is no file descriptor left.
-
-    Attributes:
-        pid: Process id of the other process.
-        over: Whether it has ended or closed the connection. ``received`` may still hold messages sent before.
-        fault: Why this process gave the connection up; None if it did not.
-        received: Received ``(message, descriptor or None)``, oldest first.
+    Any thread may send; one thread at a time may receive. The connection is closed with the channel, or if an OSError
+    is raised here: PermissionError: the other process belongs to another user.
     """
 
     def __init__(
@@ -347,18 +317,15 @@ class Channel:
         self._sending = threading.Lock()
         self._room = poll()
         self._room.register(connection, POLLOUT)
-        self.over = False
-        self.fault: str | None = None
-        self.received: deque[tuple[Any, int | None]] = deque()
+        self.over = False  # the other process has ended, or closed the connection
+        self.fault: str | None = None  # why this process gave the connection up
+        self.received: deque[tuple[Any, int | None]] = deque()  # messages and descriptors
 
     def authenticate(self, key: bytes, timeout_s: float, *, is_server: bool) -> None:
         """Have both processes prove that they know the key, before either reads a message of the other.
 
-        Raises:
-            TimeoutError: The other process does not respond in time.
-            ConnectionError: It has closed the connection.
-            WrongKeyError: It does not know the key.
-            ValueError: Python 3.11 proves the key by MD5, which this OpenSSL does not allow.
+        TimeoutError: The other one does not respond. ConnectionError: It has closed the connection. WrongKeyError: It
+        does not know the key. ValueError: Python 3.11 proves the key by MD5, which this OpenSSL does not allow.
         """
         self._limit_waits(max(timeout_s, 0.01))
         steps = [deliver_challenge, answer_challenge]
@@ -375,7 +342,6 @@ class Channel:
             self._limit_waits(_STALL_S)
 
     def _limit_waits(self, timeout_s: float) -> None:
-        """Set the time limit of each read and write."""
         seconds, rest = divmod(timeout_s, 1)
         limit = _TIMEVAL.pack(int(seconds), int(rest * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -389,9 +355,7 @@ class Channel:
     def send(self, message: tuple[object, ...], descriptor: int | None = None) -> None:
         """Send a message and a descriptor, which the kernel duplicates for the other process.
 
-        Raises:
-            OSError: The other process has ended, or does not receive.
-            ValueError: The message is too large.
+        OSError: The other process has ended, or does not receive. ValueError: The message is too large.
         """
         data = encoded(message)
         if len(data) > _MOST_BYTES:
@@ -405,9 +369,9 @@ class Channel:
 
     def _watched(self) -> select.poll:
         news = poll()
-        for descriptor in (self._connection.fileno(), self._process):
-            if descriptor is not None:
-                news.register(descriptor, POLLIN)
+        news.register(self._connection.fileno(), POLLIN)
+        if self._process is not None:
+            news.register(self._process, POLLIN)
         return news
 
     def sleep(self, timeout_s: float) -> bool:
@@ -477,15 +441,11 @@ class RankListener:
     """Accepts connections, and passes on their messages; each connection has a thread.
 
     It closes connections of processes that do not prove that they are a rank of this job. An invalid message ends the
-    channel that it came over, and no other.
+    channel that it came over, and no other. It raises what :meth:`Rendezvous.listen` does.
 
     Args:
         on_message: Called with a channel and a message, in the thread of the channel.
         on_disconnect: Called with a channel whose other process is gone, in the same thread.
-
-    Raises:
-        OSError: Another process listens there, or the files cannot be written.
-        RuntimeError: There is no directory for the files.
     """
 
     def __init__(
@@ -549,7 +509,6 @@ class RankListener:
                 self._ended.wait(_PAUSE_S)
 
     def _accept(self) -> None:
-        """Accept a connection, and start its thread."""
         channel, name = Channel(self._socket.accept()[0], from_rank), "minato-rank"
         thread = threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True)
         self._pending[channel] = time.monotonic() + _HANDSHAKE_S

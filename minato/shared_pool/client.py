@@ -28,12 +28,11 @@ from minato.shared_pool.channel import (
     Hello,
     RankMessage,
     connected,
-    from_host,
 )
 from minato.shared_pool.ranks import PREFETCH_BATCHES
 from minato.shared_pool.rendezvous import Rendezvous
 from minato.shared_pool.server import RANK_TIMEOUT_S
-from minato.shared_pool.source import SUPERSEDED, BatchHandle, open_batch
+from minato.shared_pool.source import SUPERSEDED, BatchHandle, LeasedBatch
 
 __all__ = ["PoolClient", "RemoteArena"]
 
@@ -44,14 +43,10 @@ _CONNECTED: set[PoolClient] = set()
 
 
 class PoolClient:
-    """A rank's connection to the server of its node.
+    """A rank's connection to the server of its node, which must listen and begin epochs within ``timeout_s`` seconds.
 
-    Args:
-        timeout_s: Time limit for the server to listen, and to begin an epoch.
-
-    Raises:
-        RuntimeError: The server does not listen in time, has another loader under this number, or has ended.
-        PermissionError: The listening process belongs to another user, or does not know the key.
+    RuntimeError: It does not, has another loader under this number, or has ended. PermissionError: The listening
+    process belongs to another user, or does not know the key.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class PoolClient:
         self._remote_arenas: dict[int, RemoteArena] = {}
         self._given_back: set[tuple[int, Slot]] = set()
         self._next_epoch = 0
-        self._epoch = -1  # no epoch
+        self._epoch = -1  # none
         # That, or the one that is waited for, until a batch is asked for.
         self._entered: Epoch | None = None
         self._holder: Epoch | None = None  # as the last iterator has it, which alone may leave it
@@ -76,7 +71,7 @@ class PoolClient:
         self._closed = False
         self._broken: str | None = None  # why the pool cannot continue, as the server has reported
         try:
-            self._channel: Channel = connected(rendezvous, timeout_s, from_host)
+            self._channel: Channel = connected(rendezvous, timeout_s)
         except TimeoutError as error:
             raise RuntimeError(str(error)) from None
         except ConnectionError:
@@ -95,13 +90,8 @@ class PoolClient:
     def enter(self, epoch: Epoch, batches: object = None) -> tuple[int, bool]:
         """Begin the next epoch as soon as the server does; return its number in the pool, and True.
 
-        Args:
-            epoch: This rank's epoch. Its number, and whether it is resumed, must be as in the server.
-            batches: Not used: the server has a copy of this rank's sampler.
-
-        Raises:
-            RuntimeError: The server or another rank has ended, or the server does not begin the epoch, or begins
-                another one. The next call is for the same epoch.
+        The server has a copy of this rank's sampler, so ``batches`` are not used. RuntimeError: A rank has ended, or
+        the server begins no epoch, or another one. The next call is for the same epoch.
         """
         with self._lock:
             last = self._entered
@@ -116,10 +106,7 @@ class PoolClient:
     def next(self, number: int) -> BatchHandle:
         """Return the next batch, which views the server's memory: the same one until it is dropped.
 
-        Raises:
-            StopIteration: The epoch is over.
-            RuntimeError: The server or another rank has ended, the server's engine cannot continue, or another iterator
-                was made.
+        StopIteration: The epoch is over. RuntimeError: Nothing comes any more; the text says why.
         """
         with self._lock:
             if number != self._epoch:
@@ -138,7 +125,7 @@ class PoolClient:
             raise StopIteration
 
     def arrived(self, number: int) -> list[BatchHandle]:
-        """Return the batches that are there, and not dropped."""
+        """The batches that are there, and not dropped."""
         with self._lock, signals_deferred():
             while self._first() is None and not self._channel.over and self._channel.wait(0):
                 pass
@@ -157,7 +144,7 @@ class PoolClient:
                 self._arrived.popleft()
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Return slots whose pages the server has returned to the system since the last call."""
+        """Slots whose pages the server has returned to the system since the last call."""
         slots, self._given_back = self._given_back, set()
         return [(self._remote_arenas[arena].segment, slot) for arena, slot in slots]
 
@@ -226,16 +213,16 @@ class PoolClient:
                 finally:
                     self._sending.release()
 
-    def _receive(self, *kinds: str, late: str | None = None) -> tuple[Any, ...]:
-        """Return the next message of these kinds; ``batch``: once a batch or the end is there, or the epoch was left.
+    def _receive(self, kind: str, late: str | None = None) -> tuple[Any, ...]:
+        """Return the next message of a kind; ``batch``: once a batch or the end is there, or the epoch was left.
 
-        ``late`` is the overdue action of the server, for the error after a timeout; None: no time limit.
+        ``late`` says what the server has not done when the time is up; None: no time limit.
         """
         left_s = self._timeout_s
         while True:
             # What is taken from the channel is nowhere else until it is in its place.
             with signals_deferred():
-                message = self._heard(kinds)
+                message = self._heard(kind)
             if message is not None:
                 return message
             if late is not None and left_s <= 0:
@@ -246,8 +233,8 @@ class PoolClient:
                 )
             left_s -= waited_s(self._channel.sleep, LIVENESS_S)
 
-    def _heard(self, kinds: tuple[str, ...]) -> tuple[Any, ...] | None:
-        """Return a message of these kinds that has arrived; None if there is none."""
+    def _heard(self, kind: str) -> tuple[Any, ...] | None:
+        """Return a message of a kind that has arrived; None if there is none."""
         while True:
             while (message := self._first()) is not None:
                 self._channel.received.popleft()
@@ -256,18 +243,18 @@ class PoolClient:
                     if message[0] == "broken":
                         self._broken = message[1]
                     raise RuntimeError(message[1])
-                if message[0] in kinds:
+                if message[0] == kind:
                     return message
-            if "batch" in kinds and (
-                self._arrived or self._end or self._epoch in (-1, self._stopped)
-            ):
+            is_left = self._epoch in (-1, self._stopped)
+            if kind == "batch" and (self._arrived or self._end or is_left):
                 return "batch", self._epoch
             if self._channel.over:
                 self._epoch = -1
                 if self._broken is None:  # else the server may have ended since, for that reason
-                    fault, how = self._channel.fault, _ENDED
-                    if fault is not None:
-                        how = f"{_LOADS}, cannot be heard any more: {fault}"
+                    fault = self._channel.fault
+                    how = (
+                        _ENDED if fault is None else f"{_LOADS}, cannot be heard any more: {fault}"
+                    )
                     self._broken = f"local rank 0 (process {self._channel.pid}), {how}"
                 raise RuntimeError(self._broken)
             if not self._channel.wait(0):
@@ -284,27 +271,26 @@ class PoolClient:
                     for arena, slot in places:
                         if self._holds(arena, slot):
                             self._given_back.add((arena, slot))
-                case BatchMessage(arena=arena, descriptor=batch) if not self._holds(arena, batch):
-                    pass
-                case BatchMessage() as batch if batch.number != self._epoch:
-                    self._dropped.append((batch.arena, batch.descriptor.slot.start))
+                case BatchMessage(_, number, arena, batch, portion) if self._holds(arena, batch):
+                    if number == self._epoch:
+                        remote = self._remote_arenas[arena]
+                        self._arrived.append(remote.received(batch, portion))
+                    else:
+                        self._dropped.append((arena, batch.slot.start))
                 case BatchMessage():
-                    remote = self._remote_arenas[message.arena]
-                    self._arrived.append(remote.received(message.descriptor, message.portion))
+                    pass
                 case ("failed", number, why) if number == self._next_epoch:
                     self._next_epoch = number + 1
                     return "refused", f"local rank 0, {_LOADS}: {why}"
-                case ("end" | "failed", number, *_) if number != self._epoch:
-                    pass
-                case ("end" | "failed", *_):
-                    self._end = message
-                case ("open", number) if number != self._next_epoch:
-                    pass  # the second answer to a repeated request
+                case ("end" | "failed", number, *_):
+                    if number == self._epoch:
+                        self._end = message
                 case ("open", number):
-                    self._epoch, self._next_epoch = number, number + 1
-                    for _ in range(PREFETCH_BATCHES):
-                        self._send("next", number)
-                    return "open", number
+                    if number == self._next_epoch:  # else it answers a repeated request again
+                        self._epoch, self._next_epoch = number, number + 1
+                        for _ in range(PREFETCH_BATCHES):
+                            self._send("next", number)
+                        return "open", number
                 case _:
                     first: tuple[Any, ...] = message
                     return first
@@ -312,7 +298,6 @@ class PoolClient:
         return None
 
     def _map_arena(self, number: int, descriptor: int | None, nbytes: int) -> None:
-        """Map an arena that the server has sent."""
         self._channel.received[0] = None, None  # its descriptor is taken
         try:
             if descriptor is None:
@@ -353,7 +338,7 @@ class RemoteArena:
 
     @property
     def num_leased(self) -> int:
-        """Number of slots whose batches are in use."""
+        """Slots whose batches are in use."""
         self._loans.settle()
         return len(self._leases)
 
@@ -372,8 +357,7 @@ class RemoteArena:
         start, end = descriptor.slot
         lease = self.segment.array[start:end]
         self._leases[start] = weakref.ref(lease, partial(self._end, start))
-        read = partial(open_batch, descriptor, self.segment, self._store, lease)
-        return BatchHandle(self.segment, descriptor, portion, read)
+        return BatchHandle.of(LeasedBatch(descriptor, lease, portion), self.segment, self._store)
 
     def _end(self, start: int, reference: weakref.ref[object]) -> None:
         self._leases.pop(start, None)

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,88 +18,54 @@ from minato.sampling.progress import Completed
 from minato.shared_pool.channel import BatchMessage, Channel, Hello, RankMessage
 from minato.shared_pool.source import LeasedBatch
 
-__all__ = [
-    "DRAIN_BATCHES",
-    "PREFETCH_BATCHES",
-    "PoolEpoch",
-    "RankSlot",
-    "Ranks",
-    "epoch_mismatch",
-    "next_rank",
-    "rejection_reason",
-]
-
+__all__ = ["PREFETCH_BATCHES", "PoolEpoch", "RankSlot", "Ranks", "next_rank", "rejection_reason"]
 
 PREFETCH_BATCHES = 2
 """Batches that each rank requests ahead of use."""
-DRAIN_BATCHES = 64
+_DRAIN_BATCHES = 64
 """Batches sent without a request when the server exits, as far as the socket's buffer takes them."""
 
 
 @dataclass(eq=False)
 class PoolEpoch:
-    """One epoch of all ranks.
-
-    Attributes:
-        engine: Yields the batches of all ranks.
-        number: Number of the epoch in this pool, from 0.
-        epoch: The server's epoch number, from ``set_epoch``.
-        quota: Batches that each rank gets, including those before a resume.
-        total: Batches that the engine yields.
-        arena: Number of the engine's arena.
-        latest: Returns the part of the epoch that the engine's last batch covers.
-        resumed: Whether the epoch continues from a loaded state.
-        fetched: Batches that the engine has yielded.
-        exhausted: Whether the engine has ended the epoch.
-        error: Why it cannot continue.
-    """
+    """One epoch of all ranks, whose batches an engine yields."""
 
     engine: Engine
-    number: int
-    epoch: int
-    quota: int
-    total: int
-    arena: int
-    latest: Callable[[], Any]
+    number: int  # in this pool, from 0
+    epoch: int  # the server's, from set_epoch()
+    quota: int  # batches of each rank, with those before a resume
+    total: int  # batches that the engine yields
+    arena: int  # number of the engine's
+    latest: Callable[[], Any]  # the part of the epoch that the engine's last batch covers
     resumed: bool = False
-    fetched: int = 0
-    exhausted: bool = False
-    error: Exception | None = None
+    fetched: int = 0  # batches that the engine has yielded
+    exhausted: bool = False  # the engine has ended the epoch
+    error: Exception | None = None  # why it cannot go on
 
 
+@dataclass(eq=False)
 class RankSlot:
-    """A rank in the current epoch.
+    """A rank in the current epoch."""
 
-    Attributes:
-        channel: Channel to its process; None for the server itself, and for a rank that is not connected.
-        state: ``away``: it has not begun the epoch; ``in``: it takes part; ``out``: it has left.
-        wants: Number of requested batches that it has not received.
-        dealt: Number of batches assigned to it in the epoch, including the inbox and those before a resume.
-        asked_at: Sequence number of its last request.
-        leases: Leases of the slots whose batches it holds, by arena and start.
-        arenas: Numbers of the arenas that it has mapped.
-        given_back: Slots whose pages were returned to the system, with their arena's number; not reported to it yet.
-        entering: Number and epoch that it waits for, and the part done before a resume.
-        gone: Why it has ended; None while it has not.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.channel: Channel | None = None
-        self.state = "out"
-        self.inbox: deque[LeasedBatch] = deque()
-        self.wants = 0
-        self.dealt = 0
-        self.asked_at = 0
-        self.leases: dict[tuple[int, int], Any] = {}
-        self.arenas: set[int] = set()
-        self.given_back: set[tuple[int, Slot]] = set()
-        self.entering: tuple[int, int, Completed | None] | None = None
-        self.gone: str | None = None
+    rank: int
+    channel: Channel | None = None  # None: the server itself, or a rank that is not connected
+    # "away": it has not begun the epoch; "in": it takes part; "out": it has left.
+    state: str = "out"
+    inbox: deque[LeasedBatch] = field(default_factory=deque)
+    wants: int = 0  # requested batches that it has not received
+    dealt: int = 0  # batches of the epoch for it, with the inbox and those before a resume
+    asked_at: int = 0  # sequence number of its last request
+    leases: dict[tuple[int, int], Any] = field(default_factory=dict)  # by arena and start of a slot
+    arenas: set[int] = field(default_factory=set)  # numbers of those that it has mapped
+    # Slots whose pages were returned to the system, which it has not heard of yet.
+    given_back: set[tuple[int, Slot]] = field(default_factory=set)
+    # Number and epoch that it waits for, and the part done before a resume.
+    entering: tuple[int, int, Completed | None] | None = None
+    gone: str | None = None  # why it has ended
 
     @property
     def name(self) -> str:
-        """Name for error messages."""
+        """Its name in messages."""
         process = "" if self.channel is None else f" (process {self.channel.pid})"
         return f"local rank {self.rank}{process}"
 
@@ -114,14 +80,29 @@ class RankSlot:
         self.inbox.clear()
 
     def end(self, why: str) -> None:
-        """Release all resources of the rank's process, which is gone."""
+        """Release all that the rank's process had, which is gone."""
         self.leave()
         self.gone = self.gone or why
-        self.channel = None
-        self.arenas.clear()
-        self.given_back.clear()
-        self.entering = None
-        self.leases.clear()
+        self.channel = self.entering = None
+        for held in (self.arenas, self.given_back, self.leases):
+            held.clear()
+
+    def mismatch(self, epoch: int, resumed: bool) -> str | None:
+        """Why it cannot enter the server's epoch, which either may resume from a loaded state; None if it can."""
+        assert self.entering is not None
+        _, own, before = self.entering
+        if (own, before is not None) == (epoch, resumed):
+            return None
+        if before is None and not resumed:
+            return (
+                f"this is epoch {own} here and {epoch} for local rank 0: with workers=SharedPool(...) call set_epoch() "
+                "alike in all ranks"
+            )
+        where = {True: "in the middle, by the state that it has loaded", False: "at the beginning"}
+        return (
+            f"{self.name} begins epoch {own} {where[before is not None]}, and local rank 0 begins epoch {epoch} "
+            f"{where[resumed]}: with workers=SharedPool(...) load in each rank the state that it saved at the same step"
+        )
 
     def needs_batch(self, quota: int) -> bool:
         """Whether it has requested a batch that must be fetched."""
@@ -143,16 +124,6 @@ class Ranks:
     Args:
         me: Rank and settings of the server's own process, local rank 0; the clients' settings must be equal.
         on_rank_death: See :class:`minato.SharedPool`.
-
-    Attributes:
-        lock: Guards everything here.
-        changed: Counts the changes.
-        epoch: The epoch that is open; None between two.
-        arenas: Arenas of all engines so far; messages name them by their position.
-        done_before: Batches that each rank had before a resume.
-        broken: Why no rank can continue; None: they can.
-        closing: Whether the server ends with this epoch.
-        draining: Whether clients get more than they request, so that the server can end.
     """
 
     def __init__(self, me: Hello, count: int, on_rank_death: str) -> None:
@@ -165,13 +136,13 @@ class Ranks:
         # No Condition: its own code may keep a lock where the handler of a signal raises.
         self.changed = EventCount(np.zeros(EVENT_COUNT_NBYTES, np.uint8), 0)
         self.slots = [RankSlot(rank) for rank in range(count)]
-        self.epoch: PoolEpoch | None = None
+        self.epoch: PoolEpoch | None = None  # that is open
         self.num_epochs = 0
-        self.arenas: list[Arena] = []
-        self.done_before = [0] * count
-        self.broken: str | None = None
-        self.closing = False
-        self.draining = False
+        self.arenas: list[Arena] = []  # messages name them by their position
+        self.done_before = [0] * count  # batches of each rank before a resume
+        self.broken: str | None = None  # why no rank can go on
+        self.closing = False  # the server ends with this epoch
+        self.draining = False  # clients get more than they request, so that the server can end
 
     @property
     def own(self) -> RankSlot:
@@ -179,7 +150,7 @@ class Ranks:
         return self.slots[0]
 
     def missing(self) -> list[str]:
-        """Return the names of ranks that have ended and wait for a replacement."""
+        """The names of ranks that have ended and wait for a replacement."""
         return [slot.name for slot in self.slots if slot.gone is not None and self._waits]
 
     def check_alive(self) -> None:
@@ -207,13 +178,6 @@ class Ranks:
             self._let_in(slot)
         self.changed.notify()
 
-    def end(self) -> None:
-        """Close the epoch."""
-        if self.epoch is not None:
-            self.epoch.error = None  # its traceback holds the epoch
-        self.epoch = None
-        self.changed.notify()
-
     def request(self, slot: RankSlot) -> None:
         """Record that a rank asks for one more batch."""
         slot.wants += 1
@@ -233,7 +197,7 @@ class Ranks:
         self.draining = self.epoch is not None and self.own.dealt == self.epoch.quota
         for slot in self.slots[1:]:
             if self.draining and slot.state == "in":
-                slot.wants += DRAIN_BATCHES
+                slot.wants += _DRAIN_BATCHES
         self.changed.notify()
 
     def break_off(self, why: str) -> None:
@@ -257,11 +221,10 @@ class Ranks:
             if slot.given_back:  # before the slot can hold a new batch
                 _send(slot.channel, ("given back", tuple(slot.given_back)))
                 slot.given_back.clear()
-            leased = slot.inbox.popleft()
+            descriptor, lease, portion = slot.inbox.popleft()
             slot.wants -= 1
-            descriptor = leased.descriptor
-            slot.leases[this.arena, descriptor.slot.start] = leased.lease
-            message = BatchMessage("batch", this.number, this.arena, descriptor, leased.portion)
+            slot.leases[this.arena, descriptor.slot.start] = lease
+            message = BatchMessage("batch", this.number, this.arena, descriptor, portion)
             _send(slot.channel, message)
         if slot.inbox or not slot.wants:
             return
@@ -269,9 +232,7 @@ class Ranks:
             _send(slot.channel, ("end", this.number))
             slot.leave()
         elif this.error is not None:
-            why = f"{type(this.error).__name__}: {this.error}"
-            _send(slot.channel, ("failed", this.number, why))
-            slot.leave()
+            _fail(slot, this)
 
     def hear(self, channel: Channel, message: RankMessage) -> None:
         """Act on a message of a client; ValueError: a rank says hello twice."""
@@ -332,20 +293,16 @@ class Ranks:
         """Let a client join the epoch that it waits for, if that is open."""
         if slot.entering is None:
             return
-        number, epoch, before = slot.entering
-        this = self.epoch
+        number, this = slot.entering[0], self.epoch
         if self.broken is not None:
             _send(slot.channel, ("broken", self.broken))
         elif this is not None and this.number == number:
-            slot.entering = None
-            why = epoch_mismatch(slot.name, epoch, before is not None, this.epoch, this.resumed)
+            why, slot.entering = slot.mismatch(this.epoch, this.resumed), None
             if this.error is not None and this.exhausted:  # it cannot begin
-                slot.leave()
-                text = f"{type(this.error).__name__}: {this.error}"
-                _send(slot.channel, ("failed", number, text))
+                _fail(slot, this)
             elif why is None:
                 slot.state = "in"
-                slot.wants = DRAIN_BATCHES if self.draining else 0
+                slot.wants = _DRAIN_BATCHES if self.draining else 0
                 _send(slot.channel, ("open", number))
             else:
                 _send(slot.channel, ("refused", why))
@@ -361,6 +318,12 @@ def _send(
             channel.hang_up()  # its thread finds that it is over
 
 
+def _fail(slot: RankSlot, this: PoolEpoch) -> None:
+    why = f"{type(this.error).__name__}: {this.error}"
+    _send(slot.channel, ("failed", this.number, why))
+    slot.leave()
+
+
 def next_rank(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> RankSlot:
     """Return the rank that gets the next batch: with ``in_turn``, batch k of the epoch is for rank k mod n.
 
@@ -368,32 +331,12 @@ def next_rank(rank_slots: list[RankSlot], this: PoolEpoch, in_turn: bool) -> Ran
     """
     if in_turn:
         return min(rank_slots, key=lambda slot: (slot.dealt, slot.rank))
-    due = [slot for slot in rank_slots if slot.dealt < this.quota]
-    places = {"in": 0, "away": 1, "out": 2}
 
-    def rank(slot: RankSlot) -> tuple[object, ...]:
-        return places[slot.state], len(slot.inbox), not slot.wants, slot.asked_at
+    def place(slot: RankSlot) -> tuple[object, ...]:
+        state = ("in", "away", "out").index(slot.state)
+        return state, len(slot.inbox), not slot.wants, slot.asked_at
 
-    return min(due, key=rank)
-
-
-def epoch_mismatch(
-    name: str, epoch: int, resumed: bool, server_epoch: int, server_resumed: bool
-) -> str | None:
-    """Return why a rank cannot join the server's epoch, which either may resume from a loaded state; None if it can."""
-    if (epoch, resumed) == (server_epoch, server_resumed):
-        return None
-    if not (resumed or server_resumed):
-        return (
-            f"this is epoch {epoch} here and {server_epoch} for local rank 0: with workers=SharedPool(...) call "
-            "set_epoch() alike in all ranks"
-        )
-    where = {True: "in the middle, by the state that it has loaded", False: "at the beginning"}
-    return (
-        f"{name} begins epoch {epoch} {where[resumed]}, and local rank 0 begins epoch {server_epoch} "
-        f"{where[server_resumed]}: with workers=SharedPool(...) load in each rank the state that it saved "
-        "at the same step"
-    )
+    return min((slot for slot in rank_slots if slot.dealt < this.quota), key=place)
 
 
 def rejection_reason(

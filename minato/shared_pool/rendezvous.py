@@ -36,14 +36,11 @@ class Found(NamedTuple):
 
 
 class Rendezvous:
-    """A name under which the ranks of this job on this node find each other for one loader.
+    """A name under which the ranks of this job on this node find each other for one loader, by its number.
 
     The server writes two files with mode 0600 into a directory with mode 0700: a socket and a random key. Both ends of
     a connection prove that they know the key. Other users, and containers with another file system, reach neither.
-
-    Args:
-        number: Number of the loader in the program.
-        job: Identifies the job; None: the variables that the launcher sets.
+    The job is identified by the variables that the launcher sets, unless it is given.
     """
 
     def __init__(self, number: int, job: str | None = None) -> None:
@@ -66,11 +63,9 @@ class Rendezvous:
             ) from None
 
     def listen(self) -> Found:
-        """Return the server's listening socket and its key.
+        """The server's listening socket and its key.
 
-        Raises:
-            OSError: The name is in use, or the files cannot be written.
-            RuntimeError: The directory belongs to another user, or cannot be created.
+        OSError: The name is in use, or the files cannot be written. RuntimeError: As of :meth:`call`.
         """
         key, token = secrets.token_bytes(KEY_BYTES), f"{self._prefix}-{secrets.token_hex(8)}"
         with self._opened() as folder:
@@ -96,7 +91,7 @@ class Rendezvous:
         return Found(listener, key)
 
     def call(self) -> Found | None:
-        """Return a client's connection and the key; None if no server listens, or too many processes connect.
+        """A client's connection and the key; None if no server listens, or too many processes connect.
 
         RuntimeError: The directory belongs to another user, or cannot be created.
         """
@@ -154,7 +149,7 @@ class Rendezvous:
 
 
 def _machine() -> str:
-    """Return an identifier of this machine and its boot."""
+    """Identifies this machine and its boot."""
     try:
         return _BOOT_ID.read_text()
     except OSError:
@@ -186,7 +181,6 @@ def _connected(address: Path) -> socket.socket | None:
 
 
 def _is_heard(address: Path) -> bool:
-    """Whether a process listens to a socket."""
     try:
         connection = _connected(address)
     except BlockingIOError:

@@ -21,9 +21,9 @@ from minato.sampling.progress import Completed
 from minato.sampling.samplers import IndexBatches
 from minato.scheduling.dispatcher import waited_s
 from minato.shared_pool.channel import LIVENESS_S, Hello, RankListener
-from minato.shared_pool.ranks import PoolEpoch, Ranks, epoch_mismatch, next_rank
+from minato.shared_pool.ranks import PoolEpoch, Ranks, next_rank
 from minato.shared_pool.rendezvous import Rendezvous
-from minato.shared_pool.source import SUPERSEDED, BatchHandle, open_batch
+from minato.shared_pool.source import SUPERSEDED, BatchHandle
 
 __all__ = ["RANK_TIMEOUT_S", "PoolServer"]
 
@@ -42,10 +42,8 @@ class PoolServer:
     receive the clients' messages. After ``close`` the threads end when all ranks have left.
 
     Args:
-        me: Rank and settings of this process; the clients' settings must be equal.
+        me, on_rank_death: As of :class:`~minato.shared_pool.ranks.Ranks`.
         in_turn: Whether batch k is for rank k mod n, or for the next rank that requests one.
-        on_rank_death: When one of them ends, ``raise`` an error in all others, let them ``continue`` without it, or let
-            them ``wait`` before the next epoch until another process has taken its place.
     """
 
     def __init__(
@@ -82,8 +80,7 @@ class PoolServer:
             found = {0: own}
             for slot in others:
                 if slot.entering is not None:
-                    _, theirs, before = slot.entering
-                    why = epoch_mismatch(slot.name, theirs, before is not None, epoch, True)
+                    before, why = slot.entering[2], slot.mismatch(epoch, True)
                     if before is None or why is not None:
                         self.refuse(str(why))
                     found[slot.rank] = before
@@ -100,46 +97,39 @@ class PoolServer:
     def begin_epoch(
         self, engine: Engine, quota: int, epoch: Epoch, batches: IndexBatches
     ) -> tuple[int, bool]:
-        """Begin the next epoch when all ranks have left the last one.
+        """Begin the next epoch, which an engine yields for all ranks, when all of them have left the last one.
 
-        Args:
-            engine: Yields the batches of all ranks.
-            epoch: The epoch, whose number must be equal in all ranks. If this rank resumes it, ``gather_progress`` has
-                been called.
+        Its number must be equal in all ranks. If this rank resumes it, ``gather_progress`` has been called.
+        RuntimeError: A rank has ended, or does not join. What the sampler or the engine raises, the other ranks get,
+        too.
 
-        Returns:
-            The number of the epoch in this pool, and the result of ``engine.begin``.
-
-        Raises:
-            RuntimeError: A rank has ended, or does not join.
-            Exception: The sampler's, or the engine's; the other ranks get it, too.
+        Returns: The number of the epoch in this pool, and the result of ``engine.begin``.
         """
         self.finish_epoch()
-        part = epoch.progress.part
-        resumed = part is not None and part.before is not None
-        failure: Exception | None = None
         try:
             begun = engine.begin(epoch, batches)
         except Exception as error:
-            failure = error
-        ranks = self._ranks
+            self._open_epoch(engine, quota, epoch, error)
+            raise
+        return self._open_epoch(engine, quota, epoch), begun
+
+    def _open_epoch(
+        self, engine: Engine, quota: int, epoch: Epoch, failure: Exception | None = None
+    ) -> int:
+        """Open an epoch that the engine has begun, or could not begin; returns its number in the pool."""
+        ranks, part = self._ranks, epoch.progress.part
+        resumed = part is not None and part.before is not None
         with signals_deferred(), ranks.lock:
             self._arrived.clear()
             number, arena = ranks.num_epochs, ranks.arena_number(engine.arena)
             total = quota * len(ranks.slots) - (sum(ranks.done_before) if resumed else 0)
             numbers = number, epoch.number, quota, total, arena
             this = PoolEpoch(engine, *numbers, epoch.progress.latest, resumed)
-            if failure is not None:
-                this.error, this.exhausted = failure, True
+            this.error, this.exhausted = failure, failure is not None
             ranks.begin(this)
             if failure is not None:
                 ranks.leave(number)
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # its traceback holds this frame
-        return number, begun
+        return number
 
     def finish_epoch(self) -> None:
         """Leave the last epoch, and wait until all others have left it; RuntimeError: one ended, or stays."""
@@ -154,10 +144,7 @@ class PoolServer:
         )
 
     def _wait_for(self, done: Callable[[], bool], late: Callable[[], list[str]], what: str) -> None:
-        """Wait for a condition; ``late`` returns the names of the ranks that it depends on.
-
-        RuntimeError: A rank has ended, or the time limit has passed.
-        """
+        """Wait for ranks, whose names ``late`` returns; RuntimeError: one has ended, or the time limit has passed."""
         left_s, ranks = RANK_TIMEOUT_S, self._ranks
         while True:
             seen = ranks.changed.events
@@ -177,10 +164,8 @@ class PoolServer:
     def next(self, number: int) -> BatchHandle:
         """Return the next batch for the server's own rank: the same one until it is dropped.
 
-        Raises:
-            StopIteration: The epoch is over for this rank.
-            RuntimeError: Another rank has ended, another iterator was made, or the loader was closed meanwhile.
-            Exception: The engine's error.
+        StopIteration: The epoch is over for this rank. RuntimeError: Another rank has ended, another iterator was made,
+        or the loader was closed meanwhile. Exception: The engine's error.
         """
         ranks, own, has_waited = self._ranks, self._ranks.own, False
         while True:
@@ -209,7 +194,7 @@ class PoolServer:
             has_waited = True
 
     def arrived(self, number: int) -> list[BatchHandle]:
-        """Return the batches that are there for the server's own rank, and not dropped."""
+        """The batches that are there for the server's own rank, and not dropped."""
         ranks, own = self._ranks, self._ranks.own
         with signals_deferred(), ranks.lock:
             this = ranks.epoch
@@ -217,10 +202,8 @@ class PoolServer:
                 return []
             segment = this.engine.arena.segment
             while own.inbox:
-                descriptor, lease, portion = own.inbox.popleft()
-                parts = descriptor, segment, SharedStore(segment), lease
-                read = functools.partial(open_batch, *parts)
-                self._arrived.append(BatchHandle(segment, descriptor, portion, read))
+                leased = own.inbox.popleft()
+                self._arrived.append(BatchHandle.of(leased, segment, SharedStore(segment)))
             return list(self._arrived)
 
     def ask(self, number: int, handle: BatchHandle) -> None:
@@ -236,7 +219,7 @@ class PoolServer:
                 self._arrived.popleft()
 
     def given_back(self) -> list[tuple[Segment, Slot]]:
-        """Return slots whose pages were returned to the system since the last call."""
+        """Slots whose pages were returned to the system since the last call."""
         with self._ranks.lock:
             own = self._ranks.own
             slots, own.given_back = own.given_back, set()
@@ -260,7 +243,7 @@ class PoolServer:
     def close(self) -> None:
         """End when all ranks have left the epoch, without waiting for them.
 
-        If this rank has finished the epoch, the others are sent up to ``DRAIN_BATCHES`` of their batches at once, so
+        If this rank has finished the epoch, the others are sent their batches at once, as far as buffers take them, so
         that they do not need this process any more.
         """
         if os.getpid() == self._owner:
@@ -272,7 +255,11 @@ class PoolServer:
             return
         self.close()
         before: object = None
-        while living(self._thread) and (now := self._progress()) != before:
+        while living(self._thread):
+            this = self._ranks.epoch
+            now = this and this.fetched, [slot.state for slot in self._ranks.slots]
+            if now == before:  # nobody makes progress
+                break
             before = now
             self._thread.join(self._exit_wait_s())
         with self._ranks.lock:
@@ -286,11 +273,6 @@ class PoolServer:
             return 0.0
         is_awaited = any(slot.state == "away" for slot in self._ranks.slots)
         return _DRAIN_S if self._ranks.draining or is_awaited else _EXIT_WAIT_S
-
-    def _progress(self) -> object:
-        """Return a value that changes while the epoch makes progress."""
-        this = self._ranks.epoch
-        return this and this.fetched, [slot.state for slot in self._ranks.slots]
 
     def _check_threads(self) -> None:
         if not (living(self._thread) and self._listener.works):
@@ -338,16 +320,29 @@ class PoolServer:
                 self._ranks.serve(slot)
 
     def _fetch(self, this: PoolEpoch) -> None:
+        """Fetch the next batch for a rank. An error ends the epoch in each rank, once it has had its batches."""
         try:
             leased = this.engine.next().give()._replace(portion=this.latest())
             if this.fetched + 1 == this.total:
                 _end_engine_epoch(this)
         except Exception as error:
             with self._ranks.lock:
-                self._fail(this, error)
+                this.error = error
+                if isinstance(error, StopIteration):
+                    this.error = ValueError(
+                        f"the sampler gave {this.fetched} batches for all ranks of this node, and its length promised "
+                        f"{this.total}"
+                    )
+                self._send()
+                self._ranks.changed.notify()
             return
         with self._ranks.lock:
-            self._note_given_back(this)
+            returned = this.engine.arena.given_back
+            while returned:
+                place = this.arena, returned.pop()
+                for slot in self._ranks.slots:
+                    if this.arena in slot.arenas:  # otherwise it has pinned no pages there
+                        slot.given_back.add(place)
             slot = next_rank(self._ranks.slots, this, self._in_turn)
             this.fetched += 1
             slot.dealt += 1
@@ -359,34 +354,14 @@ class PoolServer:
                     self._ranks.serve(slot)
             self._ranks.changed.notify()
 
-    def _note_given_back(self, this: PoolEpoch) -> None:
-        """Note for each rank the slots whose pages the engine has returned to the system."""
-        slots = this.engine.arena.given_back
-        while slots:
-            place = this.arena, slots.pop()
-            for slot in self._ranks.slots:
-                if this.arena in slot.arenas:  # otherwise it has pinned no pages there
-                    slot.given_back.add(place)
-
-    def _fail(self, this: PoolEpoch, error: Exception) -> None:
-        """End the epoch in each rank with an error, once it has had its batches."""
-        if isinstance(error, StopIteration):
-            error = ValueError(
-                f"the sampler gave {this.fetched} batches for all ranks of this node, and its length promised "
-                f"{this.total}"
-            )
-        this.error = error
-        for slot in self._ranks.slots:
-            self._ranks.serve(slot)
-        self._ranks.changed.notify()
-
     def _finish(self, this: PoolEpoch) -> None:
-        """Close an epoch that all ranks have left."""
         if not this.exhausted:
             this.engine.cancel()
         del this.engine  # an engine of this epoch alone ends its workers now, which frees its arena for the next one
         with self._ranks.lock:
-            self._ranks.end()
+            this.error = None  # its traceback holds the epoch
+            self._ranks.epoch = None
+            self._ranks.changed.notify()
 
 
 def _end_engine_epoch(this: PoolEpoch) -> None:

@@ -128,9 +128,7 @@ class PoolSession:
     ) -> tuple[bool | None, Any]:
         """``shuffle`` and ``sampler`` for a rank's part of the dataset.
 
-        Raises:
-            ValueError: A sampler that was given does not know ranks, or knows others, or has no length; or the dataset
-                keeps a state.
+        ValueError: The given sampler knows no ranks, or others, or has no length; or the dataset keeps a state.
         """
         place = self._place
         if is_stateful(dataset):
@@ -192,12 +190,9 @@ class PoolSession:
     def source(
         self, spec: LoaderSpec, epoch: Epoch, make_engine: Callable[..., Engine]
     ) -> BatchSource:
-        """Where the batches of a new iterator come from.
+        """Where the batches of a new iterator come from; RuntimeError: the ranks do not meet, or this is a fork.
 
         ``make_engine`` gets a spec, its first epoch and, where it is not the default, ``make_reader``.
-
-        Raises:
-            RuntimeError: The ranks do not find each other, or this is a forked child.
         """
         if self.alone:
             return make_engine(spec, epoch)
@@ -222,11 +217,7 @@ class PoolSession:
     def done_by_all(self, spec: LoaderSpec, epoch: int, own: Completed) -> Completed:
         """What all ranks have had of the pass in the middle of which they begin, as far as this one has to know.
 
-        Args:
-            own: What this rank has had, as the state says that was loaded.
-
-        Raises:
-            RuntimeError: The ranks do not find each other, or their states do not belong together.
+        It has had its ``own`` part. RuntimeError: The ranks do not meet, or their states do not belong together.
         """
         if not self.hosts:
             return Completed()  # the host leaves out what is done

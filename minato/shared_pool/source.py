@@ -7,6 +7,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,35 +58,24 @@ SUPERSEDED = (
 """Why the iterator of an epoch that its rank has left cannot go on."""
 
 
+@dataclass(eq=False, slots=True)
 class BatchHandle:
-    """A batch that has arrived. It stays with the pool until the training loop has it.
+    """A batch that has arrived. It stays with the pool until the training loop has it."""
 
-    Args:
-        segment: This process's mapping of the arena.
-        portion: The part of the epoch that the batch covers.
-        read: Returns the batch (see :func:`open_batch`); may be called again.
+    segment: Segment  # this process's mapping of the arena
+    descriptor: BatchDescriptor
+    portion: Any  # the part of the epoch that the batch covers
+    read: Callable[[], object] | None  # may be called again
+    is_replaced: bool = False  # the rank has asked for another batch after it
+    started: Any = None  # the copy to a device, as RankDevice.start returns it
+    outgoing: Outgoing | None = None  # the batch, or its error
 
-    Attributes:
-        is_replaced: Whether the rank has asked for another batch after it.
-        started: The copy of the batch to a device, as ``RankDevice.start`` returns it.
-        outgoing: The batch, or its error; None: it is not built yet.
-    """
-
-    __slots__ = ("descriptor", "is_replaced", "outgoing", "portion", "read", "segment", "started")
-
-    def __init__(
-        self,
-        segment: Segment,
-        descriptor: BatchDescriptor,
-        portion: object,
-        read: Callable[[], object],
-    ) -> None:
-        self.segment, self.descriptor = segment, descriptor
-        self.portion: Any = portion
-        self.read: Callable[[], object] | None = read
-        self.is_replaced = False
-        self.started: Any = None
-        self.outgoing: Outgoing | None = None
+    @classmethod
+    def of(cls, leased: LeasedBatch, segment: Segment, store: Store) -> BatchHandle:
+        """The handle of a batch in a segment, in which a store finds its objects."""
+        descriptor, lease, portion = leased
+        read = functools.partial(open_batch, descriptor, segment, store, lease)
+        return cls(segment, descriptor, portion, read)
 
     def open(self) -> Any:
         """Return the batch."""
@@ -122,9 +112,7 @@ def open_batch(
 ) -> Any:
     """Return the batch of a descriptor; its arrays view the lease.
 
-    Raises:
-        DamagedError: The memory does not hold what the workers wrote.
-        Exception: The exception of a sample of the batch, or of its collation.
+    DamagedError: The memory does not hold what the workers wrote. Exception: That of a sample, or of its collation.
     """
     offset, nbytes = descriptor.result
     if descriptor.failed and not offset:
@@ -153,6 +141,8 @@ class RankDevice:
         self._pinned: weakref.WeakKeyDictionary[Segment, PinnedSlots] = weakref.WeakKeyDictionary()
         self._held = held = deque[tuple[object, DeviceEvent]]()
         self._copier = DeviceCopier(accelerator, lambda _, host, end: held.append((host, end)))
+        # Returns the batch of a copy; work that the program queues from then on waits for that.
+        self.finish = self._copier.finish
         # When the process exits, the driver ends all copies.
         weakref.finalize(self, _finish_copies, self._held, os.getpid()).atexit = False
 
@@ -169,17 +159,13 @@ class RankDevice:
         read = functools.partial(self._opened, handle)
         return self._copier.start(handle.descriptor.slot, read)
 
-    def finish(self, started: Any) -> Any:
-        """Return the batch on the device; work that the program queues from now on waits for its copy."""
-        return self._copier.finish(started)
-
     def _opened(self, handle: BatchHandle) -> Any:
         batch = handle.open()
         if self._pinner is not None:
-            pinned = self._pinned.get(handle.segment)
-            if pinned is None:
-                pinned = self._pinned[handle.segment] = PinnedSlots(self._pinner, handle.segment)
-            pinned.lock(handle.descriptor.slot, handle.descriptor.nbytes)
+            if handle.segment not in self._pinned:
+                self._pinned[handle.segment] = PinnedSlots(self._pinner, handle.segment)
+            slots = self._pinned[handle.segment]
+            slots.lock(handle.descriptor.slot, handle.descriptor.nbytes)
         return batch
 
 
@@ -191,10 +177,9 @@ def _finish_copies(held: deque[tuple[object, DeviceEvent]], owner: int) -> None:
 
 
 class RankSource:
-    """The batches of one rank (see :class:`minato.delivery.iterator.BatchSource`).
+    """The batches of one rank (see :class:`minato.delivery.iterator.BatchSource`), which a pool gives it.
 
     Args:
-        pool: Gives this rank its batches.
         join: Called with an epoch and its batches; joins the next epoch of all ranks. Returns its number in the pool,
             and whether batches that were prefetched for it were its own.
         device: Copies the batches to this rank's device; None: they stay in shared memory.
@@ -272,14 +257,13 @@ class RankSource:
 
     def _outgoing(self, handle: BatchHandle) -> Outgoing:
         """Build the batch of a handle, once."""
+        if handle.outgoing is None and self._device is not None:
+            handle.outgoing = Outgoing(self._device.finish(handle.started))
         if handle.outgoing is None:
-            if self._device is not None:
-                handle.outgoing = Outgoing(self._device.finish(handle.started))
-            else:
-                try:
-                    handle.outgoing = Outgoing(handle.open())
-                except Exception as error:
-                    handle.outgoing = Outgoing.of_error(error)
+            try:
+                handle.outgoing = Outgoing(handle.open())
+            except Exception as error:
+                handle.outgoing = Outgoing.of_error(error)
         return handle.outgoing
 
     def pinned(self, duration_ns: int) -> None:

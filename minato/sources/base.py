@@ -175,12 +175,7 @@ class KeyedSource(Dataset[Any], ABC):
         return _python_key(self.keys[index])
 
     def get(self, key: object) -> Any:
-        """Read the sample under a key.
-
-        Raises:
-            MissingKey: The store does not have it.
-            SourceError: The sample cannot be read or decoded.
-        """
+        """Read the sample under a key; MissingKey: there is none; SourceError: it cannot be read or decoded."""
         key = _python_key(key)
         return self.decoded(key, self.attempt(f"key {key!r}", lambda: self.read_value(key)))
 
@@ -195,17 +190,8 @@ class KeyedSource(Dataset[Any], ABC):
         return {**vars(self), "_keys": self.keys, "retry": None}
 
     def attempt(self, subject: str, call: Callable[[], object]) -> Any:
-        """Call a function that reads, again after transient errors.
-
-        Args:
-            subject: What is read, for messages.
-            call: The function.
-
-        Raises:
-            SourceError: It failed; the message names the subject.
-        """
-        with self._explained(subject):
-            pauses = self.retry.pauses()
+        """Call a function that reads, again after transient errors; SourceError: it failed; names the subject."""
+        with self._explained(subject) as pauses:
             while True:
                 try:
                     return call()
@@ -215,8 +201,7 @@ class KeyedSource(Dataset[Any], ABC):
 
     async def attempt_async(self, subject: str, call: Callable[[], Awaitable[object]]) -> Any:
         """:meth:`attempt` with a coroutine function that reads."""
-        with self._explained(subject):
-            pauses = self.retry.pauses()
+        with self._explained(subject) as pauses:
             while True:
                 try:
                     return await call()
@@ -233,11 +218,11 @@ class KeyedSource(Dataset[Any], ABC):
         return pause_s
 
     @contextmanager
-    def _explained(self, subject: str) -> Iterator[None]:
-        """Turn the library's errors into ours, which name the subject."""
+    def _explained(self, subject: str) -> Iterator[Iterator[float]]:
+        """Give the pauses between attempts; turn the library's errors into ours, which name the subject."""
         started = time.monotonic()
         try:
-            yield
+            yield self.retry.pauses()
         except SourceError as error:
             if subject not in str(error):  # it names a part of the source, but not the key
                 error.args = (f"{self!r} cannot read {subject}: {error}",)
@@ -270,7 +255,6 @@ class BatchedSource(KeyedSource):
         """The value of each key; None where it is missing, or where its read failed alone."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Read the samples of a batch."""
         keys = list(map(self.key_at, indices))
         if not keys:
             return []

@@ -181,7 +181,6 @@ class Cassandra(TableSource, BatchedSource):
         return sorted(super().list_keys())
 
     def read_values(self, keys: list[object]) -> list[Row | None]:
-        """Concurrent requests."""
         _, session, select = self.session()
         results = execute_concurrent_with_args(
             session, select, [(key,) for key in keys], _IN_FLIGHT, raise_on_first_error=False
@@ -196,9 +195,8 @@ class Cassandra(TableSource, BatchedSource):
     ) -> bool:
         """Begin to read the samples of a batch; False without a session, which ``__getitems__`` opens.
 
-        Args:
-            done: Called once, by the driver's thread, with a function that returns the list of samples. It reads those
-                whose read failed.
+        The driver's thread calls ``done`` once, with a function that returns the list of samples. It reads those whose
+        read failed.
         """
         opened = self.connections.opened()
         if opened is None:

@@ -70,10 +70,9 @@ class Connections(Generic[T]):
 
     @contextmanager
     def lease(self) -> Iterator[T]:
-        """A connection for the ``with`` block.
+        """A connection for the ``with`` block. If that raises, the connection is closed and not used again.
 
-        If the block raises, the connection is closed and not used again. A LookupError is an exception to this: a
-        missing key says nothing against the connection.
+        A LookupError is an exception to this: a missing key says nothing against the connection.
         """
         owner, works = os.getpid(), False
         connection = self._take()
@@ -86,8 +85,16 @@ class Connections(Generic[T]):
         finally:
             if os.getpid() != owner:  # forked within the block: the parent alone uses it
                 _inherited.append(connection)
+            elif (
+                not works and self._shared
+            ):  # other threads may use it: it closes when it is collected
+                with self._lock:
+                    self._idle = [other for other in self._idle if other is not connection]
             elif not works:
-                self._drop(connection)
+                with contextlib.suppress(
+                    Exception
+                ):  # it is broken, and the error of the block says so
+                    self._close_one(connection)
             elif not self._shared:
                 with self._lock:
                     self._idle.append(connection)
@@ -104,15 +111,6 @@ class Connections(Generic[T]):
                 self._idle.append(self._open_one())
                 return self._idle[0]
         return self._open_one()
-
-    def _drop(self, connection: T) -> None:
-        if self._shared:
-            with self._lock:
-                # Other threads may use it: it closes when it is collected.
-                self._idle = [other for other in self._idle if other is not connection]
-            return
-        with contextlib.suppress(Exception):  # it is broken, and the error of the block says so
-            self._close_one(connection)
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -139,11 +137,7 @@ class Env:
         return f"Env({self.name!r})"
 
     def value(self) -> str:
-        """The present value of the variable.
-
-        Raises:
-            ValueError: It is not set.
-        """
+        """The present value of the variable; ValueError: it is not set."""
         try:
             return os.environ[self.name]
         except KeyError:
@@ -176,11 +170,10 @@ class _Secret:
 
 
 class Settings:
-    """Arguments for the library that opens the connection.
+    """Arguments by name for the library that opens the connection; each is a value or an :class:`Env`.
 
-    Args:
-        values: By name. A value may be an :class:`Env`. Values whose name marks them as secret (a password, a key, a
-            token …), and those named in ``secret``, are hidden in ``repr`` and not pickled.
+    Values whose name marks them as secret (a password, a key, a token …), and those named in ``secret``, are hidden in
+    ``repr`` and not pickled.
     """
 
     def __init__(self, values: Mapping[str, object], secret: tuple[str, ...] = ()) -> None:
@@ -203,11 +196,7 @@ class Settings:
 class Place:
     """A URL whose ``repr`` hides the secrets in it; a URL with secrets is not pickled.
 
-    Args:
-        url: The URL, or the environment variable that holds it.
-
-    Raises:
-        ValueError: The password in it contains a character that ends this part of a URL.
+    ValueError: The password in it contains a character that ends this part of a URL.
     """
 
     def __init__(self, url: str | Env) -> None:
@@ -227,8 +216,7 @@ class Place:
 def shown_url(url: str) -> str:
     """The URL without parts that may be secret: passwords, tokens in the place of users, most parameters, the fragment.
 
-    Raises:
-        ValueError: The password in it contains a character that ends this part of a URL, so that libraries misread it.
+    ValueError: The password in it contains a character that ends this part of a URL, so that libraries misread it.
     """
     scheme, separator, rest = url.partition("://")
     kind = scheme.rpartition("::")[2].lower()  # fsspec chains several schemes

@@ -49,11 +49,9 @@ class HuggingFaceShards(ShardedDataset[Row]):
         self.settings = Settings(options)
 
     def shards(self) -> Sequence[str]:
-        """The files."""
         return self._files
 
     def iter_shard(self, name: str, state: State = None) -> Iterator[Row]:
-        """The rows of a file."""
         stream = datasets.load_dataset(
             self._path, data_files=[name], split="train", streaming=True, **self.settings.values()
         )

@@ -265,11 +265,7 @@ _parent_used = False
 
 
 def _check_runtime() -> None:
-    """Record that this process reads with obstore.
-
-    Raises:
-        RuntimeError: It was forked from a process that did, so that the call would hang.
-    """
+    """Record that this process reads with obstore; RuntimeError: its parent does, so that the call would hang."""
     global _used
     if _parent_used:
         raise RuntimeError(
@@ -292,10 +288,7 @@ def _in_a_fork(call: Callable[[], Iterator[T]]) -> list[T]:
     """What a function yields in a child process, so that this process can still be forked for workers.
 
     If this process already reads with obstore, it calls the function itself. Values and an exception are pickled.
-
-    Raises:
-        TimeoutError: The child said nothing for too long, and was killed.
-        RuntimeError: The child died, or Rust code panicked.
+    TimeoutError: The child said nothing for too long, and was killed. RuntimeError: It died, or Rust code panicked.
     """
     if _used or _parent_used or sys.platform != "linux" or _runtime_runs():
         with _panics():

@@ -40,10 +40,7 @@ _Rows = tuple[int, Callable[[int], Row]]
 
 
 class _RowGroups:
-    """The row groups of Parquet files, of which only the selected columns and rows are read.
-
-    Args: As of :class:`ParquetStream`.
-    """
+    """The row groups of Parquet files, of which only the selected columns and rows are read: see ParquetStream."""
 
     def __init__(
         self,
@@ -115,7 +112,6 @@ class _RowGroups:
         return [f"{group.path}#{group.row_groups[0].id}" for group in self.all]
 
     def number_of(self, name: str) -> int:
-        """The number of the row group with a name."""
         if self._numbers is None:
             self._numbers = {name: number for number, name in enumerate(self.names())}
         return self._numbers[name]
@@ -138,8 +134,7 @@ class _RowGroups:
 def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
     """The columns of all files, each of a type that holds the values of all; without one, of the first type.
 
-    Raises:
-        ValueError: Either type would cut values of the other.
+    ValueError: Either type would cut values of the other.
     """
     columns: dict[str, pa.Field] = {}
     for field in itertools.chain(*schemas):
@@ -182,8 +177,7 @@ def _parts_of(kind: pa.DataType) -> dict[str, pa.DataType]:
         return {part.name: part.type for part in map(kind.field, range(kind.num_fields))}
     if types.is_map(kind):
         return {"key": kind.key_type, "value": kind.item_type}
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return {"value": kind.value_type} if is_list else {}
+    return {"value": kind.value_type} if _is_list(kind) else {}
 
 
 class Parquet(KeyedSource):
@@ -245,17 +239,12 @@ class Parquet(KeyedSource):
         if not 0 <= key < self._count():
             raise LookupError(key)
         number = int(np.searchsorted(self._ends, key, side="right"))
-        _, row = self._group(number)
-        return row(key - (int(self._ends[number - 1]) if number else 0))
-
-    def _group(self, number: int) -> _Rows:
         # Under the lock: otherwise several threads would read the same row group.
         with self.connections.lease() as (lock, kept), lock:
-            group: _Rows = kept.pop(number, None) or self._groups.read(number)
-            kept[number] = group
+            _, row = kept[number] = kept.pop(number, None) or self._groups.read(number)
             while len(kept) > self._kept_groups:
                 kept.popitem(last=False)
-        return group
+        return row(key - (int(self._ends[number - 1]) if number else 0))
 
 
 class ParquetStream(IterableDataset[Any]):
@@ -375,7 +364,6 @@ class ParquetShards(ShardedDataset[Row]):
         return dict(zip(names, sizes, strict=True))
 
     def iter_shard(self, name: str, state: object = None) -> Iterator[Row]:
-        """The rows of a row group."""
         return _RowsInOrder(*self._groups.read(self._groups.number_of(name)))
 
 
@@ -392,7 +380,6 @@ class _RowsInOrder(Iterator[Row]):
         return self._row(self._at - 1)
 
     def skip(self, n: int) -> int:
-        """Pass over rows; returns how many there were."""
         before, self._at = self._at, min(self._at + n, self._count)
         return self._at - before
 

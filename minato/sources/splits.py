@@ -109,8 +109,7 @@ def save_splits(path: str | os.PathLike[str], splits: Mapping[str, Sequence[obje
 def load_splits(path: str | os.PathLike[str]) -> dict[str, list[Any]]:
     """Read a file of :func:`save_splits`; a :class:`~minato.sources.objects.Part` becomes a plain tuple.
 
-    Raises:
-        ValueError: The file contains no splits; the message names it.
+    ValueError: The file contains no splits; the message names it.
     """
     text = Path(path).read_bytes()
     try:
@@ -155,12 +154,7 @@ def _folds(size: int, count: int, seed: int, labels: object, entities: object) -
 
 
 def _codes(name: str, values: object, count: int) -> list[int]:
-    """A number for each value of a sequence; equal values have the same one.
-
-    Raises:
-        ValueError: They are not ``count``.
-        TypeError: A value has no hash.
-    """
+    """A number for each of ``count`` values, the same one for equal values; TypeError: one has no hash."""
     found = list(map(plain, items_of(name, values)))
     if len(found) != count:
         raise ValueError(f"{len(found)} {name} do not fit {count} keys: give one for each")

@@ -74,7 +74,6 @@ class TarShards(ShardedDataset[Sample]):
         return {name: os.path.getsize(name) for name in self._names}
 
     def iter_shard(self, name: str, state: object = None) -> Iterator[Sample]:
-        """The samples of a file."""
         url = self._places[name].url
         try:
             return _Samples(
@@ -91,8 +90,6 @@ class _Member(NamedTuple):
 
 
 class _Samples(Iterator[Sample]):
-    """The samples of a tar file."""
-
     def __init__(self, name: str, file: IO[bytes]) -> None:
         self._name = name
         self._close = weakref.finalize(self, file.close)

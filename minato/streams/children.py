@@ -32,20 +32,7 @@ from minato.sampling.resume import is_stateful
 from minato.streams.shards import has_ended
 from minato.transforms.rng_memory import GlobalGenerators
 
-__all__ = [
-    "Child",
-    "Dataset",
-    "State",
-    "Stream",
-    "Tally",
-    "Window",
-    "check_state",
-    "check_stream",
-    "draws",
-    "own_states",
-    "reader_number",
-    "set_epoch_of",
-]
+__all__ = ["Child", "Dataset", "State", "Stream", "Window", "check_stream", "own_states"]
 
 _STATE_SHARE = 100
 """States of a child take at most this part of the time."""
@@ -65,15 +52,10 @@ def check_stream(what: str, dataset: object) -> None:
         )
 
 
-def reader_number() -> int:
+def _reader() -> int:
     """Number of the reader that asks, at the start of ``__iter__``."""
     info = get_worker_info()
     return 0 if info is None else info.id
-
-
-def draws(seed: int, epoch: int, reader: int, kind: int) -> Callable[[int], int]:
-    """Random numbers of 64 bits, each a function of (seed, epoch, reader, ordinal); kinds are independent."""
-    return partial(mix_seed, mix_seed(seed, epoch, reader), kind)
 
 
 class Tally:
@@ -88,9 +70,10 @@ class Tally:
     def __fingerprint__(self) -> None:
         """Numbers change with each item, and no item with them."""
 
-    def row(self, reader: int) -> np.ndarray:
-        """The numbers of a reader, to be written by that reader only."""
-        row: np.ndarray = self._rows[reader % _MOST_READERS].numpy()
+    def row(self) -> np.ndarray:
+        """The numbers of the reader that asks, which begin with 0, and which it alone writes."""
+        row: np.ndarray = self._rows[_reader() % _MOST_READERS].numpy()
+        row[:] = 0
         return row
 
     def totals(self) -> list[int]:
@@ -100,29 +83,45 @@ class Tally:
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset over others.
+    """An iterable dataset over others, which has a name in messages.
 
     Args:
-        name: Its name in messages.
         facts: What decides, besides the children, which items come.
-
-    Attributes:
-        loaded: Names of the children for which a state was loaded, which they may apply in later epochs, too.
+        counts: How many numbers each reader has in ``tally``.
     """
 
     def __init__(
-        self, name: str, children: Mapping[str, Dataset], facts: Mapping[str, object]
+        self, name: str, children: Mapping[str, Dataset], facts: Mapping[str, object], counts: int
     ) -> None:
-        self.children = dict(children)
+        self._name, self.children = name, dict(children)
         self._facts = {f"{fact} of {name}": repr(value) for fact, value in facts.items()}
+        self.tally = Tally(counts)
         self.epoch = 0
+        # The children for which a state was loaded, which they may apply in later epochs, too.
         self.loaded: set[str] = set()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next ``iter()``, of the children too."""
         self.epoch = epoch
-        for child in self.children.values():
-            set_epoch_of(child, epoch)
+        for name in self.children:
+            self.set_child_epoch(name, epoch)
+
+    def set_child_epoch(self, name: str, epoch: int) -> None:
+        """Call ``set_epoch`` of a child that has it."""
+        set_epoch = getattr(self.children[name], "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+    def draws(self, seed: int, kind: int) -> Callable[[int], int]:
+        """Random numbers of 64 bits, each a function of (seed, epoch, reader, ordinal); kinds are independent."""
+        return partial(mix_seed, mix_seed(seed, self.epoch, _reader()), kind)
+
+    def check_state(self, state: object, key: str) -> None:
+        """A loaded state is that of this kind of stream, which has this part; ValueError: it is another's."""
+        if not _has(state, key):
+            raise ValueError(
+                f"the state is not that of {self._name}: resume with the datasets that it was saved with"
+            )
 
     def reads_states(self) -> bool:
         """Whether a dataset below it has a state."""
@@ -155,14 +154,6 @@ class Stream(IterableDataset[Any]):
         return found
 
 
-def check_state(what: str, state: object, key: str) -> None:
-    """A loaded state is that of a kind of stream, which has this part; ValueError: it is another's."""
-    if not _has(state, key):
-        raise ValueError(
-            f"the state is not that of {what}: resume with the datasets that it was saved with"
-        )
-
-
 def own_states(key: str) -> list[State | None]:
     """This part of ``resumed_states()``; empty if one of them is another stream's."""
     states = resumed_states()
@@ -172,13 +163,6 @@ def own_states(key: str) -> list[State | None]:
 
 def _has(state: object, key: str) -> bool:
     return isinstance(state, dict) and key in state
-
-
-def set_epoch_of(dataset: object, epoch: int) -> None:
-    """Call ``set_epoch`` of a dataset that has it."""
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
 
 
 class Child:
@@ -406,14 +390,11 @@ class Window(Child):
         first = outer.kept()
         self._points = deque(each._replace(generators=first) for each in self._points)
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        outer.keep()
-        after = outer.kept()
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
-        outer.keep()
-        self._own = outer.kept()
-        outer.load(after)
+        with self._at_generators(None):
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            torch.default_generator.manual_seed(seed)
+        self._own = self._again
 
     def window_state(self) -> State:
         """The state from which the held items can be read again."""
@@ -436,6 +417,7 @@ class Window(Child):
         self.at, self._target, self._ends = state["from"], state["at"], state["ended"]
         self.load(state["child"], self._target - self.at + further)
         self._due, generators, owns = self.at + self._every, None, state["owns"]
+        self._again = None
         if self._outer is not None and state["generators"] is not None:
             with self._at_generators(None):
                 self._outer.load_plain(state["generators"])
@@ -443,24 +425,17 @@ class Window(Child):
             self._own = generators if owns else None
         self._points = deque([_Point(self.at, self.state(), generators, owns)])
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether ``read_again`` has something to do."""
-        return self.at < self._target
-
     def read_again(self, held: Container[int], found: dict[int, object]) -> None:
         """Read up to where a loaded state was taken. A call that was interrupted can be repeated.
 
-        Args:
-            held: Ordinals of the items to keep; the others are dropped.
-            found: Where they are put, by ordinal.
+        Items with the ordinals in ``held`` are put into ``found``; the others are dropped.
 
         Raises:
             Exception: Raised by an item that is to be kept; the next call goes on after it.
             RuntimeError: The child has fewer items than before.
         """
         with self._at_generators(self._again):
-            while self.is_behind:
+            while self.at < self._target:
                 keeps = self.at in held
                 try:
                     item = self._next(drops=not keeps)

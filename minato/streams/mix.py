@@ -12,19 +12,7 @@ from typing import Any
 from minato._support.items import to_read_again
 from minato._support.text import text_of, type_name
 from minato.checks import check_choice, check_number, check_whole, did_you_mean
-from minato.streams.children import (
-    Child,
-    Dataset,
-    State,
-    Stream,
-    Tally,
-    check_state,
-    check_stream,
-    draws,
-    own_states,
-    reader_number,
-    set_epoch_of,
-)
+from minato.streams.children import Child, Dataset, State, Stream, check_stream, own_states
 
 __all__ = ["Mixed", "mix"]
 
@@ -86,14 +74,14 @@ class Mixed(Stream):
     ) -> None:
         self.names = list(datasets)
         self.phases, self.passes, self.exhausted, self.seed = phases, passes, exhausted, seed
-        self.tally = Tally(len(self.names))
         rules = {
             "order of names": self.names,
             "seed": seed,
             "passes": [*passes.values()],
             "exhausted": exhausted,
         }
-        super().__init__("minato.mix", datasets, {**rules, "weights": phases})
+        facts = {**rules, "weights": phases}
+        super().__init__("minato.mix", datasets, facts, len(self.names))
         self.rules = {name: repr(rule) for name, rule in rules.items()}
         """What decides, besides the weights, which source comes next."""
         self.sets_epochs = exhausted == "repeat" or max(passes.values()) > 1
@@ -115,30 +103,23 @@ class Mixed(Stream):
 
 
 class _Source:
-    """A source, as one reader reads it.
-
-    Attributes:
-        count: Items that it has given.
-        passes: Passes that have ended.
-        at: Items that it has been asked for in this pass.
-        is_live: Whether it may be drawn.
-    """
+    """A source, as one reader reads it."""
 
     def __init__(self, mixed: Mixed, name: str, resumed: Sequence[State | None]) -> None:
         self._mixed, self.name = mixed, name
         self._resumed = resumed
-        self.count = self.passes = self.at = 0
-        self.is_live = True
+        self.count = 0  # items that it has given
+        self.passes = 0  # that have ended
+        self.at = 0  # items that it has been asked for in this pass
+        self.is_live = True  # it may be drawn
         self.child = self._begun()
 
     def _set_epoch(self) -> None:
         if self._mixed.sets_epochs:
-            dataset = self._mixed.children[self.name]
-            set_epoch_of(dataset, self._mixed.epoch + self.passes * _PASS)
+            self._mixed.set_child_epoch(self.name, self._mixed.epoch + self.passes * _PASS)
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether it has had its passes."""
         return not self.is_live or self.passes >= self._mixed.passes[self.name]
 
     def _begun(self) -> Child:
@@ -156,7 +137,6 @@ class _Source:
         return self.child.first()
 
     def begin_again(self) -> None:
-        """Begin the next pass."""
         self.at = 0
         self.child = self._begun()
 
@@ -184,12 +164,10 @@ class _Items(Iterator[Any]):
     """An iterator without a state."""
 
     def __init__(self, mixed: Mixed, sources: list[_Source]) -> None:
-        reader = reader_number()
         self._mixed, self._sources = mixed, sources
         kind = zlib.crc32(repr(mixed.names).encode())
-        self._draw = draws(mixed.seed, mixed.epoch, reader, kind)
-        self._row = mixed.tally.row(reader)
-        self._row[:] = 0
+        self._draw = mixed.draws(mixed.seed, kind)
+        self._row = mixed.tally.row()
         self._at = 0
         self._ended = False
         self._phases = mixed.phases
@@ -277,7 +255,7 @@ class _StatefulItems(_Items):
         }
 
     def load_state_dict(self, state: State) -> None:
-        check_state("minato.mix", state, "sources")
+        self._mixed.check_state(state, "sources")
         kept, names = state["sources"], self._mixed.names
         if set(kept) != set(names):
             changes = [
@@ -349,7 +327,6 @@ def _check_sources(datasets: object) -> None:
 
 
 def _by_name(what: str, names: list[str], given: object) -> list[float]:
-    """The numbers that a mapping has for the names."""
     if not isinstance(given, Mapping):
         raise TypeError(f"{what}={text_of(given)} has no names: give a dictionary of numbers")
     for name in given:
@@ -386,7 +363,6 @@ def _weights(what: str, names: list[str], given: object) -> list[float]:
 
 
 def _phases(names: list[str], weights: object) -> Phases:
-    """The ordinals from which weights hold, and these."""
     if weights is None:
         return [(0, [1.0] * len(names))]
     if not (

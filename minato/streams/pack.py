@@ -14,16 +14,7 @@ import torch
 from minato._support.items import to_read_again
 from minato._support.text import message_of, text_of, type_name
 from minato.checks import check_choice, check_number, check_whole
-from minato.streams.children import (
-    Dataset,
-    State,
-    Stream,
-    Tally,
-    Window,
-    check_state,
-    check_stream,
-    reader_number,
-)
+from minato.streams.children import Dataset, State, Stream, Window, check_stream
 
 __all__ = ["Packed", "pack"]
 
@@ -108,10 +99,9 @@ class Packed(Stream):
             "oversized": oversized,
             "open_rows": open_rows,
         }
-        super().__init__("minato.pack", {"dataset": dataset}, facts)
+        super().__init__("minato.pack", {"dataset": dataset}, facts, 4)
         self.dataset, self.length, self.fields = dataset, length, fields
         self.oversized, self.open_rows = oversized, open_rows
-        self.tally = Tally(4)
 
     def __iter__(self) -> Iterator[Any]:
         window = Window(self, "dataset", "the dataset of minato.pack", self.open_rows)
@@ -151,8 +141,7 @@ class _Rows(Iterator[Any]):
     def __init__(self, dataset: Packed, window: Window) -> None:
         self._dataset, self._window = dataset, window
         self._counts = [0] * 4
-        self._row = dataset.tally.row(reader_number())
-        self._row[:] = 0
+        self._row = dataset.tally.row()
         self._begun = 0
         self._open: dict[int, _Row] = {}
         self._space: list[tuple[int, int]] = []  # of each open row, with its number; ascending
@@ -211,7 +200,6 @@ class _Rows(Iterator[Any]):
         return arrays
 
     def _add(self, at: int, arrays: tuple[Array, ...]) -> None:
-        """Put a sequence into rows."""
         length, rule, total = self._dataset.length, self._dataset.oversized, len(arrays[0])
         if total > length and rule == "raise":
             raise ValueError(
@@ -321,8 +309,7 @@ class _StatefulRows(_Rows):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a state."""
-        check_state("minato.pack", state, "begun")
+        self._dataset.check_state(state, "begun")
         if state["length"] != self._dataset.length:
             raise ValueError(
                 f"the state is that of rows of {state['length']}, and length={self._dataset.length}: resume with the "

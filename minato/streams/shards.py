@@ -130,7 +130,10 @@ class ShardIterator(Iterator[T]):
         self._gone: frozenset[str] = frozenset()
         self._dealt: list[list[str]] = [[] for _ in range(count)]
         self._done = 0  # number of shards of this reader
-        known: list[Position] = [state for state in resumed_states() if _is_position(state)]
+        # Those of an iterator around it are others.
+        kind = Position.__annotations__.keys()
+        states = (each for each in resumed_states() if isinstance(each, dict))
+        known: list[Any] = [each for each in states if each.keys() == kind]
         self._is_joined = bool(known)
         if known:  # also a reader that had not begun must know what was dealt
             self._join(known)
@@ -157,8 +160,15 @@ class ShardIterator(Iterator[T]):
             except StopIteration:
                 self._close()
                 continue
-            except Exception as error:
-                self._failed(error)
+            except Exception as error:  # the next call goes on in the same shard, unless it cannot
+                name, items = self._name(), self._calls
+                add_note(error, f"in shard {name!r}, item {items}")
+                self._calls += 1
+                if has_ended(self._items):
+                    warn(
+                        f"shard {name!r} ended by an exception after {items} items; the rest of it is missing: a "
+                        "generator that has raised cannot go on, so catch the exception inside of it"
+                    )
                 raise
             self._calls += 1
             return item
@@ -265,17 +275,6 @@ class ShardIterator(Iterator[T]):
     def _end(self) -> None:
         self._items, self._done = None, len(self._dealt[self._number])
 
-    def _failed(self, error: Exception) -> None:
-        """Go on after an item that raised, in the same shard unless it cannot."""
-        name = self._name()
-        add_note(error, f"in shard {name!r}, item {self._calls}")
-        self._calls += 1
-        if has_ended(self._items):
-            warn(
-                f"shard {name!r} ended by an exception after {self._calls - 1} items; the rest of it is missing: a "
-                "generator that has raised cannot go on, so catch the exception inside of it"
-            )
-
     # ---- states
 
     def state_dict(self) -> Position:
@@ -352,11 +351,6 @@ class ShardIterator(Iterator[T]):
         self.has_changed = own != before or not gone.isdisjoint(own[self._done :])
 
 
-def _is_position(state: object) -> bool:
-    """Whether a state is that of a ``ShardIterator``, not of an iterator around it."""
-    return isinstance(state, dict) and state.keys() == Position.__annotations__.keys()
-
-
 def has_ended(items: object) -> bool:
     """Whether an iterator that has raised cannot go on."""
     return isinstance(items, GeneratorType) and items.gi_frame is None
@@ -390,10 +384,7 @@ def _sizes_of(dataset: ShardedDataset[T]) -> dict[str, float]:
 
 
 def _dealt(known: list[list[str]], names: list[str], sizes: Mapping[str, float]) -> list[list[str]]:
-    """Deal shards to readers, each to the one with the least, large ones first; the order of the names stays.
-
-    ``known`` are those that each reader has, ``names`` further ones, and ``sizes`` those of all that there are.
-    """
+    """Deal further shards, each to the reader with the least, large ones first; the order of the names stays."""
     loads = [sum(sizes.get(name, 0) for name in own) for own in known]
     reader_of: dict[str, int] = {}
     for name in sorted(names, key=lambda name: -sizes[name]):

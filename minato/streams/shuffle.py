@@ -8,17 +8,7 @@ from typing import Any
 
 from minato._support.items import to_read_again
 from minato.checks import check_whole
-from minato.streams.children import (
-    Dataset,
-    State,
-    Stream,
-    Tally,
-    Window,
-    check_state,
-    check_stream,
-    draws,
-    reader_number,
-)
+from minato.streams.children import Dataset, State, Stream, Window, check_stream
 
 __all__ = ["Shuffled", "shuffle"]
 
@@ -53,9 +43,8 @@ class Shuffled(Stream):
 
     def __init__(self, dataset: Dataset, buffer_size: int, seed: int) -> None:
         facts = {"buffer_size": buffer_size, "seed": seed}
-        super().__init__("minato.shuffle", {"dataset": dataset}, facts)
+        super().__init__("minato.shuffle", {"dataset": dataset}, facts, 2)
         self.dataset, self.buffer_size, self.seed = dataset, buffer_size, seed
-        self.tally = Tally(2)
 
     def __iter__(self) -> Iterator[Any]:
         window = Window(self, "dataset", "the dataset of minato.shuffle", self.buffer_size)
@@ -72,11 +61,10 @@ class _Buffer(Iterator[Any]):
     _loaded: list[int] | None = None  # what is held, until it is read again
 
     def __init__(self, dataset: Shuffled, window: Window) -> None:
-        reader = reader_number()
-        self._window, self._size = window, dataset.buffer_size
-        self._draw = draws(dataset.seed, dataset.epoch, reader, self._size)
-        self._row = dataset.tally.row(reader)
-        self._row[:] = 0, self._size
+        self._dataset, self._window, self._size = dataset, window, dataset.buffer_size
+        self._draw = dataset.draws(dataset.seed, self._size)
+        self._row = dataset.tally.row()
+        self._row[1] = self._size
         self._given = 0
         self._held: list[tuple[int, Any]] = []
         self._places: dict[int, int] = {}
@@ -135,7 +123,7 @@ class _StatefulBuffer(_Buffer):
         return {"given": self._given, "held": held, "window": self._window.window_state()}
 
     def load_state_dict(self, state: State) -> None:
-        check_state("minato.shuffle", state, "held")
+        self._dataset.check_state(state, "held")
         self._given, self._loaded = state["given"], list(state["held"])
         again = to_read_again(self)  # before that the buffer is filled
         self._window.load_window(state["window"], again and again + self._size)

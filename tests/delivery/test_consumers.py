@@ -344,7 +344,7 @@ def test_who_has_not_woken_up_gets_no_second_batch_and_none_of_another_epoch() -
     sleeper, fetcher = group.enter(0), group.enter(0)
     group._waiting.append(sleeper)  # as if its thread were still to be woken
     assert group.next(fetcher) == (0, 1)
-    assert [outcome.batch for outcome in sleeper.inbox] == [(0, 0)]
+    assert [batch for batch, _ in sleeper.inbox] == [(0, 0)]
     with pytest.raises(StopIteration):
         group.next(fetcher)
     group.leave(sleeper)

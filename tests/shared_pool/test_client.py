@@ -13,7 +13,7 @@ import pytest
 
 from minato import DataLoader, SharedPool
 from minato.batching.arena import Slot
-from minato.shared_pool.channel import Hello, RankListener, connected, from_host
+from minato.shared_pool.channel import Hello, RankListener, connected
 from minato.shared_pool.client import PoolClient
 from minato.shared_pool.rendezvous import Rendezvous
 from tests.datasets import Filled, Numbers, indices, wait_until
@@ -132,4 +132,4 @@ def test_nobody_reaches_a_host_that_is_through_by_what_its_children_keep(
         for kept in tmp.iterdir():
             kept.rename(kept.with_suffix(""))
         with pytest.raises(TimeoutError, match="has not begun to iterate"):
-            connected(rendezvous, 0.0, from_host)
+            connected(rendezvous, 0.0)

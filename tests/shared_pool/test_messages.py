@@ -339,7 +339,7 @@ def check_hub(sent: list[tuple[int, Any]], in_turn: bool) -> None:
         number = begun(server, Engine(9), 3)
         channels = []
         for rank in (1, 2):
-            channel = connected(rendezvous, PATIENCE_S, from_host)
+            channel = connected(rendezvous, PATIENCE_S)
             channel.send(("hello", 0, (), Hello(rank, rank, facts)))
             channel.send(("enter", number, (), (0, None)))
             channels.append(channel)
@@ -403,7 +403,7 @@ def test_a_host_that_takes_leave_does_not_wait_for_a_rank_that_is_slow() -> None
     with at_a_meeting() as rendezvous:
         server = PoolServer(rendezvous, Hello(0, 0, {}), 2, True, "continue")
         number = begun(server, Engine(2 * count, texts), count)
-        rank = connected(rendezvous, PATIENCE_S, from_host)
+        rank = connected(rendezvous, PATIENCE_S)
         rank.send(("hello", 0, (), Hello(1, 1, {})))
         rank.send(("enter", number, (), (0, None)))
         for _ in range(count):

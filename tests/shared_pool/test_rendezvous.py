@@ -86,7 +86,7 @@ def is_closed(connection: socket.socket) -> bool:
 def check_served(host: Host, rendezvous: Rendezvous) -> None:
     """A rank that knows the key is heard."""
     before = len(host.heard)
-    rank = connected(rendezvous, PATIENCE_S, from_host)
+    rank = connected(rendezvous, PATIENCE_S)
     rank.send(NEXT)
     wait_until(lambda: len(host.heard) > before)
     assert host.heard[-1] == NEXT
@@ -314,7 +314,7 @@ def test_a_host_that_does_not_know_the_key_hears_nothing(
     thread = threading.Thread(target=pretend)
     thread.start()
     with pytest.raises(WrongKeyError, match="does not know the key"):
-        connected(rendezvous, PATIENCE_S, from_host)
+        connected(rendezvous, PATIENCE_S)
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     thread.join(PATIENCE_S)
@@ -337,7 +337,7 @@ def test_a_host_that_takes_the_place_of_another_is_found(rendezvous: Rendezvous)
 
     wrong.insert(0, False)
     rendezvous.call = late  # type: ignore[method-assign]
-    connected(rendezvous, PATIENCE_S, from_host).close()
+    connected(rendezvous, PATIENCE_S).close()
     first.close()
 
 
@@ -401,7 +401,7 @@ def test_descriptors_of_strangers_and_ranks_do_not_arrive(
         return found - 1
 
     with open(tmp_path / "sent") as file:
-        sender = connected(rendezvous, PATIENCE_S, from_host)
+        sender = connected(rendezvous, PATIENCE_S)
         with called(rendezvous).connection as stranger:
             socket.send_fds(stranger, [b"x"], [file.fileno()] * 2)
             wait_until(lambda: bool(host._pending))
@@ -420,11 +420,11 @@ def test_descriptors_of_strangers_and_ranks_do_not_arrive(
 def test_what_a_rank_sends_can_end_its_own_channel_alone(
     host: Host, rendezvous: Rendezvous
 ) -> None:
-    good = connected(rendezvous, PATIENCE_S, from_host)
+    good = connected(rendezvous, PATIENCE_S)
     for number, sent in enumerate(
         [b"\xff" * 64, struct.pack("!i", 2) + b"{}", struct.pack("!i", 1 << 30), b"\xff"]
     ):
-        bad = connected(rendezvous, PATIENCE_S, from_host)
+        bad = connected(rendezvous, PATIENCE_S)
         bad._socket.sendall(sent)
         if len(sent) == 1:
             bad.hang_up()  # in the middle of a message
@@ -439,7 +439,7 @@ def test_what_a_rank_sends_can_end_its_own_channel_alone(
 def test_an_error_where_a_message_is_handled_ends_its_channel_alone(
     host: Host, rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = connected(rendezvous, PATIENCE_S, from_host)
+    bad = connected(rendezvous, PATIENCE_S)
     monkeypatch.setattr(host, "_on_message", lambda channel, message: 1 // 0)
     bad.send(NEXT)
     wait_until(lambda: bool(host.gone))
