@@ -123,11 +123,13 @@ class Cache(ABC):
             self.counters.add(errors=1)
             return
         try:
-            content = _pickled(sample)
+            to = io.BytesIO()
+            ViewPickler(to, 5).dump(sample)
         except Exception as error:  # of the sample's own code: it is delivered, and not kept
             self._failed(error)
             return
         try:
+            content = to.getvalue()
             added = self.store(key, _digest(key, content) + content)
         except self.failures as error:
             self._takes = False
@@ -152,12 +154,6 @@ class Cache(ABC):
     def report(self) -> CacheReport:
         """The counts of the cache so far, of all processes."""
         return CacheReport(*self.counters.totals())
-
-
-def _pickled(sample: object) -> bytes:
-    to = io.BytesIO()
-    ViewPickler(to, 5).dump(sample)
-    return to.getvalue()
 
 
 def _digest(key: bytes, content: bytes) -> bytes:
@@ -483,8 +479,7 @@ class _Environment:
             del self._samples, self._states, self._files
 
     def _last(self) -> int:
-        last: int = self._files.info()["last_txnid"]
-        return last
+        return int(self._files.info()["last_txnid"])
 
     def _stamp(self) -> tuple[bytes, int]:
         with suppress(FileNotFoundError, struct.error):

@@ -162,13 +162,10 @@ class Consumer:
     def __init__(self, group: Group, device: torch.device | None) -> None:
         self.device, self._group = device, group
         self._accelerator = None if device is None else accelerator_of(device)
+        # Its device copies from pinned memory by itself.
+        self.pins_memory = self._accelerator is not None and self._accelerator.pins_memory
         self._next = 0
         self._part: Callable[[], _Part | None] = lambda: None
-
-    @property
-    def pins_memory(self) -> bool:
-        """Whether its device copies from pinned memory by itself."""
-        return self._accelerator is not None and self._accelerator.pins_memory
 
     def __iter__(self) -> Iterator[Any]:
         """Its part of the next epoch, which begins when all consumers have left the last one.

@@ -11,6 +11,7 @@ from minato.loader import DataLoader
 
 __all__ = ["patch", "unpatch"]
 
+# Where torch's class is to be found: pickle looks there for the class of a loader.
 _TORCHS_NAME = TorchDataLoader.__module__, TorchDataLoader.__qualname__
 _OUR_NAME = "minato._support.loader_class", "TorchDataLoader"
 
@@ -46,7 +47,7 @@ def patch() -> ExitStack:
         if _depth == 1:
             stand_in(DataLoader)
             _names.extend(rebind(TorchDataLoader, DataLoader))
-            _go_by(_OUR_NAME)
+            TorchDataLoader.__module__, TorchDataLoader.__qualname__ = _OUR_NAME
     undo = ExitStack()
     undo.callback(unpatch)
     return undo
@@ -69,9 +70,4 @@ def unpatch() -> None:
                 if vars(module).get(name) is DataLoader:
                     vars(module)[name] = TorchDataLoader
             stand_in(None)
-            _go_by(_TORCHS_NAME)
-
-
-def _go_by(name: tuple[str, str]) -> None:
-    """Say where torch's class is to be found: pickle looks there for the class of a loader."""
-    TorchDataLoader.__module__, TorchDataLoader.__qualname__ = name
+            TorchDataLoader.__module__, TorchDataLoader.__qualname__ = _TORCHS_NAME

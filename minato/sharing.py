@@ -193,7 +193,10 @@ def _replace(holders: Sequence[Node], forms: dict[int, Any]) -> None:
             items = [forms.get(id(value), value) for value in tuple.__iter__(given)]
             before = forms.get(id(given), given)
             if any(map(is_not, items, tuple.__iter__(before))):
-                forms[id(given)] = _tuple_like(given, items)
+                kind, made = Kind(type(given)), tuple.__new__(type(given), items)
+                for name, value in kind.attributes_of(given):
+                    dict.__setitem__(cast(Any, kind.dict_of(made)), name, value)
+                forms[id(given)] = made
                 kept.append(before)
                 changes = True
     for node in holders:
@@ -206,14 +209,6 @@ def _replace(holders: Sequence[Node], forms: dict[int, Any]) -> None:
             for name, value in kind.attributes_of(node.thing):
                 if id(value) in forms:
                     kind.set_attribute(node.thing, name, forms[id(value)])
-
-
-def _tuple_like(given: tuple[object, ...], items: list[object]) -> Any:
-    made = tuple.__new__(type(given), items)
-    kind = Kind(type(given))
-    for name, value in kind.attributes_of(given):
-        dict.__setitem__(cast(Any, kind.dict_of(made)), name, value)
-    return made
 
 
 class _Layout(NamedTuple):

@@ -69,11 +69,6 @@ class RankSlot:
         process = "" if self.channel is None else f" (process {self.channel.pid})"
         return f"local rank {self.rank}{process}"
 
-    def reset(self, dealt: int = 0) -> None:
-        """Begin an epoch, of which the rank had ``dealt`` batches before a resume."""
-        self.state = "away" if self.gone is None else "out"
-        self.wants, self.dealt = 0, dealt
-
     def leave(self) -> None:
         """Leave the epoch."""
         self.state = "out"
@@ -136,6 +131,7 @@ class Ranks:
         # No Condition: its own code may keep a lock where the handler of a signal raises.
         self.changed = EventCount(np.zeros(EVENT_COUNT_NBYTES, np.uint8), 0)
         self.slots = [RankSlot(rank) for rank in range(count)]
+        self.own = self.slots[0]  # the server's
         self.epoch: PoolEpoch | None = None  # that is open
         self.num_epochs = 0
         self.arenas: list[Arena] = []  # messages name them by their position
@@ -143,11 +139,6 @@ class Ranks:
         self.broken: str | None = None  # why no rank can go on
         self.closing = False  # the server ends with this epoch
         self.draining = False  # clients get more than they request, so that the server can end
-
-    @property
-    def own(self) -> RankSlot:
-        """The server's own rank."""
-        return self.slots[0]
 
     def missing(self) -> list[str]:
         """The names of ranks that have ended and wait for a replacement."""
@@ -172,7 +163,8 @@ class Ranks:
         self.epoch = epoch
         self.num_epochs += 1
         for slot, done in zip(self.slots, self.done_before, strict=True):
-            slot.reset(done if epoch.resumed else 0)
+            slot.state = "away" if slot.gone is None else "out"
+            slot.wants, slot.dealt = 0, done if epoch.resumed else 0
         self.own.state, self.own.wants = "in", PREFETCH_BATCHES
         for slot in self.slots[1:]:
             self._let_in(slot)

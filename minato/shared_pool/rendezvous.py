@@ -47,7 +47,10 @@ class Rendezvous:
         if job is None:
             job = "\0".join(os.environ.get(name, "") for name in _JOB)
         # The directory may be on a network file system that also holds sockets of other machines.
-        self._prefix = _digest(_machine())
+        machine = os.uname().nodename
+        with suppress(OSError):
+            machine = _BOOT_ID.read_text()
+        self._prefix = _digest(machine)
         self._stem = f"{self._prefix}-{_digest(job)}-{number}"
         self._finalizer: Any = None
 
@@ -146,14 +149,6 @@ class Rendezvous:
                     age_s = time.time() - file.lstat().st_mtime
                     if age_s > _LEFT_S and not _is_heard(file.with_suffix(".sock")):
                         file.unlink()
-
-
-def _machine() -> str:
-    """Identifies this machine and its boot."""
-    try:
-        return _BOOT_ID.read_text()
-    except OSError:
-        return os.uname().nodename
 
 
 def _digest(text: str) -> str:

@@ -258,6 +258,7 @@ class PoolServer:
         while living(self._thread):
             this = self._ranks.epoch
             now = this and this.fetched, [slot.state for slot in self._ranks.slots]
+            del this  # the epoch may end meanwhile
             if now == before:  # nobody makes progress
                 break
             before = now

@@ -69,10 +69,19 @@ class RankInfo:
 
 
 class PoolSession:
-    """A loader's part in the pool of its node, with what the others do when one ends."""
+    """A loader's part in the pool of its node, with what the others do when one ends.
+
+    Attributes:
+        ranks: Those that share its pool.
+        hosts: Whether the workers are this rank's.
+        alone: Whether there is no other rank on this node.
+    """
 
     def __init__(self, place: RankInfo, on_rank_death: str) -> None:
         self._place, self._on_rank_death = place, on_rank_death
+        first = place.rank - place.local_rank
+        self.ranks = range(first, first + place.local_count)
+        self.hosts, self.alone = place.local_rank == 0, place.local_count == 1
         self._number = next(_numbers)
         self._owner = os.getpid()
         self._server: PoolServer | None = None
@@ -100,22 +109,6 @@ class PoolSession:
         """Which rank this is, of how many, in words."""
         place = self._place
         return f"rank {place.rank} of {place.count}, local rank {place.local_rank} of {place.local_count}"
-
-    @property
-    def ranks(self) -> range:
-        """The ranks that share its pool."""
-        first = self._place.rank - self._place.local_rank
-        return range(first, first + self._place.local_count)
-
-    @property
-    def hosts(self) -> bool:
-        """Whether the workers are this rank's."""
-        return self._place.local_rank == 0
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank on this node."""
-        return self._place.local_count == 1
 
     def divided(
         self,

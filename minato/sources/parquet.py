@@ -74,13 +74,8 @@ class _RowGroups:
             dataset = ds.dataset(self._paths, format="parquet", filesystem=dataset.filesystem)
         return dataset
 
-    @property
-    def all(self) -> list[Any]:
-        """The row groups that may contain selected rows, in the order of the files."""
-        return self._found()[0]
-
-    def _found(self) -> tuple[list[Any], pa.Schema]:
-        """The row groups, and the columns of their rows."""
+    def found(self) -> tuple[list[Any], pa.Schema]:
+        """The row groups that may contain selected rows, in the order of the files; and the columns of their rows."""
         if self._all is None:
             listed = self._listed()
             fragments = list(listed.get_fragments())
@@ -102,14 +97,14 @@ class _RowGroups:
         return self._all
 
     def counts(self) -> list[int]:
-        groups, schema = self._found()
+        groups, schema = self.found()
         if self._where is None:
             return [group.row_groups[0].num_rows for group in groups]
         return [group.to_table(schema, columns=[], filter=self._where).num_rows for group in groups]
 
     def names(self) -> list[str]:
         """For each row group the file, ``#``, and its number there."""
-        return [f"{group.path}#{group.row_groups[0].id}" for group in self.all]
+        return [f"{group.path}#{group.row_groups[0].id}" for group in self.found()[0]]
 
     def number_of(self, name: str) -> int:
         if self._numbers is None:
@@ -117,7 +112,7 @@ class _RowGroups:
         return self._numbers[name]
 
     def read(self, number: int) -> _Rows:
-        groups, schema = self._found()
+        groups, schema = self.found()
         group = groups[number]
         try:
             table = group.to_table(
@@ -305,14 +300,16 @@ class ParquetStream(IterableDataset[Any]):
         return numbers[rank * workers + number :: ranks * workers]
 
     def _in_order(self) -> Iterator[Row]:
-        for number in self._mine(range(len(self._groups.all))):
+        for number in self._mine(range(len(self._groups.found()[0]))):
             count, row = self._groups.read(number)
             yield from map(row, range(count))
 
     def _shuffled(self, epoch: int) -> Iterator[Row]:
         assert self._seed is not None
         seed = self._seed % 2**64
-        order = np.random.default_rng((seed, epoch, _GROUPS)).permutation(len(self._groups.all))
+        order = np.random.default_rng((seed, epoch, _GROUPS)).permutation(
+            len(self._groups.found()[0])
+        )
         mine = self._mine(order.tolist())
         # The seed depends on the share, so that neither timing nor other workers influence the order.
         generator = np.random.default_rng((seed, epoch, _ROWS, *mine[:1]))
@@ -357,7 +354,7 @@ class ParquetShards(ShardedDataset[Row]):
 
     def shards(self) -> Sequence[str] | Mapping[str, float]:
         """The row groups, with their numbers of rows, of which ``where`` may select some, if no name comes twice."""
-        names, groups = self._groups.names(), self._groups.all
+        names, groups = self._groups.names(), self._groups.found()[0]
         if len(set(names)) < len(names):
             return names
         sizes = [group.row_groups[0].num_rows for group in groups]

@@ -36,16 +36,13 @@ class TarShards(ShardedDataset[Sample]):
 
     ``cat/7.jpg`` and ``cat/7.cls`` become ``{"__key__": "cat/7", "jpg": b"…", "cls": b"…"}``, with suffixes in lower
     case. Decode them in ``transforms=``, which any worker runs. Folders, members without a suffix, and names like
-    ``__this__`` are left out.
-
-    Passing over samples reads only the headers of a file, unless it is compressed.
+    ``__this__`` are left out. Passing over samples reads only the headers of a file, unless it is compressed.
 
     Args:
         files: Paths, or URLs of any fsspec file system (``s3://…``, ``https://…``). Each is a shard, whose name in
             messages and states is the URL without passwords and tokens.
         seed, new_shards: See :class:`~minato.ShardedDataset`.
-        settings: fsspec's storage options for the URLs, each of them a value or an
-            :class:`~minato.sources.connections.Env`.
+        settings: fsspec's storage options for the URLs, each a value or an :class:`~minato.sources.connections.Env`.
 
     Raises:
         SourceError: While iterating: a file is damaged, or cannot be read. If this is skipped, so is the rest of it.

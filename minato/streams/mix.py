@@ -56,8 +56,7 @@ def mix(
     _check_sources(datasets)
     check_choice("exhausted", exhausted, ("continue", "stop", "repeat"))
     names = list(datasets)
-    counts = dict(zip(names, _passes(names, passes), strict=True))
-    whole_seed = check_whole("seed", seed, None) or 0
+    counts, whole_seed = _passes(names, passes), check_whole("seed", seed, None) or 0
     return Mixed(datasets, _phases(names, weights), counts, exhausted, whole_seed)
 
 
@@ -376,10 +375,10 @@ def _phases(names: list[str], weights: object) -> Phases:
     return [(at, _weights(f"weights[{at}]", names, weights[at])) for at in sorted(weights)]
 
 
-def _passes(names: list[str], given: object) -> list[float]:
+def _passes(names: list[str], given: object) -> dict[str, float]:
     each = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
-    passes = _by_name("passes", names, each)
-    for name, number in zip(names, passes, strict=True):
+    passes = dict(zip(names, _by_name("passes", names, each), strict=True))
+    for name, number in passes.items():
         if number < 1 or number not in (math.inf, math.floor(min(number, 1 << 60))):
             raise ValueError(
                 f"passes[{text_of(name)}]={number} is not possible: give a whole number of at least 1, or math.inf"
