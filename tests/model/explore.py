@@ -6,8 +6,8 @@ combination of processes and memory once.
 
 Generators cannot be copied, but what one does next depends only on where it is and on its local variables. So a process
 becomes an automaton while it is explored: each pair of a local state and a result is run once by a real generator.
-For that, an operation's result must be assigned before the next one is yielded (``x = yield …``), and local variables
-must be hashable.
+For that, an operation's result must be assigned or compared before the next one is yielded, nothing may be computed to
+the left of a ``yield`` in its expression, and local variables must be hashable.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -53,57 +54,34 @@ class Op(NamedTuple):
     second: int = 0
 
 
-def load(word: int) -> Op:
-    return Op(LOAD, word)
+load = partial(Op, LOAD)
+# A look at a word that nobody else changes meanwhile: no step of its own.
+peek = partial(Op, PEEK)
+# A store with release order: a processor may keep it back while it goes on. Gives the old value.
+store = partial(Op, STORE)
+# A store to a word that nobody else looks at meanwhile: no step of its own.
+poke = partial(Op, POKE)
+# A store that everybody sees at once. Gives the old value.
+store_sc = partial(Op, STORE_SC)
+# Of a word, an expected and a desired value: gives whether it was as expected; then it is as desired.
+cas = partial(Op, CAS)
+# A compare-and-swap of which others do not care when it happens, but whether, if the process is killed.
+own = partial(Op, OWN)
+add = partial(Op, ADD)
+# Read an event count: from now on, the word says whether there was an event since. Seen by nobody else.
+clear = partial(Op, CLEAR)
+# Like a futex: sleep unless there was an event since the word was cleared; who sleeps has to be woken.
+sleep = partial(Op, SLEEP)
+start = partial(Op, START)
+# Gives the processes that are dead, as a tuple.
+deaths = partial(Op, DEATHS)
+# Wait until all other processes have ended.
+join = partial(Op, JOIN)
 
 
-def peek(word: int) -> Op:
-    """A look at a word that nobody else changes meanwhile: no step of its own."""
-    return Op(PEEK, word)
-
-
-def store(word: int, value: int) -> Op:
-    """A store with release order: a processor may keep it back while it goes on. Gives the old value."""
-    return Op(STORE, word, value)
-
-
-def poke(word: int, value: int) -> Op:
-    """A store to a word that nobody else looks at meanwhile: no step of its own."""
-    return Op(POKE, word, value)
-
-
-def store_sc(word: int, value: int) -> Op:
-    """A store that everybody sees at once. Gives the old value."""
-    return Op(STORE_SC, word, value)
-
-
-def cas(word: int, expected: int, desired: int) -> Op:
-    """Gives whether the word was as expected; then it is as desired."""
-    return Op(CAS, word, expected, desired)
-
-
-def own(word: int, expected: int, desired: int) -> Op:
-    """A compare-and-swap of which others do not care when it happens, but whether, if the process is killed."""
-    return Op(OWN, word, expected, desired)
-
-
-def add(word: int, number: int) -> Op:
-    return Op(ADD, word, number)
-
-
-def clear(word: int) -> Op:
-    """Read an event count: from now on, ``word`` says whether there was an event since. Seen by nobody else."""
-    return Op(CLEAR, word)
-
-
-def count(events: range) -> Op:
+def count_event(events: range) -> Op:
     """Raise an event count: a word for each who may have read it."""
     return Op(COUNT, events.start, len(events))
-
-
-def sleep(word: int) -> Op:
-    """Like a futex: sleep unless there was an event since the word was cleared; who sleeps has to be woken."""
-    return Op(SLEEP, word)
 
 
 def wake(events: range, most: int) -> Op:
@@ -114,20 +92,6 @@ def wake(events: range, most: int) -> Op:
 def notify(events: range, most: int) -> Op:
     """Raise an event count and wake, at once."""
     return Op(NOTIFY, events.start, len(events), most)
-
-
-def start(process: int) -> Op:
-    return Op(START, process)
-
-
-def deaths() -> Op:
-    """Gives the processes that are dead, as a tuple."""
-    return Op(DEATHS)
-
-
-def join() -> Op:
-    """Wait until all other processes have ended."""
-    return Op(JOIN)
 
 
 class Memory:
@@ -146,12 +110,7 @@ class Memory:
 
 @dataclass
 class Report:
-    """What an exploration found.
-
-    Attributes:
-        fault: What is wrong, None if nothing is.
-        trace: The steps that lead there.
-    """
+    """What an exploration found; ``trace`` are the steps that lead to the fault, if there is one."""
 
     states: int = 0
     steps: int = 0
@@ -326,10 +285,13 @@ class _Explorer:
             report.trace = self._trace(numbers, parents, stuck)
         return report
 
-    def _all_over(self, state: _State) -> bool:
-        return not any(state[2]) and all(
-            key == DEAD or (key >= 0 and self.automata[process].ops[key] is None)
-            for process, key in enumerate(state[1])
+    def _all_over(self, state: _State, but: int = -1) -> bool:
+        """Whether all processes, perhaps but one, have ended."""
+        return all(
+            process == but
+            or key == DEAD
+            or (key >= 0 and self.automata[process].ops[key] is None and not kept)
+            for process, key, kept in zip(range(self.num), *state[1:], strict=True)
         )
 
     def _steps(self, state: _State, mover: int) -> list[_State]:
@@ -341,8 +303,7 @@ class _Explorer:
             word, value = mine[0]
             memory = bytearray(content)
             memory[word] = value
-            rest = (*kept[:mover], mine[1:], *kept[mover + 1 :])
-            found.append((bytes(memory), keys, rest))
+            found.append((bytes(memory), keys, _with(kept, mover, mine[1:])))
         key = keys[mover]
         op = self.automata[mover].ops[key] if key >= 0 else None
         if op is None:
@@ -374,14 +335,13 @@ class _Explorer:
             self._wake(found, state, mover, memory, range(word, word + value), other)
         elif code == START:
             begun = self._settled([], (content, keys, kept), word, 0, memory, ())
-            started = (*keys[:word], begun, *keys[word + 1 :])
-            self._go_on(found, (content, started, kept), mover, memory, None)
+            self._go_on(found, (content, _with(keys, word, begun), kept), mover, memory, None)
             if content[self.kills_at]:
                 found.append(self._killed(found[-1], word))
         elif code == DEATHS:
             dead = tuple(number for number, key in enumerate(keys) if key == DEAD)
             self._go_on(found, state, mover, memory, dead)
-        elif code == JOIN and self._others_over(state, mover):
+        elif code == JOIN and self._all_over(state, mover):
             self._go_on(found, state, mover, memory, None)
         return found
 
@@ -394,22 +354,17 @@ class _Explorer:
         result: Any,
         mine: Any = None,
     ) -> None:
-        """Add the state once a process has its result, and that if it is killed there.
-
-        Args:
-            memory: As the step left it.
-        """
+        """Add the state once a process has its result, and that if it is killed there."""
         _, keys, kept = state
-        if mine is None:
-            mine = kept[mover]
-        else:
-            kept = (*kept[:mover], mine, *kept[mover + 1 :])
+        if mine is not None:
+            kept = _with(kept, mover, mine)
+        mine = kept[mover]
         op = self.automata[mover].ops[keys[mover]]
         if op is not None and op.code in _WRITES:
             self._kill(found, (bytes(memory), keys, kept), mover)
         key = self.automata[mover].move(keys[mover], result)
         key = self._settled(found, (b"", keys, kept), mover, key, memory, mine)
-        found.append((bytes(memory), (*keys[:mover], key, *keys[mover + 1 :]), kept))
+        found.append((bytes(memory), _with(keys, mover, key), kept))
 
     def _settled(
         self,
@@ -455,8 +410,7 @@ class _Explorer:
             memory[word] = value
         memory[self.kills_at] -= 1
         memory[self.sleeps_at + process] = _AWAKE
-        kept = (*kept[:process], (), *kept[process + 1 :])
-        return bytes(memory), (*keys[:process], DEAD, *keys[process + 1 :]), kept
+        return bytes(memory), _with(keys, process, DEAD), _with(kept, process, ())
 
     def _sleep(
         self, found: list[_State], state: _State, mover: int, memory: bytearray, word: int
@@ -495,14 +449,6 @@ class _Explorer:
                 after[self.sleeps_at + process] = _WOKEN
             self._go_on(found, state, mover, after, None)
 
-    def _others_over(self, state: _State, mover: int) -> bool:
-        return all(
-            process == mover
-            or key == DEAD
-            or (key >= 0 and self.automata[process].ops[key] is None and not state[2][process])
-            for process, key in enumerate(state[1])
-        )
-
     # ---- telling what happened
 
     def _trace(self, numbers: dict[_State, int], parents: Sequence[int], last: int) -> list[str]:
@@ -510,10 +456,8 @@ class _Explorer:
         while parents[path[-1]] >= 0:
             path.append(parents[path[-1]])
         states = list(numbers)
-        return [
-            self._told_between(states[before], states[after])
-            for after, before in itertools.pairwise(path)
-        ][::-1]
+        steps = itertools.pairwise(states[number] for number in reversed(path))
+        return [self._told_between(*step) for step in steps]
 
     def _told_between(self, before: _State, after: _State) -> str:
         mover = next(m for m in range(self.num) if after in self._steps(before, m))
@@ -539,6 +483,10 @@ class _Explorer:
         return f"{who}: {_NAMES[op.code]}{where} {op.first} {op.second}"
 
 
+def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
 def _newest(mine: tuple[tuple[int, int], ...], word: int, value: int) -> int:
     """A word as a process sees it that keeps stores back."""
     for place, own in mine:
@@ -547,9 +495,7 @@ def _newest(mine: tuple[tuple[int, int], ...], word: int, value: int) -> int:
     return value
 
 
-def _first_stuck(
-    count: int, edges: tuple[Sequence[int], Sequence[int]], ends: Sequence[int]
-) -> int | None:
+def _first_stuck(count: int, edges: Sequence[Any], ends: Sequence[int]) -> int | None:
     """The first state from which no end can be reached."""
     before, after = (np.frombuffer(edge, np.int64) for edge in edges)
     order = np.argsort(after, kind="stable")
@@ -573,11 +519,10 @@ def explore(
     buffered: bool = False,
     limit: int = 10_000_000,
 ) -> Report:
-    """Play every interleaving of processes.
+    """Play every interleaving of processes, of which the first one starts the others.
 
-    The first process is there at the beginning and starts the others. A fault is an assertion of the model that fails,
-    or a state from which no end can be reached: a deadlock, or a loop that nobody can leave. (An end is that all have
-    returned or are dead.)
+    A fault is an assertion of the model that fails, or a state from which no end can be reached: a deadlock, or a loop
+    that nobody can leave. (An end is that all have returned or are dead.)
 
     Args:
         final: Whether a word that has this value keeps it, or takes others only that make no difference to who reads

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from tests.model.explore import (
@@ -18,6 +19,7 @@ from tests.model.explore import (
     add,
     cas,
     clear,
+    count_event,
     deaths,
     join,
     load,
@@ -30,9 +32,6 @@ from tests.model.explore import (
     store,
     store_sc,
     wake,
-)
-from tests.model.explore import (
-    count as count_event,
 )
 from tests.protocol import Call, delivery
 
@@ -51,6 +50,10 @@ OFFERED = 3 << 4  # of a free ticket
 STATE, NUMBER = 3 << 6, 15
 # Of cursors: version << 4 | number. Of a batch's state: generation << 5 | worker << 3 | state.
 ONE_VERSION, ONE_GENERATION, CODE = 1 << 4, 1 << 5, 7
+
+HEADER = ("head", "tail", "shutdown", "orphaned", "orphans_checked")
+OF_POSITIONS = ("ticket", "place", "value", "blob", "position", "batch", "item")
+OF_RECORDS = ("state", "first", "count", "epoch_slot", "hint", "result", "owner")
 
 Steps = Generator[Op, Any, Any]
 
@@ -96,12 +99,13 @@ class Setting:
     hint: bool = False
 
     @property
+    def samples(self) -> int:
+        return sum(map(sum, self.batches))
+
+    @property
     def reuses(self) -> bool:
         """Whether records are used a second time."""
-        return (
-            sum(map(sum, self.batches)) > self.positions
-            or sum(map(len, self.batches)) > self.records
-        )
+        return self.samples > self.positions or sum(map(len, self.batches)) > self.records
 
 
 class Consumer(NamedTuple):
@@ -118,11 +122,11 @@ class Consumer(NamedTuple):
     dry: bool = False
 
     def without(self, record: int) -> Consumer:
-        return self._replace(
-            live=tuple(one for one in self.live if one != record),
-            done=tuple(one for one in self.done if one != record),
-            cancelled=tuple(one for one in self.cancelled if one != record),
-        )
+        left = {
+            name: tuple(one for one in getattr(self, name) if one != record)
+            for name in ("live", "done", "cancelled")
+        }
+        return self._replace(**left)
 
 
 class EventCount:
@@ -140,32 +144,20 @@ class Ledger:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.memory = memory = Memory()
-        self.head, self.tail = memory.word("head"), memory.word("tail")
-        self.shutdown = memory.word("shutdown")
-        self.orphaned, self.orphans_checked = (
-            memory.word("orphaned"),
-            memory.word("orphans_checked"),
+        self.head, self.tail, self.shutdown, self.orphaned, self.orphans_checked = (
+            memory.word(name) for name in HEADER
         )
-        self.work, self.ready = (
-            EventCount(memory, "work", setting.workers),
-            EventCount(memory, "ready", 1),
+        self.work = EventCount(memory, "work", setting.workers)
+        self.ready = EventCount(memory, "ready", 1)
+        self.cursor, self.limit = (
+            memory.words(name, len(setting.batches)) for name in ("cursor", "limit")
         )
-        passes = len(setting.batches)
-        self.cursor, self.limit = memory.words("cursor", passes), memory.words("limit", passes)
-        self.ticket = memory.words("ticket", setting.positions)
-        self.place = memory.words("place", setting.positions)
-        self.value = memory.words("value", setting.positions)
-        self.blob = memory.words("blob", setting.positions)
-        self.position = memory.words("position", setting.positions)
-        self.batch = memory.words("batch", setting.positions)
-        self.item = memory.words("item", setting.positions)
-        self.state = memory.words("state", setting.records)
-        self.first = memory.words("first", setting.records)
-        self.count = memory.words("count", setting.records)
-        self.epoch_slot = memory.words("epoch_slot", setting.records)
-        self.hint = memory.words("hint", setting.records)
-        self.result = memory.words("result", setting.records)
-        self.owner = memory.words("owner", setting.records)
+        self.ticket, self.place, self.value, self.blob, self.position, self.batch, self.item = (
+            memory.words(name, setting.positions) for name in OF_POSITIONS
+        )
+        self.state, self.first, self.count, self.epoch_slot, self.hint, self.result, self.owner = (
+            memory.words(name, setting.records) for name in OF_RECORDS
+        )
         # Nobody looks at a record that is used once before it is published.
         self.racy, self.plain = (load, store) if setting.reuses else (peek, poke)
 
@@ -175,7 +167,7 @@ class Ledger:
     def final(self, name: str, value: int) -> bool:
         """Whether a word that has this value is not changed any more, as far as its readers care."""
         if name == "tail":
-            return value == sum(map(sum, self.setting.batches))
+            return value == self.setting.samples
         if name == "shutdown":
             return value == STOPPING
         if self.setting.reuses:
@@ -195,8 +187,7 @@ class Ledger:
             yield notify(gate.events, sleepers)
             return
         yield count_event(gate.events)
-        asleep = yield load(gate.sleepers)
-        if asleep != 0:
+        if (yield load(gate.sleepers)):
             yield wake(gate.events, sleepers)
 
     def events(self, gate: EventCount, who: int) -> Steps:
@@ -207,13 +198,18 @@ class Ledger:
             yield from self.sleep(gate, who)
             return
         yield add(gate.sleepers, 1)
-        event = yield load(gate.events[who])
-        if not event:
+        if not (yield load(gate.events[who])):
             yield from self.sleep(gate, who)
         yield add(gate.sleepers, -1)
 
     def sleep(self, gate: EventCount, who: int) -> Steps:
         yield sleep(gate.events[who])
+
+    def span(self, record: int) -> Steps:
+        """The places of a batch, which nobody changes meanwhile."""
+        first = yield peek(self.first[record])
+        count = yield peek(self.count[record])
+        return range(first, first + count)
 
     # ---- the consumer's side
 
@@ -227,24 +223,20 @@ class Ledger:
         bound = self.setting.bound
         tail = yield peek(self.tail)
         index = 0
-        while True:
-            state = yield peek(self.state[index])
-            if state & CODE == VACANT:
-                break
+        while (yield peek(self.state[index])) & CODE != VACANT:
             index += 1
-        yield self.plain(self.first[index], tail)
-        yield self.plain(self.count[index], count)
-        yield self.plain(self.epoch_slot[index], epoch_slot)
-        yield self.plain(self.hint[index], 0)
-        yield self.plain(self.result[index], 0)
-        if self.setting.owned:
-            yield self.plain(self.owner[index], owner)
+        state = yield peek(self.state[index])
+        names = OF_RECORDS[1:] if self.setting.owned else OF_RECORDS[1:-1]
+        values = (tail, count, epoch_slot, 0, 0, owner)
+        for field in range(len(names)):
+            yield self.plain(getattr(self, names[field])[index], values[field])
         for seq in range(tail, tail + count):
-            yield self.plain(self.position[self.at(seq)], seq)
-            yield self.plain(self.batch[self.at(seq)], index)
-            yield poke(self.blob[self.at(seq)], 0)
-            yield poke(self.item[self.at(seq)], 0)
-            yield self.plain(self.place[self.at(seq)], BOUND | (seq + 1) if bound else seq + 1)
+            at = self.at(seq)
+            yield self.plain(self.position[at], seq)
+            yield self.plain(self.batch[at], index)
+            yield poke(self.blob[at], 0)
+            yield poke(self.item[at], 0)
+            yield self.plain(self.place[at], BOUND | (seq + 1) if bound else seq + 1)
         yield store(self.state[index], (state & -ONE_GENERATION) + ONE_GENERATION | OPEN)
         yield (poke if bound else store)(self.limit[epoch_slot], tail + count)
         yield from self.publish(tail, count)
@@ -256,49 +248,41 @@ class Ledger:
         yield store(self.tail, tail + count)
 
     def bind_late(self, old: int, new: int) -> Steps:
-        first = yield peek(self.first[old])
-        count = yield peek(self.count[old])
+        overdue = yield from self.span(old)
         epoch_slot = yield peek(self.epoch_slot[old])
-        next_place = yield peek(self.first[new])
-        target_count = yield peek(self.count[new])
-        end = next_place + target_count
-        for seq in range(first, first + count):
+        target = yield from self.span(new)
+        next_place = target.start
+        for seq in overdue:
             place = 0
             while True:
                 word = yield load(self.ticket[self.at(seq)])
                 if word & STATE in (DONE, CANCELLED) or word & NUMBER:
                     break
                 if place == 0:
-                    place = yield from self.take(next_place, end, epoch_slot, seq)
+                    place = yield from self.take(next_place, target.stop, epoch_slot, seq)
                     if place == 0:
                         place = yield from self.try_oldest(epoch_slot, seq)
                     next_place = max(next_place, place)
-                if place:
-                    done = yield from self.bind(seq, word, place)
-                    if done:
-                        break
+                if place and (yield from self.bind(seq, word, place)):
+                    break
             if place:
                 word = yield load(self.ticket[self.at(seq)])
                 if word & NUMBER != place:
                     yield from self.give_back(place, seq)
 
     def bind(self, seq: int, word: int, place: int) -> Steps:
-        done = yield cas(self.ticket[self.at(seq)], word, word | place)
-        return done
+        return (yield cas(self.ticket[self.at(seq)], word, word | place))
 
     def settled(self, record: int) -> Steps:
-        first = yield peek(self.first[record])
-        count = yield peek(self.count[record])
-        for seq in range(first, first + count):
-            word = yield load(self.ticket[self.at(seq)])
-            if word & STATE not in (DONE, CANCELLED):
+        batch = yield from self.span(record)
+        for seq in batch:
+            if (yield load(self.ticket[self.at(seq)])) & STATE not in (DONE, CANCELLED):
                 return False
         return True
 
     def cancel(self, record: int) -> Steps:
-        first = yield peek(self.first[record])
-        count = yield peek(self.count[record])
-        for seq in range(first, first + count):
+        batch = yield from self.span(record)
+        for seq in batch:
             word = yield load(self.ticket[self.at(seq)])
             if word & STATE == FREE:
                 yield cas(self.ticket[self.at(seq)], word, CANCELLED)
@@ -306,8 +290,7 @@ class Ledger:
     def close(self, record: int) -> Steps:
         word = yield load(self.state[record])
         if word & CODE == OPEN:
-            closed = yield cas(self.state[record], word, word & ~CODE | CLOSED)
-            return closed
+            return (yield cas(self.state[record], word, word & ~CODE | CLOSED))
         return word & CODE != COLLATING
 
     def retire(self, record: int) -> Steps:
@@ -317,10 +300,7 @@ class Ledger:
 
     def release(self, worker: int, live: tuple[int, ...]) -> Steps:
         """``live``: records in use, the oldest first."""
-        tail = yield peek(self.tail)
-        base = tail
-        if live:
-            base = yield peek(self.first[live[0]])
+        base, tail = yield from self.used(live)
         if not self.setting.bound:  # else each ticket names its place from the beginning
             yield from self.release_places(worker, base, tail)
         for seq in self.backwards(range(base, tail)):
@@ -333,8 +313,7 @@ class Ledger:
                 empty = yield from self.is_empty(seq, place - 1)
                 if empty and self.setting.bound:
                     index = yield peek(self.batch[self.at(seq)])
-                    result = yield from self.result_of(index)
-                    if result:
+                    if (yield from self.result_of(index)):
                         yield store_sc(self.place[self.at(place - 1)], FILLED | (seq + 1))
                         empty = False
                 if not empty:
@@ -349,6 +328,12 @@ class Ledger:
         yield from self.release_batches(worker, live)
         yield add(self.orphaned, 1)
         yield from self.notify(self.work, EVERYBODY)
+
+    def used(self, live: tuple[int, ...]) -> Steps:
+        """Beginning and end of the positions in use."""
+        tail = yield peek(self.tail)
+        base = (yield peek(self.first[live[0]])) if live else tail
+        return base, tail
 
     def find_offered(self, seq: int, word: int) -> Steps:
         """A worker may die after it has offered a sample, and before it lowers the head."""
@@ -370,18 +355,13 @@ class Ledger:
         return (word >> 4) & 3 == worker
 
     def is_empty(self, seq: int, place: int) -> Steps:
-        word = yield load(self.place[self.at(place)])
-        return word == BOUND | (seq + 1)
+        return (yield load(self.place[self.at(place)])) == BOUND | (seq + 1)
 
     def result_of(self, index: int) -> Steps:
-        result = yield load(self.result[index])
-        return result
+        return (yield load(self.result[index]))
 
     def is_skipped(self, seq: int, place: int, blob: int) -> Steps:
-        if blob != SKIP_BLOB:
-            return False
-        word = yield load(self.place[self.at(place)])
-        return word == FILLED | (seq + 1)
+        return blob == SKIP_BLOB and (yield load(self.place[self.at(place)])) == FILLED | (seq + 1)
 
     def release_places(self, worker: int, base: int, tail: int) -> Steps:
         for place in range(base, tail):
@@ -391,12 +371,8 @@ class Ledger:
             seq = (word & NUMBER) - 1
             word = yield load(self.ticket[self.at(seq)])
             position = yield peek(self.position[self.at(seq)])
-            if (
-                position == seq
-                and word & STATE == CLAIMED
-                and self.is_of(word, worker)
-                and word & NUMBER != place + 1
-            ):
+            is_claimed = position == seq and word & STATE == CLAIMED and self.is_of(word, worker)
+            if is_claimed and word & NUMBER != place + 1:
                 yield from self.give_back(place + 1, seq)
 
     def release_batches(self, worker: int, live: tuple[int, ...]) -> Steps:
@@ -412,14 +388,12 @@ class Ledger:
     # ---- the workers' side
 
     def claim(self, worker: int, fresh: bool = False) -> Steps:
-        orphaned = orphans_checked = 0
         if self.setting.kills:
             orphaned = yield load(self.orphaned)
-            orphans_checked = yield load(self.orphans_checked)
-        if orphaned != orphans_checked:
-            index = yield from self.adopt(worker)
-            if index is not None:
-                return index, 0, 0
+            if (yield load(self.orphans_checked)) != orphaned:
+                index = yield from self.adopt(worker)
+                if index is not None:
+                    return index, 0, 0
         max_run = self.setting.max_run
         while True:
             tail = yield load(self.tail)
@@ -429,25 +403,16 @@ class Ledger:
             claimed = False
             while seq < tail and not claimed:
                 word = yield load(self.ticket[self.at(seq)])
-                if word & STATE != FREE:
+                if word & STATE != FREE or (yield self.racy(self.position[self.at(seq)])) != seq:
                     seq += 1
                     continue
-                position = yield self.racy(self.position[self.at(seq)])
-                if position != seq:
+                may = not self.setting.owned or (
+                    yield from self.may_claim(worker, seq, word, fresh)
+                )
+                if not may or (not max_run and (yield from self.follows(seq))):
+                    passed_over = min(passed_over, seq)
                     seq += 1
                     continue
-                if self.setting.owned:
-                    may = yield from self.may_claim(worker, seq, word, fresh)
-                    if not may:
-                        passed_over = min(passed_over, seq)
-                        seq += 1
-                        continue
-                if not max_run:
-                    follows = yield from self.follows(seq)
-                    if follows:
-                        passed_over = min(passed_over, seq)
-                        seq += 1
-                        continue
                 claimed = yield from self.grab(worker, seq, word)
             if not claimed:
                 yield cas(self.head, head, head & ~NUMBER | min(seq, passed_over))
@@ -455,24 +420,21 @@ class Ledger:
             looked_at = seq
             seq = yield peek(self.position[self.at(seq)])
             index = yield peek(self.batch[self.at(seq)])
-            first = yield peek(self.first[index])
-            size = yield peek(self.count[index])
+            batch = yield from self.span(index)
             count = 1
-            while (not max_run or count < max_run) and seq + count < first + size:
+            while (not max_run or count < max_run) and seq + count < batch.stop:
                 word = yield load(self.ticket[self.at(seq + count)])
-                if word & STATE != FREE:
+                if word & STATE != FREE or not (
+                    not self.setting.offers
+                    or (yield from self.may_claim(worker, seq + count, word, fresh))
+                ):
                     break
-                if self.setting.offers:
-                    may = yield from self.may_claim(worker, seq + count, word, fresh)
-                    if not may:
-                        break
-                claimed = yield from self.grab(worker, seq + count, word)
-                if not claimed:
+                if not (yield from self.grab(worker, seq + count, word)):
                     break
                 count += 1
             if seq == looked_at:
                 yield cas(self.head, head, head & ~NUMBER | min(seq + count, passed_over))
-            return index, seq - first, count
+            return index, seq - batch.start, count
 
     def may_claim(self, worker: int, seq: int, word: int, fresh: bool) -> Steps:
         index = yield self.racy(self.batch[self.at(seq)])
@@ -483,30 +445,23 @@ class Ledger:
     def offer(self, worker: int, seq: int) -> Steps:
         """Let any worker claim a sample that this one has claimed, and whose item it has stored."""
         yield poke(self.item[self.at(seq)], seq + 1)
-        while True:
+        word = yield load(self.ticket[self.at(seq)])
+        while not (yield from self.give_out(seq, word)):
             word = yield load(self.ticket[self.at(seq)])
-            offered = yield from self.give_out(seq, word)
-            if offered:
-                break
         yield from self.lower(self.head, seq)
         yield from self.notify(self.work, 1)
 
     def give_out(self, seq: int, word: int) -> Steps:
-        done = yield cas(self.ticket[self.at(seq)], word, FREE | OFFERED | word & NUMBER)
-        return done
+        return (yield cas(self.ticket[self.at(seq)], word, FREE | OFFERED | word & NUMBER))
 
     def follows(self, seq: int) -> Steps:
         index = yield self.racy(self.batch[self.at(seq)])
         first = yield self.racy(self.first[index])
-        if seq == first:
-            return False
-        word = yield load(self.ticket[self.at(first)])
-        return word & STATE != DONE
+        return seq != first and (yield load(self.ticket[self.at(first)])) & STATE != DONE
 
     def grab(self, worker: int, seq: int, word: int) -> Steps:
         mine = word & NUMBER | CLAIMED | worker << 4
-        claimed = yield cas(self.ticket[self.at(seq)], word, mine)
-        return claimed
+        return (yield cas(self.ticket[self.at(seq)], word, mine))
 
     def reserve(self, worker: int, seq: int) -> Steps:
         index = yield peek(self.batch[self.at(seq)])
@@ -556,14 +511,12 @@ class Ledger:
         yield poke(self.blob[self.at(seq)], SKIP_BLOB)
         yield from self.mark_filled(seq, seq)
         yield cas(self.ticket[self.at(seq)], CLAIMED | worker << 4 | (seq + 1), DONE)
-        outcome = yield from self.complete(worker, index)
-        return outcome
+        return (yield from self.complete(worker, index))
 
     def gather(self, index: int) -> Steps:
         """Read what lies at the places of a full batch."""
-        first = yield peek(self.first[index])
-        count = yield peek(self.count[index])
-        for place in range(first, first + count):
+        places = yield from self.span(index)
+        for place in places:
             word = yield peek(self.place[self.at(place)])
             value = yield peek(self.value[self.at(place)])
             blob = yield peek(self.blob[self.at(place)])
@@ -584,30 +537,23 @@ class Ledger:
         place = begin
         while place < end:
             word = yield load(self.place[self.at(place)])
-            if word == place + 1:
-                here = yield from self.is_in_pass(place, epoch_slot)
-                if here:
-                    taken = yield cas(self.place[self.at(place)], word, BOUND | (seq + 1))
-                    if taken:
-                        return place + 1
+            is_free = word == place + 1 and (yield from self.is_in_pass(place, epoch_slot))
+            if is_free and (yield cas(self.place[self.at(place)], word, BOUND | (seq + 1))):
+                return place + 1
             place += 1
         return 0
 
     def is_in_pass(self, place: int, epoch_slot: int) -> Steps:
         index = yield self.racy(self.batch[self.at(place)])
         its_pass = yield self.racy(self.epoch_slot[index])
-        if its_pass != epoch_slot:
-            return False
-        first = yield self.racy(self.first[index])
-        return first <= place
+        return its_pass == epoch_slot and (yield self.racy(self.first[index])) <= place
 
     def try_oldest(self, epoch_slot: int, seq: int) -> Steps:
         cursor = yield load(self.cursor[epoch_slot])
         limit = yield load(self.limit[epoch_slot])
         place = yield from self.take(cursor & NUMBER, limit, epoch_slot, seq)
         if place == 0:
-            place = yield from self.take_spare(epoch_slot, seq)
-            return place
+            return (yield from self.take_spare(epoch_slot, seq))
         yield cas(self.cursor[epoch_slot], cursor, cursor & ~NUMBER | place)
         return place
 
@@ -621,49 +567,39 @@ class Ledger:
         place = yield load(self.limit[epoch_slot])
         cursor = yield load(self.cursor[epoch_slot])
         while place > cursor & NUMBER:
-            taken = yield from self.take(place - 1, place, epoch_slot, seq)
-            if taken:
+            if (yield from self.take(place - 1, place, epoch_slot, seq)):
                 return place
             place -= 1
-        place = yield from self.take_oldest(epoch_slot, seq)
-        return place
+        return (yield from self.take_oldest(epoch_slot, seq))
 
     def take_spare(self, epoch_slot: int, seq: int) -> Steps:
         limit = yield load(self.limit[epoch_slot])
         place = limit - min(limit, self.setting.positions)
         while place < limit:
             word = yield load(self.place[self.at(place)])
-            if word & STATE == BOUND:
-                taken = yield from self.take_from(place, word, epoch_slot, seq)
-                if taken:
-                    return place + 1
+            if word & STATE == BOUND and (yield from self.take_from(place, word, epoch_slot, seq)):
+                return place + 1
             place += 1
         return 0
 
     def take_from(self, place: int, word: int, epoch_slot: int, seq: int) -> Steps:
-        position = yield self.racy(self.position[self.at(place)])
-        if position != place:
+        if (yield self.racy(self.position[self.at(place)])) != place:
             return False
-        here = yield from self.is_in_pass(place, epoch_slot)
-        if not here:
+        if not (yield from self.is_in_pass(place, epoch_slot)):
             return False
         holder = (word & NUMBER) - 1
         if holder == seq:
             return True
-        ticket = yield load(self.ticket[self.at(holder)])
-        if not ticket & NUMBER or ticket & NUMBER == place + 1:
+        if (yield load(self.ticket[self.at(holder)])) & NUMBER in (0, place + 1):
             return False
-        position = yield self.racy(self.position[self.at(holder)])
-        if position != holder:
+        if (yield self.racy(self.position[self.at(holder)])) != holder:
             return False
-        taken = yield cas(self.place[self.at(place)], word, BOUND | (seq + 1))
-        return taken
+        return (yield cas(self.place[self.at(place)], word, BOUND | (seq + 1)))
 
     def give_back(self, place: int, seq: int) -> Steps:
         index = yield peek(self.batch[self.at(place - 1)])
         epoch_slot = yield peek(self.epoch_slot[index])
-        given = yield cas(self.place[self.at(place - 1)], BOUND | (seq + 1), place)
-        if given:
+        if (yield cas(self.place[self.at(place - 1)], BOUND | (seq + 1), place)):
             yield from self.lower(self.cursor[epoch_slot], place - 1)
 
     def settle(self, worker: int, seq: int, place: int) -> Steps:
@@ -677,21 +613,17 @@ class Ledger:
         while True:
             word = yield load(cursor)
             lowered = (word & ~NUMBER) + ONE_VERSION | min(word & NUMBER, position)
-            done = yield cas(cursor, word, lowered)
-            if done:
+            if (yield cas(cursor, word, lowered)):
                 return
 
     def all_filled(self, index: int, state: int) -> Steps:
         generation = state & -ONE_GENERATION
         first = yield self.racy(self.first[index])
         count = yield self.racy(self.count[index])
-        hint = 0
-        if self.setting.hint:
-            hint = yield load(self.hint[index])
+        hint = (yield load(self.hint[index])) if self.setting.hint else 0
         k = self.trusted(hint, generation)
         while k < count:
-            word = yield load(self.place[self.at(first + k)])
-            if word & STATE != FILLED:
+            if (yield load(self.place[self.at(first + k)])) & STATE != FILLED:
                 if self.setting.hint:
                     yield store(self.hint[index], generation | k)
                 return False
@@ -705,17 +637,13 @@ class Ledger:
         state = yield load(self.state[index])
         if state & CODE != OPEN:
             return NOT_COMPLETE
-        full = yield from self.all_filled(index, state)
-        if not full:
-            return NOT_COMPLETE
-        won = yield from self.win(worker, index, state)
-        if not won:
+        is_full = yield from self.all_filled(index, state)
+        if not is_full or not (yield from self.win(worker, index, state)):
             return NOT_COMPLETE
         result = yield peek(self.result[index])
         flags = 0
-        first = yield peek(self.first[index])
-        count = yield peek(self.count[index])
-        for place in range(first, first + count):
+        places = yield from self.span(index)
+        for place in places:
             blob = yield peek(self.blob[self.at(place)])
             flags |= 1 << blob
         failed, skipped = flags >> ERROR_BLOB & 1, flags >> SKIP_BLOB & 1
@@ -740,8 +668,7 @@ class Ledger:
     def look_through(self, worker: int) -> Steps:
         index = 0
         while index < self.setting.records:
-            outcome = yield from self.complete(worker, index)
-            if outcome == MUST_COLLATE:
+            if (yield from self.complete(worker, index)) == MUST_COLLATE:
                 return index
             index += 1
         return None
@@ -754,17 +681,14 @@ class Ledger:
             shutdown = yield load(self.shutdown)
             if shutdown == STOPPING:
                 return
-            worked = yield from self.step(number)
-            if not worked:
+            if not (yield from self.step(number)):
                 if shutdown == DRAINING:
                     return
                 yield from self.wait(self.work, number)
 
     def step(self, number: int) -> Steps:
-        if self.setting.offers:
-            read = yield from self.read_ahead(number)
-            if read:
-                return True
+        if self.setting.offers and (yield from self.read_ahead(number)):
+            return True
         lease = yield from self.claim(number)
         if lease is None:
             return False
@@ -780,8 +704,7 @@ class Ledger:
             return True
         seq, end = first + k, first + k + count
         while seq < end:
-            taken = yield from self.run_free(number, seq, end)
-            seq += taken
+            seq = yield from self.run_free(number, seq, end)
         return True
 
     def take_items(self, number: int, index: int, seq: int, count: int) -> Steps:
@@ -813,15 +736,13 @@ class Ledger:
         return True
 
     def run_free(self, number: int, seq: int, end: int) -> Steps:
-        """Deliver samples of a run that get places next to each other in a batch; how many these are."""
+        """Deliver samples of a run that get places next to each other in a batch; the first that is left."""
         place = yield from self.reserve(number, seq)
         index = yield peek(self.batch[self.at(place)])
-        first = yield peek(self.first[index])
-        size = yield peek(self.count[index])
+        batch = yield from self.span(index)
         taken = 1
-        while seq + taken < end and place + taken < first + size:
-            following = yield from self.reserve(number, seq + taken)
-            if following != place + taken:
+        while seq + taken < end and place + taken < batch.stop:
+            if (yield from self.reserve(number, seq + taken)) != place + taken:
                 break
             taken += 1
         written = 0
@@ -831,15 +752,14 @@ class Ledger:
         outcome, there = yield from self.fill(number, seq, place, taken)
         if outcome == MUST_COLLATE:
             yield from self.set_ready(there)
-        return taken
+        return seq + taken
 
     def run_bound(self, number: int, index: int, first: int, k: int, count: int) -> Steps:
         size = yield peek(self.count[index])
         whole = self.setting.max_run or self.setting.bad or count == size
         assert whole, f"worker {number} has {count} of {size} samples of batch record {index}"
         for call in self.delivery(number, count, size):
-            outcome = yield from self.call(call, number, index, first, k)
-            if outcome == MUST_COLLATE:
+            if (yield from self.call(call, number, index, first, k)) == MUST_COLLATE:
                 yield from self.set_ready(index)
 
     def delivery(self, number: int, count: int, size: int) -> tuple[Call, ...]:
@@ -855,11 +775,9 @@ class Ledger:
         """One part of a delivery; the answer of the last operation."""
         seq, end = first + k + call.first, first + k + call.first + call.count
         if call.name == "fill":
-            outcome = yield from self.fill_run(number, index, k + call.first, call.count)
-            return outcome
+            return (yield from self.fill_run(number, index, k + call.first, call.count))
         if call.name == "skip":
-            outcome = yield from self.skip(number, seq)
-            return outcome
+            return (yield from self.skip(number, seq))
         if call.name == "result":
             yield from self.set_result(index)
         elif call.name == "write":
@@ -891,8 +809,7 @@ class Ledger:
                     yield start(1 + number)
                 state = state._replace(started=True)
             if not last and state.opened - len(state.open) >= self.setting.leave_after:
-                state = yield from self.abandon(state)
-                return state
+                return (yield from self.abandon(state))
             found = yield from self.look(state.open)
             if found is not None:
                 got = yield from self.delivered(found)
@@ -913,15 +830,13 @@ class Ledger:
         if state.open:  # else it looks again in a while: nobody tells that there is room
             yield from self.wait(self.ready, 0)
         yield from self.check(state.live)
-        state = yield from self.sweep(state)
-        return state
+        return (yield from self.sweep(state))
 
     def abandon(self, state: Consumer) -> Steps:
         for record in state.open:
             yield from self.cancel(record)
         state = state._replace(cancelled=state.cancelled + state.open, open=())
-        state = yield from self.sweep(state)
-        return state
+        return (yield from self.sweep(state))
 
     def refill(self, state: Consumer, epoch_slot: int) -> Steps:
         sizes = self.setting.batches[epoch_slot]
@@ -933,14 +848,9 @@ class Ledger:
                     state = state._replace(dry=True)
                 break
             count = sizes[state.opened]
-            tail = yield peek(self.tail)
-            base = tail
-            if state.live:
-                base = yield peek(self.first[state.live[0]])
-            if (
-                len(state.live) == self.setting.records
-                or tail + count - base > self.setting.positions
-            ):
+            base, tail = yield from self.used(state.live)
+            is_full = len(state.live) == self.setting.records
+            if is_full or tail + count - base > self.setting.positions:
                 break
             owner = state.opened % self.setting.workers + 1 if self.setting.owned else 0
             record = yield from self.open(count, epoch_slot, owner)
@@ -963,29 +873,26 @@ class Ledger:
 
     def look(self, open_: tuple[int, ...]) -> Steps:
         yield from self.events(self.ready, 0)
-        found = yield from self.find(open_)
-        return found
+        return (yield from self.find(open_))
 
     def find(self, open_: tuple[int, ...]) -> Steps:
         for record in open_ if self.setting.any_order else open_[:1]:
-            state = yield load(self.state[record])
-            if state & CODE == READY:
+            if (yield load(self.state[record])) & CODE == READY:
                 return record
         return None
 
     def delivered(self, record: int) -> Steps:
         """Look at what lies in a batch that is ready; nobody may change it any more."""
-        first = yield peek(self.first[record])
-        count = yield peek(self.count[record])
+        places = yield from self.span(record)
         result = yield peek(self.result[record])
-        assert result in (0, first + 1), f"batch record {record} has the result of an earlier one"
+        assert result in (0, places.start + 1), f"batch record {record} has an earlier one's result"
         got: tuple[int, ...] = ()
         failed = False
-        for place in range(first, first + count):
+        for place in places:
             blob = yield peek(self.blob[self.at(place)])
             failed = failed or blob == ERROR_BLOB
         assert result or failed or not self.setting.collated, f"record {record} is not collated"
-        for place in range(first, first + count):
+        for place in places:
             word = yield peek(self.place[self.at(place)])
             value = yield peek(self.value[self.at(place)])
             blob = yield peek(self.blob[self.at(place)])
@@ -1000,19 +907,13 @@ class Ledger:
 
     def sweep(self, state: Consumer) -> Steps:
         for record in state.done:
-            settled = self.setting.bound
-            if not settled:
-                settled = yield from self.settled(record)
-            if settled:
+            if self.setting.bound or (yield from self.settled(record)):
                 yield from self.retire(record)
                 state = state.without(record)
         if state.cancelled and not (state.done and not self.setting.bound):
             for record in state.cancelled:
-                settled = yield from self.settled(record)
-                if not settled:
-                    return state
-                closed = yield from self.close(record)
-                if not closed:
+                is_settled = yield from self.settled(record)
+                if not is_settled or not (yield from self.close(record)):
                     return state
             for record in state.cancelled:
                 yield from self.retire(record)
@@ -1027,7 +928,5 @@ class Ledger:
             yield start(process)
 
     def processes(self) -> list[Any]:
-        workers = [
-            lambda number=number: self.worker(number) for number in range(self.setting.workers)
-        ]
-        return [self.consumer, *workers]
+        workers = range(self.setting.workers)
+        return [self.consumer, *(partial(self.worker, number) for number in workers)]

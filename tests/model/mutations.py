@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tests.model.explore import Process, cas, load, peek, poke, store, store_sc, wake
-from tests.model.explore import count as count_event
+from tests.model.explore import Process, cas, count_event, load, peek, poke, store, store_sc, wake
 from tests.model.ledger import (
     CLAIMED,
     COLLATING,
@@ -47,14 +46,11 @@ class StopIsAskedFirst(Ledger):
 
     def worker(self, number: int) -> Process:
         while True:
-            shutdown = yield load(self.shutdown)
-            if shutdown == STOPPING:
+            if (yield load(self.shutdown)) == STOPPING:
                 return
             yield from self.events(self.work, number)
-            worked = yield from self.step(number)
-            if not worked:
-                shutdown = yield load(self.shutdown)
-                if shutdown == DRAINING:
+            if not (yield from self.step(number)):
+                if (yield load(self.shutdown)) == DRAINING:
                     return
                 yield from self.wait(self.work, number)
 
@@ -91,8 +87,7 @@ class HeadHasNoVersion(Ledger):
     def lower(self, cursor: int, position: int) -> Steps:
         while True:
             word = yield load(cursor)
-            done = yield cas(cursor, word, word & ~NUMBER | min(word & NUMBER, position))
-            if done:
+            if (yield cas(cursor, word, word & ~NUMBER | min(word & NUMBER, position))):
                 return
 
 
@@ -161,8 +156,7 @@ class CountsBehindABuffer(Ledger):
     def notify(self, gate: EventCount, sleepers: int) -> Steps:
         for word in gate.events:
             yield store(word, 1)
-        asleep = yield load(gate.sleepers)
-        if asleep != 0:
+        if (yield load(gate.sleepers)):
             yield wake(gate.events, sleepers)
 
 
@@ -252,8 +246,7 @@ class SkipSaysItIsDoneFirst(Ledger):
 
     def skip(self, worker: int, seq: int) -> Steps:
         yield store(self.ticket[self.at(seq)], DONE)
-        outcome = yield from super().skip(worker, seq)
-        return outcome
+        return (yield from super().skip(worker, seq))
 
 
 class OfferLeavesTheHead(Ledger):
@@ -304,8 +297,7 @@ class ClaimKeepsTheOffer(Ledger):
     """A ticket does not say which worker has claimed an offered sample."""
 
     def grab(self, worker: int, seq: int, word: int) -> Steps:
-        claimed = yield cas(self.ticket[self.at(seq)], word, word | CLAIMED | worker << 4)
-        return claimed
+        return (yield cas(self.ticket[self.at(seq)], word, word | CLAIMED | worker << 4))
 
 
 ONE = ((1,),)

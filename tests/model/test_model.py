@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -116,74 +117,60 @@ def test_mistakes_of_larger_settings_are_found(mutation: type[Ledger]) -> None:
 # ---- the checker itself
 
 
-def racing(
-    body: Callable[[dict[str, int]], Callable[[], Process]], **options: Any
-) -> tuple[Report, list[int]]:
-    """Two processes that both run ``body``; what the consumer finds in ``total`` at the end."""
+class Words(NamedTuple):
+    total: int
+    ended: int
+    seen: int
+    other: int
+
+
+def racing(body: Callable[[Words], Process], **options: Any) -> tuple[Report, set[int]]:
+    """Two processes that both run ``body``; what the consumer can find in ``total`` at the end."""
     memory = Memory()
-    words = {name: memory.word(name) for name in ("total", "ended", "seen 1", "seen 2")}
-    found = []
+    total, ended, *seen = (memory.word(name) for name in ("total", "ended", "seen 1", "seen 2"))
+    found = set()
 
     def consumer() -> Process:
         yield start(1)
         yield start(2)
-        while True:
-            ended = yield load(words["ended"])
-            if ended == 2:
-                break
-        total = yield peek(words["total"])
-        found.append(total)
+        while (yield load(ended)) != 2:
+            pass
+        value = yield peek(total)
+        found.add(value)
 
-    processes = [consumer, body({**words, "seen": words["seen 1"], "other": words["seen 2"]})]
-    processes.append(body({**words, "seen": words["seen 2"], "other": words["seen 1"]}))
-    return explore(memory, processes, **options), found
+    racers = [partial(body, Words(total, ended, *each)) for each in (seen, reversed(seen))]
+    return explore(memory, [consumer, *racers], **options), found
 
 
 def test_a_lost_update_is_seen() -> None:
-    def careless(words: dict[str, int]) -> Callable[[], Process]:
-        def run() -> Process:
-            value = yield load(words["total"])
-            yield store(words["total"], value + 1)
-            yield add(words["ended"], 1)
+    def careless(words: Words) -> Process:
+        value = yield load(words.total)
+        yield store(words.total, value + 1)
+        yield add(words.ended, 1)
 
-        return run
+    assert racing(careless)[1] == {1, 2}
+    assert racing(careful)[1] == {2}
 
-    def careful(words: dict[str, int]) -> Callable[[], Process]:
-        def run() -> Process:
-            yield add(words["total"], 1)
-            yield add(words["ended"], 1)
 
-        return run
-
-    assert set(racing(careless)[1]) == {1, 2}
-    assert set(racing(careful)[1]) == {2}
+def careful(words: Words) -> Process:
+    yield add(words.total, 1)
+    yield add(words.ended, 1)
 
 
 def test_stores_are_seen_late_if_they_are_buffered() -> None:
     """Both write and look at what the other one wrote: only with buffers can both see nothing."""
 
-    def look(words: dict[str, int]) -> Callable[[], Process]:
-        def run() -> Process:
-            yield store(words["seen"], 1)
-            other = yield load(words["other"])
-            if not other:
-                yield add(words["total"], 1)
-            yield add(words["ended"], 1)
+    def look(words: Words) -> Process:
+        yield store(words.seen, 1)
+        if not (yield load(words.other)):
+            yield add(words.total, 1)
+        yield add(words.ended, 1)
 
-        return run
-
-    assert set(racing(look)[1]) == {0, 1}
-    assert set(racing(look, buffered=True)[1]) == {0, 1, 2}
+    assert racing(look)[1] == {0, 1}
+    assert racing(look, buffered=True)[1] == {0, 1, 2}
 
 
 def test_a_kill_may_come_after_every_change() -> None:
-    def run_twice(words: dict[str, int]) -> Callable[[], Process]:
-        def run() -> Process:
-            yield add(words["total"], 1)
-            yield add(words["ended"], 1)
-
-        return run
-
-    report, _ = racing(run_twice, kills=1)
+    report, _ = racing(careful, kills=1)
     assert report.fault == "no end can be reached any more"
     assert "killed" in "".join(report.trace)
