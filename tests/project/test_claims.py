@@ -11,29 +11,23 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.project.pages import ROOT
 
-REPORTS = sorted(
-    page for page in (ROOT / "docs/benchmarks").glob("*.md") if page.name not in ("index.md",)
-)
-ROUND_TRIP = "remote.md#round-trip-20-ms"
-SEGMENTATION, DETECTION = "papers.md#segmentation", "papers.md#detection"
+REPORTS = sorted({*(ROOT / "docs/benchmarks").glob("*.md")} - {ROOT / "docs/benchmarks/index.md"})
+FOLDER, PIL, STRAGGLERS = "imagenet.md#float32", "jpegs.md#pil", "engine.md#stragglers"
+IMAGE, INLINE, TABULAR = "engine.md#image", "engine.md#image-inline", "engine.md#tabular"
+BALANCED, SMALL = "engine.md#balanced", "engine.md#small-inline"
 FIGURE_9 = "papers.md#scaling-over-consumers-figure-9"
 SPEEDY = "papers.md#costs-that-decisions-make-speedyloaders-comparison"
 VARIABILITY = "papers.md#variability-of-preprocessing-figure-2-table-2"
-FOLDER = "imagenet.md#float32"
-
-
-class Figure(NamedTuple):
-    """A cell of a table: a number, and often the range of it."""
-
-    value: float
-    least: float | None = None
-    greatest: float | None = None
+ROUND_TRIP, READS = "remote.md#round-trip-20-ms", "minato, 16 reads"
+HEDGING = "hedging.md#20-ms-one-request-in-a-hundred-travels-a-second-later"
+UNORDERED = "torch, in_order=False"
+GAIN = "× torch"
+Numbers = Callable[[], list[float]]
 
 
 def slug(heading: str) -> str:
@@ -51,54 +45,45 @@ def section(place: str) -> str:
     raise LookupError(place)
 
 
-def figure(place: str, row: str, column: str) -> Figure:
-    """The cell of the first table in a section; ``row`` is the text of its first cells, joined by ``/``."""
-    lines = [
-        [cell.strip() for cell in line.strip().strip("|").split("|")]
-        for line in section(place).splitlines()
-        if line.startswith("|")
-    ]
+def cell(place: str, row: str, column: str) -> list[float]:
+    """A cell of the first table in a section: a number, and often its range.
+
+    ``row`` is the text of its first cells, joined by ``/``.
+    """
+    lines = re.findall(r"^\|(.*)\|$", section(place), re.MULTILINE)
+    header, _, *rows = ([one.strip() for one in line.split("|")] for line in lines)
     words = row.split("/")
-    header = lines[0]
-    for cells in lines[2:]:
-        if cells[: len(words)] == words:
-            found = re.fullmatch(
-                r"([\d.]+)(?: %)?(?: \(([\d.]+)–([\d.]+)\))?", cells[header.index(column)]
-            )
-            assert found, (place, row, column)
-            return Figure(*(float(part) if part else None for part in found.groups()))  # type: ignore[arg-type]
-    raise LookupError((place, row))
+    [cells] = (cells for cells in rows if cells[: len(words)] == words)
+    found = re.fullmatch(r"([\d.]+)(?: %)?(?: \(([\d.]+)–([\d.]+)\))?", cells[header.index(column)])
+    assert found, (place, row, column)
+    return [float(part) for part in found.groups() if part]
 
 
-def value(place: str, row: str, column: str) -> Callable[[], list[float]]:
-    return lambda: [figure(place, row, column).value]
+def value(place: str, row: str = "minato", column: str = GAIN) -> Numbers:
+    return lambda: cell(place, row, column)[:1]
 
 
-def spread(place: str, row: str, column: str) -> Callable[[], list[float]]:
+def spread(place: str, row: str = "minato", column: str = GAIN) -> Numbers:
     """Median, minimum and maximum."""
-
-    def read() -> list[float]:
-        median, least, greatest = figure(place, row, column)
-        assert least is not None
-        assert greatest is not None
-        return [median, least, greatest]
-
-    return read
+    return lambda: cell(place, row, column)
 
 
-def ratio(place: str, above: str, below: str, column: str) -> Callable[[], list[float]]:
-    def read() -> list[float]:
-        return [figure(place, above, column).value / figure(place, below, column).value]
-
-    return read
+def ratio(place: str, above: str, below: str, column: str) -> Numbers:
+    return lambda: [cell(place, above, column)[0] / cell(place, below, column)[0]]
 
 
-def times(place: str, ranks: int) -> Callable[[], list[float]]:
+def against_unordered(place: str, column: str) -> Numbers:
+    """How much faster minato is than torch with ``in_order=False``, by seconds or by samples per second."""
+    rows = ("minato", UNORDERED) if column == "samples/s" else (UNORDERED, "minato")
+    return ratio(place, *rows, column)
+
+
+def times(place: str, ranks: int, torch: str = "torch") -> Numbers:
     """How much longer torch takes than minato, in order."""
-    return ratio(place, f"{ranks}/torch", f"{ranks}/minato", "s")
+    return ratio(place, f"{ranks}/{torch}", f"{ranks}/minato", "s")
 
 
-def whole_run(place: str) -> Callable[[], list[float]]:
+def whole_run(place: str) -> Numbers:
     """How much faster minato is with the first epoch, and with it the start of the workers."""
     return ratio(place, "torch", "minato", "whole run, s")
 
@@ -117,276 +102,166 @@ def everyday() -> list[float]:
     return [jobs, mean, lost, worst]
 
 
-def both(*parts: Callable[[], list[float]]) -> Callable[[], list[float]]:
-    return lambda: [number for part in parts for number in part()]
-
-
 N = r"([\d.]+)"
 X = rf"\*{{0,2}}{N} ×\*{{0,2}}"
 RANGE = rf"{X} \({N}–{N}\)"
 IN_WORDS = rf"{N} times as fast"
 RANGE_IN_WORDS = rf"{IN_WORDS} \({N} to {N}\)"
-STRAGGLERS = "engine.md#stragglers"
 README, PERFORMANCE = "README.md", "docs/explanation/performance.md"
+PHOTOS, WORKERS, REMOTE, SOURCES = (
+    f"docs/how-to/{name}.md" for name in ("photos", "workers", "remote-data", "sources")
+)
+PIL_EPOCHS = [
+    ratio(FOLDER, "minato, PIL", "torch, PIL", epochs) for epochs in ("later epochs", "first epoch")
+]
+ROWS = {
+    r"of a stream\]": ("streams.md#transforms", "s per epoch"),
+    r"stream of token ids\]": ("streams.md#hugging-face-tokens", "s per epoch"),
+    r"\[3-D segmentation ": ("papers.md#segmentation", "s"),
+    r"\[Object detection ": ("papers.md#detection", "s"),
+    r"\[JPEGs in memory": (PIL, "samples/s"),
+}
+KINDS = {"of 600 kB": IMAGE, "16 numbers": TABULAR, "600 kB, without workers": INLINE}
+DECODERS = {
+    "PIL, float32": "PIL decodes and resizes, float32",
+    "PIL with `draft`": "the same with Image.draft before decoding",
+    "libjpeg-turbo and OpenCV, float32": "simplejpeg decodes, OpenCV resizes, float32",
+    "the same, uint8": "the same as uint8, colors last",
+}
+IN_THREADS = {
+    "Python code with objects of its own": "own",
+    "the same, short epochs": "short",
+    "Python code that uses strings and a dictionary of the dataset": "shared",
+    "small calls of NumPy": "patches",
+}
 
-CLAIMS: list[tuple[str, str, Callable[[], list[float]]]] = [
+CLAIMS: list[tuple[str, str, list[Numbers]]] = [
     (
         README,
         rf"\[1 % of samples take 200 × longer\].*?\| {X} \| {X} \|",
-        both(
-            value(STRAGGLERS, "minato", "× torch"),
-            ratio(STRAGGLERS, "torch, in_order=False", "minato", "s per epoch"),
-        ),
+        [value(STRAGGLERS), against_unordered(STRAGGLERS, "s per epoch")],
     ),
     *(
         (
             README,
-            rf"{row}\].*?\| {RANGE} \| {X} \|",
-            both(
-                spread(place, "minato", "× torch"),
-                ratio(place, "torch, in_order=False", "minato", "s per epoch"),
-            ),
+            rf"{row}.*?\| {RANGE} \| {X} \|",
+            [spread(place), against_unordered(place, column)],
         )
-        for row, place in (
-            ("of a stream", "streams.md#transforms"),
-            ("stream of token ids", "streams.md#hugging-face-tokens"),
-        )
+        for row, (place, column) in ROWS.items()
     ),
-    (
-        README,
-        rf"\[3-D segmentation .*?\| {RANGE} \| {X} \|",
-        both(
-            spread(SEGMENTATION, "minato", "× torch"),
-            ratio(SEGMENTATION, "torch, in_order=False", "minato", "s"),
-        ),
-    ),
-    (
-        README,
-        rf"\[Object detection .*?\| {RANGE} \| {X} \|",
-        both(
-            spread(DETECTION, "minato", "× torch"),
-            ratio(DETECTION, "torch, in_order=False", "minato", "s"),
-        ),
-    ),
-    (
-        README,
-        rf"\[JPEGs in memory.*?\| {RANGE} \| {X} \|",
-        both(
-            spread("jpegs.md#pil", "minato", "× torch"),
-            ratio("jpegs.md#pil", "minato", "torch, in_order=False", "samples/s"),
-        ),
-    ),
-    (
-        README,
-        rf"\[A folder of JPEGs.*?\| {X} \| – \|",
-        ratio(FOLDER, "minato, PIL", "torch, PIL", "later epochs"),
-    ),
+    (README, rf"\[A folder of JPEGs.*?\| {X} \| – \|", PIL_EPOCHS[:1]),
     (
         README,
         rf"folder: {X}\. Whole runs of 4 epochs: tensors {X}, without workers {X}, rows {X}\.",
-        both(
-            ratio(FOLDER, "minato, PIL", "torch, PIL", "first epoch"),
-            whole_run("engine.md#image"),
-            whole_run("engine.md#image-inline"),
-            whole_run("engine.md#tabular"),
-        ),
+        [PIL_EPOCHS[1], *map(whole_run, (IMAGE, INLINE, TABULAR))],
     ),
     (
         README,
         rf"`fetch_concurrency=16`\].*?\| {X} \| {X} \|",
-        both(
-            value(ROUND_TRIP, "minato, 16 reads", "× torch"),
-            ratio(ROUND_TRIP, "minato, 16 reads", "torch, in_order=False", "samples/s"),
-        ),
+        [value(ROUND_TRIP, READS), ratio(ROUND_TRIP, READS, UNORDERED, "samples/s")],
     ),
     (
         README,
         rf"\[The same, one read per worker\].*?\| {X} \| {X} \|",
-        both(
-            value(ROUND_TRIP, "minato", "× torch"),
-            ratio(ROUND_TRIP, "minato", "torch, in_order=False", "samples/s"),
-        ),
+        [value(ROUND_TRIP), against_unordered(ROUND_TRIP, "samples/s")],
     ),
-    (README, rf"\[{N} everyday jobs.*?\| {X}; {N} of them lose, down to {X} \|", everyday),
-    (
-        README,
-        rf"ready-made 600 kB tensors\].*?\| {RANGE} \|",
-        spread("engine.md#image", "minato", "× torch"),
-    ),
-    (
-        README,
-        rf"rows of 16 numbers\].*?\| {RANGE} \|",
-        spread("engine.md#tabular", "minato", "× torch"),
-    ),
-    (
-        README,
-        rf"without workers\].*?\| {RANGE} \|",
-        spread("engine.md#image-inline", "minato", "× torch"),
-    ),
-    (
-        PERFORMANCE,
-        rf"takes 200 times longer \| {IN_WORDS}",
-        value(STRAGGLERS, "minato", "× torch"),
-    ),
+    (README, rf"\[{N} everyday jobs.*?\| {X}; {N} of them lose, down to {X} \|", [everyday]),
+    (README, rf"ready-made 600 kB tensors\].*?\| {RANGE} \|", [spread(IMAGE)]),
+    (README, rf"rows of 16 numbers\].*?\| {RANGE} \|", [spread(TABULAR)]),
+    (README, rf"without workers\].*?\| {RANGE} \|", [spread(INLINE)]),
+    (PERFORMANCE, rf"takes 200 times longer \| {IN_WORDS}", [value(STRAGGLERS)]),
     (
         PERFORMANCE,
         rf"\| {IN_WORDS}; the loop waits {N} % of its time instead of {N} %",
-        both(
-            value("engine.md#balanced", "minato", "× torch"),
-            value("engine.md#balanced", "minato", "waiting"),
-            value("engine.md#balanced", "torch", "waiting"),
-        ),
+        [value(BALANCED), *(value(BALANCED, name, "waiting") for name in ("minato", "torch"))],
     ),
     (
         PERFORMANCE,
         rf"\| {IN_WORDS}; {N} with `seed=`",
-        both(
-            value("engine.md#lognormal", "minato", "× torch"),
-            value("engine.md#lognormal", "minato, seed=", "× torch"),
-        ),
+        [value("engine.md#lognormal", name) for name in ("minato", "minato, seed=")],
     ),
     (
         PERFORMANCE,
         rf"\| {RANGE_IN_WORDS}, {N} out of order \({N} to {N}\)",
-        both(
-            spread("jpegs.md#pil", "minato", "× torch"),
-            spread("jpegs.md#pil", "minato, in_order=False", "× torch"),
-        ),
+        [spread(PIL), spread(PIL, "minato, in_order=False")],
     ),
-    (
-        PERFORMANCE,
-        rf"OpenCV \| {RANGE_IN_WORDS}",
-        spread("jpegs.md#simplejpeg", "minato", "× torch"),
-    ),
-    (
-        PERFORMANCE,
-        rf"\| {IN_WORDS} in later epochs; the first epoch {N} times",
-        both(
-            ratio(FOLDER, "minato, PIL", "torch, PIL", "later epochs"),
-            ratio(FOLDER, "minato, PIL", "torch, PIL", "first epoch"),
-        ),
-    ),
+    (PERFORMANCE, rf"OpenCV \| {RANGE_IN_WORDS}", [spread("jpegs.md#simplejpeg")]),
+    (PERFORMANCE, rf"\| {IN_WORDS} in later epochs; the first epoch {N} times", PIL_EPOCHS),
     *(
         (
             PERFORMANCE,
             rf"{row} \| {RANGE_IN_WORDS}; the whole run {N} times",
-            both(spread(place, "minato", "× torch"), whole_run(place)),
+            [spread(place), whole_run(place)],
         )
-        for row, place in (
-            ("of 600 kB", "engine.md#image"),
-            ("16 numbers", "engine.md#tabular"),
-            ("600 kB, without workers", "engine.md#image-inline"),
-        )
+        for row, place in KINDS.items()
     ),
-    (
-        PERFORMANCE,
-        rf"one read per worker \| {IN_WORDS}",
-        value(ROUND_TRIP, "minato", "× torch"),
-    ),
-    (
-        PERFORMANCE,
-        rf"`fetch_concurrency=16` \| {IN_WORDS}",
-        value(ROUND_TRIP, "minato, 16 reads", "× torch"),
-    ),
-    (
-        PERFORMANCE,
-        rf"of 256, without workers \| {IN_WORDS}",
-        value("engine.md#tabular-inline", "minato", "× torch"),
-    ),
+    (PERFORMANCE, rf"one read per worker \| {IN_WORDS}", [value(ROUND_TRIP)]),
+    (PERFORMANCE, rf"`fetch_concurrency=16` \| {IN_WORDS}", [value(ROUND_TRIP, READS)]),
+    (PERFORMANCE, rf"of 256, without workers \| {IN_WORDS}", [value("engine.md#tabular-inline")]),
     (
         PERFORMANCE,
         rf"\| {IN_WORDS}: {N} µs per sample instead of {N}",
-        both(
-            value("engine.md#small-inline", "minato", "× torch"),
-            value("engine.md#small-inline", "minato", "µs per sample"),
-            value("engine.md#small-inline", "torch", "µs per sample"),
-        ),
+        [value(SMALL), *(value(SMALL, name, "µs per sample") for name in ("minato", "torch"))],
     ),
-    (PERFORMANCE, rf"\[{N} to {N} times as long\]", scaling),
-    (PERFORMANCE, rf"torch takes \[{N} times as\s+long\]", times(SPEEDY, 2)),
-    (
-        PERFORMANCE,
-        rf"`in_order=False` it takes {N} times\s+as long",
-        ratio(SPEEDY, "2/torch, in_order=False", "2/minato", "s"),
-    ),
-    (
-        PERFORMANCE,
-        rf"\* {N} times the median for volumes",
-        value(VARIABILITY, "segmentation", "P90 / median"),
-    ),
-    (
-        PERFORMANCE,
-        rf"\* {N} times for photographs",
-        value(VARIABILITY, "detection", "P90 / median"),
+    (PERFORMANCE, rf"\[{N} to {N} times as long\]", [scaling]),
+    (PERFORMANCE, rf"torch takes \[{N} times as\s+long\]", [times(SPEEDY, 2)]),
+    (PERFORMANCE, rf"`in_order=False` it takes {N} times\s+as long", [times(SPEEDY, 2, UNORDERED)]),
+    *(
+        (PERFORMANCE, rf"\* {N} times {words}", [value(VARIABILITY, row, "P90 / median")])
+        for words, row in {
+            "the median for volumes": "segmentation",
+            "for photographs": "detection",
+            "for speech": "speech-3s",
+        }.items()
     ),
     (
         PERFORMANCE,
         rf"\[{N} % of them\]",
-        value("papers.md#accuracy-figure-11", "minato, order='fast_first'", "early, %"),
+        [value("papers.md#accuracy-figure-11", "minato, order='fast_first'", "early, %")],
     ),
-    (PERFORMANCE, rf"\* {N} times for speech", value(VARIABILITY, "speech-3s", "P90 / median")),
     *(
         (
-            "docs/how-to/photos.md",
+            PHOTOS,
             rf"^\| {re.escape(how)} \| {N} \| {N} \| {N} \|",
-            both(
-                *(
-                    value("jpegs.md#images-per-second", row, loader)
-                    for loader in ("torch", "torch, in_order=False", "minato")
-                )
-            ),
+            [
+                value("jpegs.md#images-per-second", row, one)
+                for one in ("torch", UNORDERED, "minato")
+            ],
         )
-        for how, row in {
-            "PIL, float32": "PIL decodes and resizes, float32",
-            "PIL with `draft`": "the same with Image.draft before decoding",
-            "libjpeg-turbo and OpenCV, float32": "simplejpeg decodes, OpenCV resizes, float32",
-            "the same, uint8": "the same as uint8, colors last",
-        }.items()
+        for how, row in DECODERS.items()
     ),
     *(
         (
-            "docs/how-to/workers.md",
+            WORKERS,
             rf"^\| {re.escape(samples)} \| {N} \({N}–{N}\) \| {N} \({N}–{N}\) \|",
-            both(
-                spread(f"threads.md#{row}", "minato, threads", "efficiency"),
-                spread(f"threads.md#{row}", "minato", "efficiency"),
-            ),
+            [
+                spread(f"threads.md#{row}", name, "efficiency")
+                for name in ("minato, threads", "minato")
+            ],
         )
-        for samples, row in {
-            "Python code with objects of its own": "own",
-            "the same, short epochs": "short",
-            "Python code that uses strings and a dictionary of the dataset": "shared",
-            "small calls of NumPy": "patches",
-        }.items()
+        for samples, row in IN_THREADS.items()
     ),
     (
-        "docs/how-to/workers.md",
+        WORKERS,
         rf"takes {N} s instead of {N} s\.",
-        both(
-            value("ablation.md#rare", "minato, in_order=False, auto", "s per epoch"),
-            value("ablation.md#rare", "minato, in_order=False, without deferral", "s per epoch"),
-        ),
+        [
+            value("ablation.md#rare", f"minato, in_order=False, {how}", "s per epoch")
+            for how in ("auto", "without deferral")
+        ],
     ),
     (
-        "docs/how-to/remote-data.md",
+        REMOTE,
         rf"\[{IN_WORDS}\]",
-        ratio(
-            "hedging.md#20-ms-one-request-in-a-hundred-travels-a-second-later",
-            "minato, 32 reads, hedged",
-            "minato, 32 reads",
-            "samples/s",
-        ),
+        [ratio(HEDGING, "minato, 32 reads, hedged", "minato, 32 reads", "samples/s")],
     ),
     *(
         (
-            "docs/how-to/sources.md",
+            SOURCES,
             rf"^\| {trip} ms \| {N} \| {N} \| {N} \|",
-            both(
-                *(
-                    value(f"cassandra.md#round-trip-{trip}-ms-{rows}-rows", row, "later epochs")
-                    for row in ("torch, `__getitems__`", "minato", "minato, in_order=False")
-                )
-            ),
+            [
+                value(f"cassandra.md#round-trip-{trip}-ms-{rows}-rows", row, "later epochs")
+                for row in ("torch, `__getitems__`", "minato", "minato, in_order=False")
+            ],
         )
         for trip, rows in ((0, 2000), (20, 1000), (150, 400))
     ),
@@ -405,11 +280,9 @@ def text_of(page: str) -> str:
     ("page", "pattern", "numbers"),
     [pytest.param(*claim, id=f"{claim[0]}: {claim[1][:40]}") for claim in CLAIMS],
 )
-def test_a_figure_is_that_of_its_report(
-    page: str, pattern: str, numbers: Callable[[], list[float]]
-) -> None:
+def test_a_figure_is_that_of_its_report(page: str, pattern: str, numbers: list[Numbers]) -> None:
     [found] = re.finditer(pattern, text_of(page), re.MULTILINE)
-    measured = numbers()
+    measured = [number for read in numbers for number in read()]
     assert len(found.groups()) == len(measured)
     for written, exact in zip(found.groups(), measured, strict=True):
         decimals = len(written.partition(".")[2])
