@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import io
 import itertools
 import os
@@ -31,6 +32,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import minato
 from minato import DataLoader
 from minato._support.loader_class import TorchDataLoader
+from tests.datasets import Filled
 
 BATCHES = 8
 """How many batches of a loader are taken at most."""
@@ -80,30 +82,40 @@ class OneBad(Images):
         return super().__getitem__(index)
 
 
-def decode(sample: Any) -> Any:
-    image, label = sample
-    return image / 255, label
+def of_image(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A transform of a sample that changes its image."""
+
+    @functools.wraps(change)
+    def transform(sample: Any) -> Any:
+        return change(sample[0]), sample[1]
+
+    return transform
 
 
-def resize(sample: Any) -> Any:
-    image, label = sample
-    return image[:, ::2, ::2], label
+@of_image
+def decode(image: Any) -> Any:
+    return image / 255
 
 
-def random_crop(sample: Any) -> Any:
-    image, label = sample
+@of_image
+def resize(image: Any) -> Any:
+    return image[:, ::2, ::2]
+
+
+@of_image
+def random_crop(image: Any) -> Any:
     left = random.randrange(2)
-    return image[:, :, left : left + 3], label
+    return image[:, :, left : left + 3]
 
 
-def normalize(sample: Any) -> Any:
-    image, label = sample
-    return image - 0.5, label
+@of_image
+def normalize(image: Any) -> Any:
+    return image - 0.5
 
 
-def augment(sample: Any) -> Any:
-    image, label = sample
-    return image + torch.rand(()), label
+@of_image
+def augment(image: Any) -> Any:
+    return image + torch.rand(())
 
 
 def make_model() -> torch.nn.Module:
@@ -123,20 +135,13 @@ def make_step(model: torch.nn.Module) -> Callable[..., None]:
     return step
 
 
+COMMON = DataLoader, decode, resize, random_crop, normalize, augment
+
+
 def stand_ins(page: str) -> dict[str, Any]:
     """The names that exist before the first fragment of a page."""
-    names: dict[str, Any] = {
-        "minato": minato,
-        "torch": torch,
-        "DataLoader": DataLoader,
-        "dataset": Images(),
-        "decode": decode,
-        "resize": resize,
-        "random_crop": random_crop,
-        "normalize": normalize,
-        "augment": augment,
-    }
-    names |= _OF_PAGES.get(page, dict)()
+    names: dict[str, Any] = {"minato": minato, "torch": torch, "dataset": Images()}
+    names |= {each.__name__: each for each in COMMON} | _OF_PAGES.get(page, dict)()
     _seen.extend(value for value in names.values() if isinstance(value, TorchDataLoader))
     return names
 
@@ -154,10 +159,10 @@ def delivered(names: dict[str, Any]) -> None:
             continue
         if name == "source":
             [value.get(key) for key in value.keys[:BATCHES]]
-        elif isinstance(value, TorchDataLoader):
-            _take(value)
         elif name == "make_loader":
             _take(value())
+        elif isinstance(value, TorchDataLoader):
+            _take(value)
         else:
             continue
         _seen.append(value)
@@ -227,16 +232,12 @@ def _debugging() -> dict[str, Any]:
 def _gpu() -> dict[str, Any]:
     warnings.filterwarnings("ignore", "'pin_memory' argument is set as true but no accelerator")
     models = [make_model().to("meta") for _ in range(3)]
-    return {
-        "model": models[0],
-        "criterion": torch.nn.CrossEntropyLoss(),
-        "replicas": [SimpleNamespace(step=make_step(model)) for model in models[1:]],
-    }
+    replicas = [SimpleNamespace(step=make_step(model)) for model in models[1:]]
+    return {"model": models[0], "criterion": torch.nn.CrossEntropyLoss(), "replicas": replicas}
 
 
 def _training() -> dict[str, Any]:
-    model = make_model()
-    step = make_step(model)
+    step = make_step(model := make_model())
     return {"model": model, "train": step, "train_step": step, "step": 100}
 
 
@@ -266,12 +267,16 @@ def _photos() -> dict[str, Any]:
 
 
 def _ranks() -> dict[str, Any]:
-    dist.init_process_group("gloo")
-    atexit.register(dist.destroy_process_group)
+    _begin_ranks()
     return {**_training(), "rank": int(os.environ["RANK"])}
 
 
-def _verify() -> dict[str, Any]:
+def _begin_ranks(**given: Any) -> None:
+    dist.init_process_group("gloo", **given)
+    atexit.register(dist.destroy_process_group)
+
+
+def _verify_a_migration() -> dict[str, Any]:
     from tests.integrations.models import Indexed
 
     options = {"batch_size": 8, "shuffle": True, "num_workers": 2}
@@ -310,17 +315,11 @@ def _trainers() -> dict[str, Any]:
         return trainer(**{**given, **small})
 
     lightning.Trainer = on_this_machine
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    atexit.register(dist.destroy_process_group)
+    _begin_ranks(store=dist.HashStore(), rank=0, world_size=1)
     model = Model()
+    short: Any = {"max_steps": 4, "logging_steps": 2, "save_strategy": "no"}
     arguments = transformers.TrainingArguments(
-        "trained",
-        max_steps=4,
-        logging_steps=2,
-        use_cpu=True,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        "trained", use_cpu=True, report_to=[], disable_tqdm=True, **short
     )
     return {
         "accelerator": accelerate.Accelerator(cpu=True),
@@ -349,14 +348,11 @@ def _metrics() -> dict[str, Any]:
 # ---- remote data ----------------------------------------------------------------------------
 
 
-class Tables(Dataset[Any]):
-    """Arrays."""
+class Tables(Filled):
+    """40 arrays."""
 
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(8, index, np.float32)
+    def __init__(self) -> None:
+        super().__init__(40, 8)
 
 
 def read(url: str) -> float:
@@ -378,19 +374,15 @@ def to_bytes(value: bytes) -> int:
     return len(value)
 
 
-def _saved(array: Any) -> bytes:
+def _saved(number: int) -> bytes:
     to = io.BytesIO()
-    np.save(to, array)
+    np.save(to, Tables()[number])
     return to.getvalue()
 
 
 def _remote_data() -> dict[str, Any]:
-    return {
-        "dataset": Images(),
-        "urls": [f"https://example.com/{number}" for number in range(100)],
-        "read": read,
-        "read_later": read_later,
-    }
+    urls = [f"https://example.com/{number}" for number in range(100)]
+    return {"urls": urls, "read": read, "read_later": read_later}
 
 
 def _object_stores() -> dict[str, Any]:
@@ -401,11 +393,9 @@ def _object_stores() -> dict[str, Any]:
 def _sources() -> dict[str, Any]:
     _sqlite()
     _cassandra()
-    return {
-        "to_arrays": to_arrays,
-        "diagnoses": [number % 2 for number in range(len(Tables()))],
-        "patients": [number // 3 for number in range(len(Tables()))],
-    }
+    numbers = range(len(Tables()))
+    answers = {"diagnoses": [i % 2 for i in numbers], "patients": [i // 3 for i in numbers]}
+    return {"to_arrays": to_arrays, **answers}
 
 
 def _sqlite() -> None:
@@ -415,7 +405,7 @@ def _sqlite() -> None:
     connection = sqlite3.connect("scans.db")
     with connection:
         connection.execute("CREATE TABLE images (id INTEGER PRIMARY KEY, data BLOB)")
-        rows = [(number, _saved(Tables()[number])) for number in range(len(Tables()))]
+        rows = [(number, _saved(number)) for number in range(len(Tables()))]
         connection.executemany("INSERT INTO images VALUES (?, ?)", rows)
     connection.close()
 
@@ -435,16 +425,14 @@ def _s3() -> None:
     for server in both:
         server.start()
         atexit.register(server.kill)
-    names = {"endpoint": "AWS_ENDPOINT_URL", "access_key_id": "AWS_ACCESS_KEY_ID"}
-    names |= {"secret_access_key": "AWS_SECRET_ACCESS_KEY", "region": "AWS_REGION"}
-    os.environ |= {variable: settings[name] for name, variable in names.items()}
-    os.environ["AWS_ALLOW_HTTP"] = "true"
+    for name in ("access_key_id", "secret_access_key", "region"):
+        os.environ[f"AWS_{name.upper()}"] = settings[name]
+    os.environ |= {"AWS_ENDPOINT_URL": settings["endpoint"], "AWS_ALLOW_HTTP": "true"}
     to = io.BytesIO()
     with tarfile.open(fileobj=to, mode="w") as archive:
         for number in range(8):
-            data = _saved(Tables()[number])
             info = tarfile.TarInfo(f"{number}.npy")
-            info.size = len(data)
+            info.size = len(data := _saved(number))
             archive.addfile(info, io.BytesIO(data))
     obstore.put(from_url("s3://bucket/shards"), "first.tar", to.getvalue())
 
@@ -478,14 +466,9 @@ def _several_machines() -> dict[str, Any]:
     (folder / "ray").mkdir()
     os.environ["RAY_TMPDIR"] = str(folder)
     cluster = Cluster()
-    cluster.add_node(
-        num_cpus=1,
-        object_store_memory=80 << 20,
-        include_dashboard=False,
-        temp_dir=str(folder / "ray"),
-        no_monitor=True,
-        include_log_monitor=False,
-    )
+    without: Any = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+    temp_dir = str(folder / "ray")
+    cluster.add_node(num_cpus=1, object_store_memory=80 << 20, temp_dir=temp_dir, **without)
     os.environ["RAY_ADDRESS"] = cluster.address
     init = ray.init
 
@@ -506,8 +489,7 @@ def _several_machines() -> dict[str, Any]:
 
 
 def _stream_ranks() -> dict[str, Any]:
-    dist.init_process_group("gloo")
-    atexit.register(dist.destroy_process_group)
+    _begin_ranks()
 
     def model(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(torch.ones(1))
@@ -523,39 +505,26 @@ def _resume_ranks() -> dict[str, Any]:
         sampler = torch.utils.data.DistributedSampler(range(20), ranks, rank, seed=1)
         return minato.DataLoader(range(20), 2, sampler=sampler, seed=1)
 
-    states = []
-    for loader in (of_rank(0, 2), of_rank(1, 2)):
+    loaders = [of_rank(0, 2), of_rank(1, 2)]
+    for loader in loaders:
         next(iter(loader))
-        states.append(loader.state_dict())
+    states = [loader.state_dict() for loader in loaders]
     return {"loader": of_rank(0, 1), "states": states, "state": states[0]}
 
 
+_HOW_TO = [
+    *(_bad_samples, _batches_by_cost, _code_you_cannot_edit, _debugging, _gpu, _language_models),
+    *(_memory, _metrics, _object_stores, _photos, _ranks, _remote_data, _resume_ranks, _sources),
+    *(_several_machines, _stream_ranks, _trainers, _verify_a_migration),
+]
+"""Functions for the pages that are called as they are."""
+_ORDINARY = [f"docs/how-to/{name}.md" for name in ("active", "slow-samples", "symptoms")]
+_OUT_OF_ORDER = ["docs/how-to/order.md", "docs/reference/live.md", "docs/reference/report.md"]
 _OF_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"docs/how-to/{each.__name__[1:].replace('_', '-')}.md": each for each in _HOW_TO},
+    **dict.fromkeys(_ORDINARY, _after_an_epoch),
+    **dict.fromkeys(_OUT_OF_ORDER, lambda: _after_an_epoch(order="arrival")),
     "bench/README.md": _bench,
-    "docs/how-to/active.md": _after_an_epoch,
-    "docs/how-to/bad-samples.md": _bad_samples,
-    "docs/how-to/batches-by-cost.md": _batches_by_cost,
-    "docs/how-to/code-you-cannot-edit.md": _code_you_cannot_edit,
-    "docs/how-to/debugging.md": _debugging,
-    "docs/how-to/gpu.md": _gpu,
-    "docs/how-to/language-models.md": _language_models,
-    "docs/how-to/memory.md": _memory,
-    "docs/how-to/metrics.md": _metrics,
-    "docs/how-to/object-stores.md": _object_stores,
-    "docs/how-to/order.md": lambda: _after_an_epoch(order="arrival"),
-    "docs/how-to/photos.md": _photos,
-    "docs/how-to/ranks.md": _ranks,
-    "docs/how-to/remote-data.md": _remote_data,
-    "docs/how-to/resume-ranks.md": _resume_ranks,
-    "docs/how-to/sources.md": _sources,
-    "docs/how-to/several-machines.md": _several_machines,
-    "docs/how-to/stream-ranks.md": _stream_ranks,
-    "docs/how-to/slow-samples.md": _after_an_epoch,
-    "docs/how-to/symptoms.md": _after_an_epoch,
     "docs/how-to/start-up.md": lambda: {"make_model": make_model},
-    "docs/how-to/trainers.md": _trainers,
-    "docs/how-to/verify-a-migration.md": _verify,
     "docs/how-to/workers.md": lambda: {"stream": OfImages()},
-    "docs/reference/live.md": lambda: _after_an_epoch(order="arrival"),
-    "docs/reference/report.md": lambda: _after_an_epoch(order="arrival"),
 }

@@ -7,9 +7,12 @@ import functools
 import importlib
 import inspect
 import re
+import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,15 @@ def parse(path: Path) -> ast.Module:
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
     return [*ast.walk(parse(path))]
+
+
+def of(path: Path, kind: Any) -> list[Any]:
+    """All parts of a module of one kind."""
+    return [node for node in nodes(path) if isinstance(node, kind)]
+
+
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+DEFINITION = ast.FunctionDef | ast.ClassDef
 
 
 def exported(tree: ast.Module) -> list[str] | None:
@@ -80,73 +92,55 @@ PYTHONS = {"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_make
 def test_functions_take_few_parameters() -> None:
     long: dict[str, set[str]] = {}
     for path in SOURCES:
-        for node in nodes(path):
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if is_function and len(parameters(node)) > MOST_PARAMETERS:
+        for node in of(path, FUNCTION):
+            names = {each.arg for each in named(node.args)} - {"self", "cls"}
+            if len(names) > MOST_PARAMETERS:
                 long.setdefault(relative(path), set()).add(node.name)
     assert long == LONG
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    given = function.args
-    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return [name for name in names if name not in ("self", "cls")]
-
-
-def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [
-        node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+def named(given: ast.arguments) -> list[ast.arg]:
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs]
 
 
 def test_few_parameters_are_of_any_type() -> None:
     """``object``, a protocol or a type variable says what a function needs of a value, and mypy checks it."""
-
-    def count(path: Path) -> int:
-        given = [node.args for node in functions(path)]
-        all_of = [
-            (*each.posonlyargs, *each.args, *each.kwonlyargs, each.vararg, each.kwarg)
-            for each in given
-        ]
-        kinds = [each.annotation for some in all_of for each in some if each is not None]
-        return sum(names_any(kind) for kind in kinds if kind is not None)
-
-    assert sum(map(count, SOURCES)) <= MOST_ANY
+    given = [node.args for path in SOURCES for node in of(path, FUNCTION)]
+    every = [each for some in given for each in (*named(some), some.vararg, some.kwarg) if each]
+    kinds = [ast.walk(each.annotation) for each in every if each.annotation]
+    assert sum(any(is_name(part, "Any") for part in kind) for kind in kinds) <= MOST_ANY
 
 
-def names_any(annotation: ast.expr) -> bool:
-    return any(isinstance(part, ast.Name) and part.id == "Any" for part in ast.walk(annotation))
+def is_name(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
 
 
 def test_functions_are_short() -> None:
     """But constructors, which name what an object consists of."""
-    long = {
+    assert [
         f"{relative(path)}: {node.name}"
         for path in SOURCES
-        for node in functions(path)
+        for node in of(path, FUNCTION)
         if (node.end_lineno or 0) - node.lineno >= MOST_LINES and node.name != "__init__"
-    }
-    assert long == set()
+    ] == []
 
 
 def test_results_of_many_values_have_names() -> None:
     """A function returns a named record instead of a tuple of more than three values."""
-    unnamed = {
+    assert [
         f"{relative(path)}: {node.name}"
         for path in SOURCES
-        for node in functions(path)
+        for node in of(path, FUNCTION)
         for part in ast.walk(node.returns or ast.Constant(None))
         if isinstance(part, ast.Subscript)
-        and ast.unparse(part.value) == "tuple"
-        and isinstance(part.slice, ast.Tuple)
-        and len(part.slice.elts) > MOST_UNNAMED
-    }
-    assert unnamed == set()
+        and is_name(part.value, "tuple")
+        and len(getattr(part.slice, "elts", ())) > MOST_UNNAMED
+    ] == []
 
 
 def test_modules_import_few_others() -> None:
     def imported(path: Path) -> set[str]:
-        found = {node.module or "" for node in nodes(path) if isinstance(node, ast.ImportFrom)}
+        found = {node.module or "" for node in of(path, ast.ImportFrom)}
         return {module for module in found if module.startswith("minato")}
 
     others = [path for path in SOURCES if path.parent.name != "engine"]
@@ -161,50 +155,34 @@ def test_private_attributes_stay_in_their_module() -> None:
 
 def reached_from(path: Path) -> set[str]:
     """Private attributes that a module uses and does not define."""
-    tree = nodes(path)
-    own = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {
-        node.target.id
-        for node in tree
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    used = [node for node in tree if isinstance(node, ast.Attribute)]
-    own |= {node.attr for node in used if is_self(node.value)}
-    return {
-        ast.unparse(node)
-        for node in used
-        if re.match("_[a-z]", node.attr)
-        and not is_self(node.value)
-        and node.attr not in own | PYTHONS
-    }
-
-
-def is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+    own = {node.name for node in of(path, DEFINITION)} | PYTHONS
+    own |= {each.target.id for each in of(path, ast.AnnAssign) if isinstance(each.target, ast.Name)}
+    used = of(path, ast.Attribute)
+    own |= {node.attr for node in used if is_name(node.value, "self", "cls")}
+    others = [node for node in used if not is_name(node.value, "self", "cls")]
+    found = [node for node in others if re.match("_[a-z]", node.attr) and node.attr not in own]
+    return set(map(ast.unparse, found))
 
 
 def test_private_members_of_a_base_stay_in_its_module() -> None:
     """No class overrides or uses a private member of a base class that another module defines."""
-    reached = {
+    assert [
         f"{relative(path)}: {node.name}.{name}"
         for path in SOURCES
-        for node in nodes(path)
-        if isinstance(node, ast.ClassDef)
+        for node in of(path, ast.ClassDef)
         for base in bases(node)
         if base not in nodes(path)
-        for name in private(base) & (private(node) | used_of_self(node))
-    }
-    assert reached == set()
+        for name in private(base) & (private(node) | of_self(node))
+    ] == []
 
 
 @functools.cache
 def classes() -> dict[str, list[ast.ClassDef]]:
     """All classes of the package by name."""
-    found: dict[str, list[ast.ClassDef]] = {}
+    found = defaultdict(list)
     for path in SOURCES:
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(node)
+        for node in of(path, ast.ClassDef):
+            found[node.name].append(node)
     return found
 
 
@@ -222,36 +200,26 @@ def bases(node: ast.ClassDef) -> list[ast.ClassDef]:
 
 
 def methods(node: ast.ClassDef) -> set[str]:
-    return {
-        each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    return {each.name for each in node.body if isinstance(each, FUNCTION)}
 
 
 def private(node: ast.ClassDef) -> set[str]:
     """Private methods and attributes that a class defines."""
-    stored = {
-        part.attr
-        for part in ast.walk(node)
-        if isinstance(part, ast.Attribute)
-        and isinstance(part.ctx, ast.Store)
-        and is_self(part.value)
-    }
-    return {name for name in methods(node) | stored if re.match("_[a-z]", name)}
+    return {name for name in methods(node) | of_self(node, ast.Store) if re.match("_[a-z]", name)}
 
 
-def used_of_self(node: ast.ClassDef) -> set[str]:
-    return {
-        part.attr
-        for part in ast.walk(node)
-        if isinstance(part, ast.Attribute) and is_self(part.value)
-    }
+def of_self(node: ast.ClassDef, context: type = ast.expr_context) -> set[str]:
+    """Attributes of ``self`` and ``cls`` that a class uses, or stores."""
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+    used = [part for part in parts if isinstance(part.ctx, context)]
+    return {part.attr for part in used if is_name(part.value, "self", "cls")}
 
 
 def test_all_is_sorted_and_defined() -> None:
     """A module that defines something says what of it is public."""
     for path in SOURCES:
         body, names = parse(path).body, exported(parse(path))
-        defines = any(isinstance(node, ast.ClassDef | ast.FunctionDef) for node in body)
+        defines = any(isinstance(node, DEFINITION) for node in body)
         if defines and (path.name == "__init__.py" or not path.name.startswith("_")):
             assert names is not None, relative(path)
         assert names is None or names == sorted(set(names), key=rank), relative(path)
@@ -266,33 +234,32 @@ def undocumented(path: Path) -> list[str]:
     """Public things of a module that have no docstring: of a private one, all without an underscore."""
     tree = parse(path)
     public = exported(tree) or []
+    defined = [node for node in tree.body if isinstance(node, DEFINITION)]
     if path.parent == PACKAGE and path.name.startswith("_") and path.name != "__init__.py":
-        defined = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         public = [node.name for node in defined if not node.name.startswith("_")]
     missing = [] if ast.get_docstring(tree) or not tree.body else ["the module"]
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in public:
-            if not ast.get_docstring(node):
-                missing.append(node.name)
-            if isinstance(node, ast.ClassDef):
-                missing += [
-                    f"{node.name}.{method.name}"
-                    for method in node.body
-                    if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
-                    and not method.name.startswith("_")
-                    and not ast.get_docstring(method)
-                    and not is_override(method)
-                    and not any(method.name in methods(base) for base in bases(node))
-                ]
+    for node in defined:
+        if node.name not in public:
+            continue
+        if not ast.get_docstring(node):
+            missing.append(node.name)
+        if isinstance(node, ast.ClassDef):
+            missing += [
+                f"{node.name}.{method.name}"
+                for method in node.body
+                if isinstance(method, FUNCTION)
+                and not method.name.startswith("_")
+                and not ast.get_docstring(method)
+                and not is_override(method)
+                and not any(method.name in methods(base) for base in bases(node))
+            ]
     return missing
 
 
 def is_override(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Tell whether a method needs no docstring of its own: a setter or a typing overload."""
-    return any(
-        ast.unparse(decorator).endswith((".setter", "overload", "override"))
-        for decorator in method.decorator_list
-    )
+    decorators = map(ast.unparse, method.decorator_list)
+    return any(name.endswith((".setter", "overload", "override")) for name in decorators)
 
 
 def test_public_names_exist() -> None:
@@ -303,8 +270,6 @@ def test_public_names_exist() -> None:
 
 def test_the_lowest_versions_allowed_are_tested() -> None:
     """By ``make test-oldest``."""
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lowest = dict(dependency.split(">=") for dependency in project["dependencies"])
     pins = (ROOT / "constraints-oldest.txt").read_text().splitlines()
@@ -352,13 +317,11 @@ def test_twins_have_the_same_names_and_a_stub(name: str) -> None:
 
 
 def documentation(thing: object) -> str:
-    """Docstring without the line that Cython's ``embedsignature`` puts before it.
-
-    That line is ``f(a, b)`` or ``Class.f(self, a)`` for a function, ``Class.f: type`` for the rest.
-    """
+    """Docstring without the line that Cython's ``embedsignature`` puts before it."""
     text = inspect.getdoc(thing) or ""
     first, _, rest = text.partition("\n")
     name = getattr(thing, "__name__", "")
+    # ``f(a, b)`` or ``Class.f(self, a)`` for a function, ``Class.f: type`` for the rest.
     embedded = name and re.match(rf"([\w.]+\.)?{name}(\(|: )", first)
     return inspect.cleandoc(rest) if embedded else text
 
@@ -396,8 +359,7 @@ def test_twins_agree(name: str) -> None:
     for public in public_names(name):
         ours, theirs = getattr(pure, public), getattr(compiled, public)
         if not callable(ours):
-            if ours != theirs:
-                differences.append(f"{public}: {ours!r} and {theirs!r}")
+            assert ours == theirs, public
             continue
         compare(public, ours, theirs)
         if isinstance(ours, type):
@@ -420,9 +382,8 @@ def test_cython_has_no_performance_hint(tmp_path: Path) -> None:
 
 def calls_of(path: Path) -> Iterator[tuple[str, ast.Call]]:
     """What a module calls, as it is written there."""
-    for node in nodes(path):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+    for node in of(path, ast.Call):
+        yield ast.unparse(node.func), node
 
 
 def unpickles(name: str, call: ast.Call) -> bool:
@@ -439,13 +400,11 @@ def test_what_is_unpickled_is_known() -> None:
     found = {
         relative(path)
         for path in SOURCES
-        for name, call in calls_of(path)
-        if unpickles(name, call) and ("pickle" in name or name.startswith(("np.", "torch.")))
-    } | {
-        relative(path)
-        for path in SOURCES
-        for node in nodes(path)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "pickle.loads"
+        if any(ast.unparse(node) == "pickle.loads" for node in of(path, ast.Attribute))
+        or any(
+            unpickles(name, call) and ("pickle" in name or name.startswith(("np.", "torch.")))
+            for name, call in calls_of(path)
+        )
     }
     assert found == named
 
@@ -460,13 +419,10 @@ def writes(name: str, call: ast.Call) -> bool:
     if name == "os.open":
         return any(flag in ast.unparse(call) for flag in ("O_WRONLY", "O_RDWR", "flags"))
     if name == "open" or name.endswith(".open"):
-        modes = [each.value for each in call.args if isinstance(each, ast.Constant)]
-        modes += [
-            each.value.value for each in call.keywords if isinstance(each.value, ast.Constant)
-        ]
-        return any(
-            isinstance(mode, str) and re.fullmatch(r"[wax+bt]+", mode) for mode in modes
-        ) and (not any(mode in ("b", "t") for mode in modes))
+        given = [*call.args, *(each.value for each in call.keywords)]
+        modes = {each.value for each in given if isinstance(each, ast.Constant)}
+        texts = [mode for mode in modes if isinstance(mode, str)]
+        return any(re.fullmatch(r"[wax+bt]+", mode) for mode in texts) and modes.isdisjoint("bt")
     return name == "os.replace" or WRITES.fullmatch(name) is not None
 
 
@@ -491,10 +447,7 @@ WALL_CLOCKS = {
 
 
 def test_no_module_waits_or_measures_by_the_wall_clock() -> None:
-    """It jumps; text for people is made by strftime and fromtimestamp.
-
-    The age of a file, and of what another run has left in a cache, is told by no other clock.
-    """
+    """It jumps. But the age of a file, and of what another run has left in a cache, is told by no other clock."""
     found = []
     for path in SOURCES:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -510,6 +463,5 @@ def test_no_module_waits_or_measures_by_the_wall_clock() -> None:
                     found += [relative(path)] * bool(imported & WALL_CLOCKS)
     for path in (*CORE.rglob("*.pyx"), *CORE.rglob("*.h")):
         text = path.read_text(encoding="utf-8")
-        words = ("CLOCK_REALTIME", "gettimeofday", "time.time")
-        found += [relative(path) for word in words if word in text]
+        found += re.findall(r"CLOCK_REALTIME|gettimeofday|time\.time", text)
     assert found == []
