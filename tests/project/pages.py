@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *sorted(path for path in ROOT.glob("*.md")),
+    *sorted(ROOT.glob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("bench", "minato")),
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
 ]
@@ -16,12 +16,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block.
-
-    Attributes:
-        info: What follows the opening fence: its language, and for Python what the tests do with it.
-        line: Number of the line of the opening fence.
-    """
+    """A fenced block: what follows the opening fence, the text, and the number of the line of that fence."""
 
     info: str
     source: str
@@ -38,3 +33,8 @@ def blocks(page: Path) -> list[Block]:
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and the built documentation name it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

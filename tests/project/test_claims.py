@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.pages import ROOT
+from tests.project.pages import ROOT, slug
 
 REPORTS = sorted({*(ROOT / "docs/benchmarks").glob("*.md")} - {ROOT / "docs/benchmarks/index.md"})
 FOLDER, PIL, STRAGGLERS = "imagenet.md#float32", "jpegs.md#pil", "engine.md#stragglers"
@@ -28,10 +28,6 @@ HEDGING = "hedging.md#20-ms-one-request-in-a-hundred-travels-a-second-later"
 UNORDERED = "torch, in_order=False"
 GAIN = "× torch"
 Numbers = Callable[[], list[float]]
-
-
-def slug(heading: str) -> str:
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def section(place: str) -> str:

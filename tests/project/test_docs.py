@@ -14,61 +14,52 @@ import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 import minato
-from tests.project.pages import FENCE, PAGES, ROOT, name_of
+from tests.project.pages import FENCE, PAGES, ROOT, name_of, slug
 from tests.project.test_layering import dotted
 from tests.project.test_sourcecode import exported, parse
 
 PACKAGE = ROOT / "minato"
+MAP = (PACKAGE / "README.md").read_text(encoding="utf-8")
 INTERNAL_SOURCES = {"connections", "sql"}
 """Modules of ``minato.sources`` of whose names users need some at most."""
 
 
+def outside_of_blocks(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and the built documentation name them."""
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return set(map(slug, re.findall(r"^#+ (.*)$", outside_of_blocks(page), re.MULTILINE)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", link):
-            continue
+    for link in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", outside_of_blocks(page)):
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    assert broken == []
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_tables_begin_after_an_empty_line(page: Path) -> None:
     """A table that follows a line of a paragraph or a list belongs to it: it is shown as text."""
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    text = outside_of_blocks(page)
     assert re.findall(r"^(?!\|).+\n\|.*\n\| ?-.*$", text, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_tests_exist(page: Path) -> None:
-    file, missing = "", []
-    for match in re.finditer(
-        r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", page.read_text(encoding="utf-8")
-    ):
-        if any(match.groups()):
-            file = match[1] or file
-            path, name = ROOT / file, match[2] or ""
-            if not path.exists() or (name and f"def {name}(" not in path.read_text("utf-8")):
-                missing.append(f"{file}::{name}")
-    assert missing == []
+    file, text = "", page.read_text(encoding="utf-8")
+    for found, name in re.findall(r"`(?=t|::)(tests/[\w/]+\.py)?(?:::(\w+))?`", text):
+        file = found or file
+        assert (ROOT / file).exists(), file
+        assert not name or f"def {name}(" in (ROOT / file).read_text("utf-8"), f"{file}::{name}"
 
 
 def test_map_of_the_package_names_every_file_once() -> None:
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    _, _, rest = text.partition("## The tree")
-    tree, _, _ = rest.partition("\n## ")
+    tree = MAP.partition("## The tree")[2].partition("\n## ")[0]
     # The package of each stage says itself what it is for; those of the core pick one of two forms.
     unnamed = {"X.py", "_X_c.pyx", "_X_py.py", "__init__.py"}
     kinds = {".py", ".pyx", ".pxd", ".h"}
@@ -81,18 +72,20 @@ def test_map_of_the_package_names_every_file_once() -> None:
 
 
 def test_map_of_the_package_points_at_what_is_there() -> None:
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    _, _, table = text.partition("## I want to change")
+    _, _, table = MAP.partition("## I want to change")
     paths = set(re.findall(r"`([\w/-]+(?:\.py|\.md|/))`", table))
     assert len(paths) > 20
     assert [path for path in paths if not any((at / path).exists() for at in (ROOT, PACKAGE))] == []
 
 
+def reference(name: str) -> str:
+    return (ROOT / f"docs/reference/{name}.md").read_text(encoding="utf-8")
+
+
 def test_every_option_is_documented() -> None:
     ours = inspect.signature(minato.DataLoader).parameters
     theirs = inspect.signature(TorchLoader).parameters
-    text = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
-    listed, _, _ = text.partition("<!-- end -->")
+    listed, _, _ = reference("options").partition("<!-- end -->")
     assert re.findall(r"^`(\w+)`: .*\n: ", listed, re.MULTILINE) == [
         name for name in ours if name not in theirs
     ]
@@ -103,33 +96,24 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     errors = importlib.import_module("minato.errors").__all__
     public -= {f"minato.{name}" for name in errors}  # one directive has them all
     files = [*(PACKAGE / "sources").glob("[a-z]*.py"), PACKAGE / "caching.py"]
-    names = ("transformers", "lightning")
-    files += [PACKAGE / "integrations" / f"{name}.py" for name in names]
+    files += [PACKAGE / f"integrations/{name}.py" for name in ("transformers", "lightning")]
     for path in files:
         # Not by an import: these packages are large.
         if path.stem not in INTERNAL_SOURCES:
-            module = dotted(path)
-            public |= {f"{module}.{name}" for name in exported(parse(path)) or ()}
-    pages = [
-        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")
-    ]
-    shown = re.findall(
-        r"^\.\. auto(?:class|function|data|exception):: ([\w.]+)$", "\n".join(pages), re.MULTILINE
-    )
-    assert [name for name, count in Counter(shown).items() if count > 1] == []
+            public |= {f"{dotted(path)}.{name}" for name in exported(parse(path)) or ()}
+    text = "\n".join(reference(path.stem) for path in (ROOT / "docs/reference").glob("*.md"))
+    directive = r"^\.\. auto(?:class|function|data|exception):: ([\w.]+)$"
+    shown = re.findall(directive, text, re.MULTILINE)
+    assert len(shown) == len(set(shown)), Counter(shown).most_common(3)
     assert sorted(public - set(shown)) == []
-    assert sum(page.count(".. automodule:: minato.errors") for page in pages) == 1
+    assert text.count(".. automodule:: minato.errors") == 1
 
 
 def test_every_environment_variable_is_documented() -> None:
     sources = [ROOT / "setup.py", *PACKAGE.rglob("*.py")]
-    used = {
-        name
-        for path in sources
-        for name in re.findall(r"\bMINATO_[A-Z_]+[A-Z]\b", path.read_text(encoding="utf-8"))
-    }
-    text = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == used
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    used = set(re.findall(r"\bMINATO_[A-Z_]+[A-Z]\b", text))
+    assert set(re.findall(r"^\| `(\w+)` \|", reference("environment"), re.MULTILINE)) == used
 
 
 OLD_WORDS = {
@@ -166,11 +150,7 @@ PLAIN = [
     ),
 ]
 """Files whose prose follows the glossary."""
-PROSE = {
-    getattr(tokenize, name)
-    for name in ("COMMENT", "STRING", "FSTRING_MIDDLE")
-    if hasattr(tokenize, name)
-}
+PROSE = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None)}
 
 
 def prose(path: Path) -> list[tuple[int, str]]:
@@ -193,17 +173,15 @@ def prose(path: Path) -> list[tuple[int, str]]:
 
 
 def old_words(parts: list[tuple[int, str]]) -> list[str]:
-    found = []
     words = {
         re.compile(r"\b(?:" + old.replace(" ", r"\s+") + r")\b", re.IGNORECASE): instead
         for old, instead in OLD_WORDS.items()
     }
     any_of_them = re.compile("|".join(word.pattern for word in words), re.IGNORECASE)
+    found = []
     for line, text in parts:
-        flat = re.sub(r"\s+", lambda space: " " * len(space[0]), text)
-        if not any_of_them.search(flat):
-            continue
-        for word, instead in words.items():
+        flat = re.sub(r"\s", " ", text)
+        for word, instead in words.items() if any_of_them.search(flat) else ():
             for match in word.finditer(flat):
                 at = line + text.count("\n", 0, match.start())
                 found.append(f"line {at}: {match[0]!r}; write {instead}")
@@ -226,8 +204,7 @@ def test_old_words_are_found_across_lines(tmp_path: Path) -> None:
 
 
 def test_glossary_defines_each_word_once() -> None:
-    text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
-    entries = re.findall(r"^(\S.*)\n: (.+(?:\n  .+)*)$", text, re.MULTILINE)
+    entries = re.findall(r"^(\S.*)\n: (.+(?:\n  .+)*)$", reference("glossary"), re.MULTILINE)
     words = [word for word, _ in entries]
     assert 40 <= len(words) == len(set(words))
     assert [word for word, meaning in entries if not re.search(r"\]\(\S+\)$", meaning)] == []

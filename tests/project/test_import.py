@@ -10,9 +10,9 @@ import pytest
 
 import minato
 from tests import subprocesses
+from tests.project.test_layering import PACKAGE, dotted
 
-PACKAGE = Path(__file__).parents[2] / "minato"
-OPTIONAL = ["IPython", "matplotlib", "nibabel", "nilearn", "rich", "scipy", "sklearn"]
+OPTIONAL = {"IPython", "matplotlib", "nibabel", "nilearn", "rich", "scipy", "sklearn"}
 
 EACH_ALONE = """
 # A fork per module: torch is imported once, and no module finds another one of minato loaded. The
@@ -71,52 +71,26 @@ print(json.dumps({
 }))
 """
 
-MOST_MODULES = 60
-"""Of minato, by ``import minato``."""
-MOST_MODULES_IN_WORKERS = 112
-"""Of minato, in a worker process that has imported the script."""
-ON_DEMAND = [
-    *(
-        "minato.observe.report",
-        "minato.observe.live",
-        "minato.observe.metrics",
-        "minato.observe.gpus",
-    ),
-    *(
-        "minato.shared_pool.session",
-        "minato.shared_pool.server",
-        "minato.shared_pool.channel",
-        "minato.consumers",
-    ),
-    "minato.workers.autoscale",
-    *("minato.ray.pool", "minato.ray.actor", "ray"),
-    *(
-        "minato.caching",
-        "minato.engine.caching",
-        "minato.sources",
-        "minato.cli.main",
-    ),
-    *("minato.patching", "minato.integrations.trainers", "accelerate"),
+MOST_MODULES, MOST_MODULES_IN_WORKERS = 60, 112
+"""Of minato, by ``import minato``, and in a worker process that has imported the script."""
+ON_DEMAND = {
+    *(f"minato.observe.{name}" for name in ("report", "live", "metrics", "gpus")),
+    *(f"minato.shared_pool.{name}" for name in ("session", "server", "channel")),
+    *("minato.consumers", "minato.workers.autoscale", "minato.ray.pool", "minato.ray.actor"),
+    *("minato.caching", "minato.engine.caching", "minato.sources", "minato.cli.main"),
+    *("minato.patching", "minato.integrations.trainers", "accelerate", "ray"),
     *("http.server", "html", "sqlite3", "rich", "lightning"),
-]
+}
 """What an ordinary epoch does not use."""
-BY_ITER = [
-    "minato.delivery",
-    "minato.engine.engine",
-    "minato.engine.inline",
-    "minato.engine.inspector",
-    "minato.observe.trace",
-    "minato.workers.worker",
-    "psutil",
-]
+BY_ITER = {
+    *(f"minato.engine.{name}" for name in ("engine", "inline", "inspector")),
+    *("minato.delivery", "minato.observe.trace", "minato.workers.worker", "psutil"),
+}
 """What the first iterator imports, and ``import minato`` does not."""
-NOT_IN_WORKERS = [
-    "minato.engine.engine",
-    "minato.engine.pools",
-    "minato.engine.history",
-    "minato.delivery",
-    "psutil",
-]
+NOT_IN_WORKERS = {
+    *(f"minato.engine.{name}" for name in ("engine", "pools", "history")),
+    *("minato.delivery", "psutil"),
+}
 
 ORDINARY = """
 import json
@@ -155,21 +129,12 @@ if __name__ == "__main__":
 
 def run(script: str, *arguments: str, **variables: str) -> str:
     """Run a script in a fresh interpreter at the root, warnings being errors; return its output."""
-    return run_python("-W", "error", "-c", script, *arguments, **variables)
+    given = "-W", "error", "-c", script, *arguments
+    return subprocesses.output(*given, **{"MINATO_NO_EXTENSIONS": "", **variables})
 
 
-def run_python(*arguments: str, **variables: str) -> str:
-    """Run a fresh interpreter at the root; return its output."""
-    return subprocesses.output(*arguments, **{"MINATO_NO_EXTENSIONS": "", **variables})
-
-
-def modules() -> list[str]:
-    """Dotted names of all modules but the package itself, dispatchers and pure twins included."""
-    names = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return [name for name in names if name != "minato"]
+MODULES = [name for name in map(dotted, sorted(PACKAGE.rglob("*.py"))) if name != "minato"]
+"""Dispatchers and pure twins included."""
 
 
 def missing_extensions() -> list[str]:
@@ -187,35 +152,31 @@ needs_extensions = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_module_imports_alone(part: int) -> None:
-    assert run(EACH_ALONE, *modules()[part::PARTS]).splitlines() == []
+    assert run(EACH_ALONE, *MODULES[part::PARTS]).splitlines() == []
 
 
 @pytest.mark.slow
 def test_every_module_of_the_core_imports_alone_in_pure_python() -> None:
     """The others import no twin by its name: test_layering.py."""
-    names = [name for name in modules() if name.startswith("minato._core")]
+    names = [name for name in MODULES if name.startswith("minato._core")]
     assert run(EACH_ALONE, *names, MINATO_NO_EXTENSIONS="1").splitlines() == []
 
 
 @needs_extensions
 def test_import_has_no_side_effects_and_the_compiled_core_is_the_default() -> None:
     seen = json.loads(run(SIDE_EFFECTS))
-    kind, reason = seen["implementation"]
+    kind, reason = seen.pop("implementation")
     assert (kind, bool(reason)) == ("compiled", True)
-    assert seen["processes"] == []
-    assert seen["threads"] == ["MainThread"]
-    assert seen["native threads"] == 0
-    assert seen["descriptors"] == []
-    assert seen["start method"] is None
-    assert seen["changed"] == []
-    assert [name for name in OPTIONAL if name in seen["modules"]] == []
+    assert OPTIONAL.intersection(seen.pop("modules")) == set()
+    assert seen.pop("threads") == ["MainThread"]
+    nothing = {name: [] for name in ("processes", "descriptors", "changed")}
+    assert seen == {**nothing, "native threads": 0, "start method": None}
 
 
 def test_pure_core_on_demand() -> None:
     seen = json.loads(run(SIDE_EFFECTS, MINATO_NO_EXTENSIONS="1"))
     assert seen["implementation"] == ["pure", "MINATO_NO_EXTENSIONS is set"]
-    ours = [name for name in seen["modules"] if name.startswith("minato.")]
-    assert [name for name in ours if name.endswith("_c")] == []
+    assert [name for name in of_minato(seen["modules"]) if name.endswith("_c")] == []
 
 
 @pytest.mark.slow
@@ -223,15 +184,15 @@ def test_pure_core_on_demand() -> None:
 def test_no_more_is_imported_than_is_used(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(ORDINARY)
-    seen = json.loads(run_python(str(program), PYTHONPATH=str(PACKAGE.parent)))
-    assert [name for name in BY_ITER if name in seen["import"]] == []
+    seen = json.loads(subprocesses.output(program, MINATO_NO_EXTENSIONS=""))
+    assert BY_ITER.isdisjoint(seen["import"])
     assert "minato.workers.worker_process" in seen["spawned worker"]
     assert len(of_minato(seen["import"])) <= MOST_MODULES, of_minato(seen["import"])
     ours = of_minato(seen["spawned worker"])
     assert len(ours) <= MOST_MODULES_IN_WORKERS, ours
     for moment, modules in seen.items():
-        assert [name for name in ON_DEMAND if name in modules] == [], moment
-    assert [name for name in NOT_IN_WORKERS if name in seen["spawned worker"]] == []
+        assert ON_DEMAND.intersection(modules) == set(), moment
+    assert NOT_IN_WORKERS.intersection(seen["spawned worker"]) == set()
     # A forked worker has what it needs from its parent: it would import each missing module again in each epoch.
     assert set(seen["forked worker"]) <= set(seen["iter, fork"])
     assert set(seen["epoch, fork"]) <= set(seen["iter, fork"])
@@ -285,11 +246,11 @@ def test_the_other_project_of_this_name_is_refused(tmp_path: Path, later: str) -
     if later == "minato":
         (package / "__init__.py").unlink()
         (package / "__init__.py").write_text("from minato.minato import Minato\n")
-    ours = ["minato.loader", "minato.cli.main"]
-    told = subprocesses.output("-c", REFUSED, "minato", *ours, cwd=tmp_path).splitlines()
+    names = ["minato", "minato.loader", "minato.cli.main"]
+    told = subprocesses.output("-c", REFUSED, *names, cwd=tmp_path).splitlines()
     if later == "minato":
         assert told.pop(0) == "imported"
-    assert len(told) == len(ours) + (later != "minato")
+    assert len(told) == 2 + (later != "minato")
     for error in told:
         assert error.startswith(f"{package} holds the files of two projects")
         assert "pip uninstall minato minatoloader" in error

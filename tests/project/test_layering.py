@@ -1,14 +1,8 @@
 """The import rules: each part imports only parts below it.
 
-The rules, in words: ``_core`` imports nothing of minato but itself and ``_compat``; the common modules stand below
-everything. ``sampling``, ``transforms`` and ``batching`` know no other stage; ``scheduling`` knows sampling and
-batching, ``workers`` all four, ``delivery`` sampling and batching. All know ``_core``, and the statistics and traces of
-``observe``, which knows no stage. ``engine`` wires the stages, and knows nothing above it; only ``loader``,
-``patching``, the package itself and the command line may import everything. ``ray`` is another kind of worker;
-``shared_pool`` serves batches of an engine to other processes. ``consumers`` knows the iterator of a loader and
-devices. ``caching``, ``integrations`` and ``sources`` know no stage; ``sources`` knows ``streams``, which knows what
-a state is and how generators are set.
-``sharing`` and ``_support`` know ``_core``. Imports stand at the top of a module, but for the few parts that load
+``MAY`` says which: a stage knows some others; all know ``_core``, and the statistics and traces of ``observe``, which
+knows no stage. ``engine`` wires the stages, and knows nothing above it; only ``loader``, ``patching``, the package
+itself and the command line may import everything. Imports stand at the top of a module, but for the few parts that load
 others of minato when they are first used, and for the packages of extras.
 """
 
@@ -44,19 +38,8 @@ TOP = {"__init__", "__main__", "cli", "loader", "patching"}
 ON_DEMAND = {"engine", "integrations", "loader"}
 """The only parts that import others of minato inside functions, so that ``import minato`` is quick."""
 OPTIONAL = {
-    "cassandra",
-    "fsspec",
-    "lmdb",
-    "matplotlib",
-    "nilearn",
-    "obstore",
-    "pandas",
-    "prometheus_client",
-    "psutil",
-    "pyarrow",
-    "pynvml",
-    "rich",
-    "sklearn",
+    *("cassandra", "fsspec", "lmdb", "matplotlib", "nilearn", "obstore", "pandas"),
+    *("prometheus_client", "psutil", "pyarrow", "pynvml", "rich", "sklearn"),
 }
 """Packages of extras, and two that workers do not need: no others may be imported inside a function."""
 
@@ -70,72 +53,42 @@ class Import(NamedTuple):
 
 
 def imports_of(source: str, module: str, *, is_package: bool) -> list[Import]:
-    """All imports of a module's source, relative ones made absolute.
-
-    ``from package import name`` counts as ``package.name``: only the file system could tell
-    whether it is a module, and the rules only look at the first two parts.
-    """
+    """All imports of a module's source, relative ones made absolute; ``from package import name`` as one of both."""
     found = []
 
     def visit(node: ast.AST, in_function: bool) -> None:
         in_function = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            names = []
-            if isinstance(child, ast.Import):
-                names = [alias.name for alias in child.names]
-            elif isinstance(child, ast.ImportFrom):
-                base = module.split(".")
-                base = base[: len(base) + is_package - child.level] if child.level else []
-                base += child.module.split(".") if child.module else []
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                base = []
+                if level := getattr(child, "level", 0):
+                    base = module.split(".")[: module.count(".") + 1 + is_package - level]
+                base += filter(None, [getattr(child, "module", None)])
                 names = [".".join([*base, alias.name]) for alias in child.names]
-            found.extend(Import(name, child.lineno, in_function) for name in names)
+                found.extend(Import(name, child.lineno, in_function) for name in names)
             visit(child, in_function)
 
     visit(ast.parse(source), False)
     return found
 
 
-def allowed(part: str) -> set[str] | None:
-    """Second name parts that a part of minato may import; None for all of them."""
-    if part in TOP:
-        return None
-    if part == "_core":
-        return {"_core", "_compat"}
-    if part == "engine":
-        return {
-            "engine",
-            *STAGES,
-            "caching",
-            "ray",
-            "options",
-            "sharing",
-            "observe",
-            "_core",
-            *COMMON,
-        }
-    if part == "observe":
-        return {"observe", "_core", *COMMON}
-    if part in STAGES:
-        return {part, *STAGES[part], "observe", "_core", *COMMON}
-    if part == "ray":
-        return {"ray", "workers", "transforms", "batching", "observe", "_core", *COMMON}
-    if part == "shared_pool":
-        return {"shared_pool", *STAGES, "engine", "observe", "_core", *COMMON}
-    if part in ("_support", "sharing"):
-        return {"_core", *COMMON}
-    if part == "consumers":
-        return {"delivery", *COMMON}
-    if part == "integrations":
-        return {part, "observe", *COMMON}
-    if part == "caching":
-        return {part, "sharing", *COMMON}
-    if part == "streams":
-        return {part, "sampling", "transforms", "_core", *COMMON}
-    if part == "sources":
-        return {part, "streams", *COMMON}
-    return {*COMMON}
-
-
+MAY = {
+    **dict.fromkeys(TOP),
+    "_core": {"_core", "_compat"},
+    "engine": {"engine", *STAGES, "caching", "ray", "sharing", "observe", "_core", *COMMON},
+    "observe": {"observe", "_core", *COMMON},
+    **{stage: {stage, *below, "observe", "_core", *COMMON} for stage, below in STAGES.items()},
+    "ray": {"ray", "workers", "transforms", "batching", "observe", "_core", *COMMON},
+    "shared_pool": {"shared_pool", *STAGES, "engine", "observe", "_core", *COMMON},
+    "_support": {"_core", *COMMON},
+    "sharing": {"_core", *COMMON},
+    "consumers": {"delivery", *COMMON},
+    "integrations": {"integrations", "observe", *COMMON},
+    "caching": {"caching", "sharing", *COMMON},
+    "streams": {"streams", "sampling", "transforms", "_core", *COMMON},
+    "sources": {"sources", "streams", *COMMON},
+}
+"""Second name parts that a part of minato may import; None: all of them. Other parts: the common modules."""
 RECORDED = {"lateness", "meters", "tracer"}
 """Modules of ``observe`` that the stages write to; of ``observe``, they import only each other."""
 
@@ -143,22 +96,19 @@ RECORDED = {"lateness", "meters", "tracer"}
 def violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
     """Broken rules of one module, each with its line."""
     part = module.split(".")[1] if "." in module else "__init__"
-    may = allowed(part)
+    may = MAY.get(part, COMMON)
     name = module.split(".")[2] if module.count(".") > 1 else ""
     broken = []
     for imported in imports_of(source, module, is_package=is_package):
         top, _, rest = imported.module.partition(".")
         if top == "minato":
             parts = rest.split(".")
-            if (may is not None and parts[0] not in may) or (
-                parts[0] == "observe"
-                and (part in STAGES or name in RECORDED)
-                and parts[1] not in RECORDED
-            ):
+            records = parts[0] == "observe" and (part in STAGES or name in RECORDED)
+            is_above = may is not None and parts[0] not in may
+            if is_above or (records and parts[1] not in RECORDED):
                 broken.append(f"line {imported.line}: {part} must not import {imported.module}")
-            if imported.in_function and part not in ON_DEMAND:
-                broken.append(f"line {imported.line}: {imported.module} imported in a function")
-        elif imported.in_function and top not in OPTIONAL:
+        late = part in ON_DEMAND if top == "minato" else top in OPTIONAL
+        if imported.in_function and not late:
             broken.append(f"line {imported.line}: {imported.module} imported in a function")
     return broken
 
@@ -169,12 +119,9 @@ def dotted(path: Path) -> str:
 
 
 def test_each_part_imports_only_parts_below_it() -> None:
-    broken = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        source, is_package = path.read_text(encoding="utf-8"), path.name == "__init__.py"
-        if found := violations(source, dotted(path), is_package=is_package):
-            broken[dotted(path)] = found
-    assert broken == {}
+        is_package = path.name == "__init__.py"
+        assert violations(path.read_text("utf-8"), dotted(path), is_package=is_package) == [], path
 
 
 def test_cython_imports_only_the_core() -> None:
@@ -191,56 +138,48 @@ def test_every_folder_is_a_known_part() -> None:
     assert {path.stem for path in PACKAGE.glob("observe/*.py")} > RECORDED
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("minato._core._wait_py", "from minato import errors"),
-        ("minato._core._wait_py", "from minato.observe import meters"),
-        ("minato.observe.meters", "from minato.transforms import compose"),
-        ("minato.observe.meters", "from minato.observe import figures"),
-        ("minato.observe.tracer", "from minato.observe.trace import Tracks"),
-        ("minato.observe.trace", "from minato.workers import worker"),
-        ("minato.observe.report", "from minato.scheduling import policy"),
-        ("minato.sampling.keys", "import minato.transforms"),
-        ("minato.batching.writer", "from ..workers import runner"),
-        ("minato.batching.writer", "from minato.scheduling import handover"),
-        ("minato.delivery.lease", "from minato.workers import worker"),
-        ("minato.workers.worker", "from minato import loader"),
-        ("minato.workers.worker", "from minato.observe.report import Report"),
-        ("minato.workers.worker", "from minato.engine import plan"),
-        ("minato.workers.worker", "import minato"),
-        ("minato.scheduling.order", "if TYPE_CHECKING:\n    from minato.workers import worker"),
-        ("minato.engine.factory", "from minato.shared_pool import session"),
-        ("minato.engine.spec", "if TYPE_CHECKING:\n    from minato import loader"),
-        ("minato.sources.sql", "from minato import loader"),
-        ("minato.errors", "from minato.transforms import chain"),
-        ("minato._support.files", "from minato.loader import DataLoader"),
-        ("minato.transforms.compose", "def f():\n    from minato.sampling import keys"),
-        ("minato.transforms.compose", "def f():\n    import torch"),
-    ],
-)
+FORBIDDEN = [
+    ("minato._core._wait_py", "from minato import errors"),
+    ("minato._core._wait_py", "from minato.observe import meters"),
+    ("minato.observe.meters", "from minato.transforms import compose"),
+    ("minato.observe.meters", "from minato.observe import figures"),
+    ("minato.observe.tracer", "from minato.observe.trace import Tracks"),
+    ("minato.observe.trace", "from minato.workers import worker"),
+    ("minato.observe.report", "from minato.scheduling import policy"),
+    ("minato.sampling.keys", "import minato.transforms"),
+    ("minato.batching.writer", "from ..workers import runner"),
+    ("minato.batching.writer", "from minato.scheduling import handover"),
+    ("minato.delivery.lease", "from minato.workers import worker"),
+    ("minato.workers.worker", "from minato import loader"),
+    ("minato.workers.worker", "from minato.observe.report import Report"),
+    ("minato.workers.worker", "from minato.engine import plan"),
+    ("minato.workers.worker", "import minato"),
+    ("minato.scheduling.order", "if TYPE_CHECKING:\n    from minato.workers import worker"),
+    ("minato.engine.factory", "from minato.shared_pool import session"),
+    ("minato.engine.spec", "if TYPE_CHECKING:\n    from minato import loader"),
+    ("minato.sources.sql", "from minato import loader"),
+    ("minato.errors", "from minato.transforms import chain"),
+    ("minato._support.files", "from minato.loader import DataLoader"),
+    ("minato.transforms.compose", "def f():\n    from minato.sampling import keys"),
+    ("minato.transforms.compose", "def f():\n    import torch"),
+]
+ALLOWED = [
+    ("minato._core._wait_py", "from minato._core import USE_EXTENSIONS"),
+    ("minato.workers.worker", "from minato.transforms.compose import Transforms\nimport torch"),
+    ("minato.workers.worker", "from . import pool\nfrom .._core import Ledger"),
+    ("minato.workers.worker", "from minato.observe.tracer import Tracer"),
+    ("minato.delivery.lease", "from minato import errors\nfrom minato.observe import meters"),
+    ("minato.observe.text", "def show():\n    import rich.table"),
+    ("minato.observe.report", "from minato.observe import epoch_log"),
+    ("minato.engine.plan", "from minato.delivery import lease\nfrom minato.sampling import keys"),
+]
+
+
+@pytest.mark.parametrize(("module", "line"), FORBIDDEN)
 def test_the_checker_sees_what_is_forbidden(module: str, line: str) -> None:
     assert violations(line, module) != []
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("minato._core._wait_py", "from minato._core import USE_EXTENSIONS"),
-        ("minato.workers.worker", "from minato.transforms.compose import Transforms\nimport torch"),
-        ("minato.workers.worker", "from . import pool\nfrom .._core import Ledger"),
-        ("minato.workers.worker", "from minato.observe.tracer import Tracer"),
-        (
-            "minato.delivery.lease",
-            "from minato import errors\nfrom minato.observe import meters",
-        ),
-        ("minato.observe.text", "def show():\n    import rich.table"),
-        ("minato.observe.report", "from minato.observe import epoch_log"),
-        (
-            "minato.engine.plan",
-            "from minato.delivery import lease\nfrom minato.sampling import keys",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("module", "line"), ALLOWED)
 def test_the_checker_lets_pass_what_is_allowed(module: str, line: str) -> None:
     assert violations(line, module) == []
