@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -30,6 +31,7 @@ WORKERS, PASSES = 3, 2
 workers = st.integers(0, WORKERS - 1)
 passes = st.integers(0, PASSES - 1)
 pick = st.integers(0, 1 << 30)
+runs = st.integers(1, 4)
 
 
 @dataclass
@@ -74,18 +76,15 @@ class Twins(RuleBasedStateMachine):
 
     def both(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the consumer's end of both ledgers; their common answer."""
-        pure, compiled = (
-            values(getattr(desk.ledger, method)(*arguments, **named)) for desk in self.desks
-        )
-        assert pure == compiled, (method, arguments, named)
-        return pure
+        return self.common([desk.ledger for desk in self.desks], method, *arguments, **named)
 
     def each(self, worker: int, method: str, *arguments: Any) -> Any:
         """Call a method of a worker's end of both ledgers; their common answer."""
-        pure, compiled = (
-            values(getattr(desk.workers[worker], method)(*arguments)) for desk in self.desks
-        )
-        assert pure == compiled, (worker, method, arguments)
+        return self.common([desk.workers[worker] for desk in self.desks], method, *arguments)
+
+    def common(self, ends: list[Any], method: str, *arguments: Any, **named: Any) -> Any:
+        pure, compiled = (values(getattr(end, method)(*arguments, **named)) for end in ends)
+        assert pure == compiled, (method, arguments, named)
         return pure
 
     def batch_of(self, position: int) -> Open:
@@ -100,9 +99,8 @@ class Twins(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5), bound=st.booleans(), index=passes, owner=st.integers(0, WORKERS))
     def open_batch(self, count: int, bound: bool, index: int, owner: int) -> None:
-        if any(b.cancelled and b.epoch_slot == index for b in self.open):
-            return
-        if not self.both("has_room", count):
+        swept = not any(b.cancelled and b.epoch_slot == index for b in self.open)
+        if not swept or not self.both("has_room", count):
             return
         keys = list(range(self.next_key, self.next_key + count))
         owner = owner if bound else 0
@@ -132,14 +130,16 @@ class Twins(RuleBasedStateMachine):
             ready = self.both("state", batch.record) == codes.READY
             if ready and not batch.delivered and not batch.cancelled:
                 self.delivered += self.both("occupants", batch.record)
-                self.both("describe", batch.record)
-                self.both("costs", batch.record)
-                self.both("blobs", batch.record)
+                for looked_at in ("describe", "costs", "blobs"):
+                    self.both(looked_at, batch.record)
                 batch.delivered = True
         for batch in self.open[:]:
             if batch.delivered and not batch.cancelled and self.both("settled", batch.record):
-                self.both("retire", batch.record)
-                self.open.remove(batch)
+                self.retire(batch)
+
+    def retire(self, batch: Open) -> None:
+        self.both("retire", batch.record)
+        self.open.remove(batch)
 
     @rule(index=passes)
     def cancel(self, index: int) -> None:
@@ -159,8 +159,7 @@ class Twins(RuleBasedStateMachine):
             return
         if all([self.both("close", batch.record) for batch in gone]):
             for batch in gone:
-                self.both("retire", batch.record)
-                self.open.remove(batch)
+                self.retire(batch)
             self.both("open_epoch", index)
 
     @rule(value=st.booleans())
@@ -212,7 +211,7 @@ class Twins(RuleBasedStateMachine):
             self.hands[worker].positions.remove(position)
             self.offered.add(position)
 
-    @rule(worker=workers, which=pick, run=st.integers(1, 4), late=st.booleans())
+    @rule(worker=workers, which=pick, run=runs, late=st.booleans())
     def reserve(self, worker: int, which: int, run: int, late: bool) -> None:
         self.reserved(worker, which, run, late)
 
@@ -231,13 +230,7 @@ class Twins(RuleBasedStateMachine):
             assert place == position or not own.bound
         return range(position, position + taken), place
 
-    @rule(
-        worker=workers,
-        which=pick,
-        run=st.integers(1, 4),
-        late=st.booleans(),
-        kind=st.integers(0, 4),
-    )
+    @rule(worker=workers, which=pick, run=runs, late=st.booleans(), kind=st.integers(0, 4))
     def fill(self, worker: int, which: int, run: int, late: bool, kind: int) -> None:
         reserved = self.reserved(worker, which, run, late)
         if reserved is None:
@@ -259,30 +252,35 @@ class Twins(RuleBasedStateMachine):
     @rule(worker=workers, max_run=st.integers(1, 5), filled=st.integers(0, 5))
     def die_with_a_result(self, worker: int, max_run: int, filled: int) -> None:
         """Killed when it has filled so many places of a batch whose result is there."""
-        before = list(self.hands[worker].positions)
-        self.claim(worker, max_run)
-        run = [p for p in self.hands[worker].positions if p not in before]
-        if not run or len(run) < (batch := self.batch_of(run[0])).count or not batch.bound:
+        batch, first, count = self.claimed_bound(worker, max_run)
+        if batch is None or count < batch.count:
+            self.hands[worker].positions += range(first, first + count)
             return
         self.each(worker, "set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
-        if filled := min(filled, len(run) - 1):
+        if filled := min(filled, count - 1):
             self.each(worker, "fill_run", batch.record, 0, filled)
-        self.hands[worker].positions = before
         self.kill(worker)
+
+    def claimed_bound(self, worker: int, max_run: int) -> tuple[Open | None, int, int]:
+        """A run of a bound batch that a worker has claimed for this: the batch, the first position, how many."""
+        hand = self.hands[worker]
+        before = len(hand.positions)
+        self.claim(worker, max_run)
+        run = hand.positions[before:]
+        if not run or not self.batch_of(run[0]).bound:
+            return None, 0, 0
+        del hand.positions[before:]
+        return self.batch_of(run[0]), run[0], len(run)
 
     @rule(worker=workers, max_run=st.integers(1, 5), together=st.booleans())
     def fill_run(self, worker: int, max_run: int, together: bool) -> None:
-        before = list(self.hands[worker].positions)
-        self.claim(worker, max_run)
-        run = [p for p in self.hands[worker].positions if p not in before]
-        if not run or not self.batch_of(run[0]).bound:
+        batch, first, count = self.claimed_bound(worker, max_run)
+        if batch is None:
             return
-        batch = self.batch_of(run[0])
-        if together and len(run) == batch.count:
+        if together and count == batch.count:
             self.each(worker, "set_result", batch.record, 4096 | codes.SAMPLE_BLOB, 99)
-        self.hands[worker].positions = before
-        arguments = (batch.record, run[0] - batch.first, len(run))
-        self.settle(worker, batch.record, self.each(worker, "fill_run", *arguments))
+        outcome = self.each(worker, "fill_run", batch.record, first - batch.first, count)
+        self.settle(worker, batch.record, outcome)
 
     def settle(self, worker: int, record: int, outcome: int) -> None:
         if outcome == codes.MUST_COLLATE:
@@ -339,35 +337,42 @@ class Twins(RuleBasedStateMachine):
 
 def test_random_operations(twins: tuple[ModuleType, ModuleType]) -> None:
     Twins.halves = twins
-    run_state_machine_as_test(
-        Twins,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=60,
-            suppress_health_check=[HealthCheck.too_slow],
+    some = settings(max_examples=60, stateful_step_count=60)
+    run_state_machine_as_test(Twins, settings=some)
+
+
+def worker_of(draw: random.Random) -> int:
+    return draw.randrange(WORKERS)
+
+
+STEPS: dict[str, tuple[float, Callable[[random.Random], tuple[Any, ...]]]] = {
+    "open_batch": (
+        8,
+        lambda d: (
+            d.randint(1, 5),
+            d.random() < 0.4,
+            d.randrange(PASSES),
+            d.choice((0, 0, 1, 2, 3)),
         ),
-    )
-
-
-WEIGHTS = {
-    "open_batch": 8,
-    "claim": 10,
-    "reserve": 3,
-    "fill": 20,
-    "fill_run": 4,
-    "offer": 4,
-    "start_early": 3,
-    "note_costs": 2,
-    "collate": 5,
-    "deliver": 4,
-    "sweep": 2,
-    "bind_late": 2,
-    "wait": 1,
-    "allocate": 1,
-    "kill": 0.7,
-    "die_with_a_result": 0.3,
-    "cancel": 0.15,
+    ),
+    "claim": (10, lambda d: (worker_of(d), d.randint(1, 4), d.random() < 0.2)),
+    "reserve": (3, lambda d: (worker_of(d), d.randrange(99), d.randint(1, 4), d.random() < 0.5)),
+    "fill": (20, lambda d: (*STEPS["reserve"][1](d), d.choice((0, 0, 0, 1, 2, 3, 4)))),
+    "fill_run": (4, lambda d: (worker_of(d), d.randint(1, 5), d.random() < 0.5)),
+    "offer": (4, lambda d: (worker_of(d), d.randrange(99))),
+    "start_early": (3, lambda d: (d.randrange(99), d.randrange(12))),
+    "note_costs": (2, lambda d: (worker_of(d), d.randrange(99))),
+    "collate": (5, lambda d: (worker_of(d),)),
+    "deliver": (4, lambda d: ()),
+    "sweep": (2, lambda d: (d.randrange(PASSES),)),
+    "bind_late": (2, lambda d: (d.randrange(99),)),
+    "wait": (1, lambda d: (d.random() < 0.5,)),
+    "allocate": (1, lambda d: (d.randrange(99), d.randrange(300))),
+    "kill": (0.7, lambda d: (worker_of(d),)),
+    "die_with_a_result": (0.3, lambda d: (worker_of(d), d.randint(1, 5), d.randrange(6))),
+    "cancel": (0.15, lambda d: (d.randrange(PASSES),)),
 }
+"""How often each step of a walk comes, and its arguments."""
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(6), quick=2))
@@ -377,40 +382,10 @@ def test_a_long_random_walk(twins: tuple[ModuleType, ModuleType], seed: int) -> 
     Twins.halves = twins
     walk = Twins()
     walk.create(batches=3 + seed % 3, positions=8 << seed % 2)
-    arguments = {
-        "open_batch": lambda: (
-            *(draw.randint(1, 5), draw.random() < 0.4, draw.randrange(PASSES)),
-            draw.choice([0, 0, 1, 2, 3]),
-        ),
-        "claim": lambda: (draw.randrange(WORKERS), draw.randint(1, 4), draw.random() < 0.2),
-        "offer": lambda: (draw.randrange(WORKERS), draw.randrange(99)),
-        "reserve": lambda: (
-            *(draw.randrange(WORKERS), draw.randrange(99), draw.randint(1, 4)),
-            draw.random() < 0.5,
-        ),
-        "fill": lambda: (
-            *(draw.randrange(WORKERS), draw.randrange(99), draw.randint(1, 4)),
-            *(draw.random() < 0.5, draw.choice([0, 0, 0, 1, 2, 3, 4])),
-        ),
-        "fill_run": lambda: (draw.randrange(WORKERS), draw.randint(1, 5), draw.random() < 0.5),
-        "start_early": lambda: (draw.randrange(99), draw.randrange(12)),
-        "note_costs": lambda: (draw.randrange(WORKERS), draw.randrange(99)),
-        "collate": lambda: (draw.randrange(WORKERS),),
-        "deliver": lambda: (),
-        "sweep": lambda: (draw.randrange(PASSES),),
-        "bind_late": lambda: (draw.randrange(99),),
-        "wait": lambda: (draw.random() < 0.5,),
-        "allocate": lambda: (draw.randrange(99), draw.randrange(300)),
-        "kill": lambda: (draw.randrange(WORKERS),),
-        "die_with_a_result": lambda: (
-            *(draw.randrange(WORKERS), draw.randint(1, 5)),
-            draw.randrange(6),
-        ),
-        "cancel": lambda: (draw.randrange(PASSES),),
-    }
-    for name in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=15_000):
+    weights = [weight for weight, _ in STEPS.values()]
+    for name in draw.choices([*STEPS], weights, k=15_000):
         if name != "allocate" or any(not batch.delivered for batch in walk.open):
-            getattr(walk, name)(*arguments[name]())
+            getattr(walk, name)(*STEPS[name][1](draw))
             walk.bytes_are_the_same()
     walk.teardown()
     assert len(walk.delivered) > 300
