@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import itertools
 import json
 import re
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd import profiler
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import dataloader, default_collate, get_worker_info
 from torch.utils.data._utils import collate
 
 from minato import _compat
@@ -49,7 +49,7 @@ INHERITED = {
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+    return re.match(r"_(?!_.*__$)", name) is not None
 
 
 KNOWN = {
@@ -79,32 +79,24 @@ def root(node: ast.expr) -> str | None:
 
 def reaches(source: str, inherited: set[str] | None = None) -> list[str]:
     """Private names of other packages that a module uses."""
-    tree = ast.parse(source)
-    foreign = {
-        name: there
-        for name, there in foreign_names(tree)
-        if there.partition(".")[0] not in ("minato", "__future__")
-    }
+    tree, known = ast.parse(source), KNOWN - (inherited or set())
+    ours = ("minato", "__future__")
+    foreign = {n: there for n, there in foreign_names(tree) if there.partition(".")[0] not in ours}
     named = set(foreign.values()) - PUBLIC
     found = [there for there in named if any(map(is_private, there.split(".")))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             text = ast.unparse(node)
-            if (root(node) in foreign and text not in PUBLIC) or node.attr in KNOWN - (
-                inherited or set()
-            ):
+            if (root(node) in foreign and text not in PUBLIC) or node.attr in known:
                 found.append(text)
-        elif isinstance(node, ast.Constant) and node.value in KNOWN - (inherited or set()):
+        elif isinstance(node, ast.Constant) and node.value in known:
             found.append(str(node.value))
     return found
 
 
 def test_private_names_stand_in_one_module() -> None:
-    found = {
-        name: reaches(SOURCES[name].read_text(encoding="utf-8"), INHERITED.get(name))
-        for name in SOURCES.keys() - QUARANTINED
-    }
-    assert {name: reached for name, reached in found.items() if reached} == {}
+    for name in SOURCES.keys() - QUARANTINED:
+        assert reaches(SOURCES[name].read_text("utf-8"), INHERITED.get(name)) == [], name
 
 
 @pytest.mark.parametrize(
@@ -127,7 +119,7 @@ def test_the_checker_sees_what_is_forbidden(line: str) -> None:
 
 def test_attributes_of_foreign_objects_are_known() -> None:
     """A private attribute that no module of the package defines belongs to somebody else."""
-    defined, used = set[str](), dict[str, set[str]]()
+    defined, used = set[str](), list[tuple[str, str]]()
     for name, path in SOURCES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -138,13 +130,9 @@ def test_attributes_of_foreign_objects_are_known() -> None:
                 if isinstance(node.ctx, ast.Store):
                     defined.add(node.attr)
                 elif name not in QUARANTINED and ast.unparse(node) not in PUBLIC:
-                    used.setdefault(node.attr, set()).add(name)
-    foreign = {name: files for name, files in used.items() if name not in defined}
-    assert {
-        name: files
-        for name, files in foreign.items()
-        if any(name not in INHERITED.get(file, ()) for file in files)
-    } == {}
+                    used.append((node.attr, name))
+    foreign = [(name, file) for name, file in used if name not in defined]
+    assert [each for each in foreign if each[0] not in INHERITED.get(each[1], ())] == []
 
 
 @pytest.mark.parametrize("name", _compat.PRIVATE_NAMES, ids=lambda name: name.name.split(",")[0])
@@ -173,9 +161,9 @@ def test_probes_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        (torch.utils.data.dataloader, "_DatasetKind"),
-        (torch.utils.data.DataLoader, "_get_iterator"),
-        (torch.utils.data.dataloader._BaseDataLoaderIter, "_reset"),
+        (dataloader, "_DatasetKind"),
+        (dataloader.DataLoader, "_get_iterator"),
+        (dataloader._BaseDataLoaderIter, "_reset"),
         (torch._C, "_len_torch_function_stack"),
         (np.random.mtrand, "_rand"),
     ],
@@ -189,7 +177,7 @@ def test_probes_notice(where: Any, name: str, monkeypatch: pytest.MonkeyPatch) -
     ("where", "name"),
     [
         (torch._utils, "ExceptionWrapper"),
-        (torch.utils.data.dataloader, "_BaseDataLoaderIter"),
+        (dataloader, "_BaseDataLoaderIter"),
         (torch.utils.data._utils.worker, "_generate_state"),
     ],
 )
@@ -197,15 +185,9 @@ def test_a_missing_name_without_fallback_is_named(
     where: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(where, name)
-    spec = importlib.util.spec_from_file_location("another_compat", PACKAGE / "_compat.py")
-    assert spec is not None
-    assert spec.loader is not None
-    monkeypatch.setitem(
-        sys.modules, "another_compat", module := importlib.util.module_from_spec(spec)
-    )
     version = re.escape(torch.__version__)
     with pytest.raises(ImportError, match=f"this version of torch \\({version}\\).*{name}"):
-        spec.loader.exec_module(module)
+        runpy.run_path(str(PACKAGE / "_compat.py"))
 
 
 def test_what_workers_can_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +260,10 @@ def test_batches_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
         assert not ours.is_shared()
 
 
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
 @pytest.mark.usefixtures("in_a_worker")
 @pytest.mark.parametrize(
     "samples",
@@ -289,20 +275,11 @@ def test_batches_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
         [torch.ones(2, dtype=torch.uint8).view(torch.uint2)] * 2,
         [torch.ones(2).to_sparse()] * 2,
         [object(), object()],
+        pytest.param(nested, marks=pytest.mark.large),
     ],
 )
-def test_errors_in_own_memory_are_those_of_torch(samples: list[Any]) -> None:
-    _check_same_errors(samples)
-
-
-@pytest.mark.large
-@pytest.mark.usefixtures("in_a_worker")
-def test_errors_of_nested_tensors_are_those_of_torch() -> None:
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    _check_same_errors([nested] * 2)
-
-
-def _check_same_errors(samples: list[Any]) -> None:
+def test_errors_in_own_memory_are_those_of_torch(samples: Any) -> None:
+    samples = [samples()] * 2 if callable(samples) else samples
     with pytest.raises((RuntimeError, TypeError)) as expected:
         default_collate(samples)
     with pytest.raises(expected.type) as found:
@@ -323,12 +300,8 @@ def test_own_memory_that_torch_does_not_allow(name: str, monkeypatch: pytest.Mon
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, dict)):
-        members = value.values() if isinstance(value, dict) else value
-        return [tensor for member in members for tensor in _tensors(member)]
-    return []
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("attribute", ["quantized_per_tensor", "quantized_per_channel"])
@@ -337,26 +310,21 @@ def test_quantized_tensors_that_torch_cannot_rebuild(
     attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scales = torch.tensor([0.5, 0.25]), torch.tensor([0, 0])
-    tensors = {
-        "quantized_per_tensor": torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.qint8),
-        "quantized_per_channel": torch.quantize_per_channel(
-            torch.ones(2, 2), *scales, 0, torch.qint8
-        ),
-    }
-    assert pickling._reduce_quantized(tensors[attribute]) is not NotImplemented
+    given = (*scales, 0) if attribute == "quantized_per_channel" else (0.5, 0)
+    quantize = getattr(torch, attribute.replace("quantized", "quantize"))
+    tensor = quantize(torch.ones(2, 2), *given, torch.qint8)
+    assert pickling._reduce_quantized(tensor) is not NotImplemented
     monkeypatch.setattr(pickling, attribute, lambda: None)
-    assert pickling._reduce_quantized(tensors[attribute]) is NotImplemented
+    assert pickling._reduce_quantized(tensor) is NotImplemented
 
 
 def test_it_is_light() -> None:
     """At its import it needs torch, NumPy and Python's own modules alone."""
     body = ast.parse(SOURCES["_compat.py"].read_text(encoding="utf-8")).body
-    imported = {there.partition(".")[0] for node in body for _, there in top_level(node)}
+    top_level = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = foreign_names(ast.Module(top_level, []))
+    imported = {there.partition(".")[0] for _, there in names}
     assert imported - sys.stdlib_module_names == {"numpy", "torch"}
-
-
-def top_level(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    return foreign_names(node) if isinstance(node, ast.Import | ast.ImportFrom) else iter(())
 
 
 DRAWS = """
@@ -391,11 +359,10 @@ print(json.dumps([found, batches]))
 @pytest.mark.slow
 def test_memory_is_left_alone_if_asked_for() -> None:
     """The numbers are the same, by public calls only."""
-    answers = []
-    for value in ("", "0"):
-        program = ("-W", "ignore:This DataLoader", "-c", DRAWS)
-        answers.append(json.loads(output(*program, MINATO_DIRECT_MEMORY=value)))
-    (usual, expected), (without, batches) = answers
+    program = "-W", "ignore:This DataLoader", "-c", DRAWS
+    (usual, expected), (without, batches) = (
+        json.loads(output(*program, MINATO_DIRECT_MEMORY=value)) for value in ("", "0")
+    )
     assert all(usual.values())
     assert not any(without.values())
     assert batches == expected
@@ -419,17 +386,14 @@ def test_worker_info_that_other_threads_announce_meanwhile_does_not_stay() -> No
         second(_compat.withdraw_worker)
         assert get_worker_info() is None
     inner = _compat.worker_info(7, 8, 1, None)
-    # The other thread finds the inner one of two.
-    _compat.announce_worker(mine)
-    _compat.announce_worker(inner)
-    other(_compat.announce_worker)
-    _compat.withdraw_worker(inner)
-    _compat.withdraw_worker(mine)
-    other(_compat.withdraw_worker)
-    assert get_worker_info() is None
-    _compat.announce_worker(mine)
-    _compat.announce_worker(inner)
-    _compat.withdraw_worker(inner)
-    assert get_worker_info() is mine
-    _compat.withdraw_worker(mine)
-    assert get_worker_info() is None
+    for disturbed in (True, False):  # the other thread finds the inner one of two
+        _compat.announce_worker(mine)
+        _compat.announce_worker(inner)
+        if disturbed:
+            other(_compat.announce_worker)
+        _compat.withdraw_worker(inner)
+        assert disturbed or get_worker_info() is mine
+        _compat.withdraw_worker(mine)
+        if disturbed:
+            other(_compat.withdraw_worker)
+        assert get_worker_info() is None

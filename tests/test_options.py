@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,8 @@ write_options = loaded(Path(__file__).parents[1] / "docs" / "write_options.py")
 def options(**given: Any) -> Options:
     """The options of a loader; ``given`` also holds the fields of :class:`TorchArguments`."""
     defaults = {name: each.default for name, each in SIGNATURE.items() if name in OPTION_NAMES}
-    torchs = TorchArguments(
-        in_order=given.pop("in_order", True),
-        has_batch_sampler=given.pop("has_batch_sampler", False),
-        is_stream=given.pop("is_stream", False),
-    )
+    usual = {"in_order": True, "has_batch_sampler": False, "is_stream": False}
+    torchs = TorchArguments(**{name: given.pop(name, value) for name, value in usual.items()})
     return Options.of({**defaults, "num_workers": 2, **given}, torchs)
 
 
@@ -66,9 +64,7 @@ def test_an_option_is_a_field_and_a_parameter_with_the_same_default() -> None:
     torchs = inspect.signature(TorchDataLoader).parameters
     assert [name for name in SIGNATURE if name not in torchs] == [*OWN_NAMES]
     for each in dataclasses.fields(Options):
-        if not each.metadata:
-            continue
-        assert SIGNATURE[each.name].default == each.default, each.name
+        assert not each.metadata or SIGNATURE[each.name].default == each.default, each.name
 
 
 def test_the_reference_is_generated_from_the_fields() -> None:
@@ -91,12 +87,12 @@ def test_every_field_is_documented_with_its_default(group: type) -> None:
 
 
 def test_the_help_of_the_class_documents_every_option() -> None:
-    text = inspect.getdoc(DataLoader) or ""
-    assert [name for name in OPTION_NAMES if f"\n    {name}: " not in text] == []
-    for group in GROUPS:
+    fields = {
+        group: [one.name for one in dataclasses.fields(group) if one.init] for group in GROUPS
+    }
+    for group, names in {DataLoader: OPTION_NAMES, **fields}.items():
         text = inspect.getdoc(group) or ""
-        public = [each.name for each in dataclasses.fields(group) if each.init]
-        assert [name for name in public if f"\n    {name}: " not in text] == []
+        assert [name for name in names if f"\n    {name}: " not in text] == []
 
 
 @pytest.mark.parametrize(
@@ -128,25 +124,14 @@ def test_defaults() -> None:
     assert (default.workers, default.seeds_samples, default.shared_pool) == ("process", True, None)
     assert not options(compat="torch").seeds_samples
     assert options(order=Arrival(0)).max_lag == 0
-    assert (options(order=FastFirst(3)).order, options(order=FastFirst(3)).max_lag) == (
-        "fast_first",
-        3,
-    )
+    fast_first = options(order=FastFirst(3))
+    assert (fast_first.order, fast_first.max_lag) == ("fast_first", 3)
 
 
-@pytest.mark.parametrize(
-    ("given", "nbytes"),
-    [
-        (500, 500),
-        ("500", 500),
-        ("8GB", 8 * 10**9),
-        ("1.5 GiB", 3 << 29),
-        ("512mib", 512 << 20),
-        ("2k", 2000),
-    ],
-)
-def test_an_amount_of_memory(given: Any, nbytes: int) -> None:
-    assert options(memory_budget=given).memory_budget == nbytes
+def test_an_amount_of_memory() -> None:
+    amounts = {500: 500, "500": 500, "8GB": 8 * 10**9, "1.5 GiB": 3 << 29, "512mib": 512 << 20}
+    for given, nbytes in {**amounts, "2k": 2000}.items():
+        assert options(memory_budget=given).memory_budget == nbytes
 
 
 @pytest.mark.parametrize(
@@ -176,28 +161,17 @@ def test_seed_counts_modulo_two_to_the_64(seed: int, kept: int) -> None:
 @pytest.mark.parametrize("order", ["arrival", "fast_first"])
 @pytest.mark.parametrize(
     "with_whole_batches",
-    [
-        {"has_batch_sampler": True},
-        {"compat": "torch"},
-        {"compat": "torch", "is_stream": True},
-    ],
+    [{"has_batch_sampler": True}, {"compat": "torch"}, {"compat": "torch", "is_stream": True}],
 )
 def test_whole_batches_cannot_be_mixed(order: str, with_whole_batches: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"order='{order}' mixes.*use order='batch'"):
         options(order=order, **with_whole_batches)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (None, None),
-        (1, Readers(1)),
-        (np.int64(3), Readers(3)),
-        (Readers(resume="read"), Readers(None, resume="read")),
-    ],
-)
-def test_readers_are_a_number_or_their_settings(given: Any, expected: Readers | None) -> None:
-    assert options(readers=given, is_stream=True).readers == expected
+def test_readers_are_a_number_or_their_settings() -> None:
+    given = (None, 1, np.int64(3), Readers(resume="read"))
+    found = [options(readers=each, is_stream=True).readers for each in given]
+    assert found == [None, Readers(1), Readers(3), Readers(None, resume="read")]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "4"])
@@ -219,9 +193,8 @@ def test_readers_that_are_not_possible() -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ValueError, match="order='strict' contradicts in_order=False"):
         options(order="strict", in_order=False)
-    with pytest.raises(
-        ValueError, match=r"recording=Replay\(path='file'\) gives the batches as they are recorded"
-    ):
+    words = r"recording=Replay\(path='file'\) gives the batches as they are recorded"
+    with pytest.raises(ValueError, match=words):
         options(order="batch", recording=Replay("file"))
 
 
@@ -266,13 +239,9 @@ def test_a_device_is_a_string_or_torchs() -> None:
         ({"num_workers": 0}, "num_workers=0, with which there are no workers to share: use 1"),
         ({"compat": "torch"}, "compat='torch', where each batch is one worker's"),
         ({"errors": "skip"}, "on_error='skip', with which ranks might get different numbers"),
-        (
-            {"recording": Record("file")},
-            r"recording=Record\(path='file'\), as each rank has only a part",
-        ),
-        (
-            {"recording": Replay("file")},
-            r"recording=Replay\(path='file'\), as each rank has only a part",
+        *(
+            ({"recording": one}, rf"recording={re.escape(repr(one))}, as each rank has only a part")
+            for one in (Record("file"), Replay("file"))
         ),
     ],
 )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ class Files(Dataset[Any]):
         self.weights = torch.arange(N)
         self.name = "x" * 5000
         self.parts: Any = {"train": list(range(N)), "few": [1, 2]}
+        self.view = np.zeros(0)
 
     def __len__(self) -> int:
         return N
@@ -73,7 +75,14 @@ class Files(Dataset[Any]):
         path, label = self.samples[index]
         assert path == self.paths[index]
         assert self.boxes[path] == [index, index + 1]
-        return label, self.features[index].copy(), self.parts["train"][index], os.getpid()
+        where = self.inodes() if index == 0 and isinstance(self.paths, SharedList) else ""
+        return label, self.features[index].copy(), self.parts["train"][index], os.getpid(), where
+
+    def inodes(self) -> str:
+        """The memory that is mapped for each kind of container."""
+        containers: Any = self.paths, self.boxes
+        arrays = [*(each._memory.array for each in containers), self.features, self.view]
+        return " ".join(inode_of(array.ctypes.data) for array in arrays)
 
 
 scalars = (
@@ -121,17 +130,18 @@ def test_dictionaries_come_back_equal(items: dict[Any, Any], other: Any) -> None
 
 
 def test_equal_keys_of_other_types_are_found() -> None:
-    shared = SharedDict({1: "one", 2.0: "two", (3, "x"): "three", "1": "text", b"1": "bytes"})
-    assert shared[True] == shared[1.0] == shared[np.int64(1)] == "one"
-    assert shared[2] == "two"
-    assert shared[3.0, "x"] == "three"
-    assert shared["1"] == "text"
-    assert shared[b"1"] == "bytes"
-    for key in ("2", (3,), Path("x"), Color.RED):
+    table = {1: "one", 2.0: "two", (3, "x"): "three", "1": "text", b"1": "bytes", 0.5: "half"}
+    shared: Any = SharedDict(table)
+    numbers = True, 1.0, np.int64(1), Decimal(1), Fraction(1), np.True_, np.uint8(1), 1 + 0j
+    pairs = (3.0, "x"), Pair(3, "x")
+    for key in (*numbers, 2, *pairs, "1", b"1", Fraction(1, 2)):
+        assert shared[key] == table[key]
+    nans = float("nan"), complex(0, float("nan")), np.float32("nan")
+    for key in ("2", (3,), Path("x"), Color.RED, *nans):
         with pytest.raises(KeyError):
             shared[key]
     with pytest.raises(TypeError, match="unhashable"):
-        shared[[1]]  # type: ignore[index]
+        shared[[1]]
 
 
 def test_keys_with_equal_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,40 +201,27 @@ def test_what_a_file_maps_stays(tmp_path: Path) -> None:
         ([threading.Lock()], r"SharedList\[0\], a lock, cannot be shared: "),
         ([("a", lambda: 1)], r"SharedList\[0\]\[1\], a function, cannot be shared"),
         ([[1, 2], [3, Unequal()]], r"SharedList\[1\]\[1\], a Unequal, cannot be shared"),
+        ({Color.RED: 1}, r"its key <Color.RED: 1> is a Color; keys can be"),
+        ({"k": Unequal(), "j": 1}, r"SharedDict\['k'\], a Unequal, cannot be shared"),
+        *(
+            ({1: 2, nan: 3}, "its key .*nan.* numbers but NaN")
+            for nan in (float("nan"), complex(0, float("nan")), np.float32("nan"))
+        ),
     ],
 )
-def test_items_that_cannot_be_shared_are_named(items: list[Any], message: str) -> None:
+def test_what_cannot_be_shared_is_named(items: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        SharedList(items)
-
-
-def test_keys_and_values_that_cannot_be_shared_are_named() -> None:
-    with pytest.raises(TypeError, match=r"its key <Color.RED: 1> is a Color; keys can be"):
-        SharedDict({Color.RED: 1})
-    with pytest.raises(TypeError, match=r"SharedDict\['k'\], a Unequal, cannot be shared"):
-        SharedDict({"k": Unequal(), "j": 1})
+        SharedDict(items) if isinstance(items, dict) else SharedList(items)
 
 
 def test_changes_raise() -> None:
-    items: Any = minato.share([1, 2, 3])
-    table: Any = minato.share({"a": 1})
-    for change in (
-        lambda: items.append(4),
-        lambda: items.__setitem__(0, 1),
-        lambda: items.sort(),
-        lambda: items.__iadd__([1]),
-        lambda: items.clear(),
-    ):
-        with pytest.raises(TypeError, match="SharedList cannot be changed"):
-            change()
-    for change in (
-        lambda: table.__setitem__("a", 2),
-        lambda: table.pop("a"),
-        lambda: table.update(b=2),
-        lambda: table.__delitem__("a"),
-    ):
-        with pytest.raises(TypeError, match="SharedDict cannot be changed"):
-            change()
+    items, table = minato.share([1, 2, 3]), minato.share({"a": 1})
+    of_list = {"append": (4,), "__setitem__": (0, 1), "sort": (), "__iadd__": ([1],), "clear": ()}
+    of_dict = {"__setitem__": ("a", 2), "pop": ("a",), "update": ({"b": 2},), "__delitem__": ("a",)}
+    for shared, changes in ((items, of_list), (table, of_dict)):
+        for name, arguments in changes.items():
+            with pytest.raises(TypeError, match=f"{type(shared).__name__} cannot be changed"):
+                getattr(shared, name)(*arguments)
     array = minato.share(np.arange(5))
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
@@ -254,23 +251,18 @@ def test_the_large_parts_of_a_dataset_are_shared() -> None:
     dataset, plain = Files(), Files()
     dataset.parts["sub"] = [Subset(Files(), range(3))]
     assert minato.share(dataset) is dataset
-    assert isinstance(dataset.paths, SharedList)
+    within = dataset.parts["sub"][0].dataset.paths
+    assert [*map(type, (dataset.paths, dataset.parts["train"], within))] == [SharedList] * 3
+    assert type(dataset.boxes) is SharedDict
     assert dataset.samples is dataset.imgs
-    assert isinstance(dataset.boxes, SharedDict)
-    assert isinstance(dataset.parts["train"], SharedList)
-    assert isinstance(dataset.parts["sub"][0].dataset.paths, SharedList)
     assert type(dataset.features) is np.ndarray
     for name in ("paths", "samples", "boxes"):
         assert getattr(dataset, name) == getattr(plain, name)
     assert np.array_equal(dataset.features, plain.features)
-    for name in ("classes", "name"):
-        assert type(getattr(dataset, name)) is type(getattr(plain, name))
+    assert [type(each) for each in (dataset.classes, dataset.name)] == [list, str]
     assert type(dataset.parts["few"]) is list
     again = dataset.paths
     assert minato.share(dataset).paths is again
-
-
-def test_datasets_of_datasets() -> None:
     first = Files()
     minato.share(ConcatDataset([first, Subset(first, list(range(N)))]))
     assert isinstance(first.paths, SharedList)
@@ -314,39 +306,15 @@ METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_see_the_same_memory(method: str) -> None:
     dataset = minato.share(Files())
+    dataset.view = dataset.features[5:50, ::3]
     loader = DataLoader(dataset, 100, num_workers=2, multiprocessing_context=method)
-    labels, features, numbers, pids = zip(*loader, strict=True)
+    labels, features, numbers, pids, inodes = zip(*loader, strict=True)
+    assert inodes[0][0] == dataset.inodes()
+    assert len(set(dataset.inodes().split())) == 1
     assert torch.cat(labels).tolist() == [i % 7 for i in range(N)]
     assert torch.equal(torch.cat(features), torch.from_numpy(dataset.features.copy()))
     assert torch.cat(numbers).tolist() == list(range(N))
     assert os.getpid() not in torch.cat(pids)
-
-
-class Inodes(Dataset[int]):
-    """Whether the worker maps the memory of the parent, for each kind of container."""
-
-    def __init__(self) -> None:
-        self.words = [str(i) for i in range(N)]
-        self.array = np.arange(1 << 17)
-        self.view = np.zeros(0)
-        self.table = {str(i): i for i in range(N)}
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Any:
-        return [sorted(set(map(inode_of, addresses(self))))]
-
-
-def addresses(dataset: Inodes) -> list[int]:
-    words: Any = dataset.words
-    table: Any = dataset.table
-    return [
-        words._memory.array.ctypes.data,
-        table._memory.array.ctypes.data,
-        dataset.array.ctypes.data,
-        dataset.view.ctypes.data,
-    ]
 
 
 def inode_of(address: int) -> str:
@@ -358,30 +326,23 @@ def inode_of(address: int) -> str:
     raise AssertionError(hex(address))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_no_worker_has_a_copy(method: str) -> None:
-    dataset = minato.share(Inodes())
-    dataset.view = dataset.array[5:50:3]
-    own = [sorted(set(map(inode_of, addresses(dataset))))]
-    assert len(own[0]) == 1
-    loader = DataLoader(
-        dataset, None, num_workers=1, multiprocessing_context=method, collate_fn=lambda item: item
-    )
-    assert [*loader] == [own]
-
-
-def test_the_memory_is_freed_with_its_last_user() -> None:
+@pytest.fixture
+def num_segments() -> int:
     gc.collect()  # what earlier tests have left
-    before, descriptors = Segment.num_living(), psutil.Process().num_fds()
+    return Segment.num_living()
+
+
+def test_the_memory_is_freed_with_its_last_user(num_segments: int) -> None:
+    descriptors = psutil.Process().num_fds()
     shared = minato.share({"paths": ["x"] * N, "more": list(range(N))})
     words = shared["paths"]
-    assert Segment.num_living() == before + 1
+    assert Segment.num_living() == num_segments + 1
     memory = weakref.ref(shared._memory)
     del shared
     assert words == ["x"] * N
     del words
     assert memory() is None
-    assert Segment.num_living() == before
+    assert Segment.num_living() == num_segments
     assert psutil.Process().num_fds() == descriptors
 
 
@@ -392,16 +353,14 @@ def test_a_view_costs_what_it_shows() -> None:
     assert len(shared._memory.array) < 2 * 800_000
 
 
-def test_an_array_keeps_the_memory() -> None:
-    gc.collect()  # what earlier tests have left
-    before = Segment.num_living()
+def test_an_array_keeps_the_memory(num_segments: int) -> None:
     row = minato.share(np.arange(1000).reshape(10, 100))[3]
     assert type(row) is np.ndarray
     assert row.tolist() == list(range(300, 400))
-    assert Segment.num_living() == before + 1
+    assert Segment.num_living() == num_segments + 1
     assert pickle.loads(pickle.dumps(row)).tolist() == row.tolist()
     del row
-    assert Segment.num_living() == before
+    assert Segment.num_living() == num_segments
 
 
 def test_without_workers_that_see_it_a_pickle_holds_the_content(tmp_path: Path) -> None:
@@ -427,17 +386,12 @@ def test_a_process_of_multiprocessing_maps_it_too() -> None:
 
 
 def test_private_memory_of_forked_workers_does_not_grow() -> None:
-    count = 200_000
-    found = {}
-    for name, items in (("plain", Words(count)), ("shared", minato.share(Words(count)))):
-        _, before, after, _ = DataLoader(items, 1, num_workers=1, collate_fn=first)
-        found[name] = after - before
-    assert found["plain"] > 10 << 20
-    assert found["shared"] < 2 << 20
-
-
-def first(samples: list[int]) -> int:
-    return samples[0]
+    grown = []
+    for items in (Words(200_000), minato.share(Words(200_000))):
+        _, before, after, _ = DataLoader(items, 1, num_workers=1, collate_fn=itemgetter(0))
+        grown.append(after - before)
+    assert grown[0] > 10 << 20
+    assert grown[1] < 2 << 20
 
 
 class Words(Dataset[int]):
@@ -486,9 +440,7 @@ class TestWarning:
 
     def test_it_names_the_attribute_once(self) -> None:
         words = Words(400_000)
-        with pytest.warns(minato.MinatoWarning) as found:
-            list(DataLoader(words, 1, num_workers=1))
-        text = str(found[0].message)
+        text = warned(DataLoader(words, 1, num_workers=1))[0]
         assert "dataset.words holds 400000 Python objects" in text
         assert "dataset = minato.share(dataset)" in text
         assert warned(DataLoader(words, 1, num_workers=1)) == []
@@ -533,9 +485,8 @@ def test_what_holds_a_list_in_slots_or_tuples_is_shared() -> None:
     assert files.slotted == Slotted(shared)
     assert type(files.pair) is Pair
     assert (files.pairs[0] is shared, files.pairs.name) == (True, "pairs")
-    assert [pair.words is shared for pair in (files.pair, files.twice[0], files.twice[1][0])] == [
-        True
-    ] * 3
+    for pair in (files.pair, files.twice[0], files.twice[1][0]):
+        assert pair.words is shared
 
 
 def test_a_deep_structure_is_shared() -> None:
@@ -549,22 +500,6 @@ def test_a_deep_structure_is_shared() -> None:
     while type(held) is tuple:
         (held,) = held
     assert isinstance(held, SharedList)
-
-
-@pytest.mark.parametrize("nan", [float("nan"), complex(0, float("nan")), np.float32("nan")])
-def test_a_key_that_equals_no_other_is_refused(nan: Any) -> None:
-    with pytest.raises(TypeError, match="its key .*nan.* numbers but NaN"):
-        SharedDict({1: 2, nan: 3})
-    with pytest.raises(KeyError):
-        SharedDict({1: 2})[nan]
-
-
-def test_a_key_of_any_type_that_equals_one_is_found() -> None:
-    shared = SharedDict({1: "one", (2, "b"): "two", 0.5: "half"})
-    for one in (True, 1.0, Decimal(1), Fraction(1), np.True_, np.uint8(1), 1 + 0j):
-        assert shared[one] == "one"
-    assert shared[Fraction(1, 2)] == "half"
-    assert shared[Pair(2, "b")] == "two"  # type: ignore[index, arg-type]
 
 
 @pytest.mark.parametrize("items", [[3, 1, 2], ["a", "bb", ""], [b"a", b""], [(1, "a"), (2, "b")]])
