@@ -2,18 +2,12 @@
 
     python -m tests.stress.kill_points --all
 
-A loader with all its real parts (dispatcher, ledger, arena, writer, reader) runs in one process. Its first worker does
-its part step by step, and the shared memory is kept after each store to the ledger: these are all the states in which a
-kill can leave it. From each of them a copy of the process finds the worker dead, lets the other one do the rest, and
-compares every batch with what it should hold. Where workers hold state that dies with them, the epoch must end with
-an error instead, after batches that are right. The pure core is watched at each of its instructions, the compiled one
-by a tracer at each machine instruction of an operation.
-
-Where workers host readers of a stream, what they write beside the ledger is kept, too: the readers' board, the items
-that they offer, and the readers' states. The code that writes it is watched at each line. The other worker does what
-it can, and then another host takes the dead one's place.
-
-Worker threads end with the program only. So do those that stand for Ray's actors, which touch no shared memory.
+A loader with all its real parts runs in one process. Its first worker does its part step by step, and the shared
+memory is kept after each store to the ledger: these are all the states in which a kill can leave it. From each of them
+a copy of the process finds the worker dead, lets the other one do the rest, and compares every batch with what it
+should hold. Where workers hold state that dies with them, the epoch must end with an error instead. The pure core is
+watched at each of its instructions, the compiled one by a tracer at each machine instruction of an operation. Of
+workers that host readers of a stream, what they write beside the ledger is kept, too, at each line of their code.
 """
 
 from __future__ import annotations
@@ -31,6 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -95,11 +90,9 @@ def content(index: int) -> dict[str, Any]:
 
 
 class Samples(Dataset[Any]):
-    """Samples that say their index in each of their bytes.
+    """Samples that say their index in each of their bytes; ``"text"`` and ``"ragged"`` fit in no layout.
 
-    Args:
-        bad: What the sample ``BAD`` does: ``"flaky"``: it raises, but only in the worker that is killed; ``"bad"``: it
-            always raises; ``"text"`` and ``"ragged"``: all samples hold what has no place in a layout.
+    ``BAD`` raises: ``"flaky"``: only in the worker that is killed; ``"bad"``: always.
     """
 
     def __init__(self, kind: str = "") -> None:
@@ -200,11 +193,6 @@ def collate(samples: Any) -> Any:
     return {"index": torch.tensor([s["index"] for s in samples]), "data": torch.stack(data)}
 
 
-def same(sample: Any) -> Any:
-    """A transform."""
-    return sample
-
-
 def check(batch: Any, kind: str) -> list[int]:
     """Compare every byte of a batch; returns its indices."""
     indices: list[int] = batch["index"].tolist()
@@ -221,22 +209,15 @@ def check(batch: Any, kind: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Scene:
-    """One way from a sample to the training loop.
-
-    Attributes:
-        cheap: Samples are claimed in runs.
-        defers: The worker defers samples.
-        slow: All samples count as slow.
-        restarts: Another worker takes the place of the dead one.
-    """
+    """One way from a sample to the training loop."""
 
     name: str
     dataset: Samples | Stream = field(default_factory=Samples)
     options: dict[str, Any] = field(default_factory=dict)
-    cheap: bool = False
+    cheap: bool = False  # samples are claimed in runs
     defers: bool = False
-    slow: bool = False
-    restarts: bool = True
+    slow: bool = False  # all samples count as slow
+    restarts: bool = True  # another worker takes the place of the dead one
 
     @property
     def kind(self) -> str:
@@ -248,13 +229,11 @@ class Scene:
 
 
 # With 1, each sample has its own place.
-ARRIVAL: dict[str, Any] = {
-    "order": minato.Arrival(2),
-}
+ARRIVAL: dict[str, Any] = {"order": minato.Arrival(2)}
 COLLATE: dict[str, Any] = {"collate_fn": collate}
 SKIP: dict[str, Any] = {"errors": "skip"}
-DEFER: dict[str, Any] = {**ARRIVAL, "transforms": [same]}
-READ: dict[str, Any] = {"readers": 2, "transforms": [same], "prefetch_factor": 2}
+DEFER: dict[str, Any] = {**ARRIVAL, "transforms": [copy.copy]}
+READ: dict[str, Any] = {"readers": 2, "transforms": [copy.copy], "prefetch_factor": 2}
 SCENES = (
     Scene("single"),
     Scene("run", cheap=True),
@@ -293,16 +272,14 @@ SCENES = (
 class Stage:
     """In the place of the workers' processes: two workers that are steps of this program."""
 
-    processes = ()
-    threads = ()
+    processes = threads = ()
 
     def __init__(self, plan: Any, context: Any, state: Any, *others: Any) -> None:
         self.context = context
         self.ledger = state.ledger
         self.workers: list[Worker] = []
         self.stalled = 0
-        self.lost = False
-        """Whether a worker that is not replaced is dead."""
+        self.lost = False  # whether a worker that is not replaced is dead
 
     def make(self, number: int, scene: Scene, wrap: Callable[[Any], Any] = lambda one: one) -> Any:
         state, context = SharedState(self.context.layout), self.context
@@ -364,16 +341,11 @@ def defer(worker: Any, ledger: Any) -> None:
 
 
 class Image(NamedTuple):
-    """Shared memory at one moment.
-
-    Attributes:
-        slots: The slots of batches and of items.
-        states: Headers and contents of the states of readers.
-    """
+    """Shared memory at one moment."""
 
     words: list[bytes]
-    slots: list[bytes]
-    states: list[bytes]
+    slots: list[bytes]  # of batches and of items
+    states: list[bytes]  # headers and contents of those of readers
 
 
 class World:
@@ -381,35 +353,19 @@ class World:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        made: list[Stage] = []
-
-        def make_pool(*arguments: Any) -> Stage:
-            made.append(Stage(*arguments))
-            return made[-1]
-
-        options = {
-            "batch_size": SIZE,
-            "num_workers": 2,
-            "multiprocessing_context": "fork",
-            "prefetch_factor": 1,
-            "persistent_workers": True,
-            **scene.options,
-        }
-        with (
-            mock.patch.object(minato.engine.engine, "make_pool", make_pool),
-            mock.patch.object(minato.engine.engine, "_POSITIONS", POSITIONS),
-            mock.patch.object(minato.engine.engine, "_BATCH_RECORDS", RECORDS),
-        ):
-            self.loader = minato.DataLoader(scene.dataset, **options)
-            self.iterator = iter(self.loader)
-        self.stage = made[0]
+        usual = {"batch_size": SIZE, "num_workers": 2, "prefetch_factor": 1}
+        usual |= {"multiprocessing_context": "fork", "persistent_workers": True}
+        small = {"make_pool": Stage, "_POSITIONS": POSITIONS, "_BATCH_RECORDS": RECORDS}
+        with mock.patch.multiple(minato.engine.engine, **small):
+            self.loader = minato.DataLoader(scene.dataset, **{**usual, **scene.options})
+            self.iterator: Any = iter(self.loader)
+        self.stage: Stage = self.iterator._source._pool
         self.ledger = self.stage.ledger
         self.ledger.slow_ns = int(scene.slow)
-        capacity = self.ledger.capacity
-        self.nbytes = ConsumerLedger.nbytes(2, *capacity)
         layout = self.stage.context.layout
         shared = memoryview(layout.segment.array)
-        self.memory = [shared[: self.nbytes], shared[layout.offsets[-2] : layout.offsets[-1]]]
+        nbytes = ConsumerLedger.nbytes(2, *self.ledger.capacity)
+        self.memory = [shared[:nbytes], shared[layout.offsets[-2] : layout.offsets[-1]]]
         self.states = places_of_states(self.stage.context.plan.readers)
         numbers = (0, 1) if scene.is_stream else (1,)
         self.stage.workers = [self.stage.make(number, scene) for number in numbers]
@@ -420,8 +376,7 @@ class World:
         for number, worker in zip(numbers, self.stage.workers, strict=True):
             worker.close()
             self.ledger.release(number)
-        iterator: Any = self.iterator
-        taken = iterator._source._dispatcher._open
+        taken = self.iterator._source._dispatcher._open
         items = [batch.indices_slot for batch in taken if batch.indices_slot is not None]
         arena = memoryview(self.stage.context.store.segment.array)
         self.memory += [arena[slot.start : slot.start + TABLE_BYTES] for slot in items]
@@ -448,9 +403,8 @@ class World:
         self.stage.lost = True
         delivered = sum(self.got.values()) // SIZE
         with pytest.raises(RuntimeError, match=LOST):
-            for number in range(delivered, 2 * BATCHES):
+            for first in range(delivered * SIZE, 2 * LENGTH, SIZE):
                 indices = check(next(self.iterator), self.scene.kind)
-                first = number * SIZE
                 assert indices == list(range(first, first + SIZE))
 
     def image(self) -> Image:
@@ -476,14 +430,10 @@ class World:
 
         Flag.up = True
         try:
-            (self._step_by_instruction if self.is_compiled else self._step_by_line)(look)
+            (self._step_by_instruction if is_compiled() else self._step_by_line)(look)
         finally:
             Flag.up = False
         return found
-
-    @property
-    def is_compiled(self) -> bool:
-        return minato.implementation()[0] == "compiled"
 
     def _run(self, wrap: Callable[[Any], Any]) -> None:
         worker = self.stage.make(0, self.scene, wrap)
@@ -526,16 +476,11 @@ class World:
     # ---- what becomes of the epoch
 
     def survive(self, image: Image, late: bool) -> None:
-        """Find the first worker dead, and go on to the end of the epoch.
-
-        Args:
-            late: The death is found when the other worker has done everything that it could.
-        """
+        """Find the first worker dead, or when the other one has done all it could, and go on to the epoch's end."""
         self.restore(image)
         self.stage.workers = [self.stage.make(1, self.scene)]
-        iterator: Any = self.iterator
         # This copy stands for the consumer itself.
-        iterator._owner = iterator._source.arena.owner = os.getpid()
+        self.iterator._owner = self.iterator._source.arena.owner = os.getpid()
         if late:
             work(self.stage.workers[0], 20)
         if not self.scene.restarts:
@@ -556,7 +501,7 @@ class World:
                 raised.append(str(error))
         missing = set(range(LENGTH)) - set(self.got)
         assert set(self.got.values()) == {1}, f"repeated: {self.got}"
-        if self.scene.is_stream and iterator._source.plan.worker.order.in_order:
+        if self.scene.is_stream and self.iterator._source.plan.worker.order.in_order:
             assert self.batches == list(itertools.chain(*zip(*READ_BATCHES, strict=True)))
         if self.scene.kind == "bad":
             assert missing == {BAD}
@@ -576,17 +521,18 @@ class Pausing:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ledger, name)
-        if name not in CHANGING:
-            return value
+        return partial(self._paused, value) if name in CHANGING else value
 
-        def paused(*arguments: Any) -> Any:
+    def _paused(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        self._pause()
+        try:
+            return operation(*arguments)
+        finally:
             self._pause()
-            try:
-                return value(*arguments)
-            finally:
-                self._pause()
 
-        return paused
+
+def is_compiled() -> bool:
+    return minato.implementation()[0] == "compiled"
 
 
 def in_a_copy(run: Callable[[], None]) -> int:
@@ -599,16 +545,13 @@ def kill_everywhere(scene: Scene, every: int) -> int:
     """Kill the worker after each store, or after every so many of them; returns how often."""
     world = World(scene)
     images = world.images()
-    kills = 0
-    for number in range(0, len(images), every):
-        image = images[number]
+    numbers = range(0, len(images), every)
+    for number in numbers:
         late = number // every % 2 == 1
-        status = in_a_copy(lambda image=image, late=late: world.survive(image, late))
-        when = "found late" if late else "found at once"
-        assert status == 0, f"{scene.name}: killed in state {number} of {len(images)}, {when}"
-        kills += 1
+        status = in_a_copy(partial(world.survive, images[number], late))
+        assert status == 0, f"{scene.name}: killed in state {number} of {len(images)}, {late=}"
     world.restore(images[0])
-    return kills
+    return len(numbers)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -620,12 +563,10 @@ def main(arguments: list[str] | None = None) -> int:
     if hasattr(os, "sched_setaffinity"):
         # One process runs at a time, and takes turns with its tracer.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    if minato.implementation()[0] == "compiled" and not POSSIBLE:
+    if is_compiled() and not POSSIBLE:
         print("processes can be stepped on x86-64 Linux only")
         return UNTRACEABLE
-    for scene in SCENES:
-        if options.scene and scene.name not in options.scene:
-            continue
+    for scene in [each for each in SCENES if each.name in (options.scene or {each.name})]:
         begun = time.monotonic()
         try:
             kills = kill_everywhere(scene, 1 if options.all else 13)
