@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from minato.sampling.epoch import Seeds
 
 TWIN = "seeding"
-WORDS = 624
+WORDS, GUARD = 624, 0x5A
 
 
 integers = st.one_of(st.integers(-5, 5), st.integers(-(2**63), 2**64 - 1), st.integers())
@@ -22,12 +22,10 @@ def filled(
     twin: ModuleType, index: int, stream: int = 0, words: int = WORDS, width: int = 4
 ) -> Any:
     """The state that a sample's key gives."""
-    guard = 0x5A
-    memory = np.full(words * width + 8, guard, np.uint8)
-    twin.StateWriter(twin.spread_seed(1), [(memory.ctypes.data, words, stream, width)], []).write(
-        2, index
-    )
-    assert (memory[words * width :] == guard).all()
+    memory = np.full(words * width + 8, GUARD, np.uint8)
+    block = memory.ctypes.data, words, stream, width
+    twin.StateWriter(twin.spread_seed(1), [block], []).write(2, index)
+    assert (memory[words * width :] == GUARD).all()
     return memory[: words * width].view(f"u{width}")
 
 
@@ -60,11 +58,7 @@ def test_twins_fill_alike(
 def test_results_are_the_same_in_every_release(twin: ModuleType) -> None:
     """A seed that was written down must give the same samples with the next version."""
     assert twin.mix_seed(1, 2, 3) == 0xD0734750FDE362B3
-    assert filled(twin, 3, 2)[[0, 1, 623]].tolist() == [
-        3359959490,
-        3010290880,
-        2970112022,
-    ]
+    assert filled(twin, 3, 2)[[0, 1, 623]].tolist() == [3359959490, 3010290880, 2970112022]
 
 
 def test_one_index_has_one_key_in_an_epoch(twin: ModuleType) -> None:
@@ -88,40 +82,30 @@ def test_every_input_bit_reaches_every_key_bit(twin: ModuleType) -> None:
             assert flips.max() <= 36
 
 
-@given(index=integers, stream=integers)
-def test_wide_words_hold_the_same_values(twin: ModuleType, index: int, stream: int) -> None:
-    narrow, wide = filled(twin, index, stream, width=4), filled(twin, index, stream, width=8)
-    assert np.array_equal(narrow, wide)
-
-
-@given(index=integers, stream=integers, words=st.integers(1, WORDS))
-def test_a_word_depends_on_its_place_and_not_on_the_length(
-    twin: ModuleType, index: int, stream: int, words: int
-) -> None:
-    assert np.array_equal(filled(twin, index, stream, words), filled(twin, index, stream)[:words])
-
-
-@given(index=integers, stream=integers, words=st.integers(1, 10), width=widths)
-def test_a_state_is_never_all_zero(
+@given(index=integers, stream=integers, words=st.integers(1, WORDS), width=widths)
+def test_a_word_depends_on_its_place_not_on_length_or_width_and_the_first_is_never_0(
     twin: ModuleType, index: int, stream: int, words: int, width: int
 ) -> None:
-    assert filled(twin, index, stream, words, width)[0] >= 0x80000000
+    found = filled(twin, index, stream, words, width)
+    assert np.array_equal(found, filled(twin, index, stream)[:words])
+    assert found[0] >= 0x80000000
+
+
+def look_random(ones: Any) -> bool:
+    """Within six standard deviations, for each bit by itself and for each pair of neighbours in place."""
+    most = 3 / len(ones) ** 0.5
+    shares = ones.mean(axis=0), (ones[1:] == ones[:-1]).mean(axis=0)
+    return all(abs(share - 0.5).max() < most for share in shares)
 
 
 def test_the_words_of_one_key_look_random(twin: ModuleType) -> None:
-    ones = np.concatenate([bits(filled(twin, index)[1:]) for index in range(60)])
-    count = len(ones)
-    # Six standard deviations, for each bit by itself and for each pair of neighbours in place.
-    assert abs(ones.mean(axis=0) - 0.5).max() < 3 / count**0.5
-    assert abs((ones[1:] == ones[:-1]).mean(axis=0) - 0.5).max() < 3 / count**0.5
+    assert look_random(np.concatenate([bits(filled(twin, index)[1:]) for index in range(60)]))
 
 
 @pytest.mark.parametrize("place", [1, 2, 300, 623])
 def test_one_place_looks_random_over_consecutive_samples(twin: ModuleType, place: int) -> None:
     words = np.array([filled(twin, index)[place] for index in range(2000)])
-    ones = bits(words)
-    assert abs(ones.mean(axis=0) - 0.5).max() < 3 / 2000**0.5
-    assert abs((ones[1:] == ones[:-1]).mean(axis=0) - 0.5).max() < 3 / 2000**0.5
+    assert look_random(bits(words))
     counts = np.bincount(words >> 27, minlength=32)
     chi_square = ((counts - 62.5) ** 2 / 62.5).sum()
     assert chi_square < 80  # 31 degrees of freedom: exceeded once in 300,000
@@ -136,18 +120,16 @@ def test_streams_and_keys_are_unrelated(twin: ModuleType, index: int) -> None:
         assert len(np.intersect1d(words, other)) <= 3
 
 
-@pytest.mark.parametrize("width", [0, 2, 16, -4])
-def test_other_widths_are_refused(twin: ModuleType, width: int) -> None:
+@pytest.mark.parametrize(
+    ("named", "words", "width"),
+    [*(("width", 1, width) for width in (0, 2, 16, -4)), ("words", -1, 4), ("words", 2**31, 4)],
+)
+def test_other_widths_and_impossible_lengths_are_refused(
+    twin: ModuleType, named: str, words: int, width: int
+) -> None:
     memory = np.zeros(8, np.uint64)
-    with pytest.raises(ValueError, match="width"):
-        twin.StateWriter(twin.spread_seed(1), [(memory.ctypes.data, 1, 1, width)], [])
-
-
-@pytest.mark.parametrize("words", [-1, 2**31])
-def test_impossible_lengths_are_refused(twin: ModuleType, words: int) -> None:
-    memory = np.zeros(8, np.uint64)
-    with pytest.raises(ValueError, match="words"):
-        twin.StateWriter(twin.spread_seed(1), [(memory.ctypes.data, words, 1, 4)], [])
+    with pytest.raises(ValueError, match=named):
+        twin.StateWriter(twin.spread_seed(1), [(memory.ctypes.data, words, 1, width)], [])
 
 
 @pytest.mark.parametrize("value", [1.0, "1", None])

@@ -27,7 +27,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,7 @@ Cell = tuple[str, str, str]
 
 
 class Samples(Plain):
-    """Samples of two milliseconds.
-
-    Args:
-        bad: One that raises.
-    """
+    """Samples of two milliseconds, of which one may raise."""
 
     def __init__(self, bad: int | None) -> None:
         super().__init__(LENGTH, 0.002)
@@ -99,8 +95,7 @@ class Samples(Plain):
 class Shaky:
     """A batch sampler that raises once, and can then go on."""
 
-    def __init__(self) -> None:
-        self.raised = False
+    raised = False
 
     def __iter__(self) -> Iterator[list[int]]:
         self.left = iter(range(0, LENGTH, BATCH))
@@ -122,8 +117,7 @@ class Shaky:
 class Broken:
     """A sampler that raises, the first time, after ``DRAWN`` samples; torch's batch sampler cannot go on then."""
 
-    def __init__(self) -> None:
-        self.raised = False
+    raised = False
 
     def __iter__(self) -> Iterator[int]:
         yield from range(DRAWN)
@@ -145,11 +139,7 @@ def dislikes(samples: list[tuple[int, Any]]) -> Any:
 
 
 class Run:
-    """One cell of the matrix, in this process.
-
-    Args:
-        disk: Small, where the fault is of a disk.
-    """
+    """One cell of the matrix, in this process, with a small disk where the fault is of one."""
 
     def __init__(self, cell: Cell, disk: Disk | None) -> None:
         self.fault, self.order, self.method = cell
@@ -159,8 +149,9 @@ class Run:
         self.helpers: list[subprocess.Popen[bytes]] = []
         self.alarms = 0
         self.struck = self.over = self.interrupts = False
+        self.bad = None if disk is None else BAD
         self.strikes: dict[str, Callable[[Any], None]] = {
-            "disk full": lambda _: self.fill(),
+            "disk full": lambda _: disk.fill(),  # type: ignore[union-attr]
             "descriptors used up": lambda _: self.use_up_descriptors(),
             "worker stopped": lambda iterator: self.stop(worker(iterator)),
             "parent stopped": lambda _: self.stop(os.getpid()),
@@ -168,10 +159,6 @@ class Run:
         }
 
     # ---- faults -----------------------------------------------------------------------------
-
-    def fill(self) -> None:
-        assert self.disk is not None
-        self.disk.fill()
 
     def use_up_descriptors(self) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -232,12 +219,11 @@ class Run:
         self.give_back_descriptors()
         if self.fault == "collate raises":
             (error,) = errors
-            assert type(error) is ValueError, error
-            assert "no batch of" in str(error)
+            assert (type(error), "no batch of" in str(error)) == (ValueError, True), error
             assert TORN in missing
             assert len(missing) == BATCH
             return
-        expected = {BAD} if self.disk is not None else set()
+        expected = {self.bad} - {None}
         if self.fault == "sampler raises" and errors and self.order in ("arrival", "fast_first"):
             expected = set(range(DRAWN, LENGTH))
         assert missing == expected, missing
@@ -259,9 +245,8 @@ class Run:
         if self.fault == "memory limit":
             size = psutil.Process().memory_info().vms + MARGIN_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
-        bad = BAD if self.disk is not None else None
-        dataset = Samples(bad)
-        scene = Scenario(dataset, dataset.true, self.options(), self.strike, self.check, {bad})
+        dataset = Samples(self.bad)
+        scene = Scenario(dataset, dataset.true, self.options(), self.strike, self.check, {self.bad})
         loader = scene.loader()
         if self.fault == "read-only disk" and self.disk is not None:
             self.disk.make_read_only()
@@ -281,21 +266,15 @@ class Run:
             self.cache.close()
             self.cache = None
         del loader, scene  # whose options hold the cache
-        deadline = time.monotonic() + ENDS_S
-        while left := [*descriptors() - before, *children()]:
-            assert time.monotonic() < deadline, f"left behind: {left}"
-            gc.collect()
-            time.sleep(0.02)
+        until_none_is_left(lambda: [*descriptors() - before, *children()])
 
     def interrupt(self, scene: Scenario, loader: DataLoader[Any]) -> None:
         """Ctrl-C in the middle of an epoch: it comes out of the loop."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.interrupts = True
-        try:
+        with pytest.raises(KeyboardInterrupt):
             scene.run(loader)
-        except KeyboardInterrupt:
-            self.interrupts = False
-        assert not self.interrupts, "there was no KeyboardInterrupt"
+        self.interrupts = False
 
 
 def worker(iterator: Any) -> int:
@@ -355,14 +334,7 @@ SKIPPED = 77
 
 
 def run_cells(cells: list[Cell], seconds: float) -> tuple[dict[Cell, float], dict[Cell, str]]:
-    """Run as many cells as there is time for, one for each core at a time.
-
-    Returns:
-        How long each took that passed, in seconds, and what each said that was skipped.
-
-    Raises:
-        AssertionError: One failed, hung or left a process behind.
-    """
+    """Run cells, one for each core at a time: how long each took, and what was said where one was skipped."""
     end = time.monotonic() + seconds
     waiting = deque(cells)
     running: dict[int, tuple[Cell, float, Any]] = {}
@@ -381,16 +353,15 @@ def run_cells(cells: list[Cell], seconds: float) -> tuple[dict[Cell, float], dic
                     continue
                 del running[pid]
                 left = subprocesses.wait_for_end(pid, ENDS_S) if done else []
-                if late and not done:
+                if left or not done:
                     end_session(pid)
+                if not done:
                     os.waitpid(pid, 0)
-                elif left:
-                    end_session(pid)
                 output.seek(0)
                 said = output.read()
                 output.close()
-                code = os.waitstatus_to_exitcode(status) if done else None
                 assert done, f"{cell} hangs:\n{said}"
+                code = os.waitstatus_to_exitcode(status)
                 assert code in (0, SKIPPED), f"{cell} failed, {code}:\n{said}"
                 assert not left, f"{cell} left processes behind: {left}\n{said}"
                 if code == SKIPPED:
@@ -414,12 +385,12 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if str(path) not in mapped}
 
 
-def check_shared_memory(before: set[str]) -> None:
-    """Nothing new stays in ``/dev/shm``; other programs may have something there for a moment."""
+def until_none_is_left(left: Callable[[], Collection[str]]) -> None:
     deadline = time.monotonic() + ENDS_S
-    while left := shared_memory() - before:
-        assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
-        time.sleep(0.2)
+    while found := left():
+        assert time.monotonic() < deadline, f"left behind: {found}"
+        gc.collect()
+        time.sleep(0.02)
 
 
 def end_session(leader: int) -> None:
@@ -432,9 +403,8 @@ def report(took_s: dict[Cell, float], skipped: dict[Cell, str], seconds: float, 
     """A section with the matrix, in Markdown."""
 
     def entry(fault: str, method: str) -> str:
-        if (fault, method) in SENSELESS:
-            return "–"
-        return f"{sum((fault, order, method) in took_s for order in ORDERS)} of {len(ORDERS)}"
+        number = sum((fault, order, method) in took_s for order in ORDERS)
+        return "–" if (fault, method) in SENSELESS else f"{number} of {len(ORDERS)}"
 
     kind = minato.implementation()[0]
     about = [
@@ -467,18 +437,18 @@ def choose(seed: int, faults: list[str], methods: list[str]) -> list[Cell]:
 
 
 def section(options: argparse.Namespace) -> str:
-    faults = [options.fault] if options.fault else list(FAULTS)
-    methods = [options.method] if options.method else list(METHODS)
     entries = set(os.listdir("/dev/shm"))
-    took_s, skipped = run_cells(choose(options.seed, faults, methods), options.seconds)
-    check_shared_memory(entries)
+    cells = choose(options.seed, options.fault or [*FAULTS], options.method or [*METHODS])
+    took_s, skipped = run_cells(cells, options.seconds)
+    # Other programs may have something there for a moment.
+    until_none_is_left(lambda: shared_memory() - entries)
     return report(took_s, skipped, options.seconds, options.seed)
 
 
 def main() -> int:
     parser = scenario.parser(PROGRAM)
-    parser.add_argument("--fault", choices=FAULTS, help="only this one")
-    parser.add_argument("--method", choices=METHODS, help="only this one")
+    parser.add_argument("--fault", choices=FAULTS, nargs=1, help="only this one")
+    parser.add_argument("--method", choices=METHODS, nargs=1, help="only this one")
     return scenario.main(parser.parse_args(), section)
 
 

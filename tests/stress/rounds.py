@@ -25,11 +25,7 @@ SAMPLE_TIMEOUT_S = 1.0
 
 
 class Quiet(Plain):
-    """Samples that hold what was drawn for them, and a text.
-
-    Args:
-        in_threads: Threads share the global generators, so these samples draw from their own.
-    """
+    """Samples that hold what was drawn for them, in threads by generators of their own, and a text."""
 
     def __init__(self, length: int, in_threads: bool) -> None:
         super().__init__(length)
@@ -91,11 +87,7 @@ def collated(samples: list[Any]) -> Any:
 
 
 class Round:
-    """One loader and a few epochs, all drawn from a seed.
-
-    Args:
-        disturber: Does what it likes to the workers.
-    """
+    """One loader and a few epochs, all drawn from a seed."""
 
     def __init__(self, seed: int, directory: str, disturber: Disturber) -> None:
         self.draw = draw = random.Random(seed)
@@ -114,12 +106,9 @@ class Round:
             ways[draw.randrange(length)] = "h"
         self.counts = Counter(ways.values())
         stay = draw.random() < 0.6
-        workers: dict[str, Any] = {"workers": "thread"}
-        if not in_threads:
-            workers = {
-                "multiprocessing_context": method,
-                "persistent_workers": "next_epoch" if stay else False,
-            }
+        persistent = {"persistent_workers": "next_epoch" if stay else False}
+        processes = {"multiprocessing_context": method, **persistent}
+        workers: dict[str, Any] = {"workers": "thread"} if in_threads else processes
         errors = ErrorPolicy(
             on_error=policy,
             retries=5,  # a machine under load may make samples seem to hang
@@ -190,7 +179,6 @@ class Round:
                 self.pass_over(loader, epoch, resumed=True)
                 figures["epochs left early and resumed"] += 1
             figures["samples"] += len(self.scenario.found)
-        figures["samples that ended their worker"] += self.counts["d"]
-        figures["samples that hung"] += self.counts["h"]
-        figures["samples that raised"] += self.counts["f"] + self.counts["b"]
+        for way, letters in {"ended their worker": "d", "hung": "h", "raised": "fb"}.items():
+            figures[f"samples that {way}"] += sum(self.counts[letter] for letter in letters)
         figures["loaders"] += 1

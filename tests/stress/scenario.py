@@ -11,8 +11,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import time
 import warnings
 from collections import Counter
@@ -51,8 +49,7 @@ class Plain:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        if self.takes_s:
-            time.sleep(self.takes_s)
+        time.sleep(self.takes_s)
         return index, content(index)
 
     def true(self, index: int, epoch: int) -> tuple[Any, ...]:
@@ -77,9 +74,7 @@ class Scenario:
     """A loader under attack, and what its epochs must be.
 
     Attributes:
-        dataset: Its samples begin with their index.
-        true: What the sample of an index in an epoch must be.
-        options: Of the loader.
+        true: What the sample of an index in an epoch must be; samples begin with their index.
         fault: Called before each batch with the iterator, the number of batches so far and the errors; a true answer
             leaves the epoch.
         check: Called at the end of an epoch with the samples that did not come and the errors.
@@ -157,13 +152,9 @@ def watch() -> None:
 
 def turn(program: str, seconds: float, seed: int, pure: bool) -> Any:
     """Let another process take a turn; returns what it found."""
-    done = subprocess.run(
-        [sys.executable, "-m", program, "--turn", str(seconds), "--seed", str(seed)],
-        cwd=subprocesses.ROOT,
-        env={**subprocesses.environment(), "MINATO_NO_EXTENSIONS": str(int(pure))},
-        capture_output=True,
-        text=True,
-    )
+    arguments = "-m", program, "--turn", seconds, "--seed", seed
+    variables = {"MINATO_NO_EXTENSIONS": str(int(pure))}
+    done = subprocesses.python(*arguments, timeout_s=seconds + 600, **variables)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-8000:]}\nseed {seed}, {pure=}"
     return json.loads(done.stdout.splitlines()[-1])
 
