@@ -16,8 +16,12 @@ def index_hash(key: Any) -> int:
     return len(key)
 
 
-def test_keys_arrive_in_any_order(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(index_hash)
+@pytest.fixture
+def arrivals(twin: ModuleType) -> Any:
+    return twin.Arrivals(index_hash)
+
+
+def test_keys_arrive_in_any_order(twin: ModuleType, arrivals: Any) -> None:
     arrivals.ask([5, 3, -1])
     arrivals.ask(["abc", 1 << 80])
     assert (arrivals.asked[0], arrivals.prefix, arrivals.beyond) == (5, 0, [])
@@ -30,8 +34,7 @@ def test_keys_arrive_in_any_order(twin: ModuleType) -> None:
     assert arrivals.asked[1] == twin.sum_of_hashes([5, 3, -1, 3, 0], index_hash)  # modulo 2**64
 
 
-def test_what_was_not_waited_for_is_a_stray(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(index_hash)
+def test_what_was_not_waited_for_is_a_stray(twin: ModuleType, arrivals: Any) -> None:
     arrivals.ask([7, 8])
     arrivals.deliver([0, 0, 2], 0)
     assert (arrivals.unexpected, arrivals.delivered[0]) == (2, 1)
@@ -41,8 +44,7 @@ def test_what_was_not_waited_for_is_a_stray(twin: ModuleType) -> None:
     assert arrivals.unexpected == 3  # a place where nothing lies
 
 
-def test_skipped_keys_may_lie_in_a_batch(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(index_hash)
+def test_skipped_keys_may_lie_in_a_batch(twin: ModuleType, arrivals: Any) -> None:
     arrivals.ask([7, 8, 9])
     arrivals.skip([1, 1, 99], 0)
     arrivals.deliver([0, 1, 2], 0)
@@ -51,8 +53,7 @@ def test_skipped_keys_may_lie_in_a_batch(twin: ModuleType) -> None:
     assert arrivals.delivered == (2, twin.sum_of_hashes([7, 9], index_hash))
 
 
-def test_empty_batches_take_a_number_and_do_not_count(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(index_hash)
+def test_empty_batches_take_a_number_and_do_not_count(twin: ModuleType, arrivals: Any) -> None:
     arrivals.ask([])
     arrivals.ask([4])
     arrivals.deliver([1], 0)
@@ -61,8 +62,7 @@ def test_empty_batches_take_a_number_and_do_not_count(twin: ModuleType) -> None:
     assert (arrivals.prefix, arrivals.delivered, arrivals.unexpected) == (2, arrivals.asked, 0)
 
 
-def test_what_does_not_exist_is_dropped(twin: ModuleType) -> None:
-    arrivals = twin.Arrivals(index_hash)
+def test_what_does_not_exist_is_dropped(twin: ModuleType, arrivals: Any) -> None:
     arrivals.ask([1, 2, 3, 4])
     arrivals.deliver([11], 10)
     arrivals.drop([13], 10)
@@ -97,14 +97,13 @@ def test_twins_agree(twins: tuple[ModuleType, ModuleType], batches: Any, random:
     waiting: list[int] = []
     asked = 0
     for keys in batches:
-        for one in both:
-            one.ask(keys)
         waiting += range(asked, asked + (len(keys) or 1))
         asked += len(keys) or 1
         random.shuffle(waiting)
         cut = random.randrange(len(waiting) + 1)
         settled, waiting = waiting[:cut], waiting[cut:]
         for one in both:
+            one.ask(keys)
             one.skip([3 + number for number in settled[: cut // 4]], 3)
             one.deliver([3 + number for number in settled], 3)
         first, second = (
@@ -123,11 +122,7 @@ def test_each_key_is_counted(twin: ModuleType) -> None:
     assert occurrences.count([]) is None
     assert occurrences.count([1, 3, 3, 4, -1, 1 << 80, "ab", "abc"]) == [0, 1, 2, 1, 1, 1, 1, 0]
     # The other kind: by their numbers.
-    assert occurrences.count(("ab", b"abc", [0, 0, 0])) == [
-        2,
-        3,
-        4,
-    ]
+    assert occurrences.count(("ab", b"abc", [0, 0, 0])) == [2, 3, 4]
     assert occurrences.count([2]) is None
     assert twin.Occurrences(0, index_hash).count([0, 1, 0]) == [0, 0, 1]
 

@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,29 +18,20 @@ from minato._core import Arrivals, ConsumerLedger, Packer, codes, sum_of_hashes
 from minato._core.segment import Segment
 from minato.batching.serialization import LocalStore
 from tests.core.ledger_tools import LAYOUT, Desk
+from tests.threads import run_together
 
 THREADS, ROUNDS = 8, 2000
 
 
 def at_once(*programs: Callable[[], object]) -> None:
-    """Run functions in threads that start together; raises what one of them raised."""
+    """Run functions in threads that start together; none may raise."""
     together = threading.Barrier(len(programs))
-    errors: list[BaseException] = []
 
     def run(program: Callable[[], object]) -> None:
         together.wait(60)
-        try:
-            program()
-        except BaseException as error:
-            errors.append(error)
+        program()
 
-    threads = [threading.Thread(target=run, args=(program,)) for program in programs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    run_together(*(partial(run, program) for program in programs), limit_s=200)
 
 
 @pytest.mark.skipif(
@@ -60,7 +52,7 @@ def test_objects_of_a_store_get_different_places() -> None:
         for i in range(ROUNDS):
             places[number].append(store.put(lambda nbytes: 0, (number, i))[0])
 
-    at_once(*(lambda number=number: put(number) for number in range(THREADS)))
+    at_once(*(partial(put, number) for number in range(THREADS)))
     assert len({place for own in places for place in own}) == THREADS * ROUNDS
     for number, own in enumerate(places):
         assert [store.get(place, 0) for place in own] == [(number, i) for i in range(ROUNDS)]
@@ -136,7 +128,7 @@ def test_what_workers_have_written_is_there_when_a_batch_is_ready(bound: bool) -
                 assert ledger.activity(worker).samples <= 5 * ROUNDS
             time.sleep(1e-4)
 
-    at_once(consume, look, *(lambda worker=worker: work(worker) for worker in workers))
+    at_once(consume, look, *(partial(work, worker) for worker in workers))
 
 
 @pytest.mark.parametrize("kind", ["list", "dict"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import random
@@ -55,9 +56,7 @@ def hold_until(event_count: Any, is_true: Callable[[], bool]) -> None:
             return
         begun = time.monotonic()
         if not event_count.wait(seen, PATIENCE_S) and time.monotonic() - begun > PATIENCE_S / 2:
-            raise AssertionError(
-                "slept through an event" if is_true() else "the others stand still"
-            )
+            pytest.fail("slept through an event" if is_true() else "the others stand still")
 
 
 def busy(random_s: random.Random) -> None:
@@ -67,9 +66,17 @@ def busy(random_s: random.Random) -> None:
         pass
 
 
-def reap(pid: int, children: list[int]) -> None:
-    children.remove(pid)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def rounds(least: int) -> Iterator[int]:
+    """Numbers of rounds, as many as there is time for; then ``STOP``."""
+    deadline = time.monotonic() + PLAY_S
+    yield from (n for n in range(1, ROUNDS) if n <= least or time.monotonic() < deadline)
+    yield STOP
+
+
+def reap(children: list[int]) -> None:
+    """Wait until all have ended as they should."""
+    while children:
+        assert os.waitstatus_to_exitcode(os.waitpid(children.pop(), 0)[1]) == 0
 
 
 def test_no_wake_up_is_lost_between_two_processes(
@@ -80,7 +87,7 @@ def test_no_wake_up_is_lost_between_two_processes(
 
     def answer() -> None:
         delay = random.Random(1)
-        for number in range(1, ROUNDS + 1):
+        for number in itertools.count(1):
             hold_until(event_counts[1], lambda number=number: balls[1] in (number, STOP))
             if balls[1] == STOP:
                 return
@@ -89,19 +96,17 @@ def test_no_wake_up_is_lost_between_two_processes(
             balls[0] = number
             event_counts[0].notify()
 
-    pid = fork(answer)
-    children.append(pid)
-    delay, deadline = random.Random(2), time.monotonic() + PLAY_S
-    for number in range(1, ROUNDS + 1):
+    children.append(fork(answer))
+    delay = random.Random(2)
+    for number in rounds(least=1001):
         if number % 3:
             busy(delay)
-        balls[1] = number if number <= 1001 or time.monotonic() < deadline else STOP
+        balls[1] = number
         event_counts[1].notify()
-        if balls[1] == STOP:
-            break
-        hold_until(event_counts[0], lambda number=number: balls[0] == number)
+        if number != STOP:
+            hold_until(event_counts[0], lambda number=number: balls[0] == number)
     assert balls[0] > 1000
-    reap(pid, children)
+    reap(children)
 
 
 @pytest.mark.slow
@@ -115,7 +120,7 @@ def test_no_wake_up_is_lost_between_many_notifiers_and_sleepers(
 
     def play(me: int) -> None:
         delay = random.Random(me)
-        for number in range(1, ROUNDS + 1):
+        for number in itertools.count(1):
             hold_until(start, lambda number=number: numbers[players] in (number, STOP))
             if numbers[players] == STOP:
                 return
@@ -124,16 +129,13 @@ def test_no_wake_up_is_lost_between_many_notifiers_and_sleepers(
             finish.notify()
 
     children.extend(fork(lambda me=me: play(me)) for me in range(players))
-    deadline = time.monotonic() + PLAY_S
-    for number in range(1, ROUNDS + 1):
-        numbers[players] = number if number <= 301 or time.monotonic() < deadline else STOP
+    for number in rounds(least=301):
+        numbers[players] = number
         start.notify()
-        if numbers[players] == STOP:
-            break
-        hold_until(finish, lambda number=number: bool((numbers[:players] == number).all()))
+        if number != STOP:
+            hold_until(finish, lambda number=number: bool((numbers[:players] == number).all()))
     assert numbers[0] > 300
-    for pid in children[:]:
-        reap(pid, children)
+    reap(children)
 
 
 def test_no_event_is_lost_between_notifiers(
@@ -148,8 +150,7 @@ def test_no_event_is_lost_between_notifiers(
             event_count.notify()
 
     children.extend(fork(notify) for _ in range(notifiers))
-    for pid in children[:]:
-        reap(pid, children)
+    reap(children)
     assert event_count.events == notifiers * each
 
 
@@ -230,11 +231,11 @@ def test_two_event_counts_do_not_disturb_each_other(twin: ModuleType, memory: mm
 
 def sleeping(pids: list[int]) -> bool:
     """Whether all of these processes sleep, and not just for a moment."""
+    looks = []
     for _ in range(10):
-        if any(psutil.Process(pid).status() != psutil.STATUS_SLEEPING for pid in pids):
-            return False
+        looks += [psutil.Process(pid).status() for pid in pids]
         time.sleep(0.01)
-    return True
+    return set(looks) == {psutil.STATUS_SLEEPING}
 
 
 def sleepers(event_count: Any, woken: Any, children: list[int], count: int) -> None:
@@ -261,8 +262,7 @@ def test_as_many_are_woken_as_asked_for(
     time.sleep(0.1)
     assert woken.sum() == 1
     event_count.notify()
-    for pid in children[:]:
-        reap(pid, children)
+    reap(children)
     assert woken.tolist() == [1, 1, 1]
 
 
@@ -271,25 +271,20 @@ def test_a_killed_sleeper_disturbs_nobody(
 ) -> None:
     event_count, woken = twin.EventCount(memory, 0), counters(memory, 2)
     sleepers(event_count, woken, children, 2)
-    killed, other = children
+    killed = children.pop(0)
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
-    children.remove(killed)
     event_count.notify()
-    reap(other, children)
+    reap(children)
     assert woken.tolist() == [0, 1]
     assert event_count.wait(0, PATIENCE_S) is True
 
 
-@pytest.mark.parametrize("offset", [-8, 4, 4096, 4092])
-def test_a_place_that_is_none_is_refused(twin: ModuleType, memory: mmap.mmap, offset: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"offset {offset} is no place for an event count in 4096 bytes"
-    ):
-        twin.EventCount(memory, offset)
-
-
-def test_memory_that_cannot_be_written_is_refused(twin: ModuleType) -> None:
+def test_a_place_that_is_none_is_refused(twin: ModuleType, memory: mmap.mmap) -> None:
+    for offset in (-8, 4, 4096, 4092):
+        words = f"offset {offset} is no place for an event count in 4096 bytes"
+        with pytest.raises(ValueError, match=words):
+            twin.EventCount(memory, offset)
     with pytest.raises(BufferError):
         twin.EventCount(bytes(64), 0)
 
@@ -311,18 +306,12 @@ def test_shared_words_are_seen_by_every_view_and_keep_their_sign(twin: ModuleTyp
     assert memory[:8] == bytes(8)
 
 
-@pytest.mark.parametrize("index", [-1, 3, 2**40])
-def test_words_that_do_not_exist_are_refused(twin: ModuleType, index: int) -> None:
+def test_words_that_do_not_exist_or_do_not_fit_are_refused(twin: ModuleType) -> None:
     words = twin.SharedWords(bytearray(64), 0, 3)
-    with pytest.raises(IndexError, match=f"word {index} is not one of 3"):
-        words.load(index)
-    with pytest.raises(IndexError, match=f"word {index} is not one of 3"):
-        words.store(index, 1)
-
-
-@pytest.mark.parametrize(("offset", "count"), [(0, 8), (4, 1), (-8, 1), (64, 0), (0, -1)])
-def test_shared_words_that_do_not_fit_are_refused(
-    twin: ModuleType, offset: int, count: int
-) -> None:
-    with pytest.raises(ValueError, match=f"{count} words at offset {offset} do not fit 64 bytes"):
-        twin.SharedWords(bytearray(64), offset, count)
+    for index in (-1, 3, 2**40):
+        for use, given in ((words.load, (index,)), (words.store, (index, 1))):
+            with pytest.raises(IndexError, match=f"word {index} is not one of 3"):
+                use(*given)
+    for offset, count in ((0, 8), (4, 1), (-8, 1), (64, 0), (0, -1)):
+        with pytest.raises(ValueError, match=f"{count} words at offset {offset} do not fit 64"):
+            twin.SharedWords(bytearray(64), offset, count)
