@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing import current_process, forkserver, resource_tracker, set_forkserver_preload
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,12 +37,8 @@ MAKER = re.compile(r"(?:sem\.mp-|torch_)(\d+)[-_]")
 """Names of multiprocessing's semaphores, with the prefix below, and of torch's shared memory: who made them."""
 PIDS = {os.getpid()}
 """This process and those that it has started: other programs use ``/dev/shm`` meanwhile."""
-LEFTOVER_GRACE_S = 30.0
-"""How long a test's processes and threads may take to end once the test has returned."""
-KILL_GRACE_S = 5.0
-"""How long processes that failed tests have left may take to end at the end of all tests."""
-EXIT_LIMIT_S = 180.0
-"""How long the interpreter may take to end after the last test."""
+LEFTOVER_GRACE_S, KILL_GRACE_S, EXIT_LIMIT_S = 30.0, 5.0, 180.0
+"""How long may take to end: what a test leaves; what failed tests have left, at the very end; the interpreter."""
 
 LIBRARY_THREADS = {"event_loop"}
 """Threads that a library keeps for the whole process: cassandra-driver's."""
@@ -52,24 +49,10 @@ settings.load_profile("minato")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("minato")
-    group.addoption(
-        "--no-extensions",
-        action="store_true",
-        help="deselect the tests of the compiled core (parameter 'compiled')",
-    )
-    group.addoption(
-        "--stress-s",
-        type=float,
-        default=2.0,
-        metavar="SECONDS",
-        help="how long one stress test runs (default: 2)",
-    )
-    group.addoption(
-        "--one-case",
-        action="store_true",
-        help="of each test with parameters run one case, the same each time",
-    )
+    add = parser.getgroup("minato").addoption
+    add("--no-extensions", action="store_true", help="deselect tests with parameter 'compiled'")
+    add("--stress-s", type=float, default=2.0, help="how long one stress test runs (default: 2)")
+    add("--one-case", action="store_true", help="of each test run one case, the same each time")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,9 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header() -> str:
     import minato
 
-    kind, reason = minato.implementation()
-    torch_version = importlib.metadata.version("torch")
-    return f"minato: {kind} core ({reason}), torch {torch_version}, {os.cpu_count()} CPUs"
+    (kind, reason), torch = minato.implementation(), importlib.metadata.version("torch")
+    return f"minato: {kind} core ({reason}), torch {torch}, {os.cpu_count()} CPUs"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before and after -m deselects
@@ -113,24 +95,27 @@ def pytest_collection_modifyitems(
         if item.get_closest_marker("stress") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3 * stress_s + 240))
     if config.getoption("--no-extensions"):
-        compiled = [item for item in items if _is_compiled(item)]
-        config.hook.pytest_deselected(items=compiled)
-        items[:] = [item for item in items if not _is_compiled(item)]
+        _deselect(config, items, lambda item: "compiled" in _parameters(item))
     yield
     items.sort(key=lambda item: item.get_closest_marker("large") is not None)
     if config.getoption("--one-case"):
-        chosen = {item.nodeid for item in _one_of_each(items)}
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-        items[:] = [item for item in items if item.nodeid in chosen]
+        chosen = _one_of_each(item.nodeid for item in items)
+        _deselect(config, items, lambda item: item.nodeid not in chosen)
 
 
-def _one_of_each(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+def _deselect(
+    config: pytest.Config, items: list[pytest.Item], which: Callable[[pytest.Item], bool]
+) -> None:
+    config.hook.pytest_deselected(items=[*filter(which, items)])
+    items[:] = itertools.filterfalse(which, items)
+
+
+def _one_of_each(names: Iterable[str]) -> set[str]:
     """One case of each test; the choice depends on names alone."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for those in cases.values():
-        yield min(those, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    cases: dict[str, list[str]] = {}
+    for name in names:
+        cases.setdefault(name.partition("[")[0], []).append(name)
+    return {min(those, key=lambda name: zlib.crc32(name.encode())) for those in cases.values()}
 
 
 def pytest_collection_finish() -> None:
@@ -138,10 +123,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     memory.gather()
-
-
-def _is_compiled(item: pytest.Item) -> bool:
-    return "compiled" in _parameters(item)
 
 
 def _parameters(item: pytest.Item) -> list[str]:
@@ -156,16 +137,15 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def force(*counts: int) -> None:
         following = itertools.cycle(counts)
-        monkeypatch.setitem(
-            autoscale.CONTROLLERS,
-            "corrected",
-            lambda state, measured, settings: dataclasses.replace(
-                state, workers=min(max(next(following), settings.least), settings.most)
-            ),
-        )
-        monkeypatch.setattr(autoscale, "_LOOK_NS", 2_000_000)
-        monkeypatch.setattr(autoscale, "_PERIOD_NS", 4_000_000)
-        monkeypatch.setattr(autoscale, "_PERIOD_SAMPLES", 0)
+
+        def follow(state: Any, measured: object, settings: Any) -> Any:
+            workers = min(max(next(following), settings.least), settings.most)
+            return dataclasses.replace(state, workers=workers)
+
+        monkeypatch.setitem(autoscale.CONTROLLERS, "corrected", follow)
+        quick = {"_LOOK_NS": 2_000_000, "_PERIOD_NS": 4_000_000, "_PERIOD_SAMPLES": 0}
+        for name, value in quick.items():
+            monkeypatch.setattr(autoscale, name, value)
 
     return force
 
@@ -196,15 +176,12 @@ def trimmed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a child process, a thread, an entry of ``/dev/shm`` or a reader's worker info behind.
-
-    A test that failed already is not blamed twice: its traceback keeps its objects alive.
-    """
+    """Fail a test that leaves a child process, a thread, an entry of ``/dev/shm`` or a reader's worker info behind."""
     failed_before = request.session.testsfailed
     processes, threads, entries = _processes(), _threads(), _shared_memory()
     yield
     if request.session.testsfailed > failed_before:
-        return
+        return  # its traceback keeps its objects alive
     deadline = time.monotonic() + LEFTOVER_GRACE_S
     while leftovers := [
         *(f"process {pid}: {_describe(pid)}" for pid in _processes() - processes),
@@ -255,17 +232,13 @@ def _processes() -> set[int]:
 
 
 def _children(pid: int) -> list[int]:
-    # Where the kernel tells, this is far cheaper than psutil, which reads every process there is.
-    if Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        try:
+    with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it ended meanwhile
+        # Where the kernel tells, this is far cheaper than psutil, which reads every process there is.
+        if Path(f"/proc/self/task/{os.getpid()}/children").exists():
             lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-        except OSError:
-            return []  # it ended meanwhile
-        return [int(child) for line in lists for child in line.split()]
-    try:
+            return [int(child) for line in lists for child in line.split()]
         return [child.pid for child in psutil.Process(pid).children()]
-    except psutil.NoSuchProcess:
-        return []
+    return []
 
 
 def _describe(pid: int) -> str:
@@ -299,10 +272,5 @@ def _worker_info() -> list[str]:
 
 def _shared_memory() -> set[str]:
     """Entries of ``/dev/shm`` that this process or one that it started has made, as their names say."""
-    if not SHARED_MEMORY.is_dir():
-        return set()
-    return {
-        name
-        for name in os.listdir(SHARED_MEMORY)
-        if (maker := MAKER.match(name)) and int(maker[1]) in PIDS
-    }
+    names = os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
+    return {name for name in names if (maker := MAKER.match(name)) and int(maker[1]) in PIDS}

@@ -72,11 +72,7 @@ class Filled(Numbers):
 
 
 class Failing(Numbers):
-    """Raises for some indices.
-
-    Args:
-        raises: What makes the exception, by index.
-    """
+    """Raises for some indices; ``raises`` makes the exceptions."""
 
     def __init__(self, size: int, raises: Mapping[int, Callable[[], BaseException]]) -> None:
         super().__init__(size)
@@ -183,8 +179,6 @@ class Draws(Numbers):
 
 
 class Pair(NamedTuple):
-    """A named tuple at the top level of a module."""
-
     image: Any
     label: Any
 
@@ -200,27 +194,24 @@ def three_draws() -> list[float]:
 
 
 def add_draws(sample: list[float]) -> list[float]:
-    """A transform that draws."""
     return sample + three_draws()
 
 
 def add_noise(sample: Any) -> Any:
-    """Another transform that draws."""
     return [value + random.random() for value in sample]
 
 
 def double(sample: Any) -> Any:
-    """A transform."""
     return sample * 2
 
 
 def plus_one(sample: Any) -> Any:
-    """Another transform, which does not commute with the first."""
+    """Does not commute with ``double``."""
     return sample + 1
 
 
 def worker_number() -> int:
-    """Number of the worker that runs this, -1 in the main process."""
+    """-1 in the main process."""
     info = get_worker_info()
     return -1 if info is None else info.id
 
@@ -247,12 +238,10 @@ class Shuffled(InOrder):
 
 
 def indices(batches: Iterable[torch.Tensor]) -> list[list[int]]:
-    """Batches of integers as lists."""
     return [batch.tolist() for batch in batches]
 
 
 def flat(batches: Iterable[Iterable[Any]]) -> list[Any]:
-    """All samples of all batches."""
     return [sample for batch in batches for sample in batch]
 
 
@@ -329,12 +318,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 class Held(Numbers):
-    """A sample comes when the test has taken so many batches, however long that takes on a busy machine.
-
-    Args:
-        held: Its index; None: all samples.
-        batches: How many; more than there are: it comes when the test sets ``missing`` to 0.
-    """
+    """A sample, or all for None, comes when the test has taken so many batches, or sets ``missing`` to 0."""
 
     def __init__(self, size: int, held: int | None, batches: int) -> None:
         super().__init__(size)

@@ -13,13 +13,10 @@ __all__ = ["Call", "deliver", "delivery"]
 
 
 class Call(NamedTuple):
-    """A part of a delivery.
+    """A part of a delivery, of ``count`` of the samples that were claimed together.
 
-    Attributes:
-        name: ``write``: the data of a sample; ``error``, ``mark``: its blob that says that it raised, or is skipped;
-            ``result``: that of the whole batch; ``fill``: places; ``skip``: a place that stays empty.
-        first: Which sample of those that were claimed together is the first.
-        count: How many.
+    ``write``: the data of a sample; ``error``, ``mark``: its blob that says that it raised, or is skipped; ``result``:
+    that of the whole batch; ``fill``: places; ``skip``: a place that stays empty.
     """
 
     name: str
@@ -28,13 +25,10 @@ class Call(NamedTuple):
 
 
 def delivery(path: str, count: int, bad: int = 0) -> tuple[Call, ...]:
-    """How a worker delivers samples of a batch that it has claimed together: data first, then what makes it count.
+    """How a worker delivers samples of a batch that it has claimed together.
 
-    Args:
-        path: ``samples``: each by itself; ``whole``: all samples of the batch, collated; ``error``: the bad one has
-            raised, and no sample after it has been run; ``skip``: it is left out; ``whole, skip``: the others are
-            collated.
-        bad: Which of the samples.
+    ``samples``: each by itself; ``whole``: all samples of the batch, collated; ``error``: the bad one has raised, and
+    no sample after it has been run; ``skip``: it is left out; ``whole, skip``: the others are collated.
     """
     before, after = Call("fill", 0, bad), Call("fill", bad + 1, count - bad - 1)
     if path == "samples":

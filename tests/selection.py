@@ -19,20 +19,13 @@ def each_of(workers: dict[str, dict[str, Any]]) -> Any:
     return pytest.mark.parametrize("workers", workers.values(), ids=workers)
 
 
-WORKERS: dict[str, dict[str, Any]] = {
-    "inline": {"num_workers": 0},
-    "2-processes": {"num_workers": 2},
-    "2-threads": {"num_workers": 2, "workers": "thread"},
-}
+THREADS: dict[str, Any] = {"num_workers": 2, "workers": "thread"}
+WORKERS = {"inline": {"num_workers": 0}, "2-processes": {"num_workers": 2}, "2-threads": THREADS}
 each = each_of(WORKERS)
 
 
 def sweep(**dimensions: Iterable[Any]) -> Any:
-    """The mark of a test in which any two values of its parameters meet, not all combinations.
-
-    Args:
-        dimensions: The values of each parameter; a mapping has names for them.
-    """
+    """The mark of a test in which any two values of its parameters meet; a mapping has names for these."""
     named = [
         values if isinstance(values, Mapping) else {_name_of(value): value for value in values}
         for values in dimensions.values()
@@ -50,12 +43,7 @@ def _name_of(value: Any) -> str:
 
 
 def mostly_slow(values: Iterable[Any], quick: int = 1) -> list[Any]:
-    """Parameters of which only the first are quick, where all of them would take long.
-
-    Args:
-        values: The parameters, those first that find most; a tuple where there are several names.
-        quick: How many run in ``make test``.
-    """
+    """Parameters of which only the first run in ``make test``; tuples where there are several names."""
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),

@@ -30,10 +30,7 @@ def command(script: str, *arguments: object) -> list[str]:
 def environment(pure: bool = False) -> dict[str, str]:
     """The environment of a script: it finds the package where this process does."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    variables = {**os.environ, "PYTHONPATH": path}
-    if pure:
-        variables["MINATO_NO_EXTENSIONS"] = "1"
-    return variables
+    return {**os.environ, "PYTHONPATH": path, **({"MINATO_NO_EXTENSIONS": "1"} if pure else {})}
 
 
 def python(
@@ -43,12 +40,7 @@ def python(
     given: str | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments to its end, whatever its exit code.
-
-    Args:
-        given: What it reads from stdin; None: this process's.
-        variables: Of its environment, beside this process's.
-    """
+    """Run Python to its end, whatever its exit code; it reads ``given``, and finds ``variables`` in its environment."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
@@ -76,11 +68,7 @@ def run(
     code: int = 0,
     timeout_s: float = TIMEOUT_S,
 ) -> str:
-    """Run a script to its end; it must leave no child, end with ``code`` and write nothing to stderr.
-
-    Returns:
-        What it wrote to stdout.
-    """
+    """What a script wrote to stdout; it must leave no child, end with ``code`` and write nothing to stderr."""
     with started(script, *arguments, pure=pure) as process:
         out, err = process.communicate(timeout=timeout_s)
     assert (process.returncode, err) == (code, ""), f"exit code {process.returncode}, stderr: {err}"
@@ -130,11 +118,9 @@ def session(leader: int) -> list[int]:
     """All living processes of a session."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
     return found
 
 

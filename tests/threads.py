@@ -11,11 +11,7 @@ from tests.datasets import wait_until
 
 
 def wait_for_main(file: str, function: str) -> None:
-    """Wait until the main thread is inside a function, which another thread is to disturb there.
-
-    Args:
-        file: The end of the name of its file.
-    """
+    """Wait until the main thread is inside a function of a file whose name ends so: another is to disturb it there."""
     main = threading.main_thread().ident or 0
 
     def is_inside() -> bool:
