@@ -14,45 +14,36 @@ from torch.utils.data._utils import worker as torch_worker
 from minato._support.counters import Counters, shared_integers
 
 
-def count(counters: Counters, worker: int) -> None:
+def count(counters: Counters, worker: int, times: int) -> None:
     torch_worker._worker_info = SimpleNamespace(id=worker)
-    counters.add(red=2, blue=1)
+    for _ in range(times):
+        counters.add(red=2, blue=1)
+
+
+def count_in_processes(counters: Counters, method: str, workers: list[int], times: int) -> None:
+    make = multiprocessing.get_context(method).Process
+    processes = [make(target=count, args=(counters, worker, times)) for worker in workers]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_other_processes_count_too(method: str) -> None:
     counters = Counters("red", "blue")
     counters.add(red=1)
-    processes = [
-        multiprocessing.get_context(method).Process(target=count, args=(counters, worker))
-        for worker in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    count_in_processes(counters, method, [0, 1], 1)
     assert counters.totals() == [5, 2]
-
-
-def count_often(counters: Counters, worker: int) -> None:
-    torch_worker._worker_info = SimpleNamespace(id=worker)
-    for _ in range(2000):
-        counters.add(red=1)
 
 
 def test_each_worker_of_many_has_a_row_of_its_own() -> None:
     counters = Counters("red", "blue")
-    workers = (0, 63, 255, 256, 511, 4095)
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=count_often, args=(counters, one)) for one in workers]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    assert counters.totals() == [2000 * len(workers), 0]
-    assert int((counters._counts[..., 0] == 2000).sum()) == len(workers)
+    workers = [0, 63, 255, 256, 511, 4095]
+    count_in_processes(counters, "fork", workers, 2000)
+    assert counters.totals() == [4000 * len(workers), 2000 * len(workers)]
+    assert int((counters._counts[..., 1] == 2000).sum()) == len(workers)
 
 
 def test_a_pickle_holds_what_was_counted() -> None:

@@ -31,6 +31,7 @@ from tests.datasets import (
     wait_until,
     worker_number,
 )
+from tests.selection import WORKERS as FEW
 from tests.selection import each_of, mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -38,15 +39,11 @@ pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 TorchLoader = torch.utils.data.DataLoader
 
 WORKERS = {
-    "inline": {"num_workers": 0},
-    "1-process": {"num_workers": 1},
-    "2-processes": {"num_workers": 2},
-    "7-processes": {"num_workers": 7},
-    "1-thread": {"num_workers": 1, "workers": "thread"},
-    "2-threads": {"num_workers": 2, "workers": "thread"},
-    "7-threads": {"num_workers": 7, "workers": "thread"},
+    **FEW,
+    **{f"{number}-processes": {"num_workers": number} for number in (1, 7)},
+    **{f"{number}-threads": {"num_workers": number, "workers": "thread"} for number in (1, 7)},
 }
-FEW = {name: WORKERS[name] for name in ("inline", "2-processes", "2-threads")}
+TWO = {name: FEW[name] for name in ("2-processes", "2-threads")}
 
 
 # ---- exactly once ---------------------------------------------------------------------------
@@ -65,15 +62,8 @@ def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> Non
     processes = workers["num_workers"] if "workers" not in workers else 0
     for size, drop_last, persistent in ROUGHLY if processes == 7 else THOROUGHLY:
         persistent = persistent and workers["num_workers"] > 0
-        loader = DataLoader(
-            Numbers(size),
-            5,
-            shuffle=size > 1,
-            drop_last=drop_last,
-            order=order,
-            persistent_workers=persistent,
-            **workers,
-        )
+        options = {"drop_last": drop_last, "persistent_workers": persistent, **workers}
+        loader = DataLoader(Numbers(size), 5, shuffle=size > 1, order=order, **options)
         kept = size // 5 * 5 if drop_last else size
         sizes = sorted(len(range(size)[i : i + 5]) for i in range(0, kept, 5))
         assert len(loader) == len(sizes)
@@ -85,7 +75,7 @@ def test_every_sample_once_per_epoch(order: str, workers: dict[str, Any]) -> Non
             assert set(delivered) <= set(range(size))
 
 
-@each_of({name: FEW[name] for name in ("2-processes", "2-threads")})
+@each_of(TWO)
 @pytest.mark.parametrize("order", ORDERS)
 def test_break_and_begin_again_with_persistent_workers(order: str, workers: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(40), 4, order=order, persistent_workers=True, **workers)
@@ -118,10 +108,8 @@ def test_loaders_within_datasets(num_workers: int) -> None:
     list(inner)
     held = next(iter(inner))
     copies = held.clone()
-    assert (
-        flat(indices(DataLoader(Outer(8), 1, worker_init_fn=undaemonic, num_workers=4)))
-        == [True] * 8
-    )
+    outer = DataLoader(Outer(8), 1, worker_init_fn=undaemonic, num_workers=4)
+    assert flat(indices(outer)) == [True] * 8
     assert torch.equal(held, copies)
     assert len(list(inner)) == 5
 
@@ -131,7 +119,7 @@ def undaemonic(_: int) -> None:
     multiprocessing.current_process()._config["daemon"] = False
 
 
-@each_of({name: FEW[name] for name in ("2-processes", "2-threads")})
+@each_of(TWO)
 def test_workers_end_with_the_epoch(workers: dict[str, Any]) -> None:
     loader = DataLoader(Numbers(8), 2, **workers)
     iterator = iter(loader)
@@ -162,10 +150,9 @@ def test_transforms_of_a_stream(in_order: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.* of 3 readers received nothing")
 def test_threads_split_a_stream() -> None:
-    loaders = [
-        DataLoader(Uneven(), 2, num_workers=3, workers=kind) for kind in ("process", "thread")
-    ]
-    assert indices(loaders[1]) == indices(loaders[0])
+    kinds = "process", "thread"
+    one, other = (indices(DataLoader(Uneven(), 2, num_workers=3, workers=kind)) for kind in kinds)
+    assert one == other
 
 
 # ---- workers --------------------------------------------------------------------------------
@@ -178,7 +165,7 @@ def test_nothing_changes_in_the_main_process() -> None:
     assert (torch.get_num_threads(), torch.initial_seed(), get_worker_info()) == before
 
 
-@each_of({"2-processes": FEW["2-processes"], "2-threads": FEW["2-threads"]})
+@each_of(TWO)
 def test_first_workers_do_not_wait_for_the_others(workers: dict[str, Any]) -> None:
     class Late:
         """The second worker has not started before the consumer has its batches."""
@@ -228,9 +215,8 @@ def test_a_loader_is_shown_in_one_line() -> None:
     class Named(DataLoader[Any]):
         pass
 
-    loader = Named(
-        Numbers(4), 2, observe=Observe(name="val"), errors="skip", in_order=False, workers="thread"
-    )
+    options: Any = {"errors": "skip", "in_order": False, "workers": "thread"}
+    loader = Named(Numbers(4), 2, observe=Observe(name="val"), **options)
     text = "Named(Numbers, batch_size=2, num_workers=0, order='arrival', workers='thread', errors='skip', "
     assert repr(loader) == f"{text}observe={Observe(name='val')})"
     assert repr(pickle.loads(pickle.dumps(DataLoader(Numbers(4))))) == (
@@ -288,9 +274,8 @@ class Deadly(Numbers):
 
 
 def test_what_workers_do_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    loader = DataLoader(
-        Deadly(16, tmp_path / "died"), 2, num_workers=1, multiprocessing_context="forkserver"
-    )
+    dataset, method = Deadly(16, tmp_path / "died"), "forkserver"
+    loader = DataLoader(dataset, 2, num_workers=1, multiprocessing_context=method)
     with caplog.at_level(logging.INFO, "minato"), pytest.warns(MinatoWarning, match="code 3"):
         assert len(list(loader)) == 8
     started, *_, died = [record.getMessage() for record in caplog.records]
@@ -299,12 +284,7 @@ def test_what_workers_do_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: P
 
 
 def test_events_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.DEBUG, "minato"),
-        DataLoader(Numbers(4), observe=Observe(name="mine")),
-    ):
-        pass
-    assert [record.getMessage().split(") ")[1] for record in caplog.records] == [
-        "is made",
-        "is closed",
-    ]
+    with caplog.at_level(logging.DEBUG, "minato"):
+        DataLoader(Numbers(4), observe=Observe(name="mine")).close()
+    texts = [record.getMessage().split(") ")[1] for record in caplog.records]
+    assert texts == ["is made", "is closed"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.utils.data.dataloader
+from torch.utils.data import dataloader
 
 import minato
 from minato._support import loader_class
@@ -27,22 +27,17 @@ module_level = torch.utils.data.DataLoader
 def torchs_own_afterwards() -> Iterator[None]:
     assert torch.utils.data.DataLoader is loader_class.TorchDataLoader
     yield
-    assert torch.utils.data.DataLoader is loader_class.TorchDataLoader
-    assert torch.utils.data.dataloader.DataLoader is loader_class.TorchDataLoader
-    assert module_level is loader_class.TorchDataLoader
+    for name in (torch.utils.data.DataLoader, dataloader.DataLoader, module_level):
+        assert name is loader_class.TorchDataLoader
     assert not isinstance(loader_class.TorchDataLoader(Numbers(1)), minato.DataLoader)
 
 
-def test_off_by_default() -> None:
-    assert type(torch.utils.data.DataLoader(Numbers(4))) is loader_class.TorchDataLoader
-
-
 def test_patch_and_unpatch() -> None:
+    assert type(torch.utils.data.DataLoader(Numbers(4))) is loader_class.TorchDataLoader
     minato.patch()
     try:
-        assert torch.utils.data.DataLoader is minato.DataLoader
-        assert torch.utils.data.dataloader.DataLoader is minato.DataLoader
-        assert module_level is minato.DataLoader
+        for name in (torch.utils.data.DataLoader, dataloader.DataLoader, module_level):
+            assert name is minato.DataLoader
         loader = module_level(Numbers(6), 2, num_workers=1)
         assert type(iter(loader)).__name__ == "BatchIterator"
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
@@ -51,16 +46,13 @@ def test_patch_and_unpatch() -> None:
 
 
 def test_as_a_block_that_raises() -> None:
-    def fail() -> None:
-        with minato.patch():
-            assert torch.utils.data.DataLoader is minato.DataLoader
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    with pytest.raises(KeyError), minato.patch():
+        assert torch.utils.data.DataLoader is minato.DataLoader
+        raise KeyError
 
 
 def test_nested() -> None:
+    minato.unpatch()  # alone, it does nothing
     with minato.patch():
         with minato.patch():
             pass
@@ -70,43 +62,26 @@ def test_nested() -> None:
         assert module_level is minato.DataLoader
 
 
-def test_unpatch_alone_does_nothing() -> None:
-    minato.unpatch()
-    with minato.patch():
-        assert torch.utils.data.DataLoader is minato.DataLoader
+class Touchy:
+    """No module, although it is among these."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "__class__":
+            return Touchy
+        raise AssertionError(f"asked for {name}")
 
 
-def test_names_of_our_class_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = types.ModuleType("ours")
-    ours.DataLoader = minato.DataLoader
-    monkeypatch.setitem(sys.modules, "ours", ours)
-    with minato.patch():
-        pass
-    assert ours.DataLoader is minato.DataLoader
-
-
-def test_a_name_that_was_bound_to_something_else_in_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    theirs = types.ModuleType("theirs")
-    theirs.DataLoader = loader_class.TorchDataLoader
-    monkeypatch.setitem(sys.modules, "theirs", theirs)
+def test_names_in_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of our class stay, and those that were bound to something else in between."""
+    ours, theirs = types.ModuleType("ours"), types.ModuleType("theirs")
+    ours.DataLoader, theirs.DataLoader = minato.DataLoader, loader_class.TorchDataLoader
+    for name, module in {"ours": ours, "theirs": theirs, "touchy": Touchy()}.items():
+        monkeypatch.setitem(sys.modules, name, module)
     with minato.patch():
         assert theirs.DataLoader is minato.DataLoader
         theirs.DataLoader = "something else"
+    assert ours.DataLoader is minato.DataLoader
     assert theirs.DataLoader == "something else"
-
-
-def test_things_that_are_no_modules_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Touchy:
-        def __getattribute__(self, name: str) -> object:
-            if name == "__class__":
-                return Touchy
-            raise AssertionError(f"asked for {name}")
-
-    monkeypatch.setitem(sys.modules, "touchy", Touchy())
-    with minato.patch():
-        pass
 
 
 def test_a_module_imported_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +134,7 @@ def test_torchs_loaders_can_be_pickled() -> None:
 
 def test_replacing_the_name_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data, "DataLoader", minato.DataLoader)
-    monkeypatch.setattr(torch.utils.data.dataloader, "DataLoader", minato.DataLoader)
+    monkeypatch.setattr(dataloader, "DataLoader", minato.DataLoader)
     loader = torch.utils.data.DataLoader(Numbers(4), 2, num_workers=1)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 

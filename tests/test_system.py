@@ -53,16 +53,11 @@ def test_a_quota_bounds_it(machine):
     assert machine({"cpu.max": "10000 100000\n"}) == 1
 
 
-def test_the_tightest_group_on_the_way_to_the_root_counts(machine):
+def test_the_tightest_group_on_the_way_to_the_root_counts_also_of_the_first_version(machine):
     files = {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000", "c/cpu.max": "1 1"}
     assert machine(files, own="0::/a/b\n") == 3
-
-
-def test_the_first_version_of_control_groups(machine):
-    files = {
-        "cpu,cpuacct/x/cpu.cfs_quota_us": "400000",
-        "cpu,cpuacct/x/cpu.cfs_period_us": "100000",
-    }
+    x = "cpu,cpuacct/x/cpu.cfs"
+    files = {f"{x}_quota_us": "400000", f"{x}_period_us": "100000"}
     assert machine(files, own="5:memory:/y\n4:cpu,cpuacct:/x\n") == 4
 
 

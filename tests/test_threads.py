@@ -101,17 +101,14 @@ def test_which_end_of_a_child_of_multiprocessing_is_a_failure(
     """torch.multiprocessing ends a rank that raised with ``sys.exit(1)``."""
     # By a notebook, which then forks its ranks.
     monkeypatch.setattr(sys, "last_value", ValueError("of an earlier cell"), raising=False)
-    context, ends = (
-        multiprocessing.get_context("fork"),
-        (int, failing, sys.exit, partial(sys.exit, 1)),
-    )
+    context = multiprocessing.get_context("fork")
 
     def run(end: Callable[..., object], sent: Any) -> None:
         at_end(lambda: sent.send(ends_by_exception()))
         end()
 
     found = []
-    for end in ends:
+    for end in (int, failing, sys.exit, partial(sys.exit, 1)):
         received, sent = context.Pipe(duplex=False)
         child = context.Process(target=run, args=(end, sent))
         child.start()

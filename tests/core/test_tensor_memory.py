@@ -22,12 +22,9 @@ def test_it_is_found_in_this_torch() -> None:
 
 def test_it_is_the_same_whatever_the_program_has_set() -> None:
     expected = tensor_memory.find()
-    with torch.inference_mode():
-        assert tensor_memory.find() == expected
-    with torch.device("meta"):
-        assert tensor_memory.find() == expected
-    with torch.no_grad():
-        assert tensor_memory.find() == expected
+    for setting in (torch.inference_mode(), torch.device("meta"), torch.no_grad()):
+        with setting:
+            assert tensor_memory.find() == expected
 
 
 def garbled(words: Callable[[torch.Tensor], list[int]]) -> Callable[[torch.Tensor], list[int]]:

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -24,30 +25,31 @@ print(json.dumps([minato.__file__, minato.implementation()[0], minato.__version_
 """
 
 
-def run(*command: object, cwd: Path, **variables: str) -> str:
+def run(*arguments: object, cwd: Path, **variables: str) -> str:
+    """What Python writes with these arguments."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MINATO_")}
+    command, together = [sys.executable, *map(str, arguments)], subprocess.STDOUT
     done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        command, cwd=cwd, env=environment | variables, stdout=PIPE, stderr=together, text=True
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 def build_wheel(source: Path, to: Path, **variables: str) -> Path:
-    run(
-        *(sys.executable, "-m", "pip", "--no-cache-dir", "wheel", "--no-build-isolation"),
-        *("--no-deps", "--no-index", "--wheel-dir", to, source),
-        cwd=to.parent,
-        **variables,
-    )
+    options = "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", to
+    pip = "-m", "pip", "--no-cache-dir", "wheel"
+    run(*pip, *options, source, cwd=to.parent, **variables)
     [wheel] = to.glob("*.whl")
     return wheel
+
+
+def imported(site: Path, **variables: str) -> list[str]:
+    """Where the package in a folder lies, its core, its version and its commit."""
+    told = run("-W", "error", "-c", IMPORT, cwd=site.parent, PYTHONPATH=str(site), **variables)
+    file, *about = json.loads(told)
+    assert Path(file).is_relative_to(site)
+    return about
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # As in an sdist; there is no git.
     (checkout / "minato/_commit.txt").write_text("0123456789ab\n")
     script = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", script, work, cwd=checkout)
+    run("-c", script, work, cwd=checkout)
     [archive] = work.glob("minatoloader-*.tar.gz")
     return archive
 
@@ -82,38 +84,30 @@ def test_sdist_has_every_source_and_nothing_generated(sdist: Path) -> None:
     wanted = [path for path in (ROOT / "minato").rglob("*") if path.suffix in suffixes]
     assert {str(path.relative_to(ROOT)) for path in wanted} <= names
     assert {"minato/py.typed", "setup.py", "pyproject.toml", "LICENSE", "README.md"} <= names
-    tests = [path for path in (ROOT / "tests").rglob("*.py")]
     pages = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
-    assert {str(path.relative_to(ROOT)) for path in (*tests, *pages)} <= names
-    generated = (".c", ".so", ".pyc", ".html")
-    assert [name for name in names if name.endswith(generated)] == [
-        "tests/sanitizers/ledger_threads.c"
-    ]
+    others = (*(ROOT / "tests").rglob("*.py"), *pages)
+    assert {str(path.relative_to(ROOT)) for path in others} <= names
+    generated = {name for name in names if name.endswith((".c", ".so", ".pyc", ".html"))}
+    assert generated == {"tests/sanitizers/ledger_threads.c"}
 
 
 def test_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "minato").rglob("*.py")}
-    stubs = {str(path.relative_to(ROOT)) for path in (ROOT / "minato").rglob("*.pyi")}
-    assert modules | stubs | {"minato/py.typed"} <= names
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "minato").rglob("*.py*")}
+    assert {name for name in sources if name.endswith((".py", ".pyi", ".typed"))} <= names
     compiled = {Path(name).name.partition(".")[0] for name in names if name.endswith(".so")}
     assert compiled == {path.stem for path in (ROOT / "minato/_core").glob("_*_c.pyx")}
     assert [name for name in names if name.endswith((".pyx", ".pxd", ".h", ".c"))] == []
     assert sum(each.file_size for each in archive.infolist() if each.filename.endswith(".so")) < 2e6
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
-        "minato",
-        "minatoloader",
-    }
+    folders = {name.partition("/")[0].partition("-")[0] for name in names}
+    assert folders == {"minato", "minatoloader"}
 
 
 def test_wheel_runs_compiled_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    file, kind, version, commit = json.loads(
-        run(sys.executable, "-W", "error", "-c", IMPORT, cwd=tmp_path, PYTHONPATH=str(site))
-    )
-    assert Path(file).is_relative_to(site)
+    kind, version, commit = imported(site)
     assert (kind, commit) == ("compiled", "0123456789ab")
     assert wheel.name.startswith(f"minatoloader-{version}-cp")
 
@@ -125,11 +119,4 @@ def test_pure_wheel(sdist: Path, tmp_path: Path) -> None:
     assert [name for name in archive.namelist() if name.endswith(".so")] == []
     site = tmp_path / "site"
     archive.extractall(site)
-    output = run(
-        *(sys.executable, "-W", "error", "-c", IMPORT),
-        cwd=tmp_path,
-        PYTHONPATH=str(site),
-        MINATO_NO_EXTENSIONS="1",
-    )
-    assert '"pure"' in output
-    assert str(site) in output
+    assert imported(site, MINATO_NO_EXTENSIONS="1")[0] == "pure"

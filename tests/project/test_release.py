@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
+import tomllib
 from email.message import Message
 from importlib import metadata
 from pathlib import Path
@@ -18,10 +19,17 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
-def project() -> dict[str, Any]:
-    import tomllib
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ``setup.py`` defines in a workflow of the project."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://example.org")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    return runpy.run_path("setup.py")
 
 
 def test_the_citation_names_this_version() -> None:
@@ -30,22 +38,21 @@ def test_the_citation_names_this_version() -> None:
 
 
 def test_every_list_of_pythons_is_the_same() -> None:
-    data = project()
-    prefix = "Programming Language :: Python :: 3."
-    supported = [
-        name.removeprefix(prefix)
-        for name in data["project"]["classifiers"]
-        if name.startswith(prefix)
-    ]
-    assert data["project"]["requires-python"] == f">=3.{supported[0]}"
+    classifiers = "\n".join(PROJECT["classifiers"])
+    supported = re.findall(
+        r"^Programming Language :: Python :: 3\.(.+)$", classifiers, re.MULTILINE
+    )
+    assert PROJECT["requires-python"] == f">=3.{supported[0]}"
     supported += ["13t", "14t"]  # without a GIL
-    assert data["tool"]["cibuildwheel"]["build"].split() == [f"cp3{each}-*" for each in supported]
+    assert PYPROJECT["tool"]["cibuildwheel"]["build"].split() == [
+        f"cp3{each}-*" for each in supported
+    ]
     [matrix] = re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/tests.yml").read_text())
     assert matrix.replace('"', "").split(", ") == [f"3.{each}" for each in supported]
 
 
 def test_extras_are_for_users_and_all_has_each() -> None:
-    extras = project()["project"]["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     assert {"test", "lint", "docs", "bench", "demo"}.isdisjoint(extras)
     reached, pending = set(), ["all"]
     while pending:
@@ -101,11 +108,7 @@ def test_the_commit_of_a_checkout_and_of_a_package(
     assert _distribution.commit() == "0123456789ab"
 
 
-def test_the_page_for_the_package_index_has_whole_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("GITHUB_SERVER_URL", "https://example.org")
-    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
-    setup = runpy.run_path("setup.py")
+def test_the_page_for_the_package_index_has_whole_links(setup: dict[str, Any]) -> None:
     urls = setup["home"]()
     assert urls["Source"] == "https://example.org/owner/name"
     page = setup["readme"](urls["Source"])
@@ -117,7 +120,7 @@ def test_the_page_for_the_package_index_has_whole_links(monkeypatch: pytest.Monk
 
 
 def test_messages_name_pages_by_the_address_of_the_documentation(
-    monkeypatch: pytest.MonkeyPatch,
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = re.compile(r"\bdocumentation\([\"'](.*?)[\"']\)")
     sources = (path.read_text() for path in (ROOT / "minato").rglob("*.py"))
@@ -128,15 +131,11 @@ def test_messages_name_pages_by_the_address_of_the_documentation(
     installed = Message()
     monkeypatch.setattr(metadata, "metadata", lambda name: installed)
     assert _distribution.documentation(pages[0]) == f"docs/{pages[0]}.md in minato's repository"
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("GITHUB_SERVER_URL", "https://example.org")
-    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
-    for name, address in runpy.run_path("setup.py")["home"]().items():
+    for name, address in setup["home"]().items():
         installed["Project-URL"] = f"{name}, {address}"
     assert _distribution.documentation(pages[0]) == f"https://owner.github.io/name/{pages[0]}.html"
 
 
 def test_both_commands_are_the_same() -> None:
-    scripts = project()["project"]["scripts"]
-    assert scripts == dict.fromkeys(("minato", "minatoloader"), "minato.cli:start")
+    assert PROJECT["scripts"] == dict.fromkeys(("minato", "minatoloader"), "minato.cli:start")
     assert metadata.metadata("minatoloader")["Name"] == "minatoloader"

@@ -15,6 +15,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -30,7 +31,7 @@ import pytest
 
 import minato
 from minato.cli.main import _parsed, _parser
-from tests.project.pages import FENCE, PAGES, ROOT, blocks, name_of
+from tests.project.pages import FENCE, PAGES, ROOT, Block, blocks, name_of
 from tests.subprocesses import TIMEOUT_S, in_session
 
 FEW_CORES = "ignore:This DataLoader will create"
@@ -64,29 +65,20 @@ class Program(NamedTuple):
     needs: str
 
 
-def programs() -> list[Program]:
-    found = []
+def programs() -> Iterator[Program]:
     for page in PAGES:
-        in_page = blocks(page)
-        for number, block in enumerate(in_page):
+        followed = itertools.pairwise([*blocks(page), Block("", "", 0)])
+        for number, (block, after) in enumerate(followed):
             if block.info.startswith("python runnable"):
-                after = in_page[number + 1 : number + 2]
-                expected = [each.source for each in after if each.info == "text output"]
+                expected = after.source if after.info == "text output" else None
                 needs = block.info.removeprefix("python runnable").strip()
-                name = f"{name_of(page)}-{number}"
-                found.append(Program(name, block.source, expected[0] if expected else None, needs))
-    return found
+                yield Program(f"{name_of(page)}-{number}", block.source, expected, needs)
 
 
 def run(
     program: Path, folder: Path, *, strict: bool = True, ranks: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh interpreter, with the minato that is tested here; end all that it has started.
-
-    Args:
-        strict: Whether warnings are errors.
-        ranks: Under torchrun, with this number of processes.
-    """
+    """Run a program with the minato that is tested here, under torchrun for ``ranks``; end all that it has started."""
     paths = [str(Path(minato.__file__).parents[1]), str(ROOT), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, *(("-W", "error", "-W", FEW_CORES) if strict else ())]
     if ranks:
@@ -98,7 +90,7 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", programs(), ids=lambda program: program.name)
+@pytest.mark.parametrize("program", [*programs()], ids=lambda program: program.name)
 def test_programs_run_and_print_what_the_page_says(program: Program, tmp_path: Path) -> None:
     if program.needs:
         pytest.importorskip(program.needs)
@@ -123,23 +115,19 @@ def fragments(page: Path) -> str:
     for block in blocks(page):
         source = block.source.splitlines()
         kind, _, rest = block.info.partition(" ")
-        if kind != "python":
+        if kind != "python" or rest.startswith("runnable "):
             continue
         assert block.line > 1, "the first line is the title"
-        if block.info == "python runnable":
-            for node in ast.parse(block.source).body:
-                if isinstance(node, (ast.Import, ast.ImportFrom)):
-                    assert node.end_lineno is not None
-                    here = slice(node.lineno - 1, node.end_lineno)
-                    lines[block.line + here.start : block.line + here.stop] = source[here]
-            continue
-        if not rest:
-            lines[block.line + len(source)] = "delivered(globals())"
-        elif rest.startswith("raises "):
+        if rest == "runnable":
+            nodes = ast.parse(block.source).body
+            imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+            kept = {n for each in imports for n in range(each.lineno - 1, each.end_lineno or 0)}
+            source = [line if number in kept else "" for number, line in enumerate(source)]
+        elif rest:
             lines[block.line - 1] = f"with raises({rest.removeprefix('raises ')}):"
             source = [f"    {line}" for line in source]
         else:
-            continue
+            lines[block.line + len(source)] = "delivered(globals())"
         lines[block.line : block.line + len(source)] = source
     text = "\n".join(lines) + "\n"
     for written, used in SUBSTITUTES.items():
@@ -194,12 +182,10 @@ def test_tutorial_program(tmp_path: Path) -> None:
         done = run(program, tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         lines = re.findall(r"^(\w.*\w) +([\d.]+) s, (\d+) samples$", done.stdout, re.MULTILINE)
-        names = [name for name, _, _ in lines]
-        assert names == ["torch", "torch, as they come", "minato", "minato, as they come"]
-        assert {int(samples) for _, _, samples in lines} == {1600}
-        best_s = [
-            min(best, float(taken)) for best, (_, taken, _) in zip(best_s, lines, strict=True)
-        ]
+        names, taken, samples = zip(*lines, strict=True)
+        assert names == ("torch", "torch, as they come", "minato", "minato, as they come")
+        assert set(samples) == {"1600"}
+        best_s = [*map(min, best_s, map(float, taken))]
         torch_s, _, in_order_s, as_they_come_s = best_s
         if 2 * max(in_order_s, as_they_come_s) < torch_s:
             return
@@ -234,10 +220,10 @@ def words_of(line: str) -> list[str]:
         words = shlex.split(line, comments=True)
     except ValueError:  # text that is no command line
         return []
-    while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] == "torchrun"):
-        launcher = words.pop(0) == "torchrun"
-        if launcher:
-            words = words[words.index("minato") :] if "minato" in words else []
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        del words[0]
+    if words[:1] == ["torchrun"]:
+        words = words[words.index("minato") :] if "minato" in words else []
     return words if words[:1] and words[0] in COMMANDS else []
 
 
@@ -285,9 +271,8 @@ def test_command_lines(
 
 def check_minato(words: list[str], complete: bool) -> None:
     if complete or words[0].startswith("-"):
-        with (
-            contextlib.suppress(SystemExit) if words == ["--version"] else contextlib.nullcontext()
-        ):
+        ends = [SystemExit] if words == ["--version"] else []
+        with contextlib.suppress(*ends):
             _parsed(words)
         return
     parser = _parser()

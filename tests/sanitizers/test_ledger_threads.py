@@ -26,22 +26,11 @@ def build(sanitizer: str, headers: Path, directory: Path) -> Path:
     if compiler is None:
         pytest.skip("there is no C compiler")
     program = directory / "ledger_threads"
-    flags = [
-        "-std=c11",
-        "-g",
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Wconversion",
-        "-Werror",
-        "-DMINATO_CHECKED",
-    ]
+    warnings = [f"-W{name}" for name in ("all", "extra", "conversion", "error")]
+    flags = ["-std=c11", "-g", "-O1", "-DMINATO_CHECKED", *warnings, "-lpthread"]
     sanitize = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{headers}"]
-    done = subprocess.run(
-        [compiler, *flags, *sanitize, str(PROGRAM), "-o", str(program), "-lpthread"],
-        capture_output=True,
-        text=True,
-    )
+    command = [compiler, str(PROGRAM), "-o", str(program), *flags, *sanitize]
+    done = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in done.stderr:
         pytest.skip(f"this compiler has no {sanitizer} sanitizer: {done.stderr}")
     assert done.returncode == 0, done.stderr
@@ -51,9 +40,8 @@ def build(sanitizer: str, headers: Path, directory: Path) -> Path:
 def run(program: Path, seed: int) -> subprocess.CompletedProcess[str]:
     # ThreadSanitizer wants its addresses where they are without randomisation.
     fixed = ["setarch", "-R"] if shutil.which("setarch") else []
-    return subprocess.run(
-        [*fixed, str(program), str(BATCHES), str(seed)], capture_output=True, text=True, timeout=100
-    )
+    command = [*fixed, str(program), str(BATCHES), str(seed)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.parametrize("sanitizer", mostly_slow(["thread", "address,undefined"]))
