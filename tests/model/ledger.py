@@ -60,39 +60,29 @@ Steps = Generator[Op, Any, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is loaded, by whom.
+    """What is loaded, by whom."""
 
-    Attributes:
-        batches: Sizes of the batches of each pass; another pass than the last is abandoned.
-        window: Batches that may be open.
-        positions: Records of the ring.
-        bound: Each sample has its own place.
-        late: Samples take the newest open place.
-        lag: Where places are free, samples that have none are bound when so many more batches are open.
-        max_run: Samples that a worker claims at most; 0: whole batches.
-        collated: Batches must be collated; "whole": by who ran all their samples, where one did.
-        bad: What becomes of the last sample of each run: ``"error"``: it raises, but only in worker 0; ``"skip"``.
-        owned: Batch k is for worker k mod n.
-        offers: An owner stores the items of its samples for any worker before it runs any.
-        any_order: Batches are delivered when they are ready.
-        leave_after: Batches that are delivered of a pass that is abandoned.
-    """
-
-    batches: tuple[tuple[int, ...], ...] = ((2, 2),)
+    batches: tuple[tuple[int, ...], ...] = ((2, 2),)  # of each pass; all but the last are abandoned
     workers: int = 2
-    window: int = 2
-    positions: int = 4
+    window: int = 2  # batches that may be open
+    positions: int = 4  # records of the ring
     records: int = 2
-    bound: bool = True
-    late: bool = False
-    lag: int = 1
-    max_run: int = 1
-    collated: str = ""
-    bad: str = ""
-    owned: bool = False
-    offers: bool = False
-    any_order: bool = False
-    leave_after: int = 0
+    bound: bool = True  # each sample has its own place
+    late: bool = False  # samples take the newest open place
+    lag: int = (
+        1  # where places are free, samples are bound when this number of batches more is open
+    )
+    max_run: int = 1  # samples that a worker claims at most; 0: whole batches
+    collated: str = (
+        ""  # batches must be collated; "whole": by who ran all their samples, where one did
+    )
+    bad: str = ""  # the last sample of each run: "error": raises, but only in worker 0; "skip"
+    owned: bool = False  # batch k is for worker k mod n
+    offers: bool = (
+        False  # an owner stores the items of its samples for any worker before it runs any
+    )
+    any_order: bool = False  # batches are delivered when they are ready
+    leave_after: int = 0  # batches that are delivered of a pass that is abandoned
     kills: int = 1
     buffered: bool = False
     whole_gate: bool = True
@@ -687,9 +677,11 @@ class Ledger:
                 yield from self.wait(self.work, number)
 
     def step(self, number: int) -> Steps:
-        if self.setting.offers and (yield from self.read_ahead(number)):
-            return True
-        lease = yield from self.claim(number)
+        fresh = self.setting.offers
+        lease = yield from self.claim(number, fresh)
+        if lease is None and fresh:
+            fresh = False
+            lease = yield from self.claim(number)
         if lease is None:
             return False
         index, k, count = lease
@@ -697,6 +689,9 @@ class Ledger:
             yield from self.set_ready(index)
             return True
         first = yield peek(self.first[index])
+        if fresh:
+            yield from self.read_ahead(number, index, first + k, count)
+            return True
         if self.setting.offers:
             yield from self.take_items(number, index, first + k, count)
         if self.setting.bound:
@@ -712,28 +707,18 @@ class Ledger:
         owner = yield peek(self.owner[index])
         end = seq + count
         while seq < end:
-            item = yield peek(self.item[self.at(seq)])
-            has_item = item == seq + 1 or owner == number + 1
+            has_item = (yield peek(self.item[self.at(seq)])) == seq + 1 or owner == number + 1
             assert has_item, f"worker {number} has no item for sample {seq}"
             seq += 1
 
-    def read_ahead(self, number: int) -> Steps:
-        """Claim samples that nobody has read, and offer their items."""
-        lease = yield from self.claim(number, True)
-        if lease is None:
-            return False
-        index, k, count = lease
-        if count == 0:
-            yield from self.set_ready(index)
-            return True
-        first = yield peek(self.first[index])
+    def read_ahead(self, number: int, index: int, seq: int, count: int) -> Steps:
+        """Offer the items of samples that nobody has read."""
         owner = yield peek(self.owner[index])
         assert owner == number + 1, f"worker {number} reads for worker {owner - 1}"
-        seq, end = first + k, first + k + count
+        end = seq + count
         while seq < end:
             yield from self.offer(number, seq)
             seq += 1
-        return True
 
     def run_free(self, number: int, seq: int, end: int) -> Steps:
         """Deliver samples of a run that get places next to each other in a batch; the first that is left."""
