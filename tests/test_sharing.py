@@ -217,11 +217,13 @@ def test_what_cannot_be_shared_is_named(items: Any, message: str) -> None:
 def test_changes_raise() -> None:
     items, table = minato.share([1, 2, 3]), minato.share({"a": 1})
     of_list = {"append": (4,), "__setitem__": (0, 1), "sort": (), "__iadd__": ([1],), "clear": ()}
-    of_dict = {"__setitem__": ("a", 2), "pop": ("a",), "update": ({"b": 2},), "__delitem__": ("a",)}
+    of_dict = {"__setitem__": ("a", 2), "pop": ("a",), "__delitem__": ("a",)}
     for shared, changes in ((items, of_list), (table, of_dict)):
         for name, arguments in changes.items():
             with pytest.raises(TypeError, match=f"{type(shared).__name__} cannot be changed"):
                 getattr(shared, name)(*arguments)
+    with pytest.raises(TypeError, match="SharedDict cannot be changed"):
+        table.update(b=2)
     array = minato.share(np.arange(5))
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.model.explore import Process, cas, count_event, load, peek, poke, store, store_sc, wake
 from tests.model.ledger import (
     CLAIMED,
@@ -21,8 +23,22 @@ from tests.model.ledger import (
 )
 from tests.protocol import Call
 
+TWO, TWO_OF_ONE = ((2,),), ((1, 1),)
+OVERDUE: Any = {"batches": ((1, 1, 1),), "bound": False, "records": 3, "lag": 2, "kills": 0}
+MUTATIONS: dict[type[Ledger], Setting] = {}
+"""Where each mistake shows."""
+LARGE_MUTATIONS: dict[type[Ledger], Setting] = {}
 
-class NotifierLooksFirst(Ledger):
+
+class Mistake(Ledger):
+    """A ledger with a mistake, and the setting in which it shows."""
+
+    def __init_subclass__(cls, large: bool = False, **setting: Any) -> None:
+        mutations = LARGE_MUTATIONS if large else MUTATIONS
+        mutations[cls] = Setting(**{"batches": ((1,),), **setting})
+
+
+class NotifierLooksFirst(Mistake, whole_gate=False, kills=0):
     """Who sleeps between the look and the event is not woken."""
 
     def notify(self, gate: EventCount, sleepers: int) -> Steps:
@@ -32,7 +48,7 @@ class NotifierLooksFirst(Ledger):
             yield wake(gate.events, sleepers)
 
 
-class SleeperDoesNotRegister(Ledger):
+class SleeperDoesNotRegister(Mistake, whole_gate=False, kills=0):
     """Nobody knows that there is somebody to wake."""
 
     def wait(self, gate: EventCount, who: int) -> Steps:
@@ -41,7 +57,17 @@ class SleeperDoesNotRegister(Ledger):
             yield from self.sleep(gate, who)
 
 
-class StopIsAskedFirst(Ledger):
+class CountsBehindABuffer(Mistake, whole_gate=False, kills=0, buffered=True):
+    """A notifier looks for sleepers before they can see its event, on any real processor."""
+
+    def notify(self, gate: EventCount, sleepers: int) -> Steps:
+        for word in gate.events:
+            yield store(word, 1)
+        if (yield load(gate.sleepers)):
+            yield wake(gate.events, sleepers)
+
+
+class StopIsAskedFirst(Mistake, kills=0):
     """The end may come between the answer and the look at the event count."""
 
     def worker(self, number: int) -> Process:
@@ -55,7 +81,7 @@ class StopIsAskedFirst(Ledger):
                 yield from self.wait(self.work, number)
 
 
-class ReadyIsAskedFirst(Ledger):
+class ReadyIsAskedFirst(Mistake, kills=0):
     """The consumer may miss the event of the batch that it waits for."""
 
     def look(self, open_: tuple[int, ...]) -> Steps:
@@ -64,7 +90,7 @@ class ReadyIsAskedFirst(Ledger):
         return found
 
 
-class TailComesFirst(Ledger):
+class TailComesFirst(Mistake, batches=TWO_OF_ONE, positions=1, records=1, window=1, kills=0):
     """Who sees tickets of the last round passes over them, and the head with him."""
 
     def publish(self, tail: int, count: int) -> Steps:
@@ -73,7 +99,7 @@ class TailComesFirst(Ledger):
             yield store(self.ticket[self.at(seq)], FREE | (seq + 1) if self.setting.bound else FREE)
 
 
-class ReleaseLeavesTheHead(Ledger):
+class ReleaseLeavesTheHead(Mistake):
     """Nobody looks at the tickets that went out again."""
 
     def lower(self, cursor: int, position: int) -> Steps:
@@ -81,7 +107,7 @@ class ReleaseLeavesTheHead(Ledger):
             yield from super().lower(cursor, position)
 
 
-class HeadHasNoVersion(Ledger):
+class HeadHasNoVersion(Mistake, batches=TWO_OF_ONE, large=True):
     """A worker that is just moving the head on does not see that it was moved back."""
 
     def lower(self, cursor: int, position: int) -> Steps:
@@ -91,7 +117,7 @@ class HeadHasNoVersion(Ledger):
                 return
 
 
-class ReleaseForgetsPlaces(Ledger):
+class ReleaseForgetsPlaces(Mistake, bound=False):
     """A place that the dead worker took for a sample whose ticket did not say so yet is lost."""
 
     def release_places(self, worker: int, base: int, tail: int) -> Steps:
@@ -102,14 +128,14 @@ class ReleaseForgetsPlaces(Ledger):
         return 0
 
 
-class ReleaseForgetsBatches(Ledger):
+class ReleaseForgetsBatches(Mistake, collated="yes"):
     """A batch that the dead worker was to collate is collated by nobody."""
 
     def release_batches(self, worker: int, live: tuple[int, ...]) -> Steps:
         yield peek(self.tail)
 
 
-class ReleaseRepeats(Ledger):
+class ReleaseRepeats(Mistake):
     """What the dead worker had filled without having said so on the ticket goes out again."""
 
     def is_empty(self, seq: int, place: int) -> Steps:
@@ -117,14 +143,14 @@ class ReleaseRepeats(Ledger):
         return True
 
 
-class NobodyAdopts(Ledger):
+class NobodyAdopts(Mistake, collated="yes"):
     """A full batch whose worker died is looked for by nobody."""
 
     def adopt(self, worker: int) -> Steps:
         yield store(self.orphans_checked, 1)
 
 
-class AdoptionIsAFlag(Ledger):
+class AdoptionIsAFlag(Mistake, batches=TWO, kills=2, large=True):
     """Who looked before the second death takes back the flag that the second one raised."""
 
     def adopt(self, worker: int) -> Steps:
@@ -135,14 +161,14 @@ class AdoptionIsAFlag(Ledger):
         return index
 
 
-class SettlesWithoutLooking(Ledger):
+class SettlesWithoutLooking(Mistake, batches=((2, 1),), positions=2, records=1, window=1, kills=0):
     """The ticket may have come round the ring."""
 
     def settle(self, worker: int, seq: int, place: int) -> Steps:
         yield store(self.ticket[self.at(seq)], DONE | (place + 1))
 
 
-class TwoPublish(Ledger):
+class TwoPublish(Mistake, batches=TWO, collated="yes", kills=0):
     """Both workers that see a batch full publish it."""
 
     def win(self, worker: int, index: int, state: int) -> Steps:
@@ -150,17 +176,7 @@ class TwoPublish(Ledger):
         return True
 
 
-class CountsBehindABuffer(Ledger):
-    """A notifier looks for sleepers before they can see its event, on any real processor."""
-
-    def notify(self, gate: EventCount, sleepers: int) -> Steps:
-        for word in gate.events:
-            yield store(word, 1)
-        if (yield load(gate.sleepers)):
-            yield wake(gate.events, sleepers)
-
-
-class NobodySweeps(Ledger):
+class NobodySweeps(Mistake, batches=((1,), (1,)), positions=1, records=1, window=1, kills=0):
     """Abandoned batches take up the room of the next pass until one of its batches is delivered."""
 
     def pause(self, state: Consumer) -> Steps:
@@ -169,14 +185,16 @@ class NobodySweeps(Ledger):
         return state
 
 
-class HintHasNoGeneration(Ledger):
+class HintHasNoGeneration(
+    Mistake, batches=((2, 2),), positions=2, records=1, window=1, kills=0, hint=True, large=True
+):
     """A hint of an earlier batch lets places count as filled that are not."""
 
     def trusted(self, hint: int, generation: int) -> int:
         return hint & (ONE_GENERATION - 1)
 
 
-class ClaimsWithoutLooking(Ledger):
+class ClaimsWithoutLooking(Mistake, kills=0):
     """Two workers claim the same sample."""
 
     def grab(self, worker: int, seq: int, word: int) -> Steps:
@@ -184,7 +202,7 @@ class ClaimsWithoutLooking(Ledger):
         return True
 
 
-class BindsWithoutLooking(Ledger):
+class BindsWithoutLooking(Mistake, large=True, **OVERDUE):
     """The consumer binds a sample to another place than its worker."""
 
     def bind(self, seq: int, word: int, place: int) -> Steps:
@@ -192,7 +210,9 @@ class BindsWithoutLooking(Ledger):
         return True
 
 
-class ClosesWithoutLooking(Ledger):
+class ClosesWithoutLooking(
+    Mistake, batches=((1,), (1,)), records=1, positions=2, window=1, kills=0, collated="yes"
+):
     """An abandoned batch is used again while a worker still publishes it."""
 
     def close(self, record: int) -> Steps:
@@ -200,7 +220,7 @@ class ClosesWithoutLooking(Ledger):
         return True
 
 
-class FilledWithoutData(Ledger):
+class FilledWithoutData(Mistake, batches=TWO, max_run=2, bad="error"):
     """The places before that of an error are filled before it, and hold nothing if the error does not come."""
 
     def delivery(self, number: int, count: int, size: int) -> tuple[Call, ...]:
@@ -210,7 +230,7 @@ class FilledWithoutData(Ledger):
         return calls
 
 
-class ResultIsDropped(Ledger):
+class ResultIsDropped(Mistake, batches=TWO, max_run=2, collated="whole"):
     """The samples of a dead worker go out again although those that it has filled hold nothing."""
 
     def result_of(self, index: int) -> Steps:
@@ -218,7 +238,7 @@ class ResultIsDropped(Ledger):
         return 0
 
 
-class ErrorIsDropped(Ledger):
+class ErrorIsDropped(Mistake, batches=TWO, max_run=2, bad="error"):
     """The error of a dead worker is taken away from a place that counts as filled."""
 
     def is_skipped(self, seq: int, place: int, blob: int) -> Steps:
@@ -226,7 +246,7 @@ class ErrorIsDropped(Ledger):
         return False
 
 
-class TheRestIsClaimed(Ledger):
+class TheRestIsClaimed(Mistake, batches=TWO, max_run=0, collated="whole", kills=0):
     """A batch that can only be fetched as a whole is divided between a worker and one that comes second."""
 
     def follows(self, seq: int) -> Steps:
@@ -234,14 +254,14 @@ class TheRestIsClaimed(Ledger):
         return False
 
 
-class TheFirstGoesOutFirst(Ledger):
+class TheFirstGoesOutFirst(Mistake, batches=TWO, max_run=0, collated="whole"):
     """The samples of a dead worker are claimed while they go out again."""
 
     def backwards(self, positions: range) -> range:
         return positions
 
 
-class SkipSaysItIsDoneFirst(Ledger):
+class SkipSaysItIsDoneFirst(Mistake, bad="skip"):
     """A worker that dies before it has filled the place of a skipped sample leaves it to nobody."""
 
     def skip(self, worker: int, seq: int) -> Steps:
@@ -249,7 +269,7 @@ class SkipSaysItIsDoneFirst(Ledger):
         return (yield from super().skip(worker, seq))
 
 
-class OfferLeavesTheHead(Ledger):
+class OfferLeavesTheHead(Mistake, owned=True, offers=True, kills=0):
     """Nobody looks at a sample that was offered."""
 
     def offer(self, worker: int, seq: int) -> Steps:
@@ -259,7 +279,7 @@ class OfferLeavesTheHead(Ledger):
         yield from self.notify(self.work, 1)
 
 
-class OfferComesBeforeItsItem(Ledger):
+class OfferComesBeforeItsItem(Mistake, owned=True, offers=True, kills=0):
     """Another worker claims a sample whose item is not there."""
 
     def offer(self, worker: int, seq: int) -> Steps:
@@ -270,7 +290,7 @@ class OfferComesBeforeItsItem(Ledger):
         yield from self.notify(self.work, 1)
 
 
-class OffersWithoutLooking(Ledger):
+class OffersWithoutLooking(Mistake, owned=True, offers=True, large=True, **OVERDUE):
     """A place to which the consumer binds the sample meanwhile is lost."""
 
     def give_out(self, seq: int, word: int) -> Steps:
@@ -278,14 +298,14 @@ class OffersWithoutLooking(Ledger):
         return True
 
 
-class ReleaseForgetsTheOffered(Ledger):
+class ReleaseForgetsTheOffered(Mistake, owned=True, offers=True):
     """Nobody looks at a sample whose worker died before it had lowered the head."""
 
     def find_offered(self, seq: int, word: int) -> Steps:
         yield peek(self.tail)
 
 
-class ReleaseTakesTheOfferBack(Ledger):
+class ReleaseTakesTheOfferBack(Mistake, owned=True, offers=True):
     """An offered sample of a dead worker can only be claimed by an owner that may have left."""
 
     def still_offered(self, worker: int, seq: int) -> Steps:
@@ -293,53 +313,8 @@ class ReleaseTakesTheOfferBack(Ledger):
         return 0
 
 
-class ClaimKeepsTheOffer(Ledger):
+class ClaimKeepsTheOffer(Mistake, owned=True, offers=True):
     """A ticket does not say which worker has claimed an offered sample."""
 
     def grab(self, worker: int, seq: int, word: int) -> Steps:
         return (yield cas(self.ticket[self.at(seq)], word, word | CLAIMED | worker << 4))
-
-
-ONE = ((1,),)
-TWO = ((2,),)
-MUTATIONS: dict[type[Ledger], Setting] = {
-    NotifierLooksFirst: Setting(ONE, whole_gate=False, kills=0),
-    SleeperDoesNotRegister: Setting(ONE, whole_gate=False, kills=0),
-    CountsBehindABuffer: Setting(ONE, whole_gate=False, kills=0, buffered=True),
-    StopIsAskedFirst: Setting(ONE, kills=0),
-    ReadyIsAskedFirst: Setting(ONE, kills=0),
-    TailComesFirst: Setting(((1, 1),), positions=1, records=1, window=1, kills=0),
-    ReleaseLeavesTheHead: Setting(ONE),
-    ReleaseForgetsPlaces: Setting(ONE, bound=False),
-    ReleaseForgetsBatches: Setting(ONE, collated="yes"),
-    ReleaseRepeats: Setting(ONE),
-    NobodyAdopts: Setting(ONE, collated="yes"),
-    SettlesWithoutLooking: Setting(((2, 1),), positions=2, records=1, window=1, kills=0),
-    TwoPublish: Setting(TWO, collated="yes", kills=0),
-    FilledWithoutData: Setting(TWO, max_run=2, bad="error"),
-    ResultIsDropped: Setting(TWO, max_run=2, collated="whole"),
-    ErrorIsDropped: Setting(TWO, max_run=2, bad="error"),
-    TheRestIsClaimed: Setting(TWO, max_run=0, collated="whole", kills=0),
-    TheFirstGoesOutFirst: Setting(TWO, max_run=0, collated="whole"),
-    SkipSaysItIsDoneFirst: Setting(ONE, bad="skip"),
-    OfferLeavesTheHead: Setting(ONE, owned=True, offers=True, kills=0),
-    OfferComesBeforeItsItem: Setting(ONE, owned=True, offers=True, kills=0),
-    ReleaseForgetsTheOffered: Setting(ONE, owned=True, offers=True),
-    ReleaseTakesTheOfferBack: Setting(ONE, owned=True, offers=True),
-    ClaimKeepsTheOffer: Setting(ONE, owned=True, offers=True),
-    NobodySweeps: Setting(((1,), (1,)), positions=1, records=1, window=1, kills=0),
-    ClaimsWithoutLooking: Setting(ONE, kills=0),
-    ClosesWithoutLooking: Setting(
-        ((1,), (1,)), records=1, positions=2, window=1, kills=0, collated="yes"
-    ),
-}
-"""Where each mistake shows."""
-LARGE_MUTATIONS: dict[type[Ledger], Setting] = {
-    AdoptionIsAFlag: Setting(TWO, kills=2),
-    HeadHasNoVersion: Setting(((1, 1),)),
-    OffersWithoutLooking: Setting(
-        ((1, 1, 1),), bound=False, records=3, lag=2, owned=True, offers=True, kills=0
-    ),
-    BindsWithoutLooking: Setting(((1, 1, 1),), bound=False, records=3, lag=2, kills=0),
-    HintHasNoGeneration: Setting(((2, 2),), positions=2, records=1, window=1, kills=0, hint=True),
-}
