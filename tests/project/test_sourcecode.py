@@ -262,12 +262,6 @@ def is_override(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(name.endswith((".setter", "overload", "override")) for name in decorators)
 
 
-def test_public_names_exist() -> None:
-    import minato
-
-    assert [name for name in minato.__all__ if not hasattr(minato, name)] == []
-
-
 def test_the_lowest_versions_allowed_are_tested() -> None:
     """By ``make test-oldest``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
