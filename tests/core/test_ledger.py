@@ -726,6 +726,8 @@ def test_each_use_of_a_record_has_its_own_generation(desk: Desk) -> None:
         batch = desk.open(2)
         record = desk.ledger.describe(batch)
         assert (batch, record.generation, record.layout) == (0, generation, 0)
+        published = [desk.workers[0].publish_layout(batch, at) for at in (LAYOUT, 2 * LAYOUT)]
+        assert published == [LAYOUT, LAYOUT]  # the first one holds
         desk.work(0)
         assert desk.ledger.describe(batch).layout == LAYOUT
         desk.ledger.retire(batch)
