@@ -42,7 +42,18 @@ DEAD, ABSENT = -1, -2
 _AWAKE, _ASLEEP, _WOKEN = range(3)
 
 Process = Generator["Op", Any, None]
-_State = tuple[bytes, tuple[int, ...], tuple[tuple[tuple[int, int], ...], ...]]
+_Processes = Sequence[Callable[[], Process]]
+_Final = Callable[[str, int], bool]
+_Kept = tuple[tuple[int, int], ...]
+_State = tuple[bytes, tuple[int, ...], tuple[_Kept, ...]]
+
+
+class _Turn(NamedTuple):
+    """A step of one process: where it begins, and the states that it leads to."""
+
+    state: _State
+    mover: int
+    found: list[_State]
 
 
 class Op(NamedTuple):
@@ -223,18 +234,11 @@ def _live_variables(code: CodeType) -> dict[int, frozenset[str]]:
 class _Explorer:
     """The search. A state is ``(memory, local states, stores that are kept back)``."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        processes: Sequence[Callable[[], Process]],
-        final: Callable[[str, int], bool],
-        kills: int,
-        buffered: bool,
-    ) -> None:
+    def __init__(self, memory: Memory, processes: _Processes, final: _Final, kills: int) -> None:
         self.automata = [_Automaton(make) for make in processes]
         self.names = memory.names
         self.num = len(processes)
-        self.buffered = buffered
+        self.buffered = False
         # Behind the model's words: who sleeps, and how many may still be killed.
         self.sleeps_at = len(memory.names)
         self.kills_at = self.sleeps_at + self.num
@@ -244,7 +248,7 @@ class _Explorer:
             frozenset(value for value in range(256) if final(name, value)) for name in memory.names
         ]
         empty = ((),) * self.num
-        first = self._settled([], (b"", (0,) * self.num, empty), 0, 0, content, ())
+        first = self._settled(_Turn((b"", (0,) * self.num, empty), 0, []), 0, content, ())
         self.first: _State = (bytes(content), (first, *[ABSENT] * (self.num - 1)), empty)
 
     def run(self, limit: int) -> Report:
@@ -299,6 +303,7 @@ class _Explorer:
         content, keys, kept = state
         mine = kept[mover]
         found: list[_State] = []
+        turn = _Turn(state, mover, found)
         if mine:
             word, value = mine[0]
             memory = bytearray(content)
@@ -312,9 +317,9 @@ class _Explorer:
         memory = bytearray(content)
         result: Any = None
         if code == LOAD:
-            self._go_on(found, state, mover, memory, _newest(mine, word, content[word]))
+            self._go_on(turn, memory, _newest(mine, word, content[word]))
         elif code == STORE and self.buffered:
-            self._go_on(found, state, mover, memory, None, (*mine, (word, value)))
+            self._go_on(turn, memory, None, (*mine, (word, value)))
         elif mine:
             pass  # everything else waits until its stores are seen
         elif code in (STORE, STORE_SC, CAS, OWN, ADD, COUNT, CLEAR):
@@ -326,36 +331,29 @@ class _Explorer:
                 memory[word : word + value] = b"\1" * value
             else:
                 memory[word] = {ADD: content[word] + value, CLEAR: 0}.get(code, value)
-            self._go_on(found, state, mover, memory, result)
+            self._go_on(turn, memory, result)
         elif code == SLEEP:
-            self._sleep(found, state, mover, memory, word)
+            self._sleep(turn, memory, word)
         elif code in (WAKE, NOTIFY):
             if code == NOTIFY:
                 memory[word : word + value] = b"\1" * value
-            self._wake(found, state, mover, memory, range(word, word + value), other)
+            self._wake(turn, memory, range(word, word + value), other)
         elif code == START:
-            begun = self._settled([], (content, keys, kept), word, 0, memory, ())
-            self._go_on(found, (content, _with(keys, word, begun), kept), mover, memory, None)
+            begun = self._settled(_Turn(state, word, []), 0, memory, ())
+            started = content, _with(keys, word, begun), kept
+            self._go_on(turn._replace(state=started), memory, None)
             if content[self.kills_at]:
                 found.append(self._killed(found[-1], word))
         elif code == DEATHS:
             dead = tuple(number for number, key in enumerate(keys) if key == DEAD)
-            self._go_on(found, state, mover, memory, dead)
+            self._go_on(turn, memory, dead)
         elif code == JOIN and self._all_over(state, mover):
-            self._go_on(found, state, mover, memory, None)
+            self._go_on(turn, memory, None)
         return found
 
-    def _go_on(
-        self,
-        found: list[_State],
-        state: _State,
-        mover: int,
-        memory: bytearray,
-        result: Any,
-        mine: Any = None,
-    ) -> None:
+    def _go_on(self, turn: _Turn, memory: bytearray, result: Any, mine: Any = None) -> None:
         """Add the state once a process has its result, and that if it is killed there."""
-        _, keys, kept = state
+        (_, keys, kept), mover, found = turn
         if mine is not None:
             kept = _with(kept, mover, mine)
         mine = kept[mover]
@@ -363,22 +361,13 @@ class _Explorer:
         if op is not None and op.code in _WRITES:
             self._kill(found, (bytes(memory), keys, kept), mover)
         key = self.automata[mover].move(keys[mover], result)
-        key = self._settled(found, (b"", keys, kept), mover, key, memory, mine)
+        key = self._settled(_Turn((b"", keys, kept), mover, found), key, memory, mine)
         found.append((bytes(memory), _with(keys, mover, key), kept))
 
-    def _settled(
-        self,
-        found: list[_State],
-        state: _State,
-        mover: int,
-        key: int,
-        memory: bytearray,
-        mine: tuple[tuple[int, int], ...],
-    ) -> int:
+    def _settled(self, turn: _Turn, key: int, memory: bytearray, mine: _Kept) -> int:
         """Let a process take the steps that make no difference to others."""
-        automaton = self.automata[mover]
-        final = self.final
-        first = key
+        state, mover, found = turn
+        automaton, final, first = self.automata[mover], self.final, key
         while (op := automaton.ops[key]) is not None:
             code, word, value, other = op
             result: Any = _newest(mine, word, memory[word]) if mine else memory[word]
@@ -412,9 +401,8 @@ class _Explorer:
         memory[self.sleeps_at + process] = _AWAKE
         return bytes(memory), _with(keys, process, DEAD), _with(kept, process, ())
 
-    def _sleep(
-        self, found: list[_State], state: _State, mover: int, memory: bytearray, word: int
-    ) -> None:
+    def _sleep(self, turn: _Turn, memory: bytearray, word: int) -> None:
+        state, mover, found = turn
         at = self.sleeps_at + mover
         content, keys, kept = state
         if content[at] == _AWAKE and not content[word]:
@@ -424,20 +412,12 @@ class _Explorer:
         # The consumer also wakes when somebody has died.
         if content[at] != _ASLEEP or (mover == 0 and DEAD in keys):
             memory[at], memory[word] = _AWAKE, 1
-            self._go_on(found, state, mover, memory, None)
+            self._go_on(turn, memory, None)
         if content[at] == _WOKEN:
             self._kill(found, state, mover)
 
-    def _wake(
-        self,
-        found: list[_State],
-        state: _State,
-        mover: int,
-        memory: bytearray,
-        words: range,
-        most: int,
-    ) -> None:
-        content, keys, _ = state
+    def _wake(self, turn: _Turn, memory: bytearray, words: range, most: int) -> None:
+        content, keys, _ = turn.state
         asleep = []
         for process, key in enumerate(keys):
             op = self.automata[process].ops[key] if key >= 0 else None
@@ -447,7 +427,7 @@ class _Explorer:
             after = bytearray(memory)
             for process in chosen:
                 after[self.sleeps_at + process] = _WOKEN
-            self._go_on(found, state, mover, after, None)
+            self._go_on(turn, after, None)
 
     # ---- telling what happened
 
@@ -487,7 +467,7 @@ def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
     return (*values[:at], value, *values[at + 1 :])
 
 
-def _newest(mine: tuple[tuple[int, int], ...], word: int, value: int) -> int:
+def _newest(mine: _Kept, word: int, value: int) -> int:
     """A word as a process sees it that keeps stores back."""
     for place, own in mine:
         if place == word:
@@ -513,8 +493,8 @@ def _first_stuck(count: int, edges: Sequence[Any], ends: Sequence[int]) -> int |
 
 def explore(
     memory: Memory,
-    processes: Sequence[Callable[[], Process]],
-    final: Callable[[str, int], bool] = lambda name, value: False,
+    processes: _Processes,
+    final: _Final = lambda name, value: False,
     kills: int = 0,
     buffered: bool = False,
     limit: int = 10_000_000,
@@ -531,4 +511,6 @@ def explore(
         buffered: Others see a process's plain stores later, in their order, as on x86; without, at once.
         limit: Give up beyond so many states.
     """
-    return _Explorer(memory, processes, final, kills, buffered).run(limit)
+    explorer = _Explorer(memory, processes, final, kills)
+    explorer.buffered = buffered
+    return explorer.run(limit)
