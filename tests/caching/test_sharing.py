@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,22 @@ from minato.caching import DiskCache
 pytest.importorskip("lmdb", reason="lmdb is not installed: install the extra 'test'")
 
 from minato import caching
+from tests.datasets import flat, forked, indices
 from tests.threads import run_together
 
 QUOTA = 1 << 30
 LIMIT_S = 60.0
 FORK = multiprocessing.get_context("fork")
+
+
+def exit_code(target: Any, *arguments: Any) -> int | None:
+    """Of a child that calls a function; None: it hangs."""
+    child = FORK.Process(target=target, args=arguments)
+    child.start()
+    child.join(LIMIT_S)
+    code = child.exitcode
+    child.kill()
+    return code
 
 
 def key_of(number: int) -> bytes:
@@ -61,16 +73,14 @@ def write_on(cache: DiskCache, started: Any) -> None:
             started.set()
 
 
-def test_writers_that_are_killed_leave_whole_entries(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path, QUOTA, version="1")
+def test_writers_that_are_killed_leave_whole_entries(disk: Any) -> None:
+    cache = disk(version="1")
     for turn in range(5):
-        writers = []
-        for _ in range(2):
-            started = FORK.Event()
-            writers.append((FORK.Process(target=write_on, args=(cache, started)), started))
-        for writer, _ in writers:
+        begun = FORK.Event(), FORK.Event()
+        writers = [FORK.Process(target=write_on, args=(cache, started)) for started in begun]
+        for writer in writers:
             writer.start()
-        for writer, started in writers:
+        for writer, started in zip(writers, begun, strict=True):
             assert started.wait(LIMIT_S)
             if turn % 2:
                 os.kill(writer.pid or 0, signal.SIGSTOP)  # in the middle of whatever it does
@@ -80,7 +90,6 @@ def test_writers_that_are_killed_leave_whole_entries(tmp_path: Path) -> None:
         assert check(cache, range(500)) > 0
         cache.put(key_of(10_000 + turn), "still writable")
         assert cache.get(key_of(10_000 + turn)) == (True, "still writable")
-    cache.close()
 
 
 def use(cache: DiskCache, first: int) -> None:
@@ -90,39 +99,28 @@ def use(cache: DiskCache, first: int) -> None:
 
 
 def test_children_that_are_forked_while_threads_use_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_fork_safety, "_PATIENCE_S", LIMIT_S)
-    cache = DiskCache(tmp_path, QUOTA, version="1")
-    ended, failures = threading.Event(), []
+    cache, ended = disk(version="1"), threading.Event()
 
     def busy(start: int) -> None:
-        try:
-            while not ended.is_set():
-                use(cache, start)
-                own = key_of(1000 + start)  # what others use must stay until they have got it
-                cache.put(own, value_of(1000 + start))
-                cache.drop(own)
-        except BaseException as error:
-            failures.append(error)
+        while not ended.is_set():
+            use(cache, start)
+            own = key_of(1000 + start)  # what others use must stay until they have got it
+            cache.put(own, value_of(1000 + start))
+            cache.drop(own)
 
-    threads = [threading.Thread(target=busy, args=(100 * i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for turn in range(6):
-            child = FORK.Process(target=use, args=(cache, 20 * turn))
-            child.start()
-            child.join(LIMIT_S)
-            assert child.exitcode == 0, "a child hangs or has failed"
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join(LIMIT_S)
-    assert failures == []
+    with ThreadPoolExecutor(3) as threads:
+        works = [threads.submit(busy, 100 * i) for i in range(3)]
+        try:
+            assert [exit_code(use, cache, 20 * turn) for turn in range(6)] == [0] * 6
+        finally:
+            ended.set()
+        for work in works:
+            work.result(LIMIT_S)
     assert cache.report().errors == 0
     check(cache, range(400))
-    cache.close()
 
 
 def lack(cache: DiskCache) -> None:
@@ -133,10 +131,10 @@ def lack(cache: DiskCache) -> None:
 
 
 def test_a_child_whose_fork_interrupts_a_write_goes_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_fork_safety, "_PATIENCE_S", 0.01)
-    cache = DiskCache(tmp_path, QUOTA, version="1")
+    cache = disk(version="1")
     cache.put(key_of(1), 5)
     within, may_end = threading.Event(), threading.Event()
 
@@ -148,19 +146,14 @@ def test_a_child_whose_fork_interrupts_a_write_goes_without_it(
     writer = threading.Thread(target=write)
     writer.start()
     assert within.wait(LIMIT_S)
-    child = FORK.Process(target=lack, args=(cache,))
-    child.start()
-    child.join(LIMIT_S)
+    code = exit_code(lack, cache)
     may_end.set()
     writer.join()
-    child.kill()
-    assert child.exitcode == 0, "the child hangs or has failed"
+    assert code == 0
     use(cache, 2)
-    cache.close()
 
 
 def test_threads_open_and_close_it_while_others_use_it(tmp_path: Path) -> None:
-
     def work(thread: int) -> None:
         for turn in range(30):
             cache = DiskCache(tmp_path, QUOTA, version="1")
@@ -172,37 +165,30 @@ def test_threads_open_and_close_it_while_others_use_it(tmp_path: Path) -> None:
     run_together(*(functools.partial(work, thread) for thread in range(4)), limit_s=LIMIT_S)
 
 
-def test_two_loaders_share_it_in_threads_and_forks(tmp_path: Path) -> None:
+def test_two_loaders_share_it_in_threads_and_forks(disk: Any) -> None:
     training = minato.DataLoader(
-        list(range(300)), 4, shuffle=True, num_workers=2, workers="thread",
-        cache=DiskCache(tmp_path, QUOTA),
+        range(300), 4, shuffle=True, num_workers=2, workers="thread", cache=disk()
     )  # fmt: skip
     validation = minato.DataLoader(
-        list(range(1000, 1016)), 4, num_workers=2, multiprocessing_context="fork",
-        cache=DiskCache(tmp_path, QUOTA), timeout=LIMIT_S,
+        range(1000, 1016), 4, cache=disk(), timeout=LIMIT_S, **forked(2)
     )  # fmt: skip
-    batches = iter(training)
     seen: list[int] = []
-    for batch in batches:
+    for batch in training:
         seen += batch.tolist()
         if len(seen) % 60 == 0:  # in the middle of an epoch, while threads run
-            found = [value for each in validation for value in each.tolist()]
-            assert found == list(range(1000, 1016))
+            assert flat(indices(validation)) == list(range(1000, 1016))
     assert sorted(seen) == list(range(300))
     assert validation.cache.report().hits >= 16
     for loader in (training, validation):
         assert loader.cache.report().errors == 0
-        loader.cache.close()
 
 
-def test_what_ended_workers_wrote_is_on_the_disk(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path, QUOTA, version="1")
-    loader = minato.DataLoader(list(range(20)), 4, num_workers=2, cache=cache)
-    assert len(list(loader)) == 5
+def test_what_ended_workers_wrote_is_on_the_disk(disk: Any) -> None:
+    cache = disk(version="1")
+    assert len(list(minato.DataLoader(range(20), 4, num_workers=2, cache=cache))) == 5
     files = cache._environment()
     assert files._last() >= 20
     assert files._stamp() == (caching._boot(), files._last())
-    cache.close()
 
 
 def write_and_die(cache: DiskCache, count: int) -> None:
@@ -216,9 +202,7 @@ def test_after_a_restart_of_the_machine_only_what_was_written_out_counts(
     is_synced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = DiskCache(tmp_path, QUOTA, version="1")
-    child = FORK.Process(target=write_and_die, args=(cache, 20))
-    child.start()
-    child.join(LIMIT_S)
+    assert exit_code(write_and_die, cache, 20) == -signal.SIGKILL
     if is_synced:
         cache.put(key_of(20), value_of(20))
     assert check(cache, range(20)) == 20
@@ -232,26 +216,20 @@ def test_after_a_restart_of_the_machine_only_what_was_written_out_counts(
     cache.close()
 
 
-def test_a_program_that_ends_has_its_writes_on_the_disk(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path, QUOTA, version="1")
-    child = FORK.Process(target=use, args=(cache, 0))
-    child.start()
-    child.join(LIMIT_S)
-    assert child.exitcode == 0
+def test_a_program_that_ends_has_its_writes_on_the_disk(disk: Any) -> None:
+    cache = disk(version="1")
+    assert exit_code(use, cache, 0) == 0
     files = cache._environment()
     assert files._stamp()[1] == files._last() > 0
-    cache.close()
 
 
 def test_an_opening_that_another_process_holds_up_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(caching, "_PATIENCE_S", 0.1)
-    cache = DiskCache(tmp_path, QUOTA, version="1")
     held = caching._locked(tmp_path / "opening.lock")
     with held, pytest.warns(RuntimeWarning, match="held by another process"):
-        assert cache.get(key_of(1)) == (False, None)
-    other = DiskCache(tmp_path, QUOTA, version="1")
+        assert disk(version="1").get(key_of(1)) == (False, None)
+    other = disk(version="1")
     other.put(key_of(1), 5)
     assert other.get(key_of(1)) == (True, 5)
-    other.close()
