@@ -57,10 +57,8 @@ ModuleCompose: Any = _STAND_IN["ModuleCompose"]
 
 @pytest.fixture(autouse=True)
 def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, kind in (
-        ("torchvision.transforms", Compose),
-        ("torchvision.transforms.v2", ModuleCompose),
-    ):
+    for suffix, kind in (("", Compose), (".v2", ModuleCompose)):
+        name = f"torchvision.transforms{suffix}"
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(Compose=kind))
 
 
@@ -84,14 +82,8 @@ class StopsAtNone:
 StopsAtNone.__name__ = StopsAtNone.__qualname__ = "Compose"
 
 
-def with_setting(**settings: Any) -> Any:
-    compose = Compose([double, double])
-    vars(compose).update(settings)
-    return compose
-
-
-def with_setting_of_module(**settings: Any) -> Any:
-    compose = ModuleCompose([double, double])
+def with_setting(kind: Any = Compose, **settings: Any) -> Any:
+    compose = kind([double, double])
     vars(compose).update(settings)
     return compose
 
@@ -119,26 +111,16 @@ def test_transforms_run_in_order(container: Any) -> None:
 
 
 def test_names_tell_what_runs() -> None:
-    chain = Transforms.of(
-        [
-            double,
-            Add(1),
-            Add(1).method,
-            functools.partial(double),
-            lambda v: v,
-            len,
-            torch.nn.ReLU(),
-        ]
-    )
-    assert chain.names == (
-        "double",
-        "Add",
-        "Add.method",
-        "double 2",
-        "test_names_tell_what_runs.<lambda>",
-        "len",
-        "ReLU",
-    )
+    steps = {
+        "double": double,
+        "Add": Add(1),
+        "Add.method": Add(1).method,
+        "double 2": functools.partial(double),
+        "test_names_tell_what_runs.<lambda>": lambda v: v,
+        "len": len,
+        "ReLU": torch.nn.ReLU(),
+    }
+    assert Transforms.of([*steps.values()]).names == tuple(steps)
     assert repr(Transforms.of([double, Add(1)])) == "Transforms(double -> Add)"
 
 
@@ -155,23 +137,19 @@ def test_a_plain_compose_is_replaced_by_its_transforms_at_any_depth() -> None:
         assert chain.run(1) == 18
 
 
-@pytest.mark.parametrize(
-    "element",
-    [
-        RandomApply([double, double]),
-        with_setting(p=0.5),
-        with_setting(lazy=True, map_items=True),
-        with_setting(transforms=iter([double])),
-        type("Compose", (Compose,), {})([double, double]),
-        StopsAtNone([double, double]),
-        with_hook(),
-        with_setting_of_module(forward=double),
-    ],
-    ids=[
-        *("RandomApply", "probability", "lazy", "iterator", "subclass", "another library's"),
-        *("hook", "own forward"),
-    ],
-)
+NOT_PLAIN = {
+    "RandomApply": RandomApply([double, double]),
+    "probability": with_setting(p=0.5),
+    "lazy": with_setting(lazy=True, map_items=True),
+    "iterator": with_setting(transforms=iter([double])),
+    "subclass": type("Compose", (Compose,), {})([double, double]),
+    "another library's": StopsAtNone([double, double]),
+    "hook": with_hook(),
+    "own forward": with_setting(ModuleCompose, forward=double),
+}
+
+
+@pytest.mark.parametrize("element", NOT_PLAIN.values(), ids=NOT_PLAIN)
 def test_a_callable_that_is_not_a_plain_compose_stays_one_step(element: Any) -> None:
     assert Transforms.of(element).steps == (element,)
     assert Transforms.of([double, element]).steps == (double, element)

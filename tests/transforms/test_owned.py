@@ -10,6 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -47,22 +48,11 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda it: [it.rand(), it.randn()],
     ),
     **{
-        kind.__name__: (
-            functools.partial(lambda kind: np.random.Generator(kind()), kind),
-            lambda it: [
-                it.random(),
-                *it.normal(size=3),
-                it.integers(99),
-                float(it.random(dtype="f4")),
-            ],
+        name: (
+            functools.partial(lambda name: np.random.Generator(getattr(np.random, name)()), name),
+            lambda it: [it.random(), *it.normal(size=3), it.integers(99), it.random(dtype="f4")],
         )
-        for kind in (
-            np.random.MT19937,
-            np.random.PCG64,
-            np.random.PCG64DXSM,
-            np.random.Philox,
-            np.random.SFC64,
-        )
+        for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
     },
     "torch": (
         torch.Generator,
@@ -91,7 +81,7 @@ def test_each_kind_is_bound(kind: str, means: str) -> None:
         for _ in range(history):
             draw(holder.inner)
         before = draw_state(holder.inner)
-        randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
+        randomness = bound_to(holder)
         found = []
         with randomness.saved():
             for sample in (0, 1, 0, 2):
@@ -131,9 +121,13 @@ def draw_state(generator: Any) -> Any:
     return generator.get_state().tolist()
 
 
+def bound_to(holder: Any) -> SampleRandomness:
+    return SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
+
+
 def test_generators_are_unrelated() -> None:
     holder = Holder(a=np.random.default_rng(0), b=np.random.default_rng(0), c=random.Random(0))
-    randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
+    randomness = bound_to(holder)
     with randomness.saved():
         randomness.bind(0, 0)
         drawn = [holder.a.random(), holder.b.random(), holder.c.random(), random.random()]
@@ -143,17 +137,15 @@ def test_generators_are_unrelated() -> None:
 def test_numbers_are_spread_evenly() -> None:
     """The first numbers of many samples are as good as those of one sequence."""
     holder = Holder(pcg=np.random.default_rng(0))
-    randomness = SampleRandomness(1, owned=OwnedGenerators({"dataset": holder}))
+    randomness, drawn = bound_to(holder), np.empty((20_000, 2))
     with randomness.saved():
-        drawn = []
-        for sample in range(20_000):
+        for sample, numbers in enumerate(drawn):
             randomness.bind(0, sample)
-            drawn.append([holder.pcg.random(), holder.pcg.random()])
-    first, second = np.array(drawn).T
+            numbers[:] = holder.pcg.random(), holder.pcg.random()
+    first, second = drawn.T
     counts = np.histogram(first, 100, (0, 1))[0]
-    assert (
-        (counts - 200) ** 2 / 200
-    ).sum() < 160  # 99 degrees of freedom: more in one of 10,000 cases
+    # 99 degrees of freedom: more in one of 10,000 cases
+    assert ((counts - 200) ** 2 / 200).sum() < 160
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.03
 
@@ -179,8 +171,12 @@ def closing_over(generator: Any) -> Callable[[], float]:
     return draw
 
 
+def path_names(owned: OwnedGenerators) -> list[str]:
+    return [name.split(" ")[0] for name in owned.names]
+
+
 def paths(thing: Any) -> list[str]:
-    return [name.split(" ")[0] for name in OwnedGenerators({"it": thing}).names]
+    return path_names(OwnedGenerators({"it": thing}))
 
 
 def test_where_generators_are_found() -> None:
@@ -218,43 +214,17 @@ class Pipeline:
         self.steps: Any = (lambda index: _MADE_LATER, functools.partial(print, 1), Holder(a={}))
 
 
-def in_a_new_item(it: Pipeline) -> None:
-    it.items.append({"rng": random.Random(0)})
-
-
-def in_an_inner_item(it: Pipeline) -> None:
-    it.items[2].append(np.random.default_rng(0))
-
-
-def in_an_attribute_of_a_part(it: Pipeline) -> None:
-    it.steps[2].a = torch.Generator()
-
-
-def in_another_kind_of_part(it: Pipeline) -> None:
-    it.rng = SimpleNamespace(of=random.Random(0))
-
-
-def in_a_closure(it: Pipeline) -> None:
-    it.rng = closing_over(random.Random(0))
-
-
-def in_many_parts(it: Pipeline) -> None:
-    it.items = [Holder(a=1) for _ in range(400)] + [Holder(a=random.Random(0))]
-    it.items.insert(0, Holder(a=random.Random(0)))
-
-
 LATER: list[tuple[Callable[[Pipeline], None], list[str]]] = [
     (lambda it: setattr(it, "rng", random.Random(0)), ["it.rng"]),
-    (in_a_new_item, ["it.items[3]['rng']"]),
-    (in_an_inner_item, ["it.items[2][1]"]),
-    (in_an_attribute_of_a_part, ["it.steps[2].a"]),
-    (in_another_kind_of_part, ["it.rng.of"]),
-    (in_a_closure, ["it.rng.generator", f"{__name__}.MODULES_OWN"]),
+    (lambda it: it.items.append({"rng": random.Random(0)}), ["it.items[3]['rng']"]),
+    (lambda it: it.items[2].append(np.random.default_rng(0)), ["it.items[2][1]"]),
+    (lambda it: setattr(it.steps[2], "a", torch.Generator()), ["it.steps[2].a"]),
+    (lambda it: setattr(it, "rng", SimpleNamespace(of=random.Random(0))), ["it.rng.of"]),
+    (
+        lambda it: setattr(it, "rng", closing_over(random.Random(0))),
+        ["it.rng.generator", f"{__name__}.MODULES_OWN"],
+    ),
 ]
-
-
-def path_names(owned: OwnedGenerators) -> list[str]:
-    return [name.split(" ")[0] for name in owned.names]
 
 
 @pytest.mark.parametrize(("change", "found"), LATER)
@@ -304,7 +274,8 @@ def test_a_generator_that_a_closure_of_a_class_gets_later_is_found() -> None:
 def test_all_of_many_parts_are_looked_at_as_by_a_search() -> None:
     it = Pipeline()
     owned = OwnedGenerators({"it": it})
-    in_many_parts(it)
+    it.items = [Holder(a=random.Random(0)), *(Holder(a=1) for _ in range(400))]
+    it.items.append(Holder(a=random.Random(0)))
     assert owned.look()
     assert path_names(owned) == paths(it)
 
@@ -312,44 +283,32 @@ def test_all_of_many_parts_are_looked_at_as_by_a_search() -> None:
 def structure(draw: random.Random, depth: int = 0) -> Any:
     """Containers and objects in each other, some of them large."""
     size = draw.choice((0, 1, 2, 3, 40, 1030) if depth < 2 else (1, 2))
-    kind = draw.choice(
-        ("list", "tuple", "dict", "object", "deque", "leaf") if depth < 4 else ("leaf",)
-    )
-    if kind == "leaf":
+    kind = draw.choice((list, tuple, dict, Holder, deque, None) if depth < 4 else (None,))
+    if kind is None:
         return draw.choice((1, 2.5, "text", None, np.zeros(2)))
     part = structure(draw, depth + 1)
     parts = [structure(draw, depth + 1) for _ in range(min(size, 3))] + [part] * max(size - 3, 0)
-    if kind == "object":
+    if kind is Holder:
         return Holder(**{f"a{k}": each for k, each in enumerate(parts[:5])})
-    if kind == "dict":
-        return dict(enumerate(parts))
-    return {"list": list, "tuple": tuple, "deque": deque}[kind](parts)
+    return kind(enumerate(parts) if kind is dict else parts)
 
 
-def put_somewhere(draw: random.Random, thing: Any, value: Any) -> bool:
-    """Put a value into a list, dictionary or object somewhere in a structure; False if there is none."""
-    places, seen, waiting = list[Any](), set[int](), [thing]
+def put_somewhere(draw: random.Random, thing: Holder, value: Any) -> None:
+    """Put a value into a list, dictionary or object somewhere in a structure."""
+    places: dict[int, Any] = {}
+    waiting: list[Any] = [thing]
     while waiting:
         each = waiting.pop()
-        if id(each) in seen or not isinstance(each, (list, tuple, dict, deque, Holder)):
-            continue
-        seen.add(id(each))
-        places += [] if isinstance(each, tuple) else [each]
-        waiting += (
-            vars(each).values()
-            if isinstance(each, Holder)
-            else (each.values() if isinstance(each, dict) else each)
-        )
-    if not places:
-        return False
-    place = draw.choice(places)
-    if isinstance(place, Holder):
-        vars(place)["later"] = value
-    elif isinstance(place, dict):
+        if isinstance(each, Holder):
+            each = vars(each)
+        if id(each) not in places and isinstance(each, (list, tuple, dict, deque)):
+            places[id(each)] = each
+            waiting += each.values() if isinstance(each, dict) else each
+    place = draw.choice([each for each in places.values() if not isinstance(each, tuple)])
+    if isinstance(place, dict):
         place["later"] = value
     else:
         place.append(value)
-    return True
 
 
 def test_what_is_found_later_is_what_a_search_finds() -> None:
@@ -370,10 +329,9 @@ def test_what_is_found_later_is_what_a_search_finds() -> None:
 def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     num_others = 300
     for number in range(num_others):  # other datasets of the program
-        assert paths(type(f"Other{number}", (), {"named": lambda self: MODULES_OWN})()) == [
-            f"{__name__}.MODULES_OWN"
-        ]
-        assert paths(type(f"Plain{number}", (), {"named": lambda self: paths})()) == []
+        other = type(f"Other{number}", (), {"named": lambda self: MODULES_OWN})
+        plain = type(f"Plain{number}", (), {"named": lambda self: paths})
+        assert (paths(other()), paths(plain())) == ([f"{__name__}.MODULES_OWN"], [])
 
     class Later(Pipeline):
         """A class that no search has met, with functions that have variables of their own."""
@@ -391,10 +349,7 @@ def test_what_stays_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> No
     it = dataclasses.dataclass(Later)()
     owned = OwnedGenerators({"it": it})
 
-    def refuse(search: Search, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a search began")
-
-    monkeypatch.setattr(Search, "run", refuse)
+    monkeypatch.setattr(Search, "run", Mock(side_effect=AssertionError("a search began")))
     it.items, it.rng = [1, 2, "b", [2.5, 3]], 7  # other values of kinds that were there
     assert not owned.look()
     it.rng = FastRandom()
@@ -447,16 +402,13 @@ class Rolled(random.Random):
 
 def test_what_cannot_be_bound_is_named() -> None:
     owned = OwnedGenerators({"it": Holder(a=FastRandom(), b=Rolled(), c=random.Random(0))})
-    assert owned.others == [
-        f"it.a ({__name__}.FastRandom)",
-        f"it.b ({__name__}.Rolled)",
-    ]
+    assert owned.others == [f"it.a ({__name__}.FastRandom)", f"it.b ({__name__}.Rolled)"]
     assert len(owned.generators) == 1
 
 
 def test_an_attribute_that_holds_another_generator_is_followed() -> None:
     holder = Holder(rng=np.random.default_rng(0))
-    randomness = SampleRandomness(5, owned=OwnedGenerators({"dataset": holder}))
+    randomness = bound_to(holder)
     with randomness.saved():
         randomness.bind(0, 1)
         expected = holder.rng.random()
