@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -16,7 +17,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -34,7 +36,8 @@ from minato.shared_pool.client import RemoteArena
 from minato.sources.connections import Connections
 from minato.sources.sql import SQLite
 from minato.workers import reading, supervision
-from tests.datasets import wait_until
+from tests import datasets
+from tests.datasets import Parts, wait_until
 from tests.pairwise import pairwise
 from tests.selection import mostly_slow
 from tests.subprocesses import started
@@ -52,15 +55,11 @@ pytestmark = [
 KINDS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
     "inline-reads": {"num_workers": 0, "fetch_concurrency": 2},
-    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
-    "fork-persistent": {
-        "num_workers": 2,
-        "multiprocessing_context": "fork",
-        "persistent_workers": True,
-    },
-    "fork-reads": {"num_workers": 2, "multiprocessing_context": "fork", "fetch_concurrency": 2},
-    "fork-arrival": {"num_workers": 2, "multiprocessing_context": "fork", "in_order": False},
-    "fork-torch": {"num_workers": 2, "multiprocessing_context": "fork", "compat": "torch"},
+    "fork": datasets.forked(2),
+    "fork-persistent": {**datasets.forked(2), "persistent_workers": True},
+    "fork-reads": {**datasets.forked(2), "fetch_concurrency": 2},
+    "fork-arrival": {**datasets.forked(2), "in_order": False},
+    "fork-torch": {**datasets.forked(2), "compat": "torch"},
     "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
     "thread": {"num_workers": 2, "workers": "thread"},
 }
@@ -79,31 +78,25 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.lines, self.gate = str(folder / "lines"), str(folder / "gate")
+        self.lines, self.gate, self.told = folder / "lines", folder / "gate", folder / "told"
 
     def write(self, *words: object) -> None:
-        line = " ".join(map(str, (os.getpid(), *words))) + "\n"
-        descriptor = os.open(self.lines, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(descriptor, line.encode())
-        os.close(descriptor)
+        with open(self.lines, "ab", buffering=0) as file:
+            file.write(" ".join(map(str, (os.getpid(), *words))).encode() + b"\n")
 
     def read(self) -> list[list[str]]:
-        if not os.path.exists(self.lines):
-            return []
-        return [line.split() for line in Path(self.lines).read_text().splitlines()]
+        lines = self.lines.read_text().splitlines() if self.lines.exists() else []
+        return [line.split() for line in lines]
 
     def children(self) -> list[int]:
         return [int(line[0]) for line in self.read() if line[1] == "forked"]
-
-    def open_gate(self) -> None:
-        Path(self.gate).touch()
 
     def fork(self, end: str) -> None:
         """Fork; the child waits until it may go on, and then ends in some way, or returns."""
         if os.fork():
             return
         self.write("forked")
-        wait_until(lambda: os.path.exists(self.gate))
+        wait_until(self.gate.exists)
         if end == "_exit":
             os._exit(0)
         elif end == "exit":
@@ -127,11 +120,10 @@ class Forking:
 
     def __init__(self, journal: Journal, place: str, end: str) -> None:
         self.journal, self.place, self.end = journal, place, end
-        self.is_told = False
 
     def at(self, place: str, now: bool = True) -> None:
-        if place == self.place and now and not os.path.exists(self.journal.lines + "-told"):
-            Path(self.journal.lines + "-told").touch()
+        if place == self.place and now and not self.journal.told.exists():
+            self.journal.told.touch()
             self.journal.fork(self.end)
 
     def __len__(self) -> int:
@@ -200,9 +192,7 @@ class ForkingStream(torch.utils.data.IterableDataset[torch.Tensor]):
         self.forking = forking
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        info = torch.utils.data.get_worker_info()
-        number, count = (0, 1) if info is None else (info.id, info.num_workers)
-        for index in range(number, N, count):
+        for index in Parts(N):
             self.forking.journal.write("sample", index)
             self.forking.at("stream", index == AT)
             yield torch.full((8,), index)
@@ -234,13 +224,13 @@ class Case(NamedTuple):
     def is_possible(self) -> bool:
         if self.place == "stream":
             return self.kind in ("inline", "fork", "fork-persistent", "forkserver")
-        if self.place == "result":
-            return not self.kind.startswith("inline") and self.kind != "thread"
-        if self.place == "init":
-            return not self.kind.startswith("inline")
-        if self.place == "list":
-            return "reads" not in self.kind
-        return True
+        is_inline = self.kind.startswith("inline")
+        impossible = {
+            "result": is_inline or self.kind == "thread",
+            "init": is_inline,
+            "list": "reads" in self.kind,
+        }
+        return not impossible.get(self.place, False)
 
     @property
     def returns_to_the_program(self) -> bool:
@@ -257,20 +247,18 @@ CASES = pairwise(case for case in map(Case._make, product(PLACES, ENDS, KINDS)) 
 
 
 def loader_of(case: Case, forking: Forking) -> DataLoader:
-    arguments: dict[str, Any] = dict(KINDS[case.kind])
     if case.place == "stream":
-        return DataLoader(ForkingStream(forking), BATCH, **arguments)
-    if case.place == "sampler":
-        arguments["sampler"] = Sampler(forking)
-    if case.place == "transform":
-        arguments["transforms"] = [forking.transform]
-    if case.place in ("collate", "result"):
-        arguments["collate_fn"] = forking.collate
-    if case.place == "policy":
-        arguments["errors"] = minato.ErrorPolicy(on_error=forking.another)
-    if case.place == "init":
-        arguments["worker_init_fn"] = forking.init
-    return DataLoader(forking, BATCH, **arguments)
+        return DataLoader(ForkingStream(forking), BATCH, **KINDS[case.kind])
+    collated = {"collate_fn": forking.collate}
+    arguments: dict[str, dict[str, Any]] = {
+        "sampler": {"sampler": Sampler(forking)},
+        "transform": {"transforms": [forking.transform]},
+        "collate": collated,
+        "result": collated,
+        "policy": {"errors": minato.ErrorPolicy(on_error=getattr(forking, "another", "raise"))},
+        "init": {"worker_init_fn": forking.init},
+    }
+    return DataLoader(forking, BATCH, **arguments.get(case.place, {}), **KINDS[case.kind])
 
 
 def in_thread(forking: Forking) -> None:
@@ -293,32 +281,22 @@ def epoch(case: Case, loader: DataLoader, forking: Forking) -> list[int]:
                 thread.start()
                 thread.join()
         if number == 6:
-            forking.journal.open_gate()
+            forking.journal.gate.touch()
         assert bool((batch == batch[:, :1]).all()), batch
         indices += batch[:, 0].tolist()
     return indices
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=str(case), marks=() if number < 30 else pytest.mark.slow)
-        for number, case in enumerate(CASES)
-    ],
-)
+@pytest.mark.filterwarnings("ignore:0 samples of this epoch:minato.MinatoWarning")
+@pytest.mark.parametrize("case", mostly_slow([(case,) for case in CASES], 30), ids=str)
 def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    kinds = {
-        "list": ForkingLists,
-        "result": ForkingResults,
-        "policy": Failing,
-    }
+    kinds = {"list": ForkingLists, "result": ForkingResults, "policy": Failing}
     forking = kinds.get(case.place, Forking)(journal, case.place, case.end)
     loader = loader_of(case, forking)
     owner = os.getpid()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "0 samples of this epoch", MinatoWarning)
             warnings.filterwarnings("error", "DataLoader worker", MinatoWarning)
             first = epoch(case, loader, forking)
     except BaseException as error:
@@ -329,36 +307,26 @@ def test_a_fork_in_any_place(case: Case, tmp_path: Path) -> None:
     if os.getpid() != owner:
         journal.write("returned", *first)
         os._exit(0)
-    journal.open_gate()  # also where nothing forked until the end
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "0 samples of this epoch", MinatoWarning)
-        second = epoch(case, loader, forking)
+    journal.gate.touch()  # also where nothing forked until the end
+    second = epoch(case, loader, forking)
     loader.close()
     assert (sorted(first), sorted(second)) == ([*range(N)], [*range(N)])
     wait_until(journal.children)
-    children = journal.children()
-    assert len(children) == 1
-    wait_until(lambda: has_ended(children[0]))
-    check_child(case, journal, children[0])
-    with warnings.catch_warnings(action="ignore"):
-        for child in children:
-            try:
-                os.waitpid(child, 0)
-            except ChildProcessError:  # a worker's child
-                continue
+    (child,) = journal.children()
+    wait_until(lambda: has_ended(child))
+    check_child(case, journal, child)
+    with suppress(ChildProcessError):  # a worker's child
+        os.waitpid(child, 0)
 
 
 def check_child(case: Case, journal: Journal, child: int) -> None:
     """What a child did after it was allowed to go on."""
-    lines = [line[1:] for line in journal.read() if int(line[0]) == child]
-    after = lines[1:]
+    _, *after = [line[1:] for line in journal.read() if int(line[0]) == child]
     if case.end in ("_exit", "killed"):
         assert after == []
     elif not case.returns_to_the_program:
         # A run of cheap samples ends before the child does.
-        assert [line[0] for line in after] == ["sample"] * (
-            len(after) if case.end == "return" else 0
-        )
+        assert {line[0] for line in after} <= ({"sample"} if case.end == "return" else set())
     elif case.end == "return" and case.kind == "inline":
         assert after[-1] == ["returned", *map(str, range(N))]
     elif case.end == "return":
@@ -398,29 +366,20 @@ def rows(kind: str, **arguments: Any) -> DataLoader:
     return DataLoader(Rows(400), BATCH, **{**KINDS[kind], **arguments})
 
 
-class Rows:
+def total(batches: Any) -> int:
+    return sum(map(len, batches))
+
+
+class Rows(datasets.Numbers):
     """Rows of 4 KiB that hold their index."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.kept: Any = None
-        self.gate = ""
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         return torch.full((512,), index)
 
 
 def num_open() -> int:
     """Open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
-
-
-def grandchild(function: Callable[[], bool]) -> bool:
-    """What a function says in a child of this process, which does not wait for itself."""
-    return code_of(forked(function)) == 0
 
 
 @pytest.mark.parametrize("generation", [1, 2])
@@ -438,17 +397,17 @@ def test_a_batch_that_a_child_holds_stays(kind: str, generation: int, tmp_path: 
         return all(map(torch.equal, held, expected))
 
     def of_descendant() -> bool:
-        return is_unchanged() if generation == 1 else grandchild(is_unchanged)
+        return is_unchanged() if generation == 1 else code_of(forked(is_unchanged)) == 0
 
     opened = num_open()
     children = [forked(of_descendant) for _ in range(2)]
     held.clear()
-    assert sum(len(batch) for batch in batches) == 392
+    assert total(batches) == 392
     gate.touch()
     assert [code_of(child) for child in children] == [0, 0]
     del batches
     for _ in range(2):  # the children have ended: their slots and pipes are free again
-        assert sum(len(batch) for batch in loader) == 400
+        assert total(loader) == 400
     gc.collect()
     wait_until(lambda: num_open() <= opened + 2)  # threads that watch close theirs
     loader.close()
@@ -459,7 +418,7 @@ def test_a_loader_that_rests_keeps_nothing_of_the_forks_meanwhile() -> None:
     held = next(resting)
     opened = []
     for _ in range(4):
-        assert sum(len(batch) for batch in rows("fork")) == 400
+        assert total(rows("fork")) == 400
         gc.collect()
         opened.append(num_open())
     wait_until(lambda: num_open() <= opened[0] + 1)  # threads that watch close theirs
@@ -467,11 +426,14 @@ def test_a_loader_that_rests_keeps_nothing_of_the_forks_meanwhile() -> None:
 
 
 class Watching(Rows):
-    """Samples say whether a batch that the dataset keeps is as it was."""
+    """Samples say whether a batch that the dataset keeps, the first one, is as it was."""
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        wait_until(lambda: os.path.exists(self.gate))
-        return torch.tensor(bool((self.kept == self.kept[0, 0]).all() and self.kept[0, 0] == 0))
+    kept: Any = None
+    gate: Path
+
+    def __getitem__(self, index: int) -> bool:
+        wait_until(self.gate.exists)
+        return not self.kept.any()
 
 
 def test_a_batch_that_a_dataset_keeps_stays_in_the_workers_of_another_loader(
@@ -479,13 +441,12 @@ def test_a_batch_that_a_dataset_keeps_stays_in_the_workers_of_another_loader(
 ) -> None:
     batches = iter(rows("fork"))
     watching = Watching(8)
-    watching.kept, watching.gate = next(batches)[:1], str(tmp_path / "gate")
+    watching.kept, watching.gate = next(batches)[:1], tmp_path / "gate"
     watched = iter(DataLoader(watching, 2, **KINDS["fork"]))
     watching.kept = None
-    for _ in batches:
-        pass
-    (tmp_path / "gate").touch()
-    assert all(bool(each.all()) for each in watched)
+    assert total(batches) == 396
+    watching.gate.touch()
+    assert torch.cat([*watched]).tolist() == [True] * 8
 
 
 def test_a_slot_that_another_process_lends_is_kept_while_a_child_holds_its_batch(
@@ -510,26 +471,22 @@ def test_a_child_goes_on_with_the_iterator(kind: str, when: str) -> None:
     """With a copy where there are no workers or threads, otherwise by an error; never by waiting."""
     loader, owner = rows(kind), os.getpid()
     batches = iter(loader)
-    seen = 0
-    if when == "after the first":
-        seen = len(next(batches))
-    elif when == "at the end":
-        seen = sum(len(batch) for batch in batches)
+    stop = {"before the first": 0, "after the first": 1, "at the end": None}[when]
+    seen = total(itertools.islice(batches, stop))
 
     def go_on() -> bool:
         if kind == "fork-persistent":
             with pytest.raises(RuntimeError, match=f"belong to the process with pid {owner}"):
                 iter(loader)
         try:
-            left = sum(len(batch) for batch in batches)
+            return seen + total(batches) == 400 and (kind == "inline" or when == "at the end")
         except RuntimeError as error:
             return kind != "inline" and "belong to the process with pid" in str(error)
-        return seen + left == 400 and (kind == "inline" or when == "at the end")
 
     child = forked(go_on)
-    mine = forked(lambda: sum(len(batch) for batch in rows("inline")) == 400)
+    mine = forked(lambda: total(rows("inline")) == 400)
     assert (code_of(child), code_of(mine)) == (0, 0) or when == "at the end"
-    assert seen + sum(len(batch) for batch in batches) == 400
+    assert seen + total(batches) == 400
     loader.close()
 
 
@@ -540,7 +497,7 @@ def test_ends_of_pipes_that_the_loop_opens_are_its_own(kind: str) -> None:
     next(batches)
     reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert reader.stdin is not None
-    assert sum(len(batch) for batch in batches) == 396
+    assert total(batches) == 396
     reader.stdin.close()
     assert reader.wait(PATIENCE_S) == 0
 
@@ -551,14 +508,18 @@ def test_all_forked_workers_exist_when_iter_returns(kind: str) -> None:
     batches: Any = iter(loader)
     pids = [worker.pid for worker in batches._workers]
     assert len(pids) == 5
-    assert sum(len(batch) for batch in batches) == 400
+    assert total(batches) == 400
     assert [worker.pid for worker in batches._workers] in (pids, [])
 
 
 # ---- locks ----------------------------------------------------------------------------------
 
 
-def of_counters(folder: Path) -> tuple[Any, Callable[[], bool]]:
+Lock = tuple[Any, Callable[[], bool]]
+"""A lock, and what needs it; whether that works."""
+
+
+def of_counters(folder: Path) -> Lock:
     counters = Counters("red")
 
     def works() -> bool:
@@ -568,17 +529,17 @@ def of_counters(folder: Path) -> tuple[Any, Callable[[], bool]]:
     return counters._lock, works
 
 
-def of_memory_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
+def of_memory_cache(folder: Path) -> Lock:
     cache = MemoryCache(1 << 20)
     return cache._lock, lambda: keeps(cache)
 
 
-def of_unpickled_memory_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
+def of_unpickled_memory_cache(folder: Path) -> Lock:
     cache = pickle.loads(pickle.dumps(MemoryCache(1 << 20)))
     return cache._lock, lambda: keeps(cache)
 
 
-def of_disk_cache(folder: Path) -> tuple[Any, Callable[[], bool]]:
+def of_disk_cache(folder: Path) -> Lock:
     pytest.importorskip("lmdb")
     cache = caching.DiskCache(folder / "cache", 1 << 20)
     return caching._lock, lambda: keeps(cache)
@@ -589,7 +550,7 @@ def keeps(cache: Any) -> bool:
     return bool(cache.get(b"key") == (True, 7))
 
 
-def of_parquet(folder: Path) -> tuple[Any, Callable[[], bool]]:
+def of_parquet(folder: Path) -> Lock:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     from minato.sources.parquet import Parquet
@@ -599,7 +560,7 @@ def of_parquet(folder: Path) -> tuple[Any, Callable[[], bool]]:
     return source.connections._lock, lambda: source[3]["x"] == 3
 
 
-def of_sqlite(folder: Path) -> tuple[Any, Callable[[], bool]]:
+def of_sqlite(folder: Path) -> Lock:
     with sqlite3.connect(folder / "rows.db") as connection:
         connection.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, x INTEGER)")
         connection.execute("INSERT INTO rows VALUES (3, 9)")
@@ -608,13 +569,13 @@ def of_sqlite(folder: Path) -> tuple[Any, Callable[[], bool]]:
     return source.connections._lock, lambda: source[0] == {"x": 9}
 
 
-def of_consumers(folder: Path) -> tuple[Any, Callable[[], bool]]:
+def of_consumers(folder: Path) -> Lock:
     consumers = DataLoader(Rows(8), 2).consumers(2)
     batches = iter(consumers[0])
     return consumers[0]._group._changed, lambda: len(next(batches)) == 2
 
 
-def of_patch(folder: Path) -> tuple[Any, Callable[[], bool]]:
+def of_patch(folder: Path) -> Lock:
     def works() -> bool:
         with patching.patch():
             return torch.utils.data.DataLoader is DataLoader
@@ -622,11 +583,8 @@ def of_patch(folder: Path) -> tuple[Any, Callable[[], bool]]:
     return patching._lock, works
 
 
-def of_worker_threads(folder: Path) -> tuple[Any, Callable[[], bool]]:
-    def works() -> bool:
-        return sum(len(batch) for batch in rows("thread")) == 400
-
-    return reading._ANNOUNCED, works
+def of_worker_threads(folder: Path) -> Lock:
+    return reading._ANNOUNCED, lambda: total(rows("thread")) == 400
 
 
 LOCKS = {
@@ -657,11 +615,10 @@ UNUSED = {
 def test_every_lock_is_known() -> None:
     """A lock that another thread holds during a fork stays held in the child: is it renewed, or never needed?"""
     package = Path(minato.__file__).parent
-    found = set()
-    for path in package.rglob("*.py"):
-        if re.search(r"\b(Lock|RLock|Condition|Semaphore|Event|Barrier)\(\)", path.read_text()):
-            found.add(".".join(path.relative_to(package).with_suffix("").parts))
-    assert found == {*LOCKS, *UNUSED}
+    made = re.compile(r"\b(Lock|RLock|Condition|Semaphore|Event|Barrier)\(\)")
+    found = [path for path in package.rglob("*.py") if made.search(path.read_text())]
+    names = {".".join(path.relative_to(package).with_suffix("").parts) for path in found}
+    assert names == {*LOCKS, *UNUSED}
 
 
 @pytest.mark.parametrize(
@@ -674,6 +631,15 @@ def test_every_lock_is_known() -> None:
 )
 def test_a_child_does_not_wait_for_a_lock_of_its_parent(make: Any, tmp_path: Path) -> None:
     lock, works = make(tmp_path)
+    with held_by_a_thread(lock):
+        child = forked(works)
+    assert code_of(child) == 0
+    assert works()
+
+
+@contextmanager
+def held_by_a_thread(lock: Any) -> Iterator[threading.Event]:
+    """Until the block ends, or the event is set."""
     held, may_go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -684,33 +650,28 @@ def test_a_child_does_not_wait_for_a_lock_of_its_parent(make: Any, tmp_path: Pat
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(PATIENCE_S)
-    child = forked(works)
+    yield may_go
     may_go.set()
     thread.join()
-    assert code_of(child) == 0
-    assert works()
 
 
 def test_a_fork_waits_for_calls_of_other_threads_and_not_for_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_fork_safety, "_PATIENCE_S", PATIENCE_S)
-    inside, may_go, events = threading.Event(), threading.Event(), []
+    events = []
 
-    def call() -> None:
+    @contextmanager
+    def calling() -> Iterator[None]:
         with held_off_forks():
-            inside.set()
-            may_go.wait(PATIENCE_S)
+            yield
             events.append("called")
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert inside.wait(PATIENCE_S)
-    threading.Timer(0.05, may_go.set).start()
-    with held_off_forks(), held_off_forks():
-        child = forked(lambda: events == ["called"] and enters())
-    assert code_of(child) == 0
-    thread.join()
+    with held_by_a_thread(calling()) as may_go:
+        threading.Timer(0.05, may_go.set).start()
+        with held_off_forks(), held_off_forks():
+            child = forked(lambda: events == ["called"] and enters())
+        assert code_of(child) == 0
     assert enters()
 
 
@@ -741,16 +702,13 @@ def test_an_interrupted_fork_holds_no_other_thread_back(monkeypatch: pytest.Monk
     _fork_safety._before()
     with pytest.raises(KeyboardInterrupt):
         _fork_safety._in_parent()
-    seen = []
 
-    def enter() -> None:
+    def enter() -> Any:
         with at_work() as undisturbed:
-            seen.append((undisturbed, _fork_safety._forking))
+            return undisturbed, _fork_safety._forking
 
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert seen == [(True, None)]
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(enter).result(PATIENCE_S) == (True, None)
 
 
 def test_an_interrupted_fork_keeps_what_its_child_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -815,13 +773,11 @@ def test_a_child_leaves_connections_of_its_parent_alone() -> None:
     for error in (None, LookupError, ValueError):
         with suppress(LookupError, ValueError), connections.lease() as ours:
             child = os.fork()
-            if child and error is not None:
-                raise error
-            if child == 0 and error is not None:
+            if error is not None:
                 raise error
         if child == 0:
             with connections.lease() as mine:
-                os._exit(not (mine is not ours and not closed))
+                os._exit(mine is ours or bool(closed))
         assert code_of(child) == 0
 
 
@@ -838,7 +794,8 @@ class Dying(Rows):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 5 and not self.flag.exists():
             self.flag.touch()
-            signal.signal(self.number, signal.SIG_DFL)
+            if self.number != signal.SIGKILL:  # which has no handler
+                signal.signal(self.number, signal.SIG_DFL)
             os.kill(os.getpid(), self.number)
         return super().__getitem__(index)
 
@@ -856,23 +813,14 @@ KILLING = [
 
 
 @pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, marks=() if number in (1, 9, 11, 37, 64) else pytest.mark.slow)
-        for number in KILLING
-    ],
+    "number", mostly_slow(sorted(KILLING, key=lambda number: number not in (1, 9, 11, 37, 64)), 5)
 )
 def test_a_worker_that_any_signal_kills_is_replaced(number: int, tmp_path: Path) -> None:
-    if number == signal.SIGKILL:
-        monkey = pytest.MonkeyPatch()
-        monkey.setattr(signal, "signal", lambda *_: None)  # it has no handler
     loader = DataLoader(Dying(number, tmp_path / "flag"), 4, **KINDS["fork"])
     with pytest.warns(
         MinatoWarning, match=r"killed by signal: .+ while it ran the sample with index 5"
     ):
-        assert sum(len(batch) for batch in loader) == 16
-    if number == signal.SIGKILL:
-        monkey.undo()
+        assert total(loader) == 16
 
 
 @pytest.mark.parametrize("code", [0, 1, 7, 255])
@@ -887,20 +835,15 @@ def test_warnings_as_errors_lose_nothing() -> None:
     """The warning of a death is raised once, by one ``next()``; the worker is replaced before."""
     loader = DataLoader(Rows(64), 4, **KINDS["fork-persistent"])
     batches: Any = iter(loader)
-    seen, raised = len(next(batches)), 0
-    os.kill(batches._workers[0].pid, signal.SIGKILL)
-    os.kill(batches._workers[1].pid, signal.SIGKILL)
+    seen = len(next(batches))
+    for worker in batches._workers:
+        os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: len(batches._source._pool._watch._ended) == 2)
     with warnings.catch_warnings(action="error", category=MinatoWarning):
-        while True:
-            try:
-                seen += len(next(batches))
-            except StopIteration:
-                break
-            except MinatoWarning:
-                raised += 1
-    assert (seen, raised) == (64, 2)
-    assert sum(len(batch) for batch in loader) == 64
+        rest, raised = datasets.drain(batches)
+    assert seen + len(rest) == 64
+    assert [type(error) for error in raised] == [MinatoWarning] * 2
+    assert total(loader) == 64
     loader.close()
 
 
@@ -932,11 +875,9 @@ def test_no_exit_code_is_needed_to_end_workers(
     try:
         loader = rows(kind)
         for _ in range(2):
-            assert sum(len(batch) for batch in loader) == 400
+            assert total(loader) == 400
         loader.close()
-        batches = iter(rows(kind))
-        next(batches)
-        del batches
+        next(iter(rows(kind)))
         gc.collect()
         assert multiprocessing.active_children() == []
     finally:
@@ -1024,7 +965,7 @@ def test_deaths_are_noticed_without_a_thread_that_watches(
     for worker in batches._workers:
         os.kill(worker.pid, signal.SIGKILL)
     with pytest.warns(MinatoWarning, match="Another worker takes its place"):
-        seen += sum(len(batch) for batch in batches)
+        seen += total(batches)
     assert seen == 400
 
 
@@ -1032,37 +973,36 @@ def test_deaths_are_noticed_without_a_thread_that_watches(
 
 
 class Slow(Rows):
-    """A sample of the parent lasts until its child has ended."""
+    """A sample lasts until the child of its process has ended."""
 
-    def __init__(self, owner: int, gate: Path) -> None:
+    def __init__(self) -> None:
         super().__init__(8)
-        self.owner, self.path = owner, gate
+        self.begun, self.gate = threading.Event(), threading.Event()
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 3 and os.getpid() == self.owner:
-            Path(f"{self.path}-inside").touch()
-            wait_until(self.path.exists)
+        if index == 3:
+            self.begun.set()
+            assert self.gate.wait(PATIENCE_S)
         return super().__getitem__(index)
 
 
-def test_a_child_of_a_thread_does_not_go_on_within_next_of_another(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    batches = iter(DataLoader(Slow(os.getpid(), gate), 2))
+def test_a_child_of_a_thread_does_not_go_on_within_next_of_another() -> None:
+    dataset = Slow()
+    batches = iter(DataLoader(dataset, 2))
     next(batches)
     thread = threading.Thread(target=lambda: next(batches))
     thread.start()
-    wait_until((tmp_path / "gate-inside").exists)
+    assert dataset.begun.wait(PATIENCE_S)
 
     def go_on() -> bool:
         with pytest.raises(RuntimeError, match="a thread was inside next"):
             next(batches)
         return True
 
-    child = forked(go_on)
-    assert code_of(child) == 0
-    gate.touch()
+    assert code_of(forked(go_on)) == 0
+    dataset.gate.set()
     thread.join()
-    assert sum(len(batch) for batch in batches) == 4
+    assert total(batches) == 4
 
 
 def test_a_child_that_goes_on_does_not_write_to_its_parents_record(tmp_path: Path) -> None:
@@ -1070,9 +1010,8 @@ def test_a_child_that_goes_on_does_not_write_to_its_parents_record(tmp_path: Pat
     batches = iter(DataLoader(Rows(8), 2, recording=Record(str(path))))
     next(batches)
     before = path.read_bytes()
-    assert code_of(forked(lambda: sum(len(batch) for batch in batches) == 6)) == 0
+    assert code_of(forked(lambda: total(batches) == 6)) == 0
     assert path.read_bytes() == before
-    for _ in batches:
-        pass
+    assert total(batches) == 6
     again = DataLoader(Rows(8), 2, recording=Replay(str(path)))
     assert [batch[:, 0].tolist() for batch in again] == [[0, 1], [2, 3], [4, 5], [6, 7]]
