@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+
+from tests.datasets import Numbers
 
 KEPT: list[Any] = []
 """Ends of pipes that were made here."""
@@ -141,19 +142,10 @@ def _socket() -> socket.socket:
     return one
 
 
-def _file_array() -> np.ndarray[Any, Any]:
-    path = Path(__file__)
-    return np.memmap(path, np.uint8, "r", shape=(50,))
-
-
 def _recursive() -> list[Any]:
     items: list[Any] = [1]
     items.append({"items": items})
     return items
-
-
-def _jagged() -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
 
 
 def _frame() -> Any:
@@ -234,7 +226,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "records": lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     "masked": lambda: np.ma.array([1, 2, 3], mask=[0, 1, 0], fill_value=9),
     "matrix": lambda: np.eye(2).view(np.matrix),
-    "memmap": _file_array,
+    "memmap": lambda: np.memmap(Path(__file__), np.uint8, "r", shape=(50,)),
     "subclass of array": lambda: _with(np.arange(3).view(Attributed), note="lost"),
     "objects": lambda: np.array([None, "x", torch.ones(1)], object),
     "array 0-d": lambda: np.array(1.5),
@@ -285,7 +277,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     ),
     "rows": lambda: torch.eye(3).to_sparse_csr(),
     "meta": lambda: torch.empty(3, 4, device="meta"),
-    "nested": _jagged,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
     "storages": lambda: [torch.arange(3.0).untyped_storage(), torch.UntypedStorage()],
     "typed storages": lambda: [getattr(torch, f"{name}Storage")(3).fill_(0) for name in LEGACY],
     "sizes": lambda: [torch.Size([1, 2]), torch.float32, torch.device("cpu"), torch.strided],
@@ -344,6 +336,7 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         return shown(each, seen)
 
     name = type(value).__qualname__
+    attributes = sorted((key, str(each)) for key, each in getattr(value, "__dict__", {}).items())
     if isinstance(value, torch.Tensor):
         return name, _shown_tensor(value), sorted(getattr(value, "__dict__", {}).items())
     if isinstance(value, np.ma.MaskedArray):
@@ -353,21 +346,11 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         layout = flags.writeable, value.strides if value.size else None, value.dtype.num
         each_by_each = value.dtype == object or value.dtype.char in "gG"  # which have padding
         content = [*map(inner, value.ravel())] if each_by_each else value.tobytes()
-        attributes = sorted(
-            (key, str(each)) for key, each in getattr(value, "__dict__", {}).items()
-        )
-        return (
-            name,
-            str(value.dtype),
-            value.dtype.isnative,
-            value.shape,
-            layout,
-            content,
-            attributes,
-        )
+        kind = str(value.dtype), value.dtype.isnative, value.shape
+        return name, kind, layout, content, attributes
     if isinstance(value, (torch.UntypedStorage, torch.storage.TypedStorage)):
-        return name, str(value.device), getattr(value, "dtype", None), _bytes(value)
-    attributes = sorted((key, str(each)) for key, each in getattr(value, "__dict__", {}).items())
+        untyped = value if isinstance(value, torch.UntypedStorage) else value.untyped()
+        return name, str(value.device), getattr(value, "dtype", None), untyped.tolist()
     if isinstance(value, Mapping):
         return name, [(inner(key), inner(each)) for key, each in value.items()], attributes
     if isinstance(value, (list, tuple, collections.deque)):
@@ -404,21 +387,10 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
     return name, re.sub("0x[0-9a-f]+", "0x", repr(value)), getattr(value, "__dict__", None)
 
 
-def _bytes(storage: Any) -> list[int]:
-    untyped = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
-    return untyped.tolist()
-
-
 def _shown_tensor(value: torch.Tensor) -> Any:
     what: tuple[Any, ...] = (
-        value.dtype,
-        str(value.layout),
-        str(value.device),
-        value.requires_grad,
-        value.is_leaf,
-        value.is_conj(),
-        value.is_neg(),
-        value.is_inference(),
+        *(value.dtype, str(value.layout), str(value.device), value.requires_grad, value.is_leaf),
+        *(value.is_conj(), value.is_neg(), value.is_inference()),
     )
     value = value.detach()
     if value.is_nested:
@@ -447,30 +419,28 @@ def shares(tensors: list[torch.Tensor]) -> list[list[int]]:
     return seen
 
 
-class Samples(Dataset[Any]):
+class Samples(Numbers):
     """Makes each object where the sample is loaded."""
 
     def __init__(self, names: list[str]) -> None:
+        super().__init__(len(names))
         self.names = names
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def __getitem__(self, index: int) -> Any:
         name = self.names[index]
         return name, (MAKERS | ALIASED | KEPT_EXACTLY)[name]()
 
 
-class Holder(Dataset[Any]):
+class Holder(Numbers):
     """Holds objects that were made in the training process; a sample is what a worker sees of one."""
 
-    def __init__(self, held: dict[str, Any]) -> None:
+    def __init__(self, held: Any) -> None:
         self.held = held
 
     def __len__(self) -> int:
         return len(self.held)
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Any:
         name = [*self.held][index]
         return f"{name}: {shown(self.held[name])}"
 
