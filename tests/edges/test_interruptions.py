@@ -27,7 +27,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
+    default_collate,
     get_worker_info,
 )
 
@@ -36,7 +36,7 @@ from minato import Arrival, CostBatches, DataLoader, ErrorPolicy
 from minato.engine import measured_batches
 from minato.sampling.epoch import Epoch
 from minato.workers import reading
-from tests.datasets import Draws, wait_until
+from tests.datasets import Draws, InOrder, Numbers, drain, flat, wait_until
 from tests.selection import mostly_slow
 from tests.threads import wait_for_main
 
@@ -46,13 +46,15 @@ CORE = os.path.join(TRACED[0], "_core")
 """What an operation of the compiled core does at once, the pure one does line by line: not at any of these."""
 
 
-class Content:
+class Content(Numbers):
     """Each sample says its index."""
 
-    def __len__(self) -> int:
-        return LENGTH
+    size = LENGTH
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __init__(self) -> None:
+        pass
+
+    def __getitem__(self, index: int) -> Any:
         return {"index": index, "values": torch.full((3,), float(index)), "text": str(index)}
 
 
@@ -65,12 +67,8 @@ class Stream(IterableDataset[Any]):
         return map(Content().__getitem__, range(number, LENGTH, count))
 
 
-def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "index": torch.tensor([sample["index"] for sample in samples]),
-        "values": torch.stack([sample["values"] for sample in samples]),
-        "text": [sample["text"] for sample in samples],
-    }
+def collate(samples: list[dict[str, Any]]) -> Any:
+    return default_collate(samples)
 
 
 def taken(batch: dict[str, Any]) -> list[int]:
@@ -83,45 +81,42 @@ def taken(batch: dict[str, Any]) -> list[int]:
     return indices
 
 
-COST = CostBatches(10, "values", max_wait=4)
-THREADS = {"num_workers": 2, "workers": "thread"}
+def loading(batch: Any = SIZE, dataset: Any = Content, **options: Any) -> Any:
+    return lambda: DataLoader(dataset(), batch, **options)
+
+
+COST: dict[str, Any] = {"batch": CostBatches(10, "values", max_wait=4), "collate_fn": collate}
+POLICY = ErrorPolicy(on_error="skip")
+THREADS: dict[str, Any] = {"num_workers": 2, "workers": "thread"}
+KEPT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "inline": lambda: DataLoader(Content(), SIZE),
-    "shuffled": lambda: DataLoader(Content(), SIZE, shuffle=True),
-    "seeded": lambda: DataLoader(Content(), SIZE, shuffle=True, seed=3),
-    "collated": lambda: DataLoader(Content(), SIZE, collate_fn=collate),
-    "unbatched": lambda: DataLoader(Content(), batch_size=None),
-    "policy": lambda: DataLoader(Content(), SIZE, errors=ErrorPolicy(on_error="skip")),
-    "distributed": lambda: DataLoader(
-        Content(), SIZE, sampler=DistributedSampler(Content(), 1, 0, shuffle=True)
+    "inline": loading(),
+    "shuffled": loading(shuffle=True),
+    "seeded": loading(shuffle=True, seed=3),
+    "collated": loading(collate_fn=collate),
+    "unbatched": loading(None),
+    "policy": loading(errors=POLICY),
+    "distributed": lambda: loading(sampler=DistributedSampler(Content(), 1, 0, shuffle=True))(),
+    "batches of torch's": lambda: DataLoader(
+        Content(), batch_sampler=BatchSampler(RandomSampler(Content()), SIZE, False)
     ),
-    "stream": lambda: DataLoader(Stream(), SIZE),
-    "readers": lambda: DataLoader(Stream(), SIZE, readers=4),
-    "cost": lambda: DataLoader(Content(), COST, collate_fn=collate),
-    "threads": lambda: DataLoader(Content(), SIZE, shuffle=True, **THREADS),
-    "threads, collated": lambda: DataLoader(Content(), SIZE, collate_fn=collate, **THREADS),
-    "threads, unbatched": lambda: DataLoader(Content(), batch_size=None, **THREADS),
-    "threads, cost": lambda: DataLoader(Content(), COST, collate_fn=collate, **THREADS),
-    "threads, policy": lambda: DataLoader(
-        Content(), SIZE, errors=ErrorPolicy(on_error="skip"), **THREADS
-    ),
-    "batch": lambda: DataLoader(Content(), SIZE, order="batch", **THREADS),
-    "arrival": lambda: DataLoader(Content(), SIZE, order=Arrival(3), **THREADS),
-    "fast_first": lambda: DataLoader(Content(), SIZE, order="fast_first", **THREADS),
-    "persistent threads": lambda: DataLoader(
-        Content(), SIZE, shuffle=True, seed=1, persistent_workers=True, **THREADS
-    ),
-    "persistent": lambda: DataLoader(
-        Content(), SIZE, shuffle=True, num_workers=2, persistent_workers=True
-    ),
-    "compat": lambda: DataLoader(
-        Content(), SIZE, num_workers=2, persistent_workers=True, compat="torch"
-    ),
-    "out of order": lambda: DataLoader(
-        Content(), SIZE, num_workers=2, persistent_workers=True, compat="torch", in_order=False
-    ),
-    "streams": lambda: DataLoader(Stream(), SIZE, num_workers=2, persistent_workers=True),
-    "processes": lambda: DataLoader(Content(), SIZE, num_workers=2),
+    "stream": loading(dataset=Stream),
+    "readers": loading(dataset=Stream, readers=4),
+    "cost": loading(**COST),
+    "threads": loading(shuffle=True, **THREADS),
+    "threads, collated": loading(collate_fn=collate, **THREADS),
+    "threads, unbatched": loading(None, **THREADS),
+    "threads, cost": loading(**COST, **THREADS),
+    "threads, policy": loading(errors=POLICY, **THREADS),
+    "batch": loading(order="batch", **THREADS),
+    "arrival": loading(order=Arrival(3), **THREADS),
+    "fast_first": loading(order="fast_first", **THREADS),
+    "persistent threads": loading(shuffle=True, seed=1, persistent_workers=True, **THREADS),
+    "persistent": loading(shuffle=True, **KEPT),
+    "compat": loading(compat="torch", **KEPT),
+    "out of order": loading(compat="torch", in_order=False, **KEPT),
+    "streams": loading(dataset=Stream, **KEPT),
+    "processes": loading(num_workers=2),
 }
 
 
@@ -132,28 +127,17 @@ class Interrupter:
         chance: With which probability it raises at such a line.
         repeats: How often it raises at the same line.
         traced: Beginnings of the names of the files whose lines count.
-        seed: Of the choice.
     """
 
-    def __init__(
-        self,
-        chance: float = 1.0,
-        repeats: int = 1,
-        traced: tuple[str, ...] = TRACED,
-        seed: int = 0,
-    ) -> None:
-        self.raised = 0
-        self.where = ""
-        self._chance = chance
-        self._repeats = repeats
-        self._traced = traced
+    def __init__(self, chance: float, repeats: int = 1, traced: tuple[str, ...] = TRACED) -> None:
+        self.raised, self.where = 0, ""
+        self._chance, self._repeats, self._traced = chance, repeats, traced
         self._seen: Counter[Any] = Counter()
-        self._random = random.Random(seed)
-        self._armed = False
+        self._random = random.Random(0)
+        self._armed, self._kind = False, ""
         self._pid = os.getpid()
-        self._kind: object = None
 
-    def call(self, function: Callable[[], Any], kind: object = None) -> Any:
+    def call(self, function: Callable[[], Any], kind: str = "") -> Any:
         """Call a function, interrupted at most once."""
 
         def apart() -> Iterator[tuple[Any, bool]]:
@@ -274,12 +258,8 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize(("chance", "epochs", "least"), mostly_slow([(0.05, 4, 3), (0.5, 12, 50)]))
 def test_any_line(kind: str, chance: float, epochs: int, least: int) -> None:
     interrupter = Interrupter(chance)
-    check(
-        KINDS[kind],
-        interrupter,
-        epochs if kind != "processes" else epochs // 3 + 1,
-        kind == "stream",
-    )
+    most = epochs if kind != "processes" else epochs // 3 + 1
+    check(KINDS[kind], interrupter, most, kind == "stream")
     assert interrupter.raised > least
 
 
@@ -562,20 +542,16 @@ def test_an_interrupted_collation_is_done_again(where: str) -> None:
         again = DataLoader(Content(), SIZE, collate_fn=collate)
         again.load_state_dict(loader.state_dict())
         iterator = iter(again)
-    for batch in iterator:
-        found += taken(batch)
-    assert found == [*range(LENGTH)]
+    assert found + flat(map(taken, iterator)) == [*range(LENGTH)]
 
 
-class Ends(Sampler[int]):
+class Ends(InOrder):
     """A generator, which an interruption ends."""
 
     def __init__(self, repeats: bool) -> None:
+        super().__init__(LENGTH)
         self.repeats = repeats
         self.calls = 0
-
-    def __len__(self) -> int:
-        return LENGTH
 
     def __iter__(self) -> Iterator[int]:
         self.calls += 1
@@ -592,26 +568,20 @@ class Ends(Sampler[int]):
 def test_a_sampler_that_an_interruption_ends(repeats: bool, options: dict[str, Any]) -> None:
     """It is asked again, and must yield the same indices."""
     loader = DataLoader(Content(), SIZE, sampler=Ends(repeats), **options)
-    found: list[int] = []
     errors: list[BaseException] = []
     try:
         iterator = iter(loader)
     except KeyboardInterrupt as error:
         errors.append(error)
         iterator = iter(loader)
-    while len(errors) < 4:
-        try:
-            found += taken(next(iterator))
-        except StopIteration:
-            break
-        except (KeyboardInterrupt, RuntimeError) as error:
-            errors.append(error)
+    found, raised = drain(map(taken, iterator), 4 - len(errors))
+    errors += raised
     if repeats:
         assert found == [*range(LENGTH)]
-        assert [type(error) for error in errors] == [KeyboardInterrupt]
+        assert [*map(type, errors)] == [KeyboardInterrupt]
     else:
         assert found == [*range(1, 9)]
-        assert [type(error) for error in errors] == [KeyboardInterrupt] + 3 * [RuntimeError]
+        assert [*map(type, errors)] == [KeyboardInterrupt] + 3 * [RuntimeError]
         assert "the sampler was interrupted, and yields other indices" in str(errors[1])
     loader.close()
 
@@ -634,17 +604,9 @@ def test_a_shuffle_by_torchs_default_generator_goes_on_as_it_began() -> None:
                     yield index
 
         order: list[int] = []
-        loader = DataLoader(
-            Content(), sampler=Sampling(Content()), batch_sampler=None, batch_size=2
-        )
-        iterator, found = iter(loader), []
-        while True:
-            try:
-                found += taken(next(iterator))
-            except StopIteration:
-                break
-            except KeyboardInterrupt:
-                continue
+        loader = DataLoader(Content(), SIZE, sampler=Sampling(Content()))
+        found, errors = drain(map(taken, loader))
+        assert [*map(type, errors)] == [KeyboardInterrupt] * is_interrupted
         orders.append((found, torch.rand(3).tolist()))
     assert orders[0] == orders[1]
 
@@ -666,7 +628,7 @@ def test_an_alarm_while_the_loop_waits() -> None:
             assert release.wait(60)
             return super().__getitem__(index)
 
-    def handler(number: int, frame: object) -> None:
+    def handler(*_: object) -> None:
         release.set()
         raise Beside
 
@@ -681,8 +643,7 @@ def test_an_alarm_while_the_loop_waits() -> None:
         alarm.join()
     finally:
         signal.signal(signal.SIGALRM, before)
-    found = [index for batch in iterator for index in taken(batch)]
-    assert found == [*range(LENGTH)]
+    assert flat(map(taken, iterator)) == [*range(LENGTH)]
 
 
 def test_next_inside_of_next_is_an_error_that_passes() -> None:
@@ -701,11 +662,3 @@ def test_next_inside_of_next_is_an_error_that_passes() -> None:
         next(dataset.iterator)
     assert taken(next(dataset.iterator)) == [6, 7]
     dataset.iterator = None
-
-
-def test_batches_of_a_sampler_of_batches() -> None:
-    """Its generator is torch's, and ends when it is interrupted, too."""
-    make = lambda: DataLoader(  # noqa: E731
-        Content(), batch_sampler=BatchSampler(RandomSampler(Content()), SIZE, False)
-    )
-    check(make, Interrupter(chance=0.1), 5)
