@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import operator
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,15 +132,26 @@ def epoch_alone(number: int, shuffle: bool = False) -> list[Any]:
     return drawn(loader)
 
 
+def begun(loader: Any) -> Any:
+    """An iterator after its first batch."""
+    iterator = iter(loader)
+    next(iterator)
+    return iterator
+
+
+def resumed(loader: Any, state: Any) -> Any:
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("number", [0, 1, 7])
 def test_set_epoch_after_a_finished_epoch_chooses_the_next(number: int, shuffle: bool) -> None:
     loader = seeded(shuffle=shuffle)
     drawn(loader)
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = loader.state_dict()
     for target in (loader, seeded(shuffle=shuffle)):
-        target.load_state_dict(state)
-        target.set_epoch(number)
+        resumed(target, state).set_epoch(number)
         assert target.state_dict() != state or number == 1
         assert drawn(target) == epoch_alone(number, shuffle)
         assert target.coverage().epoch == number
@@ -147,8 +159,7 @@ def test_set_epoch_after_a_finished_epoch_chooses_the_next(number: int, shuffle:
     by_sampler = seeded(shuffle=True)
     drawn(by_sampler)
     drawn(by_sampler)
-    again = seeded(shuffle=True)
-    again.load_state_dict(by_sampler.state_dict())
+    again = resumed(seeded(shuffle=True), by_sampler.state_dict())
     again.sampler.set_epoch(number)
     # The number that the sampler has already is no choice.
     assert drawn(again) == epoch_alone(2 if number == 1 else number, shuffle=True)
@@ -164,15 +175,14 @@ def test_a_state_in_mid_epoch_goes_before_set_epoch(own: Any, before: bool) -> N
 
     loader = make()
     loader.set_epoch(5)
-    iterator = iter(loader)
-    next(iterator)
+    iterator = begun(loader)
     state = loader.state_dict()
     rest = drawn(iterator)
     following = drawn(loader) if own != "distributed" else None
     other = make()
     if before:
         other.set_epoch(2)
-    other.load_state_dict(state)
+    resumed(other, state)
     if not before:
         other.set_epoch(2)
     assert other.coverage()[:1] == (5,)
@@ -186,8 +196,7 @@ def test_a_state_in_mid_epoch_goes_before_set_epoch(own: Any, before: bool) -> N
 def test_a_state_after_set_epoch_names_the_epoch_that_runs(workers: int) -> None:
     loader = seeded(shuffle=True, num_workers=workers)
     drawn(loader)
-    iterator = iter(loader)
-    next(iterator)
+    iterator = begun(loader)
     loader.set_epoch(7)
     assert loader.coverage().epoch == 1
     state = loader.state_dict()
@@ -196,25 +205,19 @@ def test_a_state_after_set_epoch_names_the_epoch_that_runs(workers: int) -> None
     ended = loader.state_dict()
     assert drawn(loader) == epoch_alone(7, shuffle=True)
     for taken, expected in ((state, rest), (ended, epoch_alone(7, shuffle=True))):
-        other = seeded(shuffle=True)
-        other.load_state_dict(taken)
-        assert drawn(other) == expected
+        assert drawn(resumed(seeded(shuffle=True), taken)) == expected
 
 
 def test_reproduce_after_a_load_is_about_the_epoch_of_the_state() -> None:
     loader = DataLoader(Draws(SIZE), BATCH)
     drawn(loader)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
+    iterator = begun(loader)
+    other = resumed(DataLoader(Draws(SIZE), BATCH), loader.state_dict())
     sample = next(iterator)
-    other = DataLoader(Draws(SIZE), BATCH)
-    other.load_state_dict(state)
     assert other.reproduce(BATCH + 1)[1:] == pytest.approx([part[1].item() for part in sample][1:])
     drawn(iterator)
-    other.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="seed"):
-        other.reproduce(1)
+        resumed(other, loader.state_dict()).reproduce(1)
 
 
 # ---- states of samplers whose length depends on the epoch --------------------------------------
@@ -245,32 +248,27 @@ def by_cost() -> Any:
     return DataLoader(Numbers(60), batch_sampler=sampler)
 
 
-def growing(says: bool) -> Any:
-    return DataLoader(Numbers(60), BATCH, sampler=Growing(says))
-
-
-def growing_batches() -> Any:
-    return DataLoader(Numbers(60), batch_sampler=BatchSampler(Growing(True), BATCH, False))
-
-
 @pytest.mark.parametrize(
-    "make", [by_cost, lambda: growing(True), lambda: growing(False), growing_batches]
+    "make",
+    [
+        by_cost,
+        lambda: DataLoader(Numbers(60), BATCH, sampler=Growing(True)),
+        lambda: DataLoader(Numbers(60), BATCH, sampler=Growing(False)),
+        lambda: DataLoader(Numbers(60), batch_sampler=BatchSampler(Growing(True), BATCH, False)),
+    ],
 )
 def test_lengths_that_depend_on_the_epoch_are_resumed(make: Any) -> None:
     loader = make()
     for epoch in range(5):
         loader.set_epoch(epoch)
-        iterator = iter(loader)
-        next(iterator)
-        state = json.loads(json.dumps(loader.state_dict()))
+        iterator = begun(loader)
+        state = loader.state_dict()
         rest = indices(iterator)
-        end = json.loads(json.dumps(loader.state_dict()))
         other = make()
         if getattr(other.sampler, "says", True) is False:
             other.set_epoch(epoch)  # a state cannot hold what the sampler does not say
-        other.load_state_dict(state)
-        assert indices(other) == rest
-        other.load_state_dict(end)
+        assert indices(resumed(other, state)) == rest
+        resumed(other, loader.state_dict())
         other.set_epoch(epoch + 1)
         loader.set_epoch(epoch + 1)
         assert indices(other) == indices(loader)
@@ -293,7 +291,7 @@ def test_a_refused_state_leaves_the_loader_as_it_is() -> None:
 
 def test_single_samples_and_batches_are_told_apart() -> None:
     loader = DataLoader(Numbers(4), batch_sampler=[[0, 1], [2, 3]])
-    next(iter(loader))
+    begun(loader)
     other = DataLoader(Numbers(4), batch_size=None, sampler=[0, 1])
     with pytest.raises(ValueError, match="whether batches are made was True .* is False here"):
         other.load_state_dict(loader.state_dict())
@@ -336,10 +334,6 @@ def test_a_replayed_sample_is_reproduced_with_the_recorded_seed(tmp_path: Path) 
 # ---- loaders made from the parts of others ------------------------------------------------------
 
 
-def negative(value: int) -> int:
-    return -value
-
-
 def summed(values: list[int]) -> Any:
     return "sum", sum(values)
 
@@ -353,7 +347,7 @@ def test_the_parts_of_a_loader_transform_as_it_does(
     if batch_size is None and collate is not None:
         collate = str
     loader: Any = DataLoader(
-        Numbers(6), batch_size, transforms=[negative], collate_fn=collate, num_workers=workers
+        Numbers(6), batch_size, transforms=[operator.neg], collate_fn=collate, num_workers=workers
     )
 
     def content(other: Any) -> str:
@@ -367,7 +361,7 @@ def test_the_parts_of_a_loader_transform_as_it_does(
     dataset = loader.dataset
     assert content(TorchLoader(dataset, **parts(num_workers=workers))) == expected
     assert content(DataLoader(dataset, **parts())) == expected
-    assert content(DataLoader(dataset, transforms=[negative], **parts())) == expected
+    assert content(DataLoader(dataset, transforms=[operator.neg], **parts())) == expected
     assert content(DataLoader(dataset, transforms=[], **parts())) != expected
     with minato.patch():
         assert content(torch.utils.data.DataLoader(dataset, **parts())) == expected
@@ -383,8 +377,7 @@ def test_the_parts_of_a_loader_transform_as_it_does(
 
 
 def test_from_torch_keeps_the_options_of_our_loader() -> None:
-    given = {"seed": 3, "errors": "skip", "order": Arrival(5)}
-    given["observe"] = Observe(name="mine")
+    given = {"seed": 3, "errors": "skip", "order": Arrival(5), "observe": Observe(name="mine")}
     loader: Any = DataLoader(Draws(8), 2, shuffle=True, prefetch_factor=2, num_workers=1, **given)
     other = DataLoader.from_torch(loader)
     assert {name: getattr(other, name) for name in given} == given
@@ -430,24 +423,21 @@ def test_an_epoch_that_is_chosen_before_the_first_batch(
         given = {"num_workers": workers if stays else count, "persistent_workers": stays}
         return DataLoader(Draws(SIZE), BATCH, **OWN[own](), **given)
 
-    def chosen(loader: Any, number: int, by: str) -> None:
+    def chosen(loader: Any, number: int, by: str) -> Any:
         (loader if by == "loader" else loader.sampler).set_epoch(number)
+        return loader
 
     for by in ("loader", "sampler"):
-        whole = make()
-        if by == "sampler" and not hasattr(whole.sampler, "set_epoch"):
+        if by == "sampler" and not hasattr(make().sampler, "set_epoch"):
             continue
-        chosen(whole, 3, by)
-        expected = drawn(whole)
+        expected = drawn(chosen(make(), 3, by))
         late = make(workers)
         iterator = iter(late)
         chosen(late, 3, by)
-        found = drawn(iterator)
-        assert found == expected
+        assert drawn(iterator) == expected
         assert late.coverage().epoch == 3
         if own in ("seed", "sequential", "generator"):
-            following = make()
-            chosen(following, 3, by)
+            following = chosen(make(), 3, by)
             drawn(following)
             chosen(following, 9, "loader")
             again = iter(late)
@@ -492,7 +482,7 @@ def test_nothing_begins_again_where_nothing_was_chosen(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_iterators_at_once_are_two_epochs(workers: int) -> None:
     loader: Any = seeded(shuffle=True, num_workers=workers)
-    found = [(one, other) for one, other in zip(loader, loader, strict=True)]
+    found = zip(loader, loader, strict=True)
     for number, part in enumerate(zip(*found, strict=True)):
         assert drawn(part) == epoch_alone(number, shuffle=True)
 
@@ -529,11 +519,6 @@ ANY_MOMENT = [
 ]
 
 
-def resumed_copy(loader: Any, state: Any) -> Any:
-    loader.load_state_dict(json.loads(json.dumps(state)))
-    return loader
-
-
 def plain_batches(batches: Any) -> list[Any]:
     return [plain(batch) for batch in batches]
 
@@ -556,7 +541,7 @@ def test_an_epoch_is_the_same_whenever_it_is_chosen(kind: Any, host: str) -> Non
             for _ in range(before):
                 list(loader)
             if loaded is not None:
-                resumed_copy(loader, loaded)
+                resumed(loader, loaded)
             if stop is None:
                 loader.set_epoch(number)
             iterator = iter(loader)
@@ -570,6 +555,6 @@ def test_an_epoch_is_the_same_whenever_it_is_chosen(kind: Any, host: str) -> Non
             following = plain_batches(loader)
             expected = expected or (rest, following)
             assert (first + rest, following) == expected
-            other = resumed_copy(make(), state)
+            other = resumed(make(), state)
             assert (plain_batches(other), other.coverage().epoch) == (rest, number)
             assert plain_batches(other) == following

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import json
 import math
 from collections import UserList, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -26,7 +25,7 @@ from minato.checks import check_number, check_whole
 from minato.observe.meters import SlowestSamples
 from minato.scheduling.slow_samples import CostModel, integers_of
 from minato.sources.splits import folds, load_splits, save_splits, split
-from tests.datasets import Numbers, forked
+from tests.datasets import Numbers, flat, forked, indices
 
 
 class Whole(int):
@@ -129,6 +128,7 @@ def test_plain_values(value: Any, expected: Any) -> None:
     assert found == expected
     assert hash(found) == hash(expected)
     assert repr(found) == repr(expected)
+    assert index_hash(value) == index_hash(expected)
 
 
 def test_missing_values_are_one_value() -> None:
@@ -151,6 +151,12 @@ def test_integers(make: Callable[[int], Any]) -> None:
     assert index_hash(value) == 7
     with pytest.raises(ValueError, match="n=7 is too small: give at least 8"):
         check_whole("n", value, 8)
+    costs, slowest = CostModel(), SlowestSamples()
+    costs.observe(make(3), 5.0)
+    assert costs.predict(3) == costs.predict(make(3)) == 5.0
+    slowest.offer(make(3), 0, 9, -1, 5)
+    slowest.offer(3, 1, 10, -1, 5)
+    assert [(each.key, each.epoch) for each in slowest.read()] == [(3, 1)]
 
 
 @pytest.mark.parametrize("make", AS_FLOAT.values(), ids=AS_FLOAT)
@@ -172,24 +178,6 @@ def test_what_is_no_number(value: Any) -> None:
         for check in (check_number, lambda name, value: check_whole(name, value, None)):
             with pytest.raises(TypeError, match="^n="):
                 check("n", value)
-
-
-@pytest.mark.parametrize(
-    ("value", "same"),
-    [
-        (np.bool_(True), 1),
-        (Text("x"), "x"),
-        (np.str_("x"), "x"),
-        (Raw(b"x"), b"x"),
-        (np.float32(0.5), 0.5),
-        (Pair(1, 2), (1, 2)),
-        (np.array([1, 2]), (1, 2)),
-        (torch.tensor([1, 2]), (1, 2)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_indices_that_are_equal_draw_the_same(value: Any, same: Any) -> None:
-    assert index_hash(value) == index_hash(same)
 
 
 # ---- containers ------------------------------------------------------------------------------
@@ -272,13 +260,9 @@ def test_splits_of_texts(hold: Callable[[list[Any]], Any]) -> None:
     keys = [f"key {i}" for i in range(30)]
     patients, classes = [f"patient {i}" for i in PATIENTS], [f"class {i}" for i in CLASSES]
     expected = split(keys, SHARES, seed=1, labels=classes, entities=patients)
-    given = split(
-        hold(keys),
-        {"train": np.float32(2), "test": torch.tensor(1)},  # type: ignore[dict-item]
-        seed=np.int64(1),  # type: ignore[arg-type]
-        labels=hold(classes),
-        entities=hold(patients),
-    )
+    shares: Any = {"train": np.float32(2), "test": torch.tensor(1)}
+    seed: Any = np.int64(1)
+    given = split(hold(keys), shares, seed=seed, labels=hold(classes), entities=hold(patients))
     assert given == expected
 
 
@@ -287,13 +271,8 @@ def test_rows_of_tables_are_entities() -> None:
     pandas = pytest.importorskip("pandas")
     pairs = [(i, i % 2) for i in PATIENTS]
     expected = split(range(30), SHARES, seed=1, entities=pairs)
-    for rows in (
-        pandas.DataFrame(pairs),
-        np.array(pairs),
-        torch.tensor(pairs),
-        list(map(list, pairs)),
-    ):
-        assert split(range(30), SHARES, seed=1, entities=rows) == expected
+    for hold in (pandas.DataFrame, np.array, torch.tensor, lambda rows: [*map(list, rows)]):
+        assert split(range(30), SHARES, seed=1, entities=hold(pairs)) == expected
 
 
 @pytest.mark.large
@@ -345,29 +324,12 @@ def test_items_that_are_not_several() -> None:
 
 
 class Asked(Numbers):
-    """Every sample is the type and value of what the loader asked for; some fail, some are slow."""
-
-    def __init__(self, size: int, bad: int = 5) -> None:
-        super().__init__(size)
-        self.bad = bad
+    """Every sample is the type and value of what the loader asked for; one fails."""
 
     def __getitem__(self, index: Any) -> Any:
-        if int(index) == self.bad:
+        if int(index) == 5:
             raise ValueError("five")
         return f"{type(index).__name__} {int(index)}"
-
-
-class Yields:
-    """A sampler of integers of one type."""
-
-    def __init__(self, make: Callable[[int], Any], size: int) -> None:
-        self.make, self.size = make, size
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.make, range(self.size))
-
-    def __len__(self) -> int:
-        return self.size
 
 
 SOME = ["int", "a subclass", "int64", "uint8", "array int32", "torch.int64"]
@@ -376,14 +338,14 @@ SOME = ["int", "a subclass", "int64", "uint8", "array int32", "torch.int64"]
 @pytest.mark.parametrize("workers", [{}, forked(2), {"num_workers": 2, "workers": "thread"}])
 @pytest.mark.parametrize("kind", SOME)
 def test_integers_of_a_sampler(kind: str, workers: dict[str, Any], tmp_path: Path) -> None:
-    sampler = Yields(AS_INTEGER[kind], 12)
+    sampler = [AS_INTEGER[kind](i) for i in range(12)]
     path = tmp_path / "failures.jsonl"
     policy = ErrorPolicy("skip", log=path)
     loader = DataLoader(Asked(12), 4, sampler=sampler, errors=policy, **workers)
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         batches = list(loader)
-    name = type(AS_INTEGER[kind](0)).__name__
-    assert list(itertools.chain(*batches)) == [f"{name} {i}" for i in range(12) if i != 5]
+    name = type(sampler[0]).__name__
+    assert flat(batches) == [f"{name} {i}" for i in range(12) if i != 5]
     assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [5]
     report = loader.report()
     assert report.run.throughput.samples == loader.metrics()["samples_total"] == 11
@@ -401,17 +363,6 @@ def test_the_ledger_knows_the_integers() -> None:
 
 
 @pytest.mark.parametrize("make", AS_INTEGER.values(), ids=AS_INTEGER)
-def test_costs_and_slowest_samples_by_integers(make: Callable[[int], Any]) -> None:
-    costs = CostModel()
-    costs.observe(make(3), 5.0)
-    assert costs.predict(3) == costs.predict(make(3)) == 5.0
-    slowest = SlowestSamples()
-    slowest.offer(make(3), 0, 9, -1, 5)
-    slowest.offer(3, 1, 10, -1, 5)
-    assert [(each.key, each.epoch) for each in slowest.read()] == [(3, 1)]
-
-
-@pytest.mark.parametrize("make", AS_INTEGER.values(), ids=AS_INTEGER)
 def test_options_take_integers(make: Callable[[int], Any]) -> None:
     options = {"seed": make(7), "memory_budget": make(100), "order": Arrival(make(3))}
     loader = DataLoader(Numbers(8), 4, shuffle=True, **options)
@@ -421,13 +372,8 @@ def test_options_take_integers(make: Callable[[int], Any]) -> None:
     assert torch.cat(list(loader)).tolist() == torch.cat(list(expected)).tolist()
     assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
     assert ErrorPolicy("skip", max_failures=make(3)).max_failures == 3
-    assert least_workers(make(2)) == 2
-
-
-def least_workers(value: Any) -> int:
-    scale = minato.AutoScale(min=value, max=value, start=value)
-    assert type(scale.min) is int
-    return scale.limits()[0]
+    scale = minato.AutoScale(min=make(2), max=make(2), start=make(2))
+    assert (type(scale.min), scale.limits()[0]) == (int, 2)
 
 
 @pytest.mark.parametrize("make", AS_FLOAT.values(), ids=AS_FLOAT)
@@ -459,14 +405,10 @@ def test_impossible_budgets(value: Any) -> None:
 def test_batches_by_cost_depend_on_the_values_alone(hold: Callable[[list[Any]], Any]) -> None:
     costs = [3, 1, 2, 5, 4, 2, 1, 3]
     expected = list(CostBatchSampler(costs, 10, seed=3))
-    made = CostBatchSampler(
-        hold(costs),
-        np.float32(10),  # type: ignore[arg-type]
-        seed=np.int64(3),  # type: ignore[arg-type]
-        max_size=torch.tensor(8),  # type: ignore[arg-type]
-        shard=(np.uint8(0), np.int32(1)),  # type: ignore[arg-type]
-    )
-    made.set_epoch(np.int64(0))  # type: ignore[arg-type]
+    options: Any = {"seed": np.int64(3), "max_size": torch.tensor(8)}
+    options["shard"] = np.uint8(0), np.int32(1)
+    made: Any = CostBatchSampler(hold(costs), np.float32(10), **options)  # type: ignore[arg-type]
+    made.set_epoch(np.int64(0))
     assert list(made) == expected
     assert all(type(i) is int for batch in made for i in batch)
 
@@ -491,14 +433,10 @@ def test_costs_of_any_dtype(dtype: torch.dtype) -> None:
 class Long(Numbers):
     """Its length is of any type."""
 
-    def __init__(self, length: Any) -> None:
-        super().__init__(12)
-        self.length = length
-
     def __len__(self) -> Any:
-        if isinstance(self.length, Exception):
-            raise self.length
-        return self.length
+        if isinstance(self.size, Exception):
+            raise self.size
+        return self.size
 
 
 @pytest.mark.parametrize(
@@ -512,10 +450,9 @@ class Long(Numbers):
 )
 def test_lengths_as_with_torch(length: Any, arguments: dict[str, Any]) -> None:
     def outcome(make: Any) -> Any:
-        given = dict(arguments) if "batch_sampler" in arguments else {"batch_size": 4, **arguments}
+        batch_size = 1 if "batch_sampler" in arguments else 4
         try:
-            loader = make(Long(length), **given)
-            return [batch.tolist() for batch in loader]
+            return indices(make(Long(length), batch_size, **arguments))
         except Exception as error:
             return type(error)
 
