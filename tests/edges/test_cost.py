@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch.utils.data import IterableDataset, default_collate
@@ -186,9 +186,10 @@ class Clock:
 class Costly(IterableDataset[int]):
     """Its samples take 1 ms, and its state takes 10."""
 
+    done = 0
+
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.done = 0
 
     def __iter__(self) -> Any:
         for i in range(2000):
@@ -205,6 +206,28 @@ class Costly(IterableDataset[int]):
         raise AssertionError("nothing is resumed")
 
 
+class Hosted(NamedTuple):
+    host: Host
+    clock: Clock
+    slots: StateSlots
+    board: ReaderBoard
+
+
+def hosted(every: Any, monkeypatch: pytest.MonkeyPatch) -> Hosted:
+    """A host that reads the costly stream."""
+    clock = Clock()
+    monkeypatch.setattr(reading, "now_ns", lambda: clock.now_ns)
+    dataset = Costly(clock)
+    pipeline = Pipeline(dataset, dataset, Transforms(), default_collate, True, False, True)
+    slots, board = StateSlots(1, 2), ReaderBoard.alone(1)
+    readers = ReaderPlan(1, range(1), 1, True, 1, False, every, slots)
+    plan = worker_plan()._replace(pipeline=pipeline, readers=readers)
+    host = Host(plan, 0, board, alone=False, binds=False)
+    host.make_readers()
+    host.initialise()
+    return Hosted(host, clock, slots, board)
+
+
 @pytest.mark.parametrize(
     ("every", "taken"),
     [
@@ -217,16 +240,7 @@ class Costly(IterableDataset[int]):
 def test_a_state_that_nobody_asked_for_is_taken_as_often_as_it_is_cheap(
     every: Any, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(reading, "now_ns", lambda: clock.now_ns)
-    dataset = Costly(clock)
-    pipeline = Pipeline(dataset, dataset, Transforms(), default_collate, True, False, True)
-    slots, board = StateSlots(1, 2), ReaderBoard.alone(1)
-    readers = ReaderPlan(1, range(1), 1, True, 1, False, every, slots)
-    plan = worker_plan()._replace(pipeline=pipeline, readers=readers)
-    host = Host(plan, 0, board, alone=False, binds=False)
-    host.make_readers()
-    host.initialise()
+    host, clock, slots, board = hosted(every, monkeypatch)
     for i in range(2001):
         items = host.take([key_of(0, i)], 0, 0).items
         assert items == ([i] if i < 2000 else [])
@@ -242,16 +256,7 @@ def test_a_state_that_nobody_asked_for_is_taken_as_often_as_it_is_cheap(
 
 def test_states_that_precede_what_is_delivered_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """However far a reader is ahead, what a run resumes from is not overwritten."""
-    clock = Clock()
-    monkeypatch.setattr(reading, "now_ns", lambda: clock.now_ns)
-    dataset = Costly(clock)
-    pipeline = Pipeline(dataset, dataset, Transforms(), default_collate, True, False, True)
-    slots, board = StateSlots(1, 2), ReaderBoard.alone(1)
-    readers = ReaderPlan(1, range(1), 1, True, 1, False, 1, slots)
-    plan = worker_plan()._replace(pipeline=pipeline, readers=readers)
-    host = Host(plan, 0, board, alone=False, binds=False)
-    host.make_readers()
-    host.initialise()
+    host, _, slots, board = hosted(1, monkeypatch)
 
     def newest(ordinal: int) -> int:
         return int(slots.newest(0, 0, ordinal).ordinal)

@@ -137,15 +137,11 @@ def with_attribute(value: Any, index: int) -> Any:
 
 
 def image(index: int) -> Any:
-    from PIL import Image
-
-    return with_attribute(Image.new("L", (2, 2), index), index)
+    return with_attribute(pytest.importorskip("PIL.Image").new("L", (2, 2), index), index)
 
 
 def series(index: int) -> Any:
-    import pandas
-
-    return with_attribute(pandas.Series([index]), index)
+    return with_attribute(pytest.importorskip("pandas").Series([index]), index)
 
 
 SHARED = {"table": list(range(5))}
@@ -245,6 +241,10 @@ LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
+MIXING = "arrival", "fast first"
+"""Loaders whose batches may be of samples from several workers."""
+
+
 class Made(Numbers):
     """Samples of one kind; the kind is a name, because functions without one do not travel."""
 
@@ -262,26 +262,16 @@ def report(samples: list[Any]) -> list[str]:
     return [*(str(shown(each)) for each in samples), f"{len(set(second))} objects"]
 
 
-def skip_without(kind: str) -> None:
-    for name, package in (("image", "PIL"), ("series", "pandas")):
-        if kind == name:
-            pytest.importorskip(package)
-
-
 def check(kind: str, loader: str) -> None:
-    skip_without(kind)
     expected = list(TorchLoader(Made(kind), BATCH, collate_fn=report))
     ours = DataLoader(Made(kind), BATCH, collate_fn=report, **LOADERS[loader])
-    if loader in ("arrival", "fast first") and kind in OTHERS:
+    if loader in MIXING and kind in OTHERS:
         with pytest.warns(RuntimeWarning, match="each batch is made by one worker"):
             found = [list(ours), list(ours)]  # the warning comes once
     else:
         found = [list(ours)]
     for batches in found:
-        if (
-            loader in ("strict", "batch", "0", "forkserver", "threads", "compat", "reads")
-            or kind in OTHERS
-        ):
+        if loader not in MIXING or kind in OTHERS:
             assert sorted(batches) == sorted(expected)
         else:  # whose batches are mixed
             told_each = sorted(each for batch in batches for each in batch[:-1])
@@ -306,7 +296,7 @@ def test_collate_fn_gets_what_the_dataset_returned(kind: str, loader: str) -> No
 FAMILIES = {
     "one process": ["0", "threads"],
     "whole batches": ["strict", "compat", "forkserver", "batch", "reads"],
-    "mixed batches": ["arrival", "fast first"],
+    "mixed batches": MIXING,
 }
 
 
@@ -320,7 +310,6 @@ def test_collate_fn_gets_what_the_dataset_returned_in_each_family_of_loaders(fam
 
 @pytest.mark.parametrize("kind", [of_kind(kind) for kind in KINDS])
 def test_which_samples_may_leave_their_worker(kind: str) -> None:
-    skip_without(kind)
     assert are_plain([KINDS[kind](i) for i in range(2)]) == (kind in PLAIN)
 
 
@@ -329,10 +318,7 @@ def test_a_list_that_a_thread_changes_is_no_plain_sample() -> None:
         def __getattribute__(cls, name: str) -> Any:
             raise RuntimeError(name)
 
-    class Strange(metaclass=Changes):
-        pass
-
-    assert not are_plain([Strange()])
+    assert not are_plain([Changes("Strange", (), {})()])
 
 
 class Late(Numbers):
@@ -344,9 +330,9 @@ class Late(Numbers):
 
     waits = False
 
-    def __init__(self, size: int, counts: torch.Tensor) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.counts = counts
+        self.counts = torch.zeros(size, dtype=torch.int64).share_memory_()
 
     def __getitem__(self, index: int) -> Any:
         self.counts[index] += 1
@@ -366,14 +352,12 @@ def test_the_first_sample_that_must_stay_changes_how_batches_are_made(
 ) -> None:
     # A machine that stores samples slowly would count these as cheap.
     monkeypatch.setattr(worker, "_HANDOVERS", 0)
-    counts = torch.zeros(60, dtype=torch.int64).share_memory_()
-    dataset = Late(60, counts)
-    dataset.waits = loader in ("arrival", "fast first")
+    dataset = Late(60)
+    counts = dataset.counts
+    dataset.waits = loader in MIXING
     ours = DataLoader(dataset, 4, collate_fn=values, **LOADERS[loader])
-    if dataset.waits:
-        with pytest.warns(RuntimeWarning, match="use that, or let the dataset return tensors"):
-            batches = list(ours)
-    else:
+    told = pytest.warns(RuntimeWarning, match="use that, or let the dataset return tensors")
+    with told if dataset.waits else nullcontext():
         batches = list(ours)
     assert sorted(flat(batches)) == [*range(60)]
     # Only what was in flight when it happened runs again; in the next epoch everything runs once.
@@ -387,19 +371,12 @@ def test_the_first_sample_that_must_stay_changes_how_batches_are_made(
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_no_sample_runs_twice_where_all_must_stay(loader: str) -> None:
-    counts = torch.zeros(80, dtype=torch.int64).share_memory_()
-
-    class Always(Late):
-        def __getitem__(self, index: int) -> Any:
-            return super().__getitem__(index) if index >= 20 else [super().__getitem__(index + 20)]
-
-    ours = DataLoader(
-        Always(80, counts), 4, sampler=range(20, 80), collate_fn=values, **LOADERS[loader]
-    )
-    with pytest.warns(RuntimeWarning) if loader in ("arrival", "fast first") else nullcontext():
+    dataset = Late(80)
+    ours = DataLoader(dataset, 4, sampler=range(20, 80), collate_fn=values, **LOADERS[loader])
+    with pytest.warns(RuntimeWarning) if loader in MIXING else nullcontext():
         batches = list(ours)
     assert sorted(batches) == [[*range(k, k + 4)] for k in range(20, 80, 4)]
-    assert counts.tolist() == [0] * 20 + [1] * 60
+    assert dataset.counts.tolist() == [0] * 20 + [1] * 60
 
 
 class Broken(Late):
@@ -412,9 +389,8 @@ class Broken(Late):
 @pytest.mark.parametrize("loader", ["strict", "batch", "arrival", "fast first", "compat", "reads"])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_samples_are_skipped_where_batches_stay_whole(loader: str, drop_last: bool) -> None:
-    counts = torch.zeros(40, dtype=torch.int64).share_memory_()
     ours = DataLoader(
-        Broken(40, counts),
+        Broken(40),
         4,
         collate_fn=values,
         drop_last=drop_last,
@@ -425,7 +401,7 @@ def test_samples_are_skipped_where_batches_stay_whole(loader: str, drop_last: bo
     with pytest.warns(RuntimeWarning):
         batches = list(ours)
     expected = [[i for i in range(k, k + 4) if i % 7 != 3] for k in range(20, 40, 4)]
-    if loader not in ("arrival", "fast first"):
+    if loader not in MIXING:
         assert sorted(batches) == expected
     elif not drop_last:  # which drops the batch that no sample is left for
         assert sorted(flat(batches)) == flat(expected)

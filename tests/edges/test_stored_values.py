@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sqlite3
 import tarfile
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 from minato.sources.base import SourceError
 from minato.sources.sql import SQLite
-from tests.sources.conftest import kind_named  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.large  # pyarrow
 
@@ -25,17 +25,13 @@ def test_every_member_of_a_tar_file_is_read_or_refused(tmp_path: Path) -> None:
         with tarfile.open(tmp_path / name, "w") as archive:
             for member, how in members:
                 info = tarfile.TarInfo(member)
-                if how is not None:
+                if isinstance(how, tuple):
                     info.type, info.linkname = how
-                archive.addfile(info)
+                info.size = len(how) if isinstance(how, bytes) else 0
+                archive.addfile(info, io.BytesIO(how if isinstance(how, bytes) else b""))
 
     source = Objects(f"file://{tmp_path}")
-    (tmp_path / "plain").write_bytes(b"content")
-    with tarfile.open(tmp_path / "linked.tar", "w") as archive:
-        archive.add(tmp_path / "plain", "one")
-        link = tarfile.TarInfo("two")
-        link.type, link.linkname = tarfile.LNKTYPE, "one"
-        archive.addfile(link)
+    packed("linked.tar", ("one", b"content"), ("two", (tarfile.LNKTYPE, "one")))
     members = tar_members(source, "linked.tar")
     assert list(members) == ["one", "two"]
     assert source.get(members["two"]) == b"content"
@@ -75,13 +71,11 @@ def test_rows_of_one_key_are_not_merged_and_a_named_key_column_comes(tmp_path: P
         connection.execute("CREATE TABLE goods (id INTEGER, price REAL)")
         connection.execute("INSERT INTO goods VALUES (1, 1.5), (2, 2.5), (2, 3.5)")
     connection.close()
-    assert SQLite(tmp_path / "a.db", "goods").get(1) == {"price": 1.5}
-    assert SQLite(tmp_path / "a.db", "goods", columns=["id", "price"]).get(1) == {
-        "id": 1,
-        "price": 1.5,
-    }
+    goods = SQLite(tmp_path / "a.db", "goods")
+    named = SQLite(tmp_path / "a.db", "goods", columns=["id", "price"])
+    assert (goods.get(1), named.get(1)) == ({"price": 1.5}, {"id": 1, "price": 1.5})
     with pytest.raises(SourceError, match="2 rows with key 2"):
-        SQLite(tmp_path / "a.db", "goods").get(2)
+        goods.get(2)
 
 
 # ---- Parquet --------------------------------------------------------------------------------
@@ -90,20 +84,10 @@ def test_rows_of_one_key_are_not_merged_and_a_named_key_column_comes(tmp_path: P
 def columns() -> dict[str, tuple[Any, list[Any]]]:
     """A type of Arrow's and three values of it."""
     pa = pytest.importorskip("pyarrow")
-    found: dict[str, tuple[Any, list[Any]]] = {
-        str(kind): (kind, [1, 2, 3])
-        for kind in (
-            pa.int8(),
-            pa.uint16(),
-            pa.int64(),
-            pa.uint64(),
-            pa.float16(),
-            pa.float32(),
-            pa.float64(),
-        )
-    }
+    names = "int8", "uint16", "int64", "uint64", "halffloat", "float", "double"
     numbers = [[1, 2], [3, 4], [5, 6]]
-    more = {
+    return {
+        **{name: (pa.type_for_alias(name), [1, 2, 3]) for name in names},
         "bool": (pa.bool_(), [True, False, True]),
         "string": (pa.string(), ["a", "", "c"]),
         "large_string": (pa.large_string(), ["a", "", "c"]),
@@ -125,12 +109,8 @@ def columns() -> dict[str, tuple[Any, list[Any]]]:
         ),
         "map": (pa.map_(pa.string(), pa.int8()), [[("a", 1)], [], [("b", 2)]]),
         "tensor": (pa.fixed_shape_tensor(pa.float32(), [2]), numbers),
-        "permuted": (
-            pa.fixed_shape_tensor(pa.int16(), [2, 1], permutation=[1, 0]),
-            numbers,
-        ),
+        "permuted": (pa.fixed_shape_tensor(pa.int16(), [2, 1], permutation=[1, 0]), numbers),
     }
-    return {**found, **more}
 
 
 NAMES = [
@@ -138,6 +118,17 @@ NAMES = [
     "date", "timestamp", "decimal", "dictionary", "dictionary of numbers", "list", "large_list", "fixed list",
     "list of flags", "list of texts", "list of lists", "struct", "map", "tensor", "permuted",
 ]  # fmt: skip
+
+
+def stored(path: Path, group: int = 10, **columns: Any) -> Any:
+    """A file of these columns."""
+    pa = pytest.importorskip("pyarrow")
+    from minato.sources.parquet import Parquet
+
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pa.table(columns), path, row_group_size=group
+    )
+    return Parquet(path)
 
 
 def described(value: Any) -> Any:
@@ -151,10 +142,6 @@ def described(value: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_null_beside_it_changes_no_value_of_parquet(name: str, tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    from minato.sources.parquet import Parquet
-
     kind, values = columns()[name]
 
     def array(given: list[Any]) -> Any:
@@ -164,8 +151,7 @@ def test_a_null_beside_it_changes_no_value_of_parquet(name: str, tmp_path: Path)
 
     def rows(given: list[Any], group: int) -> list[Any]:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet"
-        pq.write_table(pa.table({"x": array(given)}), path, row_group_size=group)
-        source = Parquet(path)
+        source = stored(path, group, x=array(given))
         return [source[i]["x"] for i in range(len(source))]
 
     plain = [described(value) for value in rows(values, 10)]
@@ -180,14 +166,9 @@ def test_a_null_beside_it_changes_no_value_of_parquet(name: str, tmp_path: Path)
 
 def test_a_null_in_a_list_changes_only_that_list(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    from minato.sources.parquet import Parquet
-
     ragged = pa.array([[1, 2], [3, None], None, [4], []], pa.list_(pa.int16()))
     fixed = pa.array([[1, 2], [3, None], None, [4, 5], [6, 7]], pa.list_(pa.float32(), 2))
-    pq.write_table(pa.table({"r": ragged, "f": fixed}), tmp_path / "a.parquet")
-    source = Parquet(tmp_path / "a.parquet")
+    source = stored(tmp_path / "a.parquet", r=ragged, f=fixed)
     found = [source[i] for i in range(5)]
     assert [described(row["r"]) for row in found] == [
         (np.ndarray, np.int16, (2,), [1, 2]),
@@ -207,15 +188,10 @@ def test_a_null_in_a_list_changes_only_that_list(tmp_path: Path) -> None:
 
 def test_a_value_that_python_cannot_hold_fails_alone(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    from minato.sources.parquet import Parquet
-
     broken = pa.StringArray.from_buffers(
         2, pa.array([0, 1, 2], pa.int32()).buffers()[1], pa.py_buffer(b"a\xff")
     )
-    pq.write_table(pa.table({"x": broken}), tmp_path / "a.parquet")
-    source = Parquet(tmp_path / "a.parquet")
+    source = stored(tmp_path / "a.parquet", x=broken)
     assert source[0] == {"x": "a"}
     with pytest.raises(SourceError, match="key 1"):
         source[1]
