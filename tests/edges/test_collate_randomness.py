@@ -84,10 +84,12 @@ LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
+def loading(dataset: Any, collate_fn: Any = of_globals, **options: Any) -> Any:
+    return DataLoader(dataset, BATCH, seed=7, collate_fn=collate_fn, **options)
+
+
 def content(collation: Any, draws: bool = False, epochs: int = 2, **options: Any) -> list[Any]:
-    loader = DataLoader(
-        Drawing(SIZE, draws), BATCH, shuffle=True, seed=7, collate_fn=collation(), **options
-    )
+    loader = loading(Drawing(SIZE, draws), collation(), shuffle=True, **options)
     return [sorted(loader, key=lambda batch: batch[0][0]) for _ in range(epochs)]
 
 
@@ -133,26 +135,18 @@ def test_single_samples(batch_size: int | None) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_resumed_epoch_draws_what_it_would_have_drawn(num_workers: int) -> None:
-    options = forked(num_workers) if num_workers else {}
-
-    def loader() -> Any:
-        return DataLoader(Drawing(SIZE), BATCH, True, seed=7, collate_fn=of_globals, **options)
-
-    whole, first = list(loader()), loader()
+    options = forked(num_workers)
+    whole, first, resumed = (loading(Drawing(SIZE), shuffle=True, **options) for _ in range(3))
     iterator = iter(first)
     begun = [next(iterator) for _ in range(3)]
-    resumed = loader()
     resumed.load_state_dict(first.state_dict())
-    assert begun + list(resumed) == whole
+    assert begun + list(resumed) == list(whole)
 
 
 def test_a_batch_whose_worker_died_draws_the_same(tmp_path: Path) -> None:
-    loader = DataLoader(
-        Drawing(SIZE, dies=tmp_path / "died"), BATCH, seed=7, collate_fn=of_globals, **forked(2)
-    )
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
-        found = list(loader)
-    assert found == list(DataLoader(Drawing(SIZE), BATCH, seed=7, collate_fn=of_globals))
+        found = list(loading(Drawing(SIZE, dies=tmp_path / "died"), **forked(2)))
+    assert found == list(loading(Drawing(SIZE)))
 
 
 class DiesOnce:
@@ -170,33 +164,21 @@ class DiesOnce:
 
 
 def test_a_collation_whose_worker_died_draws_the_same(tmp_path: Path) -> None:
-    def batches(mark: Path, **options: Any) -> list[Any]:
-        return list(DataLoader(Numbers(SIZE), BATCH, seed=7, collate_fn=DiesOnce(mark), **options))
-
     with pytest.warns(RuntimeWarning, match="Another worker takes its place"):
-        found = batches(tmp_path / "died", **forked(2))
-    assert found == batches(tmp_path)
+        found = list(loading(Numbers(SIZE), DiesOnce(tmp_path / "died"), **forked(2)))
+    assert found == list(loading(Numbers(SIZE), DiesOnce(tmp_path)))
 
 
 def test_datasets_that_take_lists() -> None:
-    def batches(**options: Any) -> list[Any]:
-        return list(DataLoader(Lists(SIZE), BATCH, seed=7, collate_fn=of_globals, **options))
-
-    assert batches() == batches(**forked(2))
+    assert list(loading(Lists(SIZE))) == list(loading(Lists(SIZE), **forked(2)))
 
 
 def test_a_batch_whose_first_sample_is_skipped_draws_the_same() -> None:
+    dataset = Failing(SIZE, dict.fromkeys(range(0, SIZE, 4), ValueError))
+
     def batches(**options: Any) -> list[Any]:
-        loader = DataLoader(
-            Failing(SIZE, dict.fromkeys(range(0, SIZE, 4), ValueError)),
-            BATCH,
-            seed=7,
-            collate_fn=of_globals,
-            errors=ErrorPolicy(on_error="skip"),
-            **options,
-        )
         with pytest.warns(RuntimeWarning, match="were skipped"):
-            return list(loader)
+            return list(loading(dataset, errors=ErrorPolicy(on_error="skip"), **options))
 
     assert batches() == batches(**forked(2))
 
@@ -207,16 +189,15 @@ def test_the_programs_generators_stay_as_they_are_without_workers() -> None:
     expected = three_draws()
     state = collation.rng.bit_generator.state
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    generator = torch.Generator()
-    list(DataLoader(Numbers(6), 2, generator=generator, collate_fn=of_globals))
-    list(DataLoader(Numbers(6), 2, generator=generator, collate_fn=collation))
+    for collate_fn in (of_globals, collation):
+        list(DataLoader(Numbers(6), 2, generator=torch.Generator(), collate_fn=collate_fn))
     assert three_draws() == expected
     assert collation.rng.bit_generator.state == state
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_compat_draws_as_torch(num_workers: int) -> None:
-    options = forked(num_workers) if num_workers else {}
+    options = forked(num_workers)
 
     def batches(loader: Any, **more: Any) -> list[Any]:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)

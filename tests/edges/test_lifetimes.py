@@ -6,24 +6,23 @@ import functools
 import gc
 import itertools
 import multiprocessing
+import operator
 import os
 import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from operator import gt
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset, get_worker_info
 
 import minato
 from minato import DataLoader, Observe, Readers, Record, StragglerPolicy
 from minato.caching import MemoryCache
 from minato.observe import at_exit
-from tests.datasets import TOO_MANY_WORKERS, Numbers
+from tests.datasets import TOO_MANY_WORKERS, Numbers, Parts, forked
 from tests.pairwise import pairwise
 
 pytestmark = [
@@ -59,18 +58,13 @@ class Coroutines(Knows):
         return index
 
 
-class Stream(IterableDataset[int]):
+class Stream(Parts):
     def __init__(self) -> None:
+        super().__init__(60)
         self.known: list[Any] = []
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        number, count = (0, 1) if info is None else (info.id, info.num_workers)
-        yield from range(number, 60, count)
 
     state_dict = Stateful.state_dict
     load_state_dict = Stateful.load_state_dict
-    size = 60
 
 
 class Adds:
@@ -80,10 +74,6 @@ class Adds:
 
     def __call__(self, sample: int) -> int:
         return sample + 1
-
-
-def first(samples: list[Any]) -> Any:
-    return samples[0]
 
 
 def options_of(name: str, folder: Path) -> dict[str, Any]:
@@ -96,7 +86,7 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
         "costs": {"stragglers": StragglerPolicy(history=folder)},
         "record": {"recording": Record(folder / "order")},
         "arrival": {"order": "arrival", "transforms": [Adds()]},
-        "transforms": {"transforms": [Adds()], "collate_fn": first},
+        "transforms": {"transforms": [Adds()], "collate_fn": operator.itemgetter(0)},
         "concurrent": {"fetch_concurrency": 3},
         "cached": {"cache": MemoryCache(1 << 20, version="1"), "transforms": [Adds()]},
         "auto": {"num_workers": minato.AutoScale(max=2)},
@@ -107,7 +97,7 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
 POOLS: dict[str, dict[str, Any]] = {
     "inline": {},
     "threads": {"num_workers": 2, "workers": "thread"},
-    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "fork": forked(2),
     "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
 }
 OPTIONS = (
@@ -146,7 +136,7 @@ def check(
     end = time.monotonic() + PATIENCE_S
     gc.collect()
     # Threads end by themselves, and those that load refer to the dataset until they have loaded enough.
-    while any(map(gt, left(), before)) or reference() is not None:
+    while any(map(operator.gt, left(), before)) or reference() is not None:
         assert time.monotonic() < end, (reference(), left(), before)
         time.sleep(0.01)
         gc.collect()
@@ -159,17 +149,15 @@ def options(pool: str, name: str, persistent: bool, folder: Path) -> dict[str, A
     return found
 
 
+NOT_OF_STREAMS = "concurrent", "cached", "seeded", "record", "arrival", "errors", "auto"
 ALL = [
     (pool, name, dataset, batches, persistent)
     for pool, name, dataset, batches, persistent in itertools.product(
         POOLS, OPTIONS, DATASETS, BATCHES, (False, True)
     )
     if not (persistent and pool == "inline")
-    and not (
-        dataset == "Stream" and name in ("concurrent", "cached", "seeded", "record", "arrival")
-    )
-    and not (dataset == "Stream" and (name in ("errors", "auto") or pool == "threads"))
-    and not (dataset == "Stateful" and name in ("arrival",))
+    and not (dataset == "Stream" and (name in NOT_OF_STREAMS or pool == "threads"))
+    and not (dataset == "Stateful" and name == "arrival")
     and not (dataset == "Coroutines" and name != "concurrent")
     and not (name == "auto" and pool in ("inline", "forkserver"))
     and not (name == "cached" and (dataset == "Stateful" or pool not in ("inline", "threads")))
@@ -182,16 +170,14 @@ def run(cases: list[Any], folder: Path) -> None:
     for pool in {case[0] for case in cases}:
         list(DataLoader(Numbers(8), 2, **POOLS[pool]))
     gc.collect()
-    for case in cases:
-        pool, name, dataset, batches, persistent = case
-        here = folder / str(cases.index(case))
+    for number, (pool, name, dataset, batches, persistent) in enumerate(cases):
+        here = folder / str(number)
         here.mkdir()
         given = functools.partial(options, pool, name, persistent, here)
-        before = left()
         try:
-            check(dataset, batches, given, before)
+            check(dataset, batches, given, left())
         except Exception as error:
-            raise AssertionError(f"{case}: {error}") from error
+            raise AssertionError(f"{cases[number]}: {error}") from error
 
 
 def test_cycles_through_the_dataset_are_collected(tmp_path: Path) -> None:

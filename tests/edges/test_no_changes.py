@@ -14,17 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import SubsetRandomSampler as Subset
+from torch.utils.data import WeightedRandomSampler as Weighted
 
 import minato
 from minato import DataLoader, Record, StragglerPolicy
-from tests.datasets import Numbers
+from tests.datasets import InOrder, Numbers, forked
 
 SIZE, BATCH = 14, 4
 
@@ -42,15 +38,13 @@ class Owning(Numbers):
         return index, random.random(), float(np.random.random()), float(torch.rand(())), *own
 
 
-class Drawing(Sampler[int]):
+class Drawing(InOrder):
     """Draws each index from another generator, as it is asked for."""
 
     def __init__(self) -> None:
+        super().__init__(SIZE)
         self.numpys = np.random.default_rng(3)
         self.generator = torch.Generator().manual_seed(3)
-
-    def __len__(self) -> int:
-        return SIZE
 
     def __iter__(self) -> Iterator[int]:
         for number in range(SIZE):
@@ -64,14 +58,10 @@ class Drawing(Sampler[int]):
             yield drawn[number % len(drawn)]
 
 
-class Going(Sampler[int]):
+class Going(InOrder):
     """Goes on from where its last iterator ended, and keeps that as its state."""
 
-    def __init__(self) -> None:
-        self.start = 0
-
-    def __len__(self) -> int:
-        return SIZE
+    start = 0
 
     def __iter__(self) -> Iterator[int]:
         for number in range(SIZE):
@@ -89,10 +79,6 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(4)
 
 
-def by_cost() -> Any:
-    return minato.CostBatchSampler(range(1, SIZE + 1), 30, seed=2, pool=6)
-
-
 ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sequential": dict,
     "default": lambda: {"shuffle": True},
@@ -100,29 +86,26 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "seed": lambda: {"shuffle": True, "seed": 5},
     "distributed": lambda: {"sampler": DistributedSampler(range(SIZE), 1, 0)},
     "replacement": lambda: {"sampler": RandomSampler(range(SIZE), True, 20, generator())},  # type: ignore[arg-type]
-    "subset": lambda: {"sampler": SubsetRandomSampler(range(9), generator())},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * SIZE, 9, generator=generator())},
+    "subset": lambda: {"sampler": Subset(range(9), generator())},
+    "weighted": lambda: {"sampler": Weighted([1.0] * SIZE, 9, generator=generator())},
     "drawing": lambda: {"sampler": Drawing()},
-    "going": lambda: {"sampler": Going()},
-    "cost": lambda: {"batch_sampler": by_cost()},
+    "going": lambda: {"sampler": Going(SIZE)},
+    "cost": lambda: {
+        "batch_sampler": minato.CostBatchSampler(range(1, SIZE + 1), 30, seed=2, pool=6)
+    },
     "list": lambda: {"sampler": [3, 1, 2, 0, 7, 5]},
     "alone": lambda: {"batch_size": None, "shuffle": True, "seed": 5},
 }
 WORKERS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
     "compat": {"num_workers": 0, "compat": "torch"},
-    "processes": {"num_workers": 2, "multiprocessing_context": "fork"},
-    "persistent": {
-        "num_workers": 2,
-        "multiprocessing_context": "fork",
-        "persistent_workers": True,
-    },
+    "processes": forked(2),
+    "persistent": {**forked(2), "persistent_workers": True},
 }
 
 
 def headroom(loader: Any) -> None:
-    batches = list(loader.headroom(2))
-    assert len(batches) >= 4
+    assert len(list(loader.headroom(2))) >= 4
 
 
 def refused_state(loader: Any) -> None:
@@ -181,11 +164,7 @@ class Bench:
         """What must not change."""
         sampler = self.loader.batch_sampler or self.loader.sampler
         inner = getattr(sampler, "sampler", sampler)
-        generators = [
-            self.loader.generator,
-            getattr(inner, "generator", None),
-            self.dataset.torchs,
-        ]
+        generators = [self.loader.generator, getattr(inner, "generator", None), self.dataset.torchs]
         numpys = [self.dataset.numpys, getattr(inner, "numpys", None)]
         return (
             random.getstate(),
@@ -195,11 +174,7 @@ class Bench:
             [each and each.bit_generator.state for each in numpys],
             [getattr(each, "epoch", None) for each in (sampler, inner)],
             getattr(inner, "start", None),
-            {
-                str(path): path.read_bytes()
-                for path in sorted(self.folder.rglob("*"))
-                if path.is_file()
-            },
+            {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()},
         )
 
     def run(self, look: Callable[[Any], Any] | None) -> list[Any]:
@@ -213,22 +188,18 @@ class Bench:
                 assert self.state() == before
 
         looked()
-        content += self.plain(self.loader)
+        content += self.loader
         iterator = iter(self.loader)
-        content += self.plain(itertools.islice(iterator, 1))
+        content.append(next(iterator))
         looked()
-        content += self.plain(iterator)
+        content += iterator
         looked()
-        content += self.plain(self.loader)
+        content += self.loader
         with contextlib.suppress(AttributeError):
             self.loader.close()
-        return content
-
-    @staticmethod
-    def plain(batches: Any) -> list[Any]:
         return [
             [part.tolist() if isinstance(part, torch.Tensor) else part for part in batch]
-            for batch in batches
+            for batch in content
         ]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,10 +72,18 @@ def noted(batch: Any) -> Any:
     return [*batch, "noted"]
 
 
+def mine(batch: Any, **_: Any) -> list[Any]:
+    return ["mine", *batch]
+
+
 BINS: dict[str, Any] = {"batch_sampler": [[[0, 1], [2]], [[3, 4, 5]]], "collate_fn": sums}
 LISTS: dict[str, Any] = {"batch_size": 2, "collate_fn": list}
 MAP = fetch._MapDatasetFetcher
 ITERATOR = dataloader._BaseDataLoaderIter
+
+TWO: dict[str, Any] = {"batch_size": 2}
+NONE: dict[str, Any] = {"batch_size": None}
+SINGLE, MULTI = dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter
 
 USED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "fetcher": (fetch, "_MapDatasetFetcher", Bins, BINS),
@@ -94,55 +102,27 @@ USED: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     ),
     "next": (ITERATOR, "__next__", wrapped(ITERATOR.__next__, noted), LISTS),
     "reset": (ITERATOR, "_reset", wrapped(ITERATOR._reset, lambda none: none), LISTS),
-    "default_collate": (
-        collate,
-        "default_collate",
-        lambda batch: ["mine", *batch],
-        {"batch_size": 2},
-    ),
-    "default_convert": (
-        collate,
-        "default_convert",
-        lambda one: ["mine", one],
-        {"batch_size": None},
-    ),
-    "collate": (
-        collate,
-        "collate",
-        lambda batch, *, collate_fn_map=None: ["mine", *batch],
-        {"batch_size": 2},
-    ),
-    "stack": (torch, "tensor", wrapped(torch.tensor, lambda made: made + 100), {"batch_size": 2}),
-    "name in torch.utils.data": (
-        torch.utils.data,
-        "default_collate",
-        lambda batch: ["mine"],
-        {"batch_size": 2},
-    ),
-    "name in dataloader": (
-        dataloader,
-        "default_collate",
-        lambda batch: ["mine"],
-        {"batch_size": 2},
-    ),
+    "default_collate": (collate, "default_collate", mine, TWO),
+    "default_convert": (collate, "default_convert", lambda one: ["mine", one], NONE),
+    "collate": (collate, "collate", mine, TWO),
+    "stack": (torch, "tensor", wrapped(torch.tensor, lambda made: made + 100), TWO),
+    "name in torch.utils.data": (torch.utils.data, "default_collate", mine, TWO),
+    "name in dataloader": (dataloader, "default_collate", mine, TWO),
 }
 """Parts that minato uses: where they are, what is in their place, and the arguments of the loader."""
 
 TORCHS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
-    "iterator without workers": (dataloader, "_SingleProcessDataLoaderIter", Single, LISTS),
-    "iterator with workers": (dataloader, "_MultiProcessingDataLoaderIter", Multi, LISTS),
-    "method of the iterator without workers": (
-        dataloader._SingleProcessDataLoaderIter,
-        "_next_data",
-        wrapped(dataloader._SingleProcessDataLoaderIter._next_data, noted),
-        LISTS,
-    ),
-    "method of the iterator with workers": (
-        dataloader._MultiProcessingDataLoaderIter,
-        "_next_data",
-        wrapped(dataloader._MultiProcessingDataLoaderIter._next_data, noted),
-        LISTS,
-    ),
+    "iterator without workers": (dataloader, SINGLE.__name__, Single, LISTS),
+    "iterator with workers": (dataloader, MULTI.__name__, Multi, LISTS),
+    **{
+        f"method of the iterator {kind} workers": (
+            iterator,
+            "_next_data",
+            wrapped(iterator._next_data, noted),
+            LISTS,
+        )
+        for kind, iterator in (("without", SINGLE), ("with", MULTI))
+    },
     "worker loop": (worker, "_worker_loop", marked, LISTS),
     "next index": (ITERATOR, "_next_index", wrapped(ITERATOR._next_index, lambda i: i[:1]), LISTS),
     "choice of the iterator": (
@@ -190,14 +170,10 @@ def test_what_a_program_has_put_in_the_place_of_a_part_is_used(
     assert batches == wanted
 
 
-@contextmanager
-def told(is_told: bool) -> Iterator[None]:
+def told(is_told: bool) -> Any:
     if is_told:
-        with pytest.warns(RuntimeWarning, match=TORCHS_ENGINE):
-            yield
-    else:
-        with warnings.catch_warnings(action="error", category=RuntimeWarning):
-            yield
+        return pytest.warns(RuntimeWarning, match=TORCHS_ENGINE)
+    return warnings.catch_warnings(action="error", category=RuntimeWarning)
 
 
 @pytest.mark.parametrize("loader", mostly_slow(["0", "2", "compat"], 2))
@@ -208,9 +184,9 @@ def test_torchs_engine_uses_the_other_parts(
     arguments, options = put(TORCHS[part], monkeypatch), LOADERS[loader]
     has_workers = "num_workers" in options
     needed = not (
-        ("without" in part and has_workers) or ("with workers" in part and not has_workers)
+        ("without" in part and has_workers)
+        or (("with workers" in part or part == "worker loop") and not has_workers)
     )
-    needed = needed and not (part == "worker loop" and not has_workers)
     ours = DataLoader(Marks(6), **arguments, **options)
     wanted = expected(Marks(6), arguments, options)
     with told(needed):
@@ -226,15 +202,9 @@ def test_torchs_engine_uses_the_other_parts(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("transforms", [double]),
-        ("errors", "skip"),
-        ("errors", ErrorPolicy(on_error="skip")),
-        ("seed", 3),
-        ("order", "arrival"),
-        ("workers", "thread"),
-        ("fetch_concurrency", 4),
-        ("num_workers", "auto"),
-        ("pin_memory", "in_place"),
+        *(("transforms", [double]), ("errors", "skip"), ("errors", ErrorPolicy(on_error="skip"))),
+        *(("seed", 3), ("order", "arrival"), ("workers", "thread"), ("fetch_concurrency", 4)),
+        *(("num_workers", "auto"), ("pin_memory", "in_place")),
     ],
 )
 def test_arguments_that_torchs_engine_does_without_are_refused(
@@ -258,10 +228,11 @@ def test_the_fetcher_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transforms_and_states_with_a_replaced_fetcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "_MapDatasetFetcher", Bins)
     for options in ({}, forked(2)):
-        loader = DataLoader(Numbers(6), transforms=[double], **BINS, **options)
+        loader, resumed = (
+            DataLoader(Numbers(6), transforms=[double], **BINS, **options) for _ in range(2)
+        )
         iterator = iter(loader)
         assert next(iterator) == [2, 4]
-        resumed = DataLoader(Numbers(6), transforms=[double], **BINS, **options)
         resumed.load_state_dict(loader.state_dict())
         assert list(iterator) == list(resumed) == [[24]]
 
@@ -313,11 +284,6 @@ def test_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchs_own_parts_are_known() -> None:
     assert not fetcher_is_replaced()
     assert not torch_looks_on()
-    for workers in (0, 2):
-        for streams in (False, True):
-            assert (
-                replaced_parts(
-                    streams=streams, worker_processes=workers > 0, workers=workers, pins=True
-                )
-                == []
-            )
+    for workers, streams in itertools.product((0, 2), (False, True)):
+        options = {"streams": streams, "worker_processes": workers > 0, "workers": workers}
+        assert replaced_parts(**options, pins=True) == []
