@@ -9,19 +9,23 @@ import importlib.metadata
 import importlib.util
 import linecache
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import minato
+from minato._support import hashes
 from minato._support.hashes import fingerprint
 from minato.caching import MemoryCache
 from minato.sharing import SharedDict, SharedList
+from tests.datasets import flat, indices
 from tests.subprocesses import output
 
 HEAD = """
@@ -170,26 +174,25 @@ def function(*a): return 2
 
 def run(folder: Path, text: str, k: int = 2, other: str | None = None) -> bytes:
     """The fingerprint of what a program makes in a run of its own, as far as that concerns its modules."""
-    folder.mkdir(parents=True, exist_ok=True)
     builtins.minato_k = k  # type: ignore[attr-defined]
-    for name, content in (("other", other), ("program", None if text is None else HEAD + text)):
-        if content is None:
-            continue
-        (folder / f"{name}.py").write_text(content)
-        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            sys.dont_write_bytecode = before
+    if other is not None:
+        loaded(folder / "other.py", other)
     try:
-        return fingerprint(sys.modules["program"].make())
+        return fingerprint(loaded(folder / "program.py", HEAD + text).make())
     finally:
         sys.modules.pop("program")
         sys.modules.pop("other", None)
+
+
+def loaded(path: Path, text: str) -> Any:
+    """A module of a file that is written now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "dont_write_bytecode", True):
+        spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -261,18 +264,13 @@ def test_another_version_of_a_package_is_another_key(
         info.mkdir()
         (info / "top_level.txt").write_text("scaling\n")
         for version in ("1.0", "1.1", "1.0"):
-            (info / "METADATA").write_text(
-                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-            )
-            from minato._support import hashes as module
-
-            module._distributions.cache_clear()
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (info / "METADATA").write_text(metadata)
+            hashes._distributions.cache_clear()
             importlib.invalidate_caches()
             sys.modules.pop("scaling", None)
             found.append(fingerprint(__import__("scaling").Scale()))
-        for file in info.iterdir():
-            file.unlink()
-        info.rmdir()
+        shutil.rmtree(info)
     sys.modules.pop("scaling", None)
     assert found[0] == found[2] != found[1]
     assert found[3] == found[5] != found[4]
@@ -289,12 +287,12 @@ def interactive(text: str, registered: bool) -> Any:
 
 
 def test_what_is_typed_in_counts_by_its_text() -> None:
-    text = "class T:\n    def f(self): return {}\nmake = T"
-    keys = [fingerprint(interactive(text.format(k), True)) for k in (2, 3, 2)]
-    assert keys[0] == keys[2] != keys[1]
-    function = "def g(x): return {}\ndef make(): return g"
-    keys = [fingerprint(interactive(function.format(k), True)) for k in (2, 3, 2)]
-    assert keys[0] == keys[2] != keys[1]
+    for text in (
+        "class T:\n    def f(self): return {}\nmake = T",
+        "def g(x): return {}\ndef make(): return g",
+    ):
+        keys = [fingerprint(interactive(text.format(k), True)) for k in (2, 3, 2)]
+        assert keys[0] == keys[2] != keys[1]
 
 
 @pytest.mark.parametrize(
@@ -323,12 +321,7 @@ def test_a_class_of_values_alone_needs_no_text() -> None:
 
 def test_a_file_that_is_edited_counts_as_it_ran(tmp_path: Path) -> None:
     text = BODIES["a method"]
-    (tmp_path / "edited.py").write_text(text)
-    spec = importlib.util.spec_from_file_location("edited", tmp_path / "edited.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["edited"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded(tmp_path / "edited.py", text)
     before = fingerprint(module.T())
     (tmp_path / "edited.py").write_text(text.replace("2", "3"))
     assert fingerprint(module.T()) == before
@@ -368,13 +361,13 @@ def deep(levels: int) -> list[Any]:
     ids=lambda held: type(held).__name__,
 )
 def test_what_has_no_fingerprint_is_refused_with_the_remedy(held: Any) -> None:
-    loader = minato.DataLoader([1, 2, 3], transforms=[Held(held)], cache=MemoryCache(1 << 20))
-    with pytest.raises(TypeError, match="give the cache a version="):
-        list(loader)
-    loader = minato.DataLoader(
-        [1, 2, 3], transforms=[Held(held)], cache=MemoryCache(1 << 20, version="1")
+    unnamed, named = (
+        minato.DataLoader([1, 2, 3], transforms=[Held(held)], cache=cache)
+        for cache in (MemoryCache(1 << 20), MemoryCache(1 << 20, version="1"))
     )
-    assert [value for batch in loader for value in batch.tolist()] == [1, 2, 3]
+    with pytest.raises(TypeError, match="give the cache a version="):
+        list(unnamed)
+    assert flat(indices(named)) == [1, 2, 3]
     if hasattr(held, "close"):
         held.close()
 
@@ -402,10 +395,9 @@ def test_shared_columns_count_by_their_content() -> None:
 def test_equal_objects_and_one_object_are_the_same() -> None:
     one = ["a", {}]
     assert fingerprint([one, one]) == fingerprint([one, ["a", {}]])
-    circle: list[Any] = [1]
-    circle.append(circle)
-    other: list[Any] = [2]
-    other.append(other)
+    circle, other = [1], [2]
+    circle.append(circle)  # type: ignore[arg-type]
+    other.append(other)  # type: ignore[arg-type]
     assert fingerprint(circle) != fingerprint(other)
 
 
@@ -432,5 +424,5 @@ def test_indices_that_are_equal_are_one_entry() -> None:
     cache = MemoryCache(1 << 20, version="1")
     for sampler in ([0, 1], [np.int64(0), np.int32(1)]):
         loader = minato.DataLoader([5, 6], sampler=sampler, cache=cache)
-        assert [value for batch in loader for value in batch.tolist()] == [5, 6]
+        assert flat(indices(loader)) == [5, 6]
     assert (cache.report().hits, cache.report().misses) == (2, 2)

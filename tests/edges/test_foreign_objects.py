@@ -71,7 +71,8 @@ def class_that(name: str, how: str) -> type:
     """A class whose instances raise in one special method."""
     refuse: Any = raises if how == "raises" else recurses
     members: dict[str, Any] = {name: refuse}
-    if name == "__class__" or name == "__dict__":
+    kind: type = type
+    if name in ("__class__", "__dict__"):
         members = {name: property(refuse)}
     elif name == "__getattribute__":
         members = {name: but_for_python(refuse)}
@@ -80,33 +81,18 @@ def class_that(name: str, how: str) -> type:
     elif name == "__eq__":
         members["__hash__"] = object.__hash__
     elif name == "metaclass":
-        metaclass = type(
-            "Metaclass",
-            (type,),
-            dict.fromkeys(
-                ("__instancecheck__", "__subclasscheck__", "__eq__", "__hash__", "__repr__"), refuse
-            ),
-        )
-        return metaclass("Odd", (), {"__module__": __name__})
+        names = "__instancecheck__ __subclasscheck__ __eq__ __hash__ __repr__"
+        kind, members = type("Metaclass", (type,), dict.fromkeys(names.split(), refuse)), {}
     elif name == "properties":
         names = "state_dict epoch generator sampler batch_sampler rank transforms nbytes to pin_memory size"
         members = {each: property(refuse) for each in names.split()}
-    return type("Odd", (), {"__module__": __name__, **members})
+    return kind("Odd", (), {"__module__": __name__, **members})  # type: ignore[no-any-return]
 
 
-NAMES = (
-    *("__repr__", "__str__", "__class__", "__dict__", "__eq__", "__hash__", "__len__", "__bool__"),
-    *(
-        "__getattr__",
-        "__getattribute__",
-        "__del__",
-        "__reduce__",
-        "__iter__",
-        "__sizeof__",
-        "__getitem__",
-    ),
-    *("metaclass", "properties", "__format__", "__contains__", "__index__", "__call__"),
-)
+SPECIAL = """
+    repr str class dict eq hash len bool getattr getattribute del reduce iter sizeof getitem format contains index call
+"""
+NAMES = ["metaclass", "properties", *(f"__{name}__" for name in SPECIAL.split())]
 
 
 class Holds(Numbers):
@@ -141,10 +127,7 @@ def with_base(odd: type, base: type) -> Any:
 
 
 class Order:
-    """A sampler."""
-
-    def __init__(self) -> None:
-        pass
+    """A sampler, which asks itself nothing."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([3, 1, 2])
@@ -202,10 +185,9 @@ def differing(cases: list[Any], loaders: list[str]) -> list[Any]:
     for name, how, role in cases:
         odd = class_that(name, how)
         expected = outcome(TorchLoader, odd, role)
-        for loader in loaders:
-            seen = outcome(DataLoader, odd, role, **LOADERS[loader])
-            if seen != expected:
-                found.append((name, how, role, loader, seen, expected))
+        seen = {each: outcome(DataLoader, odd, role, **LOADERS[each]) for each in loaders}
+        if any(each != expected for each in seen.values()):
+            found.append((name, how, role, seen, expected))
     return found
 
 
@@ -234,42 +216,37 @@ def test_all_that_raises_is_torchs_affair() -> None:
 def test_no_search_asks_an_object(name: str, how: str) -> None:
     """Whatever raises, the generator beside it is found."""
     odd = class_that(name, how)
-    dataset = Holds(odd())
-    dataset.known = [odd, odd(), {"rng": random.Random(0)}]  # type: ignore[attr-defined]
-    assert [path.split(" ")[0] for path in OwnedGenerators({"it": dataset}).names] == [
-        "it.known[2]['rng']"
-    ]
-    dataset.words = ["word"] * 60_000  # type: ignore[attr-defined]
+    dataset: Any = Holds(odd())
+    dataset.known = [odd, odd(), {"rng": random.Random(0)}]
+    assert OwnedGenerators({"it": dataset}).names == ["it.known[2]['rng'] (random.Random)"]
+    dataset.words = ["word"] * 60_000
     assert [path for *_, path in large_containers(dataset)] == ["dataset.words"]
     minato.share(dataset)
-    assert isinstance(dataset.words, minato.SharedList)  # type: ignore[attr-defined]
+    assert isinstance(dataset.words, minato.SharedList)
     assert nbytes_of([odd(), {"odd": odd(), "one": 1}]) == 8
 
 
-def deep(kind: str) -> Any:
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "lists": lambda made: [made],
+    "tuples": lambda made: (made, 1),
+    "dictionaries": lambda made: {"within": made},
+    "partial functions": functools.partial(functools.partial, print),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_depth_and_cycles_end_no_search(wrap: Callable[[Any], Any]) -> None:
     made: Any = random.Random(0)
     for _ in range(100_000):
-        if kind == "lists":
-            made = [made]
-        elif kind == "tuples":
-            made = (made, 1)
-        elif kind == "dictionaries":
-            made = {"within": made}
-        else:
-            made = functools.partial(print, made)
-    return made
-
-
-@pytest.mark.parametrize("kind", ["lists", "tuples", "dictionaries", "partial functions"])
-def test_depth_and_cycles_end_no_search(kind: str) -> None:
-    dataset = Holds(deep(kind))
-    dataset.rng = random.Random(0)  # type: ignore[attr-defined]
-    dataset.cycle = [dataset, {"cycle": dataset.listed}]  # type: ignore[attr-defined]
-    dataset.cycle.append(dataset.cycle)  # type: ignore[attr-defined]
+        made = wrap(made)
+    dataset: Any = Holds(made)
+    dataset.rng = random.Random(0)
+    dataset.cycle = [dataset, {"cycle": dataset.listed}]
+    dataset.cycle.append(dataset.cycle)
     assert OwnedGenerators({"it": dataset}).names == ["it.rng (random.Random)"]
     assert large_containers(dataset) == []
-    nbytes_of([dataset.odd, dataset.cycle])  # type: ignore[attr-defined]
-    dataset.rng = None  # type: ignore[attr-defined]  # which threads would share
+    nbytes_of([dataset.odd, dataset.cycle])
+    dataset.rng = None  # which threads would share
     for options in LOADERS.values():
         assert len(list(DataLoader(dataset, 3, **options))) == 2
 
@@ -298,12 +275,11 @@ class Changing(Numbers):
 
 def test_threads_that_change_the_dataset_meanwhile_end_no_loader() -> None:
     dataset = Changing()
-    threads = [threading.Thread(target=dataset.change) for _ in range(1)]
+    thread = threading.Thread(target=dataset.change)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for thread in threads:
-            thread.start()
+        thread.start()
         for _ in range(40):
             assert "it.rng (random.Random)" in OwnedGenerators({"it": dataset}).names
             assert large_containers(dataset) == []
@@ -312,16 +288,13 @@ def test_threads_that_change_the_dataset_meanwhile_end_no_loader() -> None:
     finally:
         dataset.over.set()
         sys.setswitchinterval(before)
-        for thread in threads:
-            thread.join()
+        thread.join()
 
 
-REPLACED = (
-    *("random.random", "random.seed", "random.getrandbits", "builtins.open"),
-    *("numpy.random.rand", "numpy.random.default_rng", "torch.rand"),
-    *("os.path.exists", "os.listdir", "time.sleep"),
-    *("time.time", "builtins.print", "pathlib.Path.read_text"),
-)
+REPLACED = """
+    random.random random.seed random.getrandbits builtins.open numpy.random.rand numpy.random.default_rng torch.rand
+    os.path.exists os.listdir time.sleep time.time builtins.print pathlib.Path.read_text
+"""
 
 
 class Draws(Numbers):
@@ -333,7 +306,7 @@ class Draws(Numbers):
         return index + int(self.rng.integers(1))
 
 
-@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("name", REPLACED.split())
 def test_functions_that_a_test_replaces(name: str) -> None:
     dataset = Draws()
 

@@ -19,13 +19,9 @@ from tests.datasets import Numbers, forked, outcomes
 class Sized(list):  # type: ignore[type-arg]
     """A batch with the size of its images."""
 
-    size = 0
-
-
-def sized(indices: list[int], size: int) -> Sized:
-    batch = Sized(indices)
-    batch.size = size
-    return batch
+    def __init__(self, indices: list[int], size: int) -> None:
+        super().__init__(indices)
+        self.size = size
 
 
 class Whole(Numbers):
@@ -46,10 +42,10 @@ BATCHES: dict[str, list[Any]] = {
     "ranges": [range(2), range(2, 4)],
     "strings": ["ab", "c"],
     "dictionaries": [{"indices": [0, 1], "size": 224}, {"indices": [2], "size": 96}],
-    "of one": [{"indices": [0, 1, 2]} | {"size": 1}, sized([5], 7)],
+    "of one": [{"indices": [0, 1, 2]} | {"size": 1}, Sized([5], 7)],
     "sets": [{0, 1}, {2}],
     "deques": [deque([0, 1]), deque([2])],
-    "subclasses": [sized([0, 1], 224), sized([2, 3], 96)],
+    "subclasses": [Sized([0, 1], 224), Sized([2, 3], 96)],
 }
 WORKERS: dict[str, dict[str, Any]] = {
     "0": {},
@@ -76,7 +72,7 @@ class Refuses(Whole):
 
 def test_a_batch_that_is_more_than_a_list_is_not_divided_to_skip_a_sample() -> None:
     # A call for its single indices would lack the size, and so return other samples.
-    batches = [sized([0, 1], 1), sized([2, 3], 2), [2, 3]]
+    batches = [Sized([0, 1], 1), Sized([2, 3], 2), [2, 3]]
     loader = DataLoader(
         Refuses(8), batch_sampler=batches, collate_fn=list, errors=ErrorPolicy(on_error="skip")
     )
@@ -91,9 +87,8 @@ def test_a_batch_that_is_more_than_a_list_is_not_divided_to_skip_a_sample() -> N
 def test_what_a_record_could_not_hold_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
     loader = DataLoader(Whole(8), batch_sampler=BATCHES[name], recording=Record(path))
-    with pytest.raises(
-        ValueError, match="must get as it is, and recording=Record.* writes indices only"
-    ):
+    message = "must get as it is, and recording=Record.* writes indices only"
+    with pytest.raises(ValueError, match=message):
         next(iter(loader))
 
 
