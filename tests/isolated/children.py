@@ -12,18 +12,11 @@ from typing import Any
 import torch
 
 from minato import DataLoader, Readers, SharedPool
+from tests.datasets import Sleepy
 
 
-class LateAtTheEnd(torch.utils.data.Dataset[int]):
-    def __init__(self, late_s: float = 0.25) -> None:
-        self.late_s = late_s
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.late_s if index >= 20 else 0.01)
-        return index
+def late_at_the_end(late_s: float) -> Sleepy:
+    return Sleepy(24, 0.01, dict.fromkeys(range(20, 24), late_s))
 
 
 NEVER_S = 3600.0
@@ -36,10 +29,14 @@ class Uneven(torch.utils.data.IterableDataset[int]):
         yield from range(8 if info is not None and info.id == 0 else 32)
 
 
+def shared(late_s: float) -> DataLoader:
+    dataset = late_at_the_end(late_s)
+    return DataLoader(dataset, 4, num_workers=1, workers=SharedPool(), order="strict")
+
+
 def pool(rank: int) -> None:
     """Rank 0 has its last batch long before rank 1, for which its workers run."""
-    loader = DataLoader(LateAtTheEnd(), 4, num_workers=1, workers=SharedPool(), order="strict")
-    assert len(list(loader)) == 3
+    assert len(list(shared(0.25))) == 3
 
 
 begun = multiprocessing.get_context("fork").Event()
@@ -47,9 +44,7 @@ begun = multiprocessing.get_context("fork").Event()
 
 def broken_pool(rank: int) -> None:
     """Rank 0 fails: the others need not wait until it has served them."""
-    loader = DataLoader(
-        LateAtTheEnd(NEVER_S), 4, num_workers=1, workers=SharedPool(), order="strict"
-    )
+    loader = shared(NEVER_S)
     try:
         for _ in loader:
             if rank == 1:
@@ -63,9 +58,7 @@ def broken_pool(rank: int) -> None:
 
 def broken_rank(rank: int) -> None:
     """Rank 1 fails: the other one learns it."""
-    loader = DataLoader(
-        LateAtTheEnd(NEVER_S), 4, num_workers=1, workers=SharedPool(), order="strict"
-    )
+    loader = shared(NEVER_S)
     try:
         for _ in loader:
             assert rank == 0, "on purpose"
@@ -102,7 +95,7 @@ def live(_: int) -> None:
     """It ends in the middle of an epoch."""
     global kept
     sys.stderr = Terminal()
-    loader = DataLoader(LateAtTheEnd(), 2)
+    loader = DataLoader(late_at_the_end(0.25), 2)
     loader.live()
     kept = iter(loader)
     next(kept)

@@ -11,13 +11,11 @@ import torch
 
 import minato
 from minato import DataLoader
+from tests.datasets import Numbers, outcomes
 
 
-class Mixed:
+class Mixed(Numbers):
     """Samples with fields, texts, and shapes that do not always fit."""
-
-    def __len__(self) -> int:
-        return 31
 
     def __getitem__(self, index: int) -> dict[str, object]:
         if index == 17:
@@ -45,6 +43,12 @@ def uncollated(samples: list[object]) -> list[object]:
     return samples
 
 
+def raised(kind: type, text: str) -> str:
+    assert issubclass(kind, (ValueError, RuntimeError)), text
+    name = f"{kind.__name__}: "
+    return name + text.splitlines()[-1].removeprefix(name)
+
+
 def main() -> None:
     warnings.simplefilter("error")
     print(json.dumps(minato.implementation()[0]))
@@ -52,20 +56,14 @@ def main() -> None:
         for workers in ({"num_workers": 0}, {"num_workers": 2}):
             for collate_fn in (None, uncollated):
                 loader = DataLoader(
-                    Mixed(), 3, shuffle=True, seed=4, order=order, collate_fn=collate_fn,
+                    Mixed(31), 3, shuffle=True, seed=4, order=order, collate_fn=collate_fn,
                     persistent_workers=workers["num_workers"] > 0, **workers,
                 )  # fmt: skip
                 for epoch in range(2):
-                    iterator = iter(loader)
-                    found = []
-                    while True:
-                        try:
-                            found.append(plain(next(iterator)))
-                        except StopIteration:
-                            break
-                        except (ValueError, RuntimeError) as error:
-                            kind = f"{type(error).__name__}: "
-                            found.append(kind + str(error).splitlines()[-1].removeprefix(kind))
+                    found = [
+                        plain(value) if kind == "batch" else raised(value, *text)
+                        for kind, value, *text in outcomes(iter(loader))
+                    ]
                     print(json.dumps([order, collate_fn is None, epoch, found]))
 
 

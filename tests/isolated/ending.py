@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 from minato import DataLoader
+from tests.datasets import Sleepy
+from tests.isolated.shared import KINDS
 
-KIND = {
-    "inline": {"num_workers": 0},
-    "processes": {"num_workers": 2},
-    "persistent": {"num_workers": 2, "persistent_workers": True},
-    "threads": {"num_workers": 2, "workers": "thread"},
+MORE = {
     "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
     "large": {
         "num_workers": 2,
@@ -23,21 +20,11 @@ KIND = {
 }
 
 
-class Slow:
-    """Numbers that take a while."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.003 if index >= 0 else 9.0)
-        return index
-
-
 def main(kind: str, how: str) -> None:
     global iterator, kept  # they are alive when the interpreter ends
-    batch_size = 1 if "batch_sampler" in KIND[kind] else 2
-    iterator = iter(DataLoader(Slow(), batch_size, **KIND[kind]))
+    options = (KINDS | MORE)[kind]
+    batch_size = 1 if "batch_sampler" in options else 2
+    iterator = iter(DataLoader(Sleepy(1000, 0.003, {-1: 9.0}), batch_size, **options))
     kept = [next(iterator) for _ in range(3)]
     print([batch.tolist() for batch in kept], flush=True)
     if how == "sys.exit":
@@ -51,8 +38,7 @@ def main(kind: str, how: str) -> None:
             kept.append(error)
             print(error)
     if how == "reference cycle":
-        kept.append(kept)
-        kept.append(iterator)
+        kept += [kept, iterator]
 
 
 if __name__ == "__main__":

@@ -14,34 +14,24 @@ from typing import Any
 import torch
 
 from minato import DataLoader, ErrorPolicy
+from tests.datasets import Numbers, Sleepy
 
 
-class Slow:
-    """Numbers; the first four at once, the others after so many seconds."""
-
-    def __init__(self, seconds: float, first: int = 4) -> None:
-        self.seconds = seconds
-        self.first = first
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        if index >= self.first:
-            time.sleep(self.seconds)
-        return index
+def slow(seconds: float) -> Sleepy:
+    """The first four at once, the others after so many seconds."""
+    return Sleepy(12, seconds, dict.fromkeys(range(4), 0))
 
 
-class UntilStopped(Slow):
-    """The others after the processes were stopped for a while."""
+class UntilStopped(Numbers):
+    """Samples after the first four come when the processes were stopped for a while."""
 
     def __init__(self) -> None:
-        super().__init__(0.0)
+        super().__init__(12)
         self.at_work, self.was_stopped = RawValue("b", 0), RawValue("b", 0)
 
     def __getitem__(self, index: int) -> int:
         seen_s = time.monotonic()
-        while index >= self.first and not self.was_stopped.value:
+        while index >= 4 and not self.was_stopped.value:
             self.at_work.value = 1
             time.sleep(0.01)
             before_s, seen_s = seen_s, time.monotonic()
@@ -50,12 +40,12 @@ class UntilStopped(Slow):
         return index
 
 
-class Holding(Slow):
-    """The same, in compiled code that lets no other thread of Python run."""
+class Holding(Numbers):
+    """Samples after the first four run compiled code that lets no other thread of Python run."""
 
     def __getitem__(self, index: int) -> int:
-        if index >= self.first:
-            ctypes.PyDLL(None).sleep(int(self.seconds))
+        if index >= 4:
+            ctypes.PyDLL(None).sleep(60)
         return index
 
 
@@ -67,24 +57,25 @@ def iterate(dataset: Any, **options: Any) -> Any:
     return iterator
 
 
+def say_at_work(iterator: Any) -> None:
+    print(*(process.pid for process in iterator._source._pool.processes), "are at work", flush=True)
+
+
 def stuck(kind: str) -> None:
     """Wait for workers that are stuck in a sample."""
-    iterator = iterate({"sleep": Slow, "compiled": Holding}[kind](60))
-    pids = [process.pid for process in iterator._source._pool.processes]
+    iterator = iterate({"sleep": slow(60), "compiled": Holding(12)}[kind])
     time.sleep(0.2)
-    print(*pids, "are at work", flush=True)
+    say_at_work(iterator)
     next(iterator)
 
 
 def another_program(method: str) -> None:
     """Become another program while workers wait for work."""
-    iterator = iterate(Slow(0, 12), multiprocessing_context=method, persistent_workers=True)
-    pids = [process.pid for process in iterator._source._pool.processes]
-    print(*pids, "are at work", flush=True)
+    say_at_work(iterate(range(12), multiprocessing_context=method, persistent_workers=True))
     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-def stopped(_: str) -> None:
+def stopped() -> None:
     """Wait for slow samples, with limits on the time that they may take."""
     dataset = UntilStopped()
     iterator = iterate(dataset, timeout=10.0, errors=ErrorPolicy(sample_timeout=10.0))
@@ -100,7 +91,8 @@ def exits(method: str) -> None:
     begun = threading.Event()
 
     def run() -> None:
-        for _ in DataLoader(Slow(0.05, 0), 1, num_workers=2, multiprocessing_context=method):
+        dataset = Sleepy(12, 0.05)
+        for _ in DataLoader(dataset, 1, num_workers=2, multiprocessing_context=method):
             begun.set()
 
     threading.Thread(target=run, daemon=True).start()
@@ -115,18 +107,12 @@ def refused(limit: str) -> None:
     else:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before + int(limit), 4096))
     try:
-        list(DataLoader(Slow(0), 4, num_workers=2))
+        list(DataLoader(range(12), 4, num_workers=2))
     except OSError as error:
         print(error)
-    assert torch.cat(list(DataLoader(Slow(0), 4))).tolist() == list(range(12))
+    assert torch.cat(list(DataLoader(range(12), 4))).tolist() == list(range(12))
 
 
 if __name__ == "__main__":
-    FAULTS = {
-        "stuck": stuck,
-        "exec": another_program,
-        "stopped": stopped,
-        "exits": exits,
-        "refused": refused,
-    }
-    FAULTS[sys.argv[1]](sys.argv[2] if len(sys.argv) > 2 else "")
+    faults = {"exec": another_program, **globals()}
+    faults[sys.argv[1]](*sys.argv[2:])

@@ -7,23 +7,12 @@ import sys
 import time
 
 from minato import DataLoader
-
-
-class Stuck:
-    """All samples but the first take for ever."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index:
-            time.sleep(3600)
-        return index
+from tests.datasets import Sleepy
 
 
 def main(method: str) -> None:
-    loader = DataLoader(Stuck(), 1, num_workers=2, multiprocessing_context=method)
-    iterator = iter(loader)
+    stuck = Sleepy(8, 3600, {0: 0})  # in all samples but the first
+    iterator = iter(DataLoader(stuck, 1, num_workers=2, multiprocessing_context=method))
     next(iterator)
     while len(iterator._workers) < 2:
         time.sleep(0.01)

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
-import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -19,11 +15,10 @@ import psutil
 
 from minato import DataLoader
 from tests.datasets import Filled
+from tests.isolated.shared import KINDS, measure, name_semaphores, settled
 
 SOME_BYTES = 12 << 20
-EXACT = ("descriptors", "threads", "children", "shared memory")
-LEAVES_S = 20.0
-"""How long what was told to end may take, on a busy machine."""
+EXACT = tuple(measure())
 
 
 def fail(index: int) -> int:
@@ -74,8 +69,7 @@ def collated(samples: list[np.ndarray]) -> dict[str, object]:
     return {"samples": samples, "text": "x" * 1000}
 
 
-THREADS = {"num_workers": 2, "workers": "thread"}
-PROCESSES = {"num_workers": 2}
+THREADS, PROCESSES = KINDS["threads"], KINDS["processes"]
 KEPT = {"persistent_workers": True}
 # How to work, and how many rounds before and between the two measurements.
 CASES = {
@@ -93,48 +87,39 @@ CASES = {
 }
 
 
-# Other programs use /dev/shm meanwhile: names of ours hold the process id, as torch's do.
-multiprocessing.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
+name_semaphores()
 
 
-def measure() -> dict[str, int]:
+def used() -> dict[str, int]:
     gc.collect()
     process = psutil.Process()
     workers = process.children(recursive=True)
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": threading.active_count(),
+        **measure(),
         "native threads": process.num_threads(),
-        "children": len(workers),
         "mappings": len(process.memory_maps(grouped=False)),
-        "shared memory": sum(str(os.getpid()) in name for name in os.listdir("/dev/shm")),
         "bytes": process.memory_info().rss,
         "bytes of workers": sum(worker.memory_info().rss for worker in workers),
     }
 
 
-def settled(first: dict[str, int]) -> dict[str, int]:
-    """What there is when there is no more than before, or when all that ends has had the time to."""
-    deadline = time.monotonic() + LEAVES_S
-    while True:
-        last = measure()
-        if all(last[name] <= first[name] for name in EXACT) or time.monotonic() > deadline:
-            return last
-        time.sleep(0.05)
+def settled_below(first: dict[str, int]) -> dict[str, int]:
+    """What there is when there is no more than before of what is counted exactly."""
+    return settled(used, lambda last: all(last[name] <= first[name] for name in EXACT))
 
 
 def main(case: str) -> None:
     make, before, between = CASES[case]
     work = make()
     work(before)
-    first = measure()
+    first = used()
     work(between)
-    last = settled(first)
+    last = settled_below(first)
     if last["bytes of workers"] - first["bytes of workers"] > SOME_BYTES:
         # On a busy machine a worker may have its first sample late, and then reads much of the interpreter: once.
         first = last
         work(between)
-        last = settled(first)
+        last = settled_below(first)
     print(json.dumps([case, {name: last[name] - first[name] for name in first}]))
 
 

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import psutil
 
 from minato import DataLoader
+from tests.datasets import Sleepy
 
 LOOK_S = 0.2
 """Time between two looks at what it reports."""
@@ -39,24 +40,14 @@ INTERRUPTED, TERMINATED = 130, 143
 OPTIONS: dict[str, dict[str, Any]] = {
     "inline": {"num_workers": 0},
     "thread": {"num_workers": 2, "workers": "thread"},
-    **{
-        method: {"num_workers": 2, "multiprocessing_context": method}
-        for method in ("fork", "forkserver")
-    },
+    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "forkserver": {"num_workers": 2, "multiprocessing_context": "forkserver"},
     # One, as each imports torch, on cores that are few.
     "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
 }
 
 
-class Numbers:
-    """Some are quick, some take a while."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.02 if index % 8 == 7 else 0)
-        return index
+SOME_SLOW = Sleepy(24, 0, dict.fromkeys((7, 15, 23), 0.02))
 
 
 def program(method: str, ready: int) -> NoReturn:
@@ -65,7 +56,7 @@ def program(method: str, ready: int) -> NoReturn:
     number = 0
     while True:
         persistent = number % 3 == 2 and method != "inline"
-        loader = DataLoader(Numbers(), 4, persistent_workers=persistent, **OPTIONS[method])
+        loader = DataLoader(SOME_SLOW, 4, persistent_workers=persistent, **OPTIONS[method])
         for i, batch in enumerate(loader):
             assert batch.tolist() == list(range(4 * i, 4 * i + 4))
             if i == number % 7:

@@ -9,16 +9,12 @@ import numpy as np
 import psutil
 
 from minato import DataLoader
+from tests.datasets import Numbers
+from tests.isolated.shared import KINDS
 
 
-class Arrays:
+class Arrays(Numbers):
     """Arrays of float32 that hold nothing but their index."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return {"a": np.full(5000, index, np.float32), "b": np.full(3, index)}
@@ -34,11 +30,7 @@ def main(limit: str) -> None:
     else:
         size = psutil.Process().memory_info().vms + (3 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    for options in (
-        {"num_workers": 0},
-        {"num_workers": 2},
-        {"num_workers": 2, "workers": "thread"},
-    ):
+    for options in (KINDS["inline"], KINDS["processes"], KINDS["threads"]):
         kept = [list(DataLoader(Arrays(160), 2, **options)) for _ in range(2)]
         for epoch in kept:
             assert len(epoch) == 80

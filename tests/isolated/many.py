@@ -9,15 +9,13 @@ import psutil
 import torch
 
 from minato import DataLoader
+from tests.datasets import Numbers
 
 GIB = 1 << 30
 
 
-class Large:
+class Large(Numbers):
     """Zeros of 2.05 GiB, of which only the last byte is written."""
-
-    def __len__(self) -> int:
-        return 2
 
     def __getitem__(self, index: int) -> torch.Tensor:
         sample = torch.zeros(2100 << 20, dtype=torch.uint8)
@@ -44,7 +42,7 @@ def iterators(count: int) -> None:
 
 def large(num_workers: int) -> None:
     """Deliver one batch of more than 4 GiB."""
-    (batch,) = DataLoader(Large(), 2, num_workers=num_workers)
+    (batch,) = DataLoader(Large(2), 2, num_workers=num_workers)
     assert batch.nbytes > 4 * GIB
     assert batch.shape == (2, 2100 << 20)
     assert batch[:, -1].tolist() == [1, 2]

@@ -93,15 +93,14 @@ def callers() -> Iterator[str]:
 
 
 def become(name: str) -> None:
-    missing = [LINUX_ONLY, *([UNIX_ONLY] if name == "win32" else [])]
-    for module, names in (item for part in missing for item in part.items()):
+    missing = [*LINUX_ONLY.items(), *(UNIX_ONLY.items() if name == "win32" else ())]
+    for module, names in missing:
         for found in set(names) & set(vars(module)):
             delattr(module, found)
     if name == "win32":
-        for found in [
-            found for found in vars(mmap) if found.startswith(("MADV_", "MAP_", "PROT_"))
-        ]:
-            delattr(mmap, found)
+        for found in [*vars(mmap)]:
+            if found.startswith(("MADV_", "MAP_", "PROT_")):
+                delattr(mmap, found)
         mmap.mmap = WindowsMap
         ctypes.CDLL = no_program_library
         for module in UNIX_MODULES:
@@ -114,15 +113,16 @@ def become(name: str) -> None:
 
 
 class Squares(torch.utils.data.Dataset):
+    def __init__(self, bad: int = -1) -> None:
+        self.bad = bad
+
     def __len__(self) -> int:
         return 100
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, str]:
-        if index == 50 and self.bad:
+        if index == self.bad:
             raise ValueError("a bad sample")
         return torch.full((3, 4), index**2), str(index)
-
-    bad = False
 
 
 def main(name: str) -> None:
@@ -148,15 +148,12 @@ def main(name: str) -> None:
                 seen += indices
             assert sorted(seen) == list(range(100))
         assert loader.report().to_dict()
-        state = loader.state_dict()
-        loader.load_state_dict(state)
+        loader.load_state_dict(loader.state_dict())
 
-    bad = Squares()
-    bad.bad = True
+    bad = Squares(bad=50)
     for options in ({}, {"num_workers": 2, "workers": "thread"}):
-        policy = minato.ErrorPolicy("skip")
         try:
-            loader = minato.DataLoader(bad, batch_size=8, errors=policy, **options)
+            loader = minato.DataLoader(bad, batch_size=8, errors="skip", **options)
         except RuntimeError as error:
             assert name == "win32"
             print(error)

@@ -12,24 +12,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from minato import DataLoader
 from tests.datasets import Failing, Numbers, Sleepy
-
-KINDS = {
-    "inline": {"num_workers": 0},
-    "processes": {"num_workers": 2},
-    "persistent": {"num_workers": 2, "persistent_workers": True},
-    "threads": {"num_workers": 2, "workers": "thread"},
-}
-LEAVES_S = 30.0
-"""How long what was told to end may take, on a busy machine."""
-
+from tests.isolated.shared import KINDS, measure, name_semaphores, settled
 
 NUMBERS, BAD = Sleepy(40, 0.001), Failing(40, {7: ValueError})
 
@@ -49,17 +38,17 @@ def stops() -> None:
 
 
 def raises() -> None:
-    try:
+    with suppress(KeyError):
         for number, _ in enumerate(DataLoader(NUMBERS, 2, **OPTIONS)):
             if number == 3:
                 raise KeyError(number)
-    except KeyError:
-        pass
 
 
-def sample_raises() -> None:
+def sample_raises(consumers: int = 0) -> None:
+    loader = DataLoader(BAD, 2, **OPTIONS)
+    [batches] = loader.consumers(consumers) if consumers else [loader]
     try:
-        list(DataLoader(BAD, 2, **OPTIONS))
+        list(batches)
     except ValueError:
         return
     raise AssertionError("no error")
@@ -67,12 +56,7 @@ def sample_raises() -> None:
 
 def consumer_raises() -> None:
     """A thread that shares the loader with others; here it is alone."""
-    [consumer] = DataLoader(BAD, 2, **OPTIONS).consumers(1)
-    try:
-        list(consumer)
-    except ValueError:
-        return
-    raise AssertionError("no error")
+    sample_raises(consumers=1)
 
 
 class Torn:
@@ -168,19 +152,12 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-# Other programs use /dev/shm meanwhile: names of ours hold the process id, as torch's do.
-multiprocessing.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # type: ignore[attr-defined]
+name_semaphores()
 
 
-def measure() -> dict[str, int]:
-    process = psutil.Process()
-    return {
-        "processes": len(process.children(recursive=True)),
-        "threads": threading.active_count(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "segments": Path("/proc/self/maps").read_text().count("memfd:minato"),
-        "shared memory": sum(str(os.getpid()) in name for name in os.listdir("/dev/shm")),
-    }
+def left() -> dict[str, int]:
+    segments = Path("/proc/self/maps").read_text().count("memfd:minato")
+    return {**measure(), "segments": segments}
 
 
 def main(cases: list[str]) -> None:
@@ -188,13 +165,10 @@ def main(cases: list[str]) -> None:
     gc.collect()
     gc.disable()
     for case in cases:
-        before = measure()
+        before = left()
         CASES[case]()
-        deadline = time.monotonic() + LEAVES_S
-        while (after := measure()) != before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        print(json.dumps([case, {name: after[name] - before[name] for name in before}]))
-        sys.stdout.flush()
+        after = settled(left, before.__eq__)
+        print(json.dumps([case, {name: after[name] - before[name] for name in before}]), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,34 +8,15 @@ import time
 import psutil
 
 from minato import DataLoader
-
-KIND = {
-    "inline": {"num_workers": 0},
-    "processes": {"num_workers": 2},
-    "persistent": {"num_workers": 2, "persistent_workers": True},
-    "threads": {"num_workers": 2, "workers": "thread"},
-}
-
-
-class Slow:
-    """Numbers that take a while; the longer, the later."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.seconds if index > 10 else 0.001)
-        return index
+from tests.datasets import Sleepy
+from tests.isolated.shared import KINDS
 
 
 def main(kind: str, where: str) -> None:
     seconds = {"waiting": 0.5, "computing": 0.001, "busy": 0.001, "far ahead": 0.1}[where]
     ahead = {"prefetch_factor": 200} if where == "far ahead" else {}
-    iterator = iter(DataLoader(Slow(seconds), 2, **ahead, **KIND[kind]))
-    for number, _ in enumerate(iterator):
+    dataset = Sleepy(100_000, seconds, dict.fromkeys(range(11), 0.001))
+    for number, _ in enumerate(DataLoader(dataset, 2, **ahead, **KINDS[kind])):
         if number == 2:
             children = [child.pid for child in psutil.Process().children()]
             print(*children, "are at work", flush=True)

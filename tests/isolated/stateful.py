@@ -73,9 +73,8 @@ def cases() -> dict[str, Callable[[Any], Any]]:
 
 def shuffled() -> Any:
     """A loader whose sampler is torchdata's, which took the name of torch's."""
-    return minato.DataLoader(
-        Numbers(23), 4, shuffle=True, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    return minato.DataLoader(Numbers(23), 4, shuffle=True, generator=generator)
 
 
 def main() -> None:

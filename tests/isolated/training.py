@@ -19,16 +19,13 @@ from typing import Any
 import torch
 
 from minato import DataLoader
-from tests.datasets import ORDERS
+from tests.datasets import ORDERS, Numbers
 
 SIZE, BATCH, EPOCHS = 90, 4, 2
 
 
-class Data(torch.utils.data.Dataset[Any]):
+class Data(Numbers):
     """Samples with draws, a few of them slow."""
-
-    def __len__(self) -> int:
-        return SIZE
 
     def __getitem__(self, index: int) -> tuple[int, float]:
         time.sleep(0.01 if index % 30 == 7 else 0.0005)
@@ -38,7 +35,7 @@ class Data(torch.utils.data.Dataset[Any]):
 def make(dice: random.Random, seeded: bool, order: str, drop_last: bool) -> DataLoader[Any]:
     """A loader whose workers differ from life to life, and nothing else."""
     return DataLoader(
-        Data(),
+        Data(SIZE),
         BATCH,
         shuffle=True,
         order=order,
