@@ -21,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -529,14 +530,13 @@ def of_counters(folder: Path) -> Lock:
     return counters._lock, works
 
 
-def of_memory_cache(folder: Path) -> Lock:
-    cache = MemoryCache(1 << 20)
+def of_memory_cache(folder: Path, copied: Callable[[Any], Any] = lambda cache: cache) -> Lock:
+    cache = copied(MemoryCache(1 << 20))
     return cache._lock, lambda: keeps(cache)
 
 
 def of_unpickled_memory_cache(folder: Path) -> Lock:
-    cache = pickle.loads(pickle.dumps(MemoryCache(1 << 20)))
-    return cache._lock, lambda: keeps(cache)
+    return of_memory_cache(folder, lambda cache: pickle.loads(pickle.dumps(cache)))
 
 
 def of_disk_cache(folder: Path) -> Lock:
@@ -694,11 +694,8 @@ def test_a_call_does_not_begin_while_another_thread_forks(monkeypatch: pytest.Mo
 
 
 def test_an_interrupted_fork_holds_no_other_thread_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> NoReturn:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(_fork_safety, "_loans", set())
-    monkeypatch.setattr(_fork_safety, "Borrower", interrupt)
+    monkeypatch.setattr(_fork_safety, "Borrower", Mock(side_effect=KeyboardInterrupt))
     _fork_safety._before()
     with pytest.raises(KeyboardInterrupt):
         _fork_safety._in_parent()
@@ -853,10 +850,7 @@ def test_no_exit_code_is_needed_to_end_workers(
     kind: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the program ignores SIGCHLD, or a thread reaps all children."""
-
-    def no_code(*_: object) -> None:
-        raise AssertionError("an exit code is awaited")
-
+    no_code = Mock(side_effect=AssertionError("an exit code is awaited"))
     monkeypatch.setattr(supervision.ExitWatch, "exit_code", no_code)
     over = threading.Event()
 
@@ -939,18 +933,15 @@ def test_a_pause_while_the_loop_computes_does_not_count_for_a_sample(
 # ---- programs whose threads are none of the system ------------------------------------------
 
 
-class Greenlets:
-    """Stands for what gevent puts in the place of ``_thread.start_new_thread``."""
-
-    def __call__(self, *_: object) -> None:
-        raise AssertionError("it would never run")
+GREENLETS = Mock(side_effect=AssertionError("it would never run"))
+"""Stands for what gevent puts in the place of ``_thread.start_new_thread``."""
 
 
 @pytest.mark.parametrize("kind", ["thread", "inline-reads"])
 def test_threads_that_would_never_run_are_refused(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("_thread.start_new_thread", Greenlets())
+    monkeypatch.setattr("_thread.start_new_thread", GREENLETS)
     with pytest.raises(RuntimeError, match="gevent or eventlet.* use workers='process'"):
         next(iter(rows(kind)))
 
@@ -959,7 +950,7 @@ def test_threads_that_would_never_run_are_refused(
 def test_deaths_are_noticed_without_a_thread_that_watches(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("_thread.start_new_thread", Greenlets())
+    monkeypatch.setattr("_thread.start_new_thread", GREENLETS)
     batches: Any = iter(rows(kind, prefetch_factor=2))
     seen = len(next(batches))
     for worker in batches._workers:
