@@ -440,14 +440,6 @@ def test_a_missing_package_is_named_at_once(
         DiskCache(tmp_path, QUOTA)
 
 
-def test_changed_code_or_parameters_are_another_key(disk: Any) -> None:
-    assert loaded(Numbers(3), disk(), double) == [0, 2, 4]
-    assert loaded(Numbers(3), disk(), plus_one) == [1, 2, 3]
-    for number in (3, 4):
-        add = functools.partial(int.__add__, number)
-        assert loaded(Numbers(3), disk(), add) == [number + i for i in range(3)]
-
-
 class Scale:
     def __init__(self, by: Any) -> None:
         self.by = by

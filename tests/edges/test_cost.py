@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import sys
@@ -44,20 +45,6 @@ def boxes(count: int) -> list[dict[str, Any]]:
     return [{"box": [1, 2, 3, 4], "label": i, "crowd": False} for i in range(count)]
 
 
-def nested_tuple(depth: int) -> Any:
-    made: Any = ()
-    for i in range(depth):
-        made = (made, i)
-    return made
-
-
-def chain(depth: int) -> Any:
-    made: Any = None
-    for _ in range(depth):
-        made = Small(after=made)
-    return made
-
-
 SHAPES: dict[str, Callable[[int], Any]] = {
     "list of objects": lambda n: [Small() for _ in range(n)],
     "dictionary of objects": lambda n: {i: Small() for i in range(n)},
@@ -67,8 +54,8 @@ SHAPES: dict[str, Callable[[int], Any]] = {
     "tree of dictionaries": lambda n: {
         i: {j: dict.fromkeys(range(20), (i, j)) for j in range(20)} for i in range(n // 400)
     },
-    "deep tuples": nested_tuple,
-    "long chain": chain,
+    "deep tuples": lambda n: functools.reduce(lambda made, i: (made, i), range(n), ()),
+    "long chain": lambda n: functools.reduce(lambda made, _: Small(after=made), range(n), None),
     "partial lists": lambda n: [boxes(3) for _ in range(n // 3)],
 }
 

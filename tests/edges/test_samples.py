@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from minato import DataLoader, ErrorPolicy
 from minato.batching.sample_spec import are_plain
 from minato.workers import worker
-from tests.datasets import Numbers, flat, forked, wait_until
+from tests.datasets import Numbers, Pair, flat, forked, wait_until
 from tests.edges.travellers import Attributed, Subclass, Text, shown
 
 SIZE, BATCH = 12, 3
@@ -72,11 +72,6 @@ class Lazy(Mapping):  # type: ignore[type-arg]
 class Point:
     x: int
     y: list[int]
-
-
-class Pair(NamedTuple):
-    image: Any
-    label: int
 
 
 Row = namedtuple("Row", ["a", "b"])  # as programs have them

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from minato.checks import check_number, check_whole
 from minato.observe.meters import SlowestSamples
 from minato.scheduling.slow_samples import CostModel, integers_of
 from minato.sources.splits import folds, load_splits, save_splits, split
-from tests.datasets import Numbers, flat, forked, indices
+from tests.datasets import Numbers, Pair, flat, forked, indices
 
 
 class Whole(int):
@@ -55,11 +55,6 @@ class Raw(bytes):
 
 class Row(tuple):  # type: ignore[type-arg]
     __slots__ = ()
-
-
-class Pair(NamedTuple):
-    one: Any
-    other: Any
 
 
 class Items(list):  # type: ignore[type-arg]

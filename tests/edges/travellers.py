@@ -24,12 +24,12 @@ from importlib.util import find_spec
 from multiprocessing import heap
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from tests.datasets import Numbers
+from tests.datasets import Numbers, Pair
 
 KEPT: list[Any] = []
 """Ends of pipes that were made here."""
@@ -106,11 +106,6 @@ class Frozen:
     """Holds a tensor."""
 
     tensor: torch.Tensor
-
-
-class Pair(NamedTuple):
-    one: Any
-    two: Any
 
 
 class Colour(enum.Enum):
