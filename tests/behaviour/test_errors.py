@@ -353,19 +353,32 @@ def test_a_timeout_says_what_runs_and_where(name: str, monkeypatch: pytest.Monke
 
 
 WRONG_FOR_MINATO: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "order": ({"order": "random"}, ValueError, "order='random'.*'strict'.*'fast_first'"),
+    "order": ({"order": "random"}, ValueError, "order='random'.*'strict'.*'arrival'.*'fast_first'"),
     "order-type": ({"order": 3}, ValueError, "order=3.*'strict'"),
     "order-list": ({"order": ["strict"]}, ValueError, r"order=\['strict'\].*'strict'"),
-    "order-strict-and-free": ({"order": "strict", "in_order": False}, ValueError, "in_order=False"),
+    "order-strict-and-free": (
+        {"order": "strict", "in_order": False},
+        ValueError,
+        "order='strict'.*in_order=False",
+    ),
     "order-batch_sampler": (
         {"order": "arrival", "batch_sampler": [[0]]},
         ValueError,
         "order='arrival'.*batch_sampler.*order='batch'",
     ),
-    "seed": ({"seed": "1"}, TypeError, "seed='1'.*str.*integer"),
+    "errors": (
+        {"errors": "ignore"},
+        ValueError,
+        "errors='ignore' is not possible: choose one of 'raise'.*'skip'.*a function.*ErrorPolicy",
+    ),
+    "seed": ({"seed": "1"}, TypeError, "seed='1'.*str.*give an integer"),
     "seed-bool": ({"seed": True}, TypeError, "seed=True.*bool.*integer"),
     "budget": ({"memory_budget": 0}, ValueError, "memory_budget=0.*at least 1"),
-    "budget-type": ({"memory_budget": 1e9}, TypeError, "memory_budget=1000000000.0"),
+    "budget-type": (
+        {"memory_budget": 1e9},
+        TypeError,
+        "memory_budget=1000000000.0.*give an integer",
+    ),
     "budget-text": ({"memory_budget": "8 apples"}, ValueError, "'8 apples'.*write '8GB'"),
     "workers": ({"workers": "fiber"}, ValueError, "workers='fiber'.*'thread'.*RayWorkers"),
     "compat": ({"compat": "jax"}, ValueError, "compat='jax'.*None, 'torch'"),

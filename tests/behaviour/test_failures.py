@@ -409,9 +409,6 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: 
         DataLoader(Flawed(), errors=ErrorPolicy(**arguments))
 
 
-def test_a_string_stands_for_a_policy() -> None:
-    with pytest.raises(ValueError, match="errors='ignore' is not possible: choose one of 'raise'"):
-        DataLoader(Flawed(), errors="ignore")
 
 
 def test_a_quarantine_that_cannot_be_written(tmp_path: Path) -> None:

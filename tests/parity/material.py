@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-from tests.datasets import InOrder, Numbers, Pair
-
-__all__ = [
-    "Apples",
-    "Arrays",
-    "Drawing",
-    "DrawingStream",
-    "Failing",
-    "FailingStream",
-    "Grumpy",
-    "Listed",
-    "LyingStream",
-    "Mixed",
-    "Named",
-    "OnlyIter",
-    "Ragged",
-    "Stream",
-    "Tensors",
-    "TwoArguments",
-    "UnevenStream",
-    "Unpicklable",
-    "add_one_more",
-    "identity",
-    "no_op",
-    "picky",
-    "shapes",
-]
+from tests.datasets import InOrder, Numbers, Pair, Parts
 
 
 class TwoArguments(Exception):
@@ -81,10 +55,6 @@ class Mixed(Numbers):
         }
 
 
-class Named(dict):
-    """A mapping as dataset, with texts as keys."""
-
-
 class Ragged(Numbers):
     """Tensors of different lengths, which ``default_collate`` refuses."""
 
@@ -97,13 +67,32 @@ class Failing(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         if index % 3 == 1:
-            raise (
-                ValueError(f"bad {index}"),
-                KeyError("missing"),
-                TwoArguments(index, "no"),
-                Unpicklable("a text"),
-                IndexError(),
-            )[index // 3 % 5]
+            errors = ValueError(f"bad {index}"), KeyError("missing"), TwoArguments(index, "no")
+            raise (*errors, Unpicklable("a text"), IndexError())[index // 3 % 5]
+        return index
+
+
+class BadSample(Numbers):
+    """One sample does something."""
+
+    def __init__(self, size: int, action: Callable[[], Any]) -> None:
+        super().__init__(size)
+        self.action = action
+
+    def __getitem__(self, index: int) -> Any:
+        return self.action() if index == 2 else index
+
+
+class Holding(Numbers):
+    """It holds something."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(4)
+        self.held = held
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
         return index
 
 
@@ -146,19 +135,11 @@ class Grumpy(InOrder):
         raise LookupError("no more keys")
 
 
-class Stream(IterableDataset[Any]):
+class Stream(Parts):
     """Numbers that the workers share out."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
     def __len__(self) -> int:
         return self.size
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(first, self.size, step))
 
 
 class DrawingStream(Stream):

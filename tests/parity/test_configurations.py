@@ -59,26 +59,25 @@ def check(
     assert len(seen) == number
 
 
-@AS_TORCH_IS_NOW
 @sizes
-def test_in_line(share: float, sizes: tuple[int, ...]) -> None:
-    check(configurations.compare_in_line, (0,), sizes, 600 * share)
-
-
-@sizes
-def test_processes(share: float, sizes: tuple[int, ...]) -> None:
-    check(configurations.compare_in_processes, (1, 2), sizes, 40 * share)
-
-
-@sizes
-def test_processes_with_torchs_assignment(share: float, sizes: tuple[int, ...]) -> None:
-    check(configurations.compare_round_robin, (1, 2, 3), sizes, 20 * share)
-
-
-@AS_TORCH_IS_NOW
-@sizes
-def test_threads(share: float, sizes: tuple[int, ...]) -> None:
-    check(configurations.compare_in_threads, (1, 2), sizes, 20 * share)
+@pytest.mark.parametrize(
+    ("compare", "workers", "number"),
+    [
+        pytest.param(configurations.compare_in_line, (0,), 600, marks=AS_TORCH_IS_NOW),
+        (configurations.compare_in_processes, (1, 2), 40),
+        (configurations.compare_round_robin, (1, 2, 3), 20),
+        pytest.param(configurations.compare_in_threads, (1, 2), 20, marks=AS_TORCH_IS_NOW),
+    ],
+    ids=["in line", "processes", "processes with torch's assignment", "threads"],
+)
+def test_the_same_as_torch(
+    share: float,
+    sizes: tuple[int, ...],
+    compare: Callable[[Configuration], None],
+    workers: tuple[int, ...],
+    number: int,
+) -> None:
+    check(compare, workers, sizes, number * share)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 import minato
 from tests.datasets import Numbers
@@ -27,7 +27,16 @@ from tests.parity.harness import (
     recorded,
     same_for_both,
 )
-from tests.parity.material import Failing, Stream, TwoArguments, Unpicklable, identity
+from tests.parity.material import (
+    BadSample,
+    Failing,
+    Holding,
+    NoLength,
+    Stream,
+    TwoArguments,
+    Unpicklable,
+    identity,
+)
 from tests.selection import mostly_slow
 
 # ---- what is raised -------------------------------------------------------------------------
@@ -124,17 +133,6 @@ ENDING: dict[str, Callable[[], Any]] = {
 
 
 # ---- where it is raised ---------------------------------------------------------------------
-
-
-class BadSample(Numbers):
-    """One sample does something."""
-
-    def __init__(self, size: int, action: Callable[[], Any]) -> None:
-        super().__init__(size)
-        self.action = action
-
-    def __getitem__(self, index: int) -> Any:
-        return self.action() if index == 2 else index
 
 
 class BadBatch(BadSample):
@@ -374,11 +372,6 @@ class NoIterator:
         raise PermissionError(1, "not now")
 
 
-class NoLength(Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 BEGINNINGS: dict[str, dict[str, Any]] = {
     "sampler": {"dataset": Numbers(3), "sampler": NoIterator()},
     "batch sampler": {"dataset": Numbers(3), "batch_sampler": NoIterator()},
@@ -410,14 +403,6 @@ def test_what_cannot_be_begun(name: str, workers: Any, own: Any) -> None:
 
 
 # ---- what cannot be sent to a worker --------------------------------------------------------
-
-
-class Holding(Numbers):
-    """It holds something."""
-
-    def __init__(self, held: Any) -> None:
-        super().__init__(4)
-        self.held = held
 
 
 HELD: dict[str, Callable[[], Any]] = {
