@@ -409,8 +409,6 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: 
         DataLoader(Flawed(), errors=ErrorPolicy(**arguments))
 
 
-
-
 def test_a_quarantine_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none/file"):
         DataLoader(Flawed(), errors=ErrorPolicy(log=tmp_path / "none" / "file", on_error="skip"))
