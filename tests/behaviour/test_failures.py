@@ -21,12 +21,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
 
 import minato
 from minato import SKIP, Arrival, DataLoader, ErrorPolicy, SampleFailure
 from minato.workers.error_policy import FailureLog
-from tests.datasets import ORDERS, drain, flat, wait_until
+from tests.behaviour.states import Stateful
+from tests.datasets import ORDERS, Numbers, drain, flat, wait_until
 from tests.disks import file_size_limit, small_disk
 from tests.pairwise import pairwise
 
@@ -91,10 +91,11 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def indices(loader: DataLoader[Any]) -> list[list[int]]:
     """The indices of each batch, whichever way it was collated."""
-    batches = []
-    for batch in loader:
-        batches.append(batch[0].tolist() if torch.is_tensor(batch[0]) else batch)
-    return batches
+    return [batch[0].tolist() if torch.is_tensor(batch[0]) else batch for batch in loader]
+
+
+def records_of(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -104,16 +105,14 @@ def indices(loader: DataLoader[Any]) -> list[list[int]]:
 def test_skip(kind: int, order: str, collate: Any, lists: bool) -> None:
     """What is left comes once; full batches where places are free, whole ones where they are not."""
     dataset = FlawedLists() if lists else Flawed()
-    workers = WORKERS[kind]
-    loader = DataLoader(
-        dataset, 4, order=order, errors="skip", collate_fn=collate, seed=1, **workers
-    )
+    options = {"order": order, "collate_fn": collate, **WORKERS[kind]}
+    loader = DataLoader(dataset, 4, errors="skip", seed=1, **options)
     for _ in range(2):
         batches = indices(loader)
         assert sorted(flat(batches)) == sorted(set(range(40)) - BAD)
         sizes = [len(batch) for batch in batches]
         assert 0 not in sizes
-        if order == "arrival" and workers["num_workers"]:
+        if order == "arrival" and options["num_workers"]:
             assert sizes == [4] * 8
 
 
@@ -173,13 +172,14 @@ def test_a_function_may_skip_or_raise(workers: dict[str, Any]) -> None:
 class Shaky(Flawed):
     """Bad samples raise twice, each time after a draw."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
+        folder.mkdir()
 
     def __getitem__(self, index: int) -> Any:
         drawn = torch.rand(2, generator=minato.torch_rng())
-        path = Path(self.folder, str(index))
+        path = self.folder / str(index)
         tries = int(path.read_text()) if path.exists() else 0
         path.write_text(str(tries + 1))
         if index in self.bad and tries < 2:
@@ -189,33 +189,23 @@ class Shaky(Flawed):
 
 @each
 def test_retries_draw_the_same(workers: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    log = tmp_path / "log"
-    tried = DataLoader(
-        Shaky(str(tmp_path / "a")),
-        4,
-        errors=ErrorPolicy(on_error="retry", log=log),
-        seed=3,
-        **workers,
-    )
-    found = [(i.tolist(), x.tolist()) for i, x in tried]
-    sound = Shaky(str(tmp_path / "b"))
+    shaky, sound = (Shaky(tmp_path / name) for name in ("shaky", "sound"))
     sound.bad = set()
+    policy = ErrorPolicy(on_error="retry", log=tmp_path / "log")
+    tried = DataLoader(shaky, 4, errors=policy, seed=3, **workers)
+    found = [(i.tolist(), x.tolist()) for i, x in tried]
     assert found == [(i.tolist(), x.tolist()) for i, x in DataLoader(sound, 4, seed=3)]
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    records = records_of(tmp_path / "log")
     assert {record["index"] for record in records} == BAD
     assert {(record["outcome"], record["attempts"]) for record in records} == {("recovered", 3)}
 
 
-class Scripted(Dataset[int]):
+class Scripted(Numbers):
     """Each sample raises what its script says, one by one, and then loads."""
 
     def __init__(self, scripts: list[list[type[BaseException]]]) -> None:
+        super().__init__(len(scripts))
         self.scripts = scripts
-
-    def __len__(self) -> int:
-        return len(self.scripts)
 
     def __getitem__(self, index: int) -> int:
         if self.scripts[index]:
@@ -251,8 +241,8 @@ def test_every_attempt_is_judged_and_counted(
     found, errors = drain(loader)
     assert found == given
     assert [(type(error), *error.__notes__) for error in errors] == raised
-    lines = map(json.loads, log.read_text().splitlines())
-    assert sorted((each["index"], each["outcome"], each["attempts"]) for each in lines) == records
+    told = ((each["index"], each["outcome"], each["attempts"]) for each in records_of(log))
+    assert sorted(told) == records
     counted = loader.report().run.errors
     assert counted.retries == sum(attempts - 1 for *_, attempts in records)
     assert counted.recovered == [outcome for _, outcome, _ in records].count("recovered")
@@ -261,15 +251,13 @@ def test_every_attempt_is_judged_and_counted(
 @each
 def test_samples_that_were_skipped_or_recovered_keep_nothing(workers: dict[str, Any]) -> None:
     """The tracebacks of their errors hold the iterator and the dataset."""
-    loader = DataLoader(
-        Scripted([[ValueError] * failures for failures in range(4)]),
-        errors=ErrorPolicy("skip", retries=2),
-        **workers,
-    )
+    scripted = Scripted([[ValueError] * failures for failures in range(4)])
+    loader = DataLoader(scripted, errors=ErrorPolicy("skip", retries=2), **workers)
+    dataset = weakref.ref(scripted)
+    del scripted
     gc.disable()
     try:
         assert drain(loader) == ([0, 1, 2], [])
-        dataset = weakref.ref(loader.dataset)
         del loader
         wait_until(lambda: dataset() is None)  # its threads end
     finally:
@@ -284,31 +272,23 @@ def torn(sample: Any) -> Any:
 
 def test_quarantine_tells_what_is_needed_to_repeat_a_sample(tmp_path: Path) -> None:
     path = tmp_path / "quarantine.jsonl"
-    loader = DataLoader(
-        Flawed({3}),
-        4,
-        transforms=[torn],
-        errors=ErrorPolicy(on_error="skip", log=path),
-        num_workers=2,
-    )
+    policy = ErrorPolicy(on_error="skip", log=path)
+    loader = DataLoader(Flawed({3}), 4, transforms=[torn], errors=policy, num_workers=2)
     for _ in range(2):
         list(loader)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = records_of(path)
     assert sorted((record["epoch"], record["index"]) for record in records) == [
         (epoch, index) for epoch in range(2) for index in (3, 7, 17, 27, 37)
     ]
     for record in records:
-        assert record["outcome"] == "skipped"
-        assert record["attempts"] == 1
+        assert (record["outcome"], record["attempts"]) == ("skipped", 1)
         assert record["worker"] in (0, 1)
         if record["index"] == 3:
             assert record["exception"] == "builtins.ValueError"
             assert record["message"] == "sample 3 is torn"
-            assert record["transform"] is None
-            assert "in __getitem__" in record["traceback"]
-        else:
-            assert record["transform"] == "torn"
-            assert "in torn" in record["traceback"]
+        transform, place = (None, "__getitem__") if record["index"] == 3 else ("torn", "torn")
+        assert record["transform"] == transform
+        assert f"in {place}" in record["traceback"]
 
 
 @pytest.mark.parametrize("seed", [None, 11])
@@ -335,11 +315,8 @@ def test_reproduce(seed: int | None) -> None:
     assert np.random.get_state()[1].tolist() == before
 
 
-class Late(Dataset[int]):
+class Late(Numbers):
     """One sample raises when its place in a batch is settled, because it is late."""
-
-    def __len__(self) -> int:
-        return 40
 
     def __getitem__(self, index: int) -> int:
         if index == 1:
@@ -350,13 +327,8 @@ class Late(Dataset[int]):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_late_sample_that_is_skipped_makes_its_batch_a_short_one(drop_last: bool) -> None:
-    loader = DataLoader(
-        *(Late(), 4),
-        drop_last=drop_last,
-        num_workers=2,
-        order=Arrival(max_lag=2),
-        errors="skip",
-    )
+    options: dict[str, Any] = {"num_workers": 2, "order": Arrival(max_lag=2), "errors": "skip"}
+    loader = DataLoader(Late(40), 4, drop_last=drop_last, **options)
     batches = [batch.tolist() for batch in loader]
     account = loader.coverage()
     assert {len(batch) for batch in batches} == ({4} if drop_last else {3, 4})
@@ -372,9 +344,8 @@ def test_a_late_sample_that_is_skipped_makes_its_batch_a_short_one(drop_last: bo
 @each
 @pytest.mark.parametrize(("budget", "enough"), [(8, True), (7, False), (0.2, True), (0.1, False)])
 def test_error_budget(workers: dict[str, Any], budget: float, enough: bool) -> None:
-    loader = DataLoader(
-        Flawed(), 4, errors=ErrorPolicy(on_error="skip", max_failures=budget), **workers
-    )
+    policy = ErrorPolicy(on_error="skip", max_failures=budget)
+    loader = DataLoader(Flawed(), 4, errors=policy, **workers)
     for _ in range(2):
         if enough:
             assert len(flat(indices(loader))) == 32
@@ -390,11 +361,7 @@ def test_error_budget(workers: dict[str, Any], budget: float, enough: bool) -> N
     [
         ({"on_error": "ignore"}, ValueError, "on_error='ignore' is not possible"),
         ({"retries": -1}, ValueError, "retries=-1 is too small"),
-        (
-            {"max_failures": 1.5, "on_error": "skip"},
-            ValueError,
-            "max_failures=1.5 is not possible",
-        ),
+        ({"max_failures": 1.5, "on_error": "skip"}, ValueError, "max_failures=1.5 is not"),
         ({"max_failures": "1", "on_error": "skip"}, TypeError, "max_failures='1' is a str"),
         ({"max_failures": 1}, ValueError, "max_failures=1 has no meaning with on_error='raise'"),
         ({"on_worker_death": "skip"}, ValueError, "on_worker_death='skip'.*'raise'"),
@@ -428,21 +395,19 @@ def test_a_full_disk_under_the_quarantine_costs_records_and_nothing_else(
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
         path = disk.path / "bad.jsonl"
-        loader = DataLoader(
-            Flawed(), 4, **workers, order="strict", errors=ErrorPolicy(on_error="skip", log=path)
-        )
+        policy = ErrorPolicy(on_error="skip", log=path)
+        loader = DataLoader(Flawed(), 4, order="strict", errors=policy, **workers)
         disk.fill(left_bytes=4096)  # enough for two or three
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "a failed sample could not be recorded")
             for _ in range(2):
-                found = [index for batch in loader for index in batch[0].tolist()]
-                assert found == [index for index in range(40) if index not in BAD]
+                assert flat(indices(loader)) == [n for n in range(40) if n not in BAD]
         errors = loader.report().run.errors
         kept = recorded(path)
         assert errors.skipped == 2 * len(BAD)
         assert errors.unrecorded == 2 * len(BAD) - len(kept) > 0
         disk.clear()
-        assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
+        assert len(flat(indices(loader))) == 40 - len(BAD)
         assert loader.report().run.errors.unrecorded == errors.unrecorded
         assert recorded(path)[: len(kept)] == kept
         assert sorted(recorded(path)[len(kept) :]) == sorted(BAD)
@@ -459,12 +424,8 @@ def recorded(path: Path) -> list[int]:
 
 def test_a_full_disk_under_the_quarantine_warns_once_and_keeps_the_budget(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    loader = DataLoader(
-        Flawed(),
-        4,
-        errors=ErrorPolicy(on_error="skip", log=path, max_failures=4),
-    )
-    batches = iter(loader)
+    policy = ErrorPolicy(on_error="skip", log=path, max_failures=4)
+    batches = iter(DataLoader(Flawed(), 4, errors=policy))
     with (
         file_size_limit(100),
         pytest.warns(RuntimeWarning, match="File too large|No space left") as caught,
@@ -477,11 +438,11 @@ def test_a_full_disk_under_the_quarantine_warns_once_and_keeps_the_budget(tmp_pa
 
 def test_a_quarantine_that_is_gone_at_a_later_epoch(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        path = disk.path / "bad.jsonl"
-        loader = DataLoader(Flawed(), 4, errors=ErrorPolicy(on_error="skip", log=path))
+        policy = ErrorPolicy(on_error="skip", log=disk.path / "bad.jsonl")
+        loader = DataLoader(Flawed(), 4, errors=policy)
         disk.make_read_only()
         with pytest.warns(RuntimeWarning, match=r"can no longer be opened: Read-only file"):
-            assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
+            assert len(flat(indices(loader))) == 40 - len(BAD)
         assert loader.report().run.errors.skipped == len(BAD)
 
 
@@ -496,7 +457,7 @@ def test_no_temporary_directory_is_needed(
     monkeypatch.setattr(tempfile, "tempdir", None)
     limit_s = 30 if workers == WORKERS[1] else None
     loader = DataLoader(Flawed(), 4, **workers, errors=ErrorPolicy("skip", sample_timeout=limit_s))
-    assert sum(len(batch[0]) for batch in loader) == 40 - len(BAD)
+    assert len(flat(indices(loader))) == 40 - len(BAD)
 
 
 def failure_of(index: Any) -> SampleFailure:
@@ -556,7 +517,7 @@ def test_a_line_that_another_worker_is_writing_is_not_cut(
     write(0)
     monkeypatch.setattr(time, "sleep", write)
     log.append(failure_of(2), "skipped")
-    assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [1, 1, 2]
+    assert [record["index"] for record in records_of(path)] == [1, 1, 2]
 
 
 # ---- stuck and deadly -------------------------------------------------------------------------
@@ -584,27 +545,19 @@ class Stuck(Flawed):
     [("strict", None), ("batch", as_list), ("arrival", None), ("fast_first", as_list)],
 )
 def test_stuck_and_deadly_samples_are_skipped(order: str, collate: Any, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    loader = DataLoader(
-        Stuck({3}),
-        4,
-        num_workers=2,
-        order=order,
-        errors=ErrorPolicy(on_error="skip", sample_timeout=1, log=log),
-        collate_fn=collate,
-    )
-    found = flat(indices(loader))
-    records = {record["index"]: record for record in map(json.loads, log.read_text().splitlines())}
+    policy = ErrorPolicy(on_error="skip", sample_timeout=1, log=tmp_path / "log")
+    options = {"num_workers": 2, "order": order, "collate_fn": collate}
+    found = flat(indices(DataLoader(Stuck({3}), 4, errors=policy, **options)))
+    records = {record["index"]: record for record in records_of(tmp_path / "log")}
     timeout = "minato.errors.SampleTimeoutError"
     timed_out = {index for index, record in records.items() if record["exception"] == timeout}
     assert sorted(found) == sorted(set(range(40)) - {3, 9} - timed_out)
     assert 5 in timed_out
     assert len(timed_out) <= MOST_TIMED_OUT
-    assert "sample_timeout=1" in records[5]["message"]
-    assert "in __getitem__" in records[5]["message"]
+    for words in ("sample_timeout=1", "in __getitem__"):
+        assert words in records[5]["message"]
     assert records[9]["exception"] == "minato.errors.WorkerDiedError"
-    assert records[9]["attempts"] == 3
-    assert records[9]["outcome"] == "skipped"
+    assert (records[9]["attempts"], records[9]["outcome"]) == (3, "skipped")
 
 
 def test_a_stuck_sample_is_an_error_by_default() -> None:
@@ -616,14 +569,8 @@ def test_a_stuck_sample_is_an_error_by_default() -> None:
         next(iterator)
 
 
-class Counting(Flawed):
-    """It has a state."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
+class Counting(Stateful, Flawed):
+    kept = ("length",)
 
 
 def test_a_worker_whose_state_would_be_lost_is_not_ended() -> None:
@@ -634,14 +581,9 @@ def test_a_worker_whose_state_would_be_lost_is_not_ended() -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_stuck_samples_of_other_start_methods(method: str) -> None:
-    loader = DataLoader(
-        Stuck({3}),
-        4,
-        num_workers=2,
-        errors=ErrorPolicy(on_error=replaced, sample_timeout=2),
-        multiprocessing_context=method,
-    )
-    found = flat(indices(loader))
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method}
+    policy = ErrorPolicy(on_error=replaced, sample_timeout=2)
+    found = flat(indices(DataLoader(Stuck({3}), 4, errors=policy, **options)))
     assert [n % 1000 for n in found] == list(range(40))
     others = {n - 1000 for n in found if n >= 1000} - {3, 9}
     assert 5 in others

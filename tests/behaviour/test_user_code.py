@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 
 from minato import DataLoader, ErrorPolicy, MinatoWarning
 from minato.errors import SampleTimeoutError
-from tests.datasets import ORDERS, Failing, Numbers, Stream, drain, flat
+from tests.datasets import ORDERS, Failing, Numbers, Stream, drain, flat, indices
 from tests.selection import WORKERS, each, mostly_slow, sweep
 from tests.threads import run_together
 
@@ -29,15 +29,18 @@ class OddError(Exception):
 # ---- StopIteration --------------------------------------------------------------------------
 
 
+def first_of_nothing(sample: Any) -> Any:
+    """A usual mistake, for one sample."""
+    return next(iter(())) if sample == 5 else sample
+
+
 class Empty(Numbers):
-    """A usual mistake: the first of nothing."""
-
     def __getitem__(self, index: int) -> int:
-        return next(iter(())) if index == 5 else index
+        return int(first_of_nothing(index))
 
 
-def first_of_nothing(samples: list[int]) -> torch.Tensor:
-    return next(iter(())) if 5 in samples else torch.tensor(samples)
+def collate_nothing(samples: list[int]) -> torch.Tensor:
+    return torch.tensor([first_of_nothing(sample) for sample in samples])
 
 
 @sweep(workers=WORKERS, order=ORDERS, on_error=["raise", "retry"])
@@ -45,9 +48,8 @@ def test_stop_iteration_of_a_sample_is_an_error_that_names_it(
     workers: dict[str, Any], order: str, on_error: str
 ) -> None:
     loader = DataLoader(Empty(24), 4, order=order, errors=on_error, **workers)
-    found, raised = drain(iter(loader))
+    found, (error,) = drain(loader)
     assert len(found) == 20
-    (error,) = raised
     assert isinstance(error, RuntimeError)
     assert "the sample with index 5 raised StopIteration" in str(error)
 
@@ -56,7 +58,7 @@ def test_stop_iteration_of_a_sample_is_an_error_that_names_it(
 def test_stop_iteration_of_a_sample_can_be_skipped(workers: dict[str, Any]) -> None:
     loader = DataLoader(Empty(24), 4, errors="skip", **workers)
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
-        found, raised = drain(iter(loader))
+        found, raised = drain(loader)
     assert (len(found), raised) == (23, [])
 
 
@@ -65,9 +67,8 @@ def test_stop_iteration_of_a_sample_can_be_skipped(workers: dict[str, Any]) -> N
 def test_stop_iteration_of_collate_fn_is_an_error_that_names_the_batch(
     workers: dict[str, Any], order: str
 ) -> None:
-    loader = DataLoader(Numbers(24), 4, collate_fn=first_of_nothing, order=order, **workers)
-    found, raised = drain(iter(loader))
-    (error,) = raised
+    loader = DataLoader(Numbers(24), 4, collate_fn=collate_nothing, order=order, **workers)
+    found, (error,) = drain(loader)
     assert isinstance(error, RuntimeError)
     missing = sorted({*range(24)} - {*found})
     assert len(missing) == 4
@@ -76,42 +77,31 @@ def test_stop_iteration_of_collate_fn_is_an_error_that_names_the_batch(
     assert sorted(map(int, named.split(", "))) == missing
 
 
-def stops_at_two(sample: int) -> int:
-    return next(iter(())) if sample == 2 else sample
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_stream_ends_by_stop_iteration_of_its_iterator_alone(num_workers: int) -> None:
-    plain = DataLoader(Stream(5), 2, num_workers=num_workers)
-    assert drain(iter(plain)) == ([0, 1, 2, 3, 4], [])
-    for broken in ({"transforms": [stops_at_two]}, {"collate_fn": stopping_at_two}):
-        loader = DataLoader(Stream(5), 2, num_workers=num_workers, **broken)
-        found, (error,) = drain(iter(loader))
-        assert found == [0, 1, 4]
+    assert drain(DataLoader(Stream(8), 2, num_workers=num_workers)) == ([*range(8)], [])
+    for broken in ({"transforms": [first_of_nothing]}, {"collate_fn": collate_nothing}):
+        found, (error,) = drain(DataLoader(Stream(8), 2, num_workers=num_workers, **broken))
+        assert found == [0, 1, 2, 3, 6, 7]
         assert isinstance(error, RuntimeError)
         assert "raised StopIteration" in str(error)
-
-
-def stopping_at_two(samples: list[int]) -> torch.Tensor:
-    return torch.tensor([stops_at_two(sample) for sample in samples])
 
 
 class Unpinnable:
     """A batch whose ``pin_memory`` has a fault."""
 
+    def __init__(self, samples: list[int]) -> None:
+        pass
+
     def pin_memory(self) -> Unpinnable:
         raise StopIteration
-
-
-def unpinnable(samples: list[int]) -> Unpinnable:
-    return Unpinnable()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_stop_iteration_while_a_batch_is_pinned_is_an_error(
     num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loader = DataLoader(Numbers(4), 2, collate_fn=unpinnable, num_workers=num_workers)
+    loader = DataLoader(Numbers(4), 2, collate_fn=Unpinnable, num_workers=num_workers)
     iterator = iter(loader)
     iterator._pin_memory = True
     iterator._pin = Unpinnable.pin_memory
@@ -163,15 +153,8 @@ def test_a_sampler_that_raises_once_loses_nothing(
     workers: dict[str, Any], order: str, kind: type[BaseException], call: int
 ) -> None:
     sampler = Shaky(PAIRS, lambda number: kind("odd") if number == call else None)
-    loader = DataLoader(
-        Numbers(40),
-        batch_sampler=sampler,
-        order=order,
-        prefetch_factor=2 if workers["num_workers"] else None,
-        **workers,
-    )
-    found: list[int] = []
-    raised: list[BaseException] = []
+    ahead = {"prefetch_factor": 2} if workers["num_workers"] else {}
+    loader = DataLoader(Numbers(40), batch_sampler=sampler, order=order, **ahead, **workers)
     try:
         iterator = iter(loader)
     except kind:
@@ -256,7 +239,7 @@ class Flaky:
 @pytest.mark.parametrize("order", ORDERS)
 def test_collate_fn_that_raises_costs_its_batch(workers: dict[str, Any], order: str) -> None:
     once = DataLoader(Numbers(24), 4, collate_fn=Flaky(2), order=order, **workers)
-    found, raised = drain(iter(once))
+    found, raised = drain(once)
     # Each worker process has a copy of the function.
     assert 1 <= len(raised) <= max(workers["num_workers"], 1)
     assert len(found) == 24 - 4 * len(raised)
@@ -265,41 +248,34 @@ def test_collate_fn_that_raises_costs_its_batch(workers: dict[str, Any], order: 
     assert {type(error) for error in raised} == {OddError}
 
 
-def unable(number: int) -> None:
-    raise OddError
+def raising(kind: type[BaseException], *given: object) -> Callable[[Any], Any]:
+    """A function of the user's that raises."""
 
+    def act(argument: Any) -> Any:
+        raise kind(*given)
 
-def ends(number: int) -> None:
-    raise StopIteration
+    return act
 
 
 @pytest.mark.parametrize("workers", [WORKERS["2-processes"], WORKERS["2-threads"]])
 def test_worker_init_fn_that_raises_is_the_error_of_each_batch(workers: dict[str, Any]) -> None:
-    for function, kind in ((unable, OddError), (ends, RuntimeError)):
-        found, raised = drain(iter(DataLoader(Numbers(24), 4, worker_init_fn=function, **workers)))
-        assert (found, len(raised)) == ([], 6)
-        assert {type(error) for error in raised} == {kind}
-    assert "worker_init_fn raised StopIteration" in str(raised[0])
-
-
-def gives_up(failure: Any) -> int:
-    raise OddError("from on_error")
-
-
-def stops(failure: Any) -> int:
-    raise StopIteration
+    for raised, kind in ((OddError, OddError), (StopIteration, RuntimeError)):
+        loader = DataLoader(Numbers(24), 4, worker_init_fn=raising(raised), **workers)
+        found, errors = drain(loader)
+        assert (found, len(errors)) == ([], 6)
+        assert {type(error) for error in errors} == {kind}
+    assert "worker_init_fn raised StopIteration" in str(errors[0])
 
 
 @each
 @pytest.mark.parametrize("order", ORDERS)
 def test_on_error_that_raises_costs_its_batch(workers: dict[str, Any], order: str) -> None:
-    for function, kind in ((gives_up, OddError), (stops, RuntimeError)):
-        loader = DataLoader(
-            Failing(24, {5: ValueError}), 4, errors=function, order=order, **workers
-        )
-        found, raised = drain(iter(loader))
+    dataset = Failing(24, {5: ValueError})
+    for raised, kind in ((OddError, OddError), (StopIteration, RuntimeError)):
+        loader = DataLoader(dataset, 4, errors=raising(raised), order=order, **workers)
+        found, errors = drain(loader)
         assert len(found) == 20
-        assert [type(error) for error in raised] == [kind]
+        assert [type(error) for error in errors] == [kind]
 
 
 # ---- an iterator in other threads ------------------------------------------------------------
@@ -324,22 +300,14 @@ def test_several_threads_may_share_an_iterator(workers: dict[str, Any], order: s
 # ---- what would end a worker process --------------------------------------------------------
 
 
-class Ending(Numbers):
+class Ending(Failing):
     """One sample raises what is no ``Exception``."""
 
-    def __init__(self, size: int, kind: type[BaseException]) -> None:
-        super().__init__(size)
-        self.kind = kind
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise self.kind
-        return index
+    def __init__(self, kind: type[BaseException]) -> None:
+        super().__init__(24, {5: kind})
 
     def collate(self, samples: list[int]) -> torch.Tensor:
-        if 5 in samples:
-            raise self.kind
-        return torch.tensor(samples)
+        return torch.tensor([self[sample] for sample in samples])
 
 
 BASE = [GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit]
@@ -350,7 +318,7 @@ BASE = [GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit]
 def test_what_would_end_a_process_is_the_error_of_its_sample(
     workers: dict[str, Any], kind: type[BaseException], on_error: str
 ) -> None:
-    dataset = Ending(24, kind)
+    dataset = Ending(kind)
     collating: dict[str, Any] = {"dataset": Numbers(24), "collate_fn": dataset.collate}
     for options in ({"dataset": dataset}, collating):
         iterator = iter(DataLoader(batch_size=4, errors=on_error, **options, **workers))
@@ -370,12 +338,9 @@ def test_what_would_end_a_process_is_the_error_of_its_sample(
         assert [batch.tolist()[0] for batch in iterator] == [8, 12, 16, 20]
 
 
-def exits(argument: Any) -> Any:
-    raise SystemExit(3)
-
-
 @pytest.mark.filterwarnings("error")
 def test_an_on_error_function_that_exits_is_an_error() -> None:
+    exits = raising(SystemExit, 3)
     iterator = iter(DataLoader(Failing(8, {5: ValueError}), 4, num_workers=1, errors=exits))
     with pytest.raises(RuntimeError, match="SystemExit was raised"):
         [next(iterator) for _ in range(2)]
@@ -386,7 +351,7 @@ def test_a_sample_that_raises_keyboard_interrupt_is_named() -> None:
         pytest.warns(RuntimeWarning, match="after a KeyboardInterrupt .* index 5") as warned,
         pytest.raises(RuntimeError, match="exited unexpectedly") as caught,
     ):
-        list(DataLoader(Ending(24, KeyboardInterrupt), 4, num_workers=2))
+        list(DataLoader(Ending(KeyboardInterrupt), 4, num_workers=2))
     assert [each.category for each in warned].count(MinatoWarning) == 2
     assert "index 5. 3 workers died there" in str(caught.value.__cause__)
 
@@ -411,7 +376,7 @@ def test_a_worker_that_is_interrupted_is_replaced(tmp_path: Path, method: str) -
     dataset = Interrupted(24, tmp_path / "mark")
     loader = DataLoader(dataset, 4, num_workers=1, multiprocessing_context=method)
     with pytest.warns(RuntimeWarning, match="exit code 0, as after a KeyboardInterrupt .* index 5"):
-        found, raised = drain(iter(loader))
+        found, raised = drain(loader)
     assert (found, raised) == ([*range(24)], [])
 
 
@@ -424,18 +389,17 @@ def deadly(samples: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("order", mostly_slow(ORDERS))
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_collate_fn_that_ends_its_process_is_named(order: str, on_error: str) -> None:
-    loader = DataLoader(
-        Numbers(200), 4, collate_fn=deadly, num_workers=2, order=order, errors=on_error
-    )
+    options = {"num_workers": 2, "order": order, "errors": on_error}
+    loader = DataLoader(Numbers(200), 4, collate_fn=deadly, **options)
     with pytest.warns(RuntimeWarning) as warned, pytest.raises(RuntimeError) as caught:
         list(loader)
     assert "exited unexpectedly" in str(caught.value)
-    assert str(caught.value.__cause__).endswith("3 workers died there: it is the likely cause.")
-    deaths = [
-        str(warning.message) for warning in warned if "DataLoader worker" in str(warning.message)
-    ]
+    cause = str(caught.value.__cause__)
+    assert cause.endswith("3 workers died there: it is the likely cause.")
+    texts = [str(warning.message) for warning in warned]
+    deaths = [text for text in texts if "DataLoader worker" in text]
     assert len(deaths) == 2
-    for text in (*deaths, str(caught.value.__cause__)):
+    for text in (*deaths, cause):
         found = re.search(r"in collate_fn, for the batch of indices ([0-9, ]+)\.", text)
         assert found is not None
         assert "9" in found[1].split(", ")
@@ -456,24 +420,20 @@ def test_a_worker_init_fn_that_hangs_is_ended(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)  # it answers
-    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method}
-    loader = DataLoader(
-        Numbers(8), 4, worker_init_fn=stuck, errors=ErrorPolicy(sample_timeout=0.5), **options
-    )
-    iterator = iter(loader)
+
+    def loader(function: Any, **policy: Any) -> Any:
+        started = {"num_workers": 1, "multiprocessing_context": method}
+        errors = ErrorPolicy(**policy)
+        return DataLoader(Numbers(8), 4, worker_init_fn=function, errors=errors, **started)
+
+    iterator = iter(loader(stuck, sample_timeout=0.5))
     for _ in range(2):
         with pytest.raises(SampleTimeoutError, match="worker_init_fn took more") as caught:
             next(iterator)
         assert "in stuck" in str(caught.value)
     monkeypatch.setenv("MINATO_TEST_MARK", str(tmp_path / "mark"))
-    again = DataLoader(
-        Numbers(8),
-        4,
-        worker_init_fn=stuck_once,
-        errors=ErrorPolicy(sample_timeout=1, retries=5),  # its successors may get no time
-        **options,
-    )
-    assert flat([batch.tolist() for batch in again]) == [*range(8)]
+    again = loader(stuck_once, sample_timeout=1, retries=5)  # its successors may get no time
+    assert flat(indices(again)) == [*range(8)]
 
 
 def stuck_at_nine(samples: list[int]) -> torch.Tensor:
@@ -483,10 +443,8 @@ def stuck_at_nine(samples: list[int]) -> torch.Tensor:
 
 def test_a_collate_fn_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)  # it answers
-    options: dict[str, Any] = {
-        "num_workers": 2,
-        "errors": ErrorPolicy(sample_timeout=0.5, on_error="skip"),
-    }
+    policy = ErrorPolicy(sample_timeout=0.5, on_error="skip")
+    loader = DataLoader(Numbers(40), 4, collate_fn=stuck_at_nine, num_workers=2, errors=policy)
     with pytest.raises(SampleTimeoutError, match="collate_fn took more") as caught:
-        list(DataLoader(Numbers(40), 4, collate_fn=stuck_at_nine, **options))
+        list(loader)
     assert "in stuck_at_nine" in str(caught.value)
