@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -11,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock, call
 
 import psutil
 import pytest
@@ -20,7 +23,7 @@ from minato import Arrival, DataLoader, ErrorPolicy
 from minato._core.codes import LeaseState
 from minato.workers.sample_timeout import RunningSamples, SampleWatchdog, StackFile
 from minato.workers.shared_state import CurrentSample
-from tests.datasets import Sleepy, wait_until
+from tests.datasets import Sleepy, indices, wait_until
 from tests.subprocesses import TIMEOUT_S, at_work, run, session, started, wait_for_end
 
 # ---- the end of the training process --------------------------------------------------------
@@ -58,15 +61,17 @@ def test_workers_outlive_the_thread_that_started_them() -> None:
     def run() -> None:
         iterator: Any = iter(loader)
         iterator._source._pool.grow(2)
-        first.extend(iterator)
+        first.extend(indices(iterator))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    pids = [process.pid for process in loader._iterator._source._pool.processes]
+    pool = loader._iterator._source._pool
+    pids = [process.pid for process in pool.processes]
     time.sleep(0.1)
-    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in first]
-    assert [process.pid for process in loader._iterator._source._pool.processes] == pids
+    assert indices(loader) == first
+    assert loader._iterator._source._pool is pool
+    assert [process.pid for process in pool.processes] == pids
 
 
 @pytest.mark.slow
@@ -105,56 +110,28 @@ def test_a_training_that_was_stopped_does_not_exceed_its_timeouts() -> None:
     assert (out, err) == ("complete\n", "")
 
 
+@contextlib.contextmanager
+def listening(file: StackFile) -> Iterator[None]:
+    """This process answers, too."""
+    file.listen()
+    try:
+        yield
+    finally:
+        faulthandler.unregister(StackFile._SIGNAL)
+
+
 def test_the_stack_of_a_worker_needs_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/nonexistent")
     file = StackFile()
-    file.listen()
-    try:
+    with listening(file):
         for _ in range(2):
             file.request(os.getpid())
             wait_until(lambda: file.answer() is not None)
             assert "test_the_stack_of_a_worker" in (file.answer() or "")
-    finally:
-        __import__("faulthandler").unregister(StackFile._SIGNAL)
 
 
 LIMIT_S, HOUR_NS = 60.0, 3600 * 10**9
 """A sample that has just begun does not reach the limit within a test; one that began an hour ago has."""
-
-
-def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
-    """Else a worker that has had no time would be ended."""
-
-    class Ledger:
-        """One worker is on a sample."""
-
-        def lease(self, number: int) -> LeaseState:
-            return LeaseState(0, begun_ns, 1)
-
-    class Process:
-        """Stands for a worker process."""
-
-        pid = 1 << 30
-
-        def is_alive(self) -> bool:
-            return True
-
-    class Stacks:
-        """Takes note of who is asked."""
-
-        def request(self, pid: int) -> str:
-            asked.append(pid)
-            raise ProcessLookupError
-
-    asked: list[int] = []
-    begun_ns = time.monotonic_ns() - HOUR_NS
-    watchdog = SampleWatchdog(Ledger(), LIMIT_S, Stacks())  # type: ignore[arg-type]
-    watchdog.restart_timers()
-    watchdog.end_overdue([Process()])  # type: ignore[list-item]
-    assert asked == []
-    watchdog._since_ns = begun_ns
-    watchdog.end_overdue([Process()])  # type: ignore[list-item]
-    assert asked == [Process.pid]
 
 
 class Lease:
@@ -167,6 +144,20 @@ class Lease:
         return self.state
 
 
+def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
+    """Else a worker that has had no time would be ended."""
+    process, stacks = Mock(pid=1 << 30), Mock()
+    stacks.request.side_effect = ProcessLookupError
+    ledger = Lease()
+    watchdog = SampleWatchdog(ledger, LIMIT_S, stacks)  # type: ignore[arg-type]
+    watchdog.restart_timers()
+    watchdog.end_overdue([process])
+    assert stacks.request.mock_calls == []
+    watchdog._since_ns = ledger.state.begun_ns
+    watchdog.end_overdue([process])
+    assert stacks.request.mock_calls == [call(process.pid)]
+
+
 def listens_and_hangs(stacks: StackFile, listening: Any) -> None:
     stacks.listen()
     listening.set()
@@ -174,8 +165,12 @@ def listens_and_hangs(stacks: StackFile, listening: Any) -> None:
 
 
 @pytest.fixture
-def hanging() -> Iterator[tuple[SampleWatchdog, Lease, Any]]:
-    """What times a worker process, its ledger, and the process, which is on a sample for too long."""
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SampleWatchdog, Lease, Any]]:
+    """What times a worker process, its ledger, and the process, which is on a sample for too long.
+
+    It answers, however busy the machine.
+    """
+    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
     context = multiprocessing.get_context("fork")
     stacks, ledger, listening = StackFile(), Lease(), context.Event()
     process = context.Process(target=listens_and_hangs, args=(stacks, listening), daemon=True)
@@ -188,28 +183,32 @@ def hanging() -> Iterator[tuple[SampleWatchdog, Lease, Any]]:
         process.join()
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_stuck_worker_is_ended_with_its_stack_or_without(
-    hanging: tuple[SampleWatchdog, Lease, Any], stopped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watchdog, _, process = hanging
-    if not stopped:  # it answers, however busy the machine
-        monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
-    if stopped:
-        os.kill(process.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    watchdog.end_overdue([process])
-    assert watchdog.cause(0) is None
-    assert watchdog.interval_s < 0.1  # the answer is taken soon after it has come
+def wait_for_the_end(watchdog: SampleWatchdog, process: Any) -> str:
+    """Wait until a worker is ended; returns why."""
 
     def is_ended() -> bool:
         watchdog.end_overdue([process])
         return watchdog.cause(0) is not None
 
     wait_until(is_ended)
+    return str(watchdog.cause(0))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_stuck_worker_is_ended_with_its_stack_or_without(
+    hanging: tuple[SampleWatchdog, Lease, Any], stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog, _, process = hanging
+    if stopped:
+        monkeypatch.undo()
+        os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    watchdog.end_overdue([process])
+    assert watchdog.cause(0) is None
+    assert watchdog.interval_s < 0.1  # the answer is taken soon after it has come
+    cause = wait_for_the_end(watchdog, process)
     assert (time.monotonic() - began >= 1.0) or not stopped
-    expected = "(none: the process did not answer)" if stopped else "in listens_and_hangs"
-    assert expected in str(watchdog.cause(0))
+    assert ("(none: the process did not answer)" if stopped else "in listens_and_hangs") in cause
     process.join(TIMEOUT_S)
     assert process.exitcode == -signal.SIGKILL
     assert watchdog.interval_s == LIMIT_S / 4
@@ -217,9 +216,8 @@ def test_a_stuck_worker_is_ended_with_its_stack_or_without(
 
 @pytest.mark.parametrize("how", ["the sample ended", "all were stopped"])
 def test_a_worker_that_was_asked_for_its_stack_may_go_on(
-    hanging: tuple[SampleWatchdog, Lease, Any], how: str, monkeypatch: pytest.MonkeyPatch
+    hanging: tuple[SampleWatchdog, Lease, Any], how: str
 ) -> None:
-    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
     watchdog, ledger, process = hanging
     watchdog.end_overdue([process])
     if how == "the sample ended":
@@ -227,59 +225,38 @@ def test_a_worker_that_was_asked_for_its_stack_may_go_on(
     else:
         watchdog.restart_timers()
     wait_until(lambda: watchdog.stacks.answer() is not None)
-    watchdog.end_overdue([process])
-    watchdog.end_overdue([process])
+    for _ in range(2):
+        watchdog.end_overdue([process])
     assert watchdog.cause(0) is None
     assert process.is_alive()
     assert watchdog.interval_s == LIMIT_S / 4
 
 
 def test_the_stack_of_another_worker_is_not_taken_for_that_of_a_stuck_one(
-    hanging: tuple[SampleWatchdog, Lease, Any], monkeypatch: pytest.MonkeyPatch
+    hanging: tuple[SampleWatchdog, Lease, Any],
 ) -> None:
     """Torch's timeout asks all workers, by the same file, while the stuck one is being asked."""
-    monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
     watchdog, _, process = hanging
     watchdog.end_overdue([process])
-    watchdog.stacks.listen()
-    try:
+    with listening(watchdog.stacks):
         watchdog.stacks.request(os.getpid())
         wait_until(lambda: watchdog.stacks.answer() is not None)
-    finally:
-        __import__("faulthandler").unregister(StackFile._SIGNAL)
-
-    def is_ended() -> bool:
-        watchdog.end_overdue([process])
-        return watchdog.cause(0) is not None
-
-    wait_until(is_ended)
-    assert "in listens_and_hangs" in str(watchdog.cause(0))
-    assert "in test_the_stack_of_another" not in str(watchdog.cause(0))
+    cause = wait_for_the_end(watchdog, process)
+    assert "in listens_and_hangs" in cause
+    assert "in test_the_stack_of_another" not in cause
 
 
 def test_a_worker_without_a_stack_is_named_with_the_others() -> None:
-    class Work:
-        """Every worker runs the sample of its number."""
-
-        ledger = Lease()
-
-        def collation(self, number: int) -> None:
-            return None
-
-        def sample(self, number: int) -> CurrentSample:
-            return CurrentSample(0, number, 0, 0, None, 0)
-
-    class Gone:
-        """Stands for a process that has ended."""
-
-        pid = 1 << 30
-
+    work = Mock(ledger=Lease())  # every worker runs the sample of its number
+    work.collation.return_value = None
+    work.sample = lambda number: CurrentSample(0, number, 0, 0, None, 0)
     done = threading.Event()
     waits = threading.Thread(target=done.wait, daemon=True)
     waits.start()
-    workers: list[Any] = [threading.Thread(), Gone(), waits]
+    ended = Mock(pid=1 << 30)
+    workers: list[Any] = [threading.Thread(), ended, waits]
     try:
-        told = RunningSamples(Work(), StackFile(), workers, None, recommends=True)()  # type: ignore[arg-type]
+        told = RunningSamples(work, StackFile(), workers, None, recommends=True)()
     finally:
         done.set()
     for number in range(len(workers)):
@@ -305,8 +282,6 @@ def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
     # A process that is stopped does not answer.
     monkeypatch.setattr("minato.workers.sample_timeout._STACK_S", 3600.0)
     asked: list[StackFile] = []
-    drawn: list[int] = []
-    found: list[int] = []
     real = StackFile.request
 
     def request(file: StackFile, pid: int) -> None:
@@ -318,31 +293,30 @@ def test_batches_come_while_a_stuck_worker_is_asked_for_its_stack(
     class UntilSome:
         """Indices, until some batches have come since the worker was asked."""
 
-        since = 0
+        since = drawn = 0
 
         def __iter__(self) -> Iterator[int]:
             while self.since < 5:
-                drawn.append(len(drawn))
-                yield drawn[-1]
+                self.drawn += 1
+                yield self.drawn - 1
 
     sampler = UntilSome()
-    options: dict[str, Any] = {
-        "order": Arrival(100_000),
-        "errors": ErrorPolicy("skip", sample_timeout=1.0),
-    }
-    loader = DataLoader(StopsAtThree(), 1, sampler=sampler, num_workers=2, **options)
+    policy = ErrorPolicy("skip", sample_timeout=1.0)
+    options: dict[str, Any] = {"num_workers": 2, "order": Arrival(100_000), "errors": policy}
+    loader = DataLoader(StopsAtThree(), 1, sampler=sampler, **options)
+    found: list[int] = []
     for batch in loader:
         found.append(int(batch))
         sampler.since += bool(asked)
         if sampler.since == 5:
             assert len(asked) == 1
             asked[0]._deadline_s = 0.0  # now it is given up
-    assert loader.coverage().complete
+    account = loader.coverage()
+    assert account.complete
     assert 3 not in found
+    assert len({*found}) == len(found)
     # Another one is skipped where its worker has got no time.
-    assert (
-        loader.coverage().skipped.samples == len(drawn) - len({*found}) == len(drawn) - len(found)
-    )
+    assert account.skipped.samples == sampler.drawn - len(found)
 
 
 # ---- a clock that jumps ---------------------------------------------------------------------
@@ -354,9 +328,8 @@ def test_a_wall_clock_that_jumps_changes_nothing(
 ) -> None:
     draw = random.Random(1)
     monkeypatch.setattr(time, "time", lambda: draw.uniform(-1e9, 4e9))
-    options: dict[str, Any] = {"workers": method, "timeout": 20, "errors": "retry"}
-    if method == "process":
-        options["errors"] = ErrorPolicy("retry", sample_timeout=20)
+    policy = ErrorPolicy("retry", sample_timeout=20 if method == "process" else None)
+    options: dict[str, Any] = {"workers": method, "timeout": 20, "errors": policy}
     loader = DataLoader(Sleepy(64, 0.001), 4, num_workers=2, **options)
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == list(range(64))

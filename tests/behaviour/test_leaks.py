@@ -20,10 +20,21 @@ GROWTH_LIMIT_S = 300.0
 """Ten seconds of computing on both cores, which a busy machine does not give at once."""
 
 
-def check_growth(*cases: str, pure: bool = False) -> None:
-    out = run("growth.py", *cases, pure=pure, timeout_s=GROWTH_LIMIT_S)
+@pytest.mark.slow
+@pytest.mark.timeout(GROWTH_LIMIT_S + 10)
+@pytest.mark.parametrize(
+    ("cases", "pure"),
+    [
+        ("batches-inline loaders-inline batches-threads epochs-threads epochs-arrival loaders-threads", False),
+        ("batches-processes batches-collated batches-arrival epochs-processes loaders-processes", False),
+        ("batches-processes epochs-threads loaders-processes", True),
+    ],
+    ids=["threads", "processes", "pure"],
+)  # fmt: skip
+def test_nothing_grows(cases: str, pure: bool) -> None:
+    out = run("growth.py", *cases.split(), pure=pure, timeout_s=GROWTH_LIMIT_S)
     lines = [json.loads(line) for line in out.splitlines()]
-    assert [case for case, _ in lines] == list(cases)
+    assert [case for case, _ in lines] == cases.split()
     for case, found in lines:
         memory = found.pop("bytes"), found.pop("bytes of workers")
         assert max(memory) < SOME_BYTES, (case, memory)
@@ -34,53 +45,24 @@ def check_growth(*cases: str, pure: bool = False) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(GROWTH_LIMIT_S + 10)
 @pytest.mark.parametrize(
-    "cases",
+    ("kind", "how", "code"),
     [
-        ("batches-inline", "loaders-inline", "batches-threads", "epochs-threads", "epochs-arrival", "loaders-threads"),
-        ("batches-processes", "batches-collated", "batches-arrival", "epochs-processes", "loaders-processes"),
-    ],
-    ids=["threads", "processes"],
-)  # fmt: skip
-def test_nothing_grows(cases: tuple[str, ...]) -> None:
-    check_growth(*cases)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(GROWTH_LIMIT_S + 10)
-def test_nothing_grows_in_pure_python() -> None:
-    check_growth("batches-processes", "epochs-threads", "loaders-processes", pure=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("inline", "end"),
-        ("processes", "end"),
-        ("processes", "sys.exit"),
-        ("persistent", "reference cycle"),
-        ("large", "end"),
-        ("threads", "end"),
-        ("threads", "reference cycle"),
+        ("inline", "end", 0),
+        ("processes", "end", 0),
+        ("processes", "sys.exit", 3),
+        ("processes", "_exit", 4),
+        ("spawn", "_exit", 4),
+        ("persistent", "reference cycle", 0),
+        ("large", "end", 0),
+        ("threads", "end", 0),
+        ("threads", "reference cycle", 0),
+        ("timeout", "after an error", 0),
     ],
 )
-def test_interpreter_ends_in_the_middle_of_an_epoch(kind: str, how: str) -> None:
-    out = run("ending.py", kind, how, code=3 if how == "sys.exit" else 0)
-    assert out == "[[0, 1], [2, 3], [4, 5]]\n"
-
-
-@pytest.mark.slow
-def test_interpreter_ends_after_a_timeout() -> None:
-    out = run("ending.py", "timeout", "after an error")
-    assert out == "[[0, 1], [2, 3], [4, 5]]\nDataLoader timed out after 6.0 seconds\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["processes", "spawn"])
-def test_interpreter_ends_without_a_farewell(kind: str) -> None:
-    assert run("ending.py", kind, "_exit", code=4) == "[[0, 1], [2, 3], [4, 5]]\n"
+def test_interpreter_ends_in_the_middle_of_an_epoch(kind: str, how: str, code: int) -> None:
+    error = "DataLoader timed out after 6.0 seconds\n" if kind == "timeout" else ""
+    assert run("ending.py", kind, how, code=code) == f"[[0, 1], [2, 3], [4, 5]]\n{error}"
 
 
 @pytest.mark.slow

@@ -24,9 +24,11 @@ import torch
 from minato import DataLoader, MinatoWarning
 from minato._system import _memory_in_second
 from tests.datasets import Filled, Held, Numbers, Samples, flat, wait_until
+from tests.parity.material import identity
 from tests.selection import WORKERS, each
 
 MEGABYTE = 1 << 20
+SHM = Path("/dev/shm")
 AHEAD = 2  # prefetch_factor=
 
 
@@ -63,10 +65,8 @@ def lies_in(arena: Any, batch: torch.Tensor) -> bool:
 @each
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_holding_every_batch_of_an_epoch(order: str, workers: dict[str, Any]) -> None:
-    persistent = workers["num_workers"] > 0
-    loader = DataLoader(
-        Filled(120, 1000), 2, shuffle=True, order=order, persistent_workers=persistent, **workers
-    )
+    options = {"order": order, "persistent_workers": workers["num_workers"] > 0, **workers}
+    loader = DataLoader(Filled(120, 1000), 2, shuffle=True, **options)
     held = [list(loader) for _ in range(3)]  # far more batches than are ever in flight
     for batches in held:
         check(batches, 120)
@@ -86,11 +86,10 @@ def test_holding_a_part_of_a_batch(workers: dict[str, Any]) -> None:
     for _ in range(3):
         assert len(list(loader)) == 10
     for number, (rows, row, storage) in enumerate(kept):
-        first = 4 * number
-        assert rows.unique().tolist() == [first + 1, first + 2]
-        assert np.unique(row).tolist() == [first + 3]
-        whole = torch.empty(0, dtype=torch.int64).set_(storage)
-        assert whole.unique().tolist() == list(range(first, first + 4))
+        whole = torch.empty(0, dtype=torch.int64).set_(storage).unique().tolist()
+        assert whole == list(range(4 * number, 4 * number + 4))
+        assert rows.unique().tolist() == whole[1:3]
+        assert np.unique(row).tolist() == whole[3:]
 
 
 @each
@@ -162,14 +161,13 @@ def test_next_iterator_uses_the_memory_of_the_last(workers: dict[str, Any], whol
     arenas = []
     for _ in range(6):
         iterator = iter(loader)
-        arena = arena_of(iterator)
+        arenas.append(arena_of(iterator))
         for batch in iterator if whole else itertools.islice(iterator, 1):
-            assert lies_in(arena, batch)
-        arenas.append(arena)
+            assert lies_in(arenas[-1], batch)
         del iterator, batch
         gc.collect()
     assert all(arena is arenas[0] for arena in arenas)
-    assert 0 < arena.num_slots <= most_slots(workers)
+    assert 0 < arenas[0].num_slots <= most_slots(workers)
 
 
 def pages_of(iterator: Any) -> int:
@@ -188,26 +186,19 @@ def test_memory_of_dropped_batches_goes_back_to_the_system() -> None:
     del iterator
 
 
+@pytest.mark.skipif(not SHM.is_dir(), reason="there is no /dev/shm")
 @each
 def test_nothing_is_in_dev_shm_and_no_worker_maps_it(workers: dict[str, Any]) -> None:
-    shm = Path("/dev/shm")
-    if not shm.is_dir():
-        pytest.skip("there is no /dev/shm")
-    if workers["num_workers"]:
-        # So that no worker is done before it is looked at.
-        workers = {
-            **workers,
-            "prefetch_factor": 2,
-        }
-    loader = DataLoader(Filled(40, 1000), 2, **workers)
-    before = set(os.listdir(shm))
+    # With so little ahead no worker is done before it is looked at.
+    loader = DataLoader(Filled(40, 1000), 2, **ahead(workers), **workers)
+    before = set(os.listdir(SHM))
     iterator = iter(loader)
     kept = [next(iterator) for _ in range(5)]
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
 
     def new() -> set[str]:
         """Entries that were made since then, but not by the tests that another process runs."""
-        makers = {name: re.match(r"(?:sem\.mp-|torch_)(\d+)[-_]", name) for name in os.listdir(shm)}
+        makers = {name: re.match(r"(?:sem\.mp-|torch_)(\d+)[-_]", name) for name in os.listdir(SHM)}
         return {
             name for name, maker in makers.items() if maker is None or int(maker[1]) in pids
         } - before
@@ -251,19 +242,21 @@ def test_sample_larger_than_the_budget_works_with_one_warning(workers: dict[str,
     assert [each.category for each in caught].count(MinatoWarning) == 1
 
 
+class Large(Held):
+    """A quarter of a megabyte for each sample, a megabyte for a batch."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        return torch.full((MEGABYTE // 16,), float(super().__getitem__(index)))
+
+
 @pytest.mark.parametrize("slow", [0, 40])
 def test_budget_bounds_memory_behind_a_straggler(slow: int) -> None:
     # One batch takes long, the very first or a later one; the others would all be finished meanwhile.
-    class Large(Held):
-        """A quarter of a megabyte for each sample, a megabyte for a batch."""
-
-        def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
-            return torch.full((MEGABYTE // 16,), float(super().__getitem__(index)))
-
     budget = 6 * MEGABYTE
     dataset = Large(200, slow, 1000)
     iterator = iter(DataLoader(dataset, 4, memory_budget=budget, num_workers=2))
     waits = threading.Event()
+    sizes: list[int] = []
 
     def release() -> None:
         waits.wait()
@@ -272,7 +265,6 @@ def test_budget_bounds_memory_behind_a_straggler(slow: int) -> None:
         sizes.append(pages_of(iterator))
         dataset.missing.value = 0
 
-    sizes: list[int] = []
     releasing = threading.Thread(target=release)
     releasing.start()
     for number in range(50):
@@ -282,9 +274,8 @@ def test_budget_bounds_memory_behind_a_straggler(slow: int) -> None:
         if number < 49:  # the workers still run
             sizes.append(pages_of(iterator))
     releasing.join()
-    most = max(sizes)
     # Beside what is in flight there is the batch in hand, and an arena keeps the pages of a few free slots.
-    assert 4 * MEGABYTE < most <= budget + 6 * MEGABYTE
+    assert 4 * MEGABYTE < max(sizes) <= budget + 6 * MEGABYTE
 
 
 def test_default_budget_is_a_share_of_available_memory() -> None:
@@ -328,24 +319,13 @@ def dumped_mappings() -> list[str]:
     return found
 
 
-def as_it_is(sample: Any) -> Any:
-    return sample
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 @pytest.mark.parametrize("method", [None, "fork", "spawn"])
 def test_no_process_has_the_loaders_memory_in_its_core_dump(method: str | None) -> None:
     before = set(dumped_mappings())  # of earlier tests in this process
-    loader = DataLoader(
-        Mappings(2),
-        None,
-        num_workers=0 if method is None else 1,
-        multiprocessing_context=method,
-        collate_fn=as_it_is,
-        transforms=[as_it_is],
-        order="batch",
-    )
-    iterator = iter(loader)
+    workers = {"num_workers": 0 if method is None else 1, "multiprocessing_context": method}
+    functions: dict[str, Any] = {"collate_fn": identity, "transforms": [identity]}
+    iterator = iter(DataLoader(Mappings(2), None, order="batch", **functions, **workers))
     assert set(next(iterator)) <= before
     assert set(dumped_mappings()) <= before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,50 +50,49 @@ def handlers() -> Iterator[list[int]]:
 
 
 def test_signals_are_handled_at_the_end_of_the_block(handlers: list[int]) -> None:
-    before = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
-    begun = ended = False
+    before = installed()
+    ended = None
     with pytest.raises(SystemExit), signals_deferred():
         for number in (signal.SIGTERM, signal.SIGUSR1):
             os.kill(os.getpid(), number)
-        begun = True
         wait_until(lambda: True, 1)
-        ended = handlers == []
-    assert begun
-    assert ended
+        ended = [*handlers]
+    assert ended == []
     assert sorted(handlers) == sorted([signal.SIGTERM, signal.SIGUSR1])
-    assert [signal.getsignal(number) for number in sorted(signal.valid_signals())] == before
+    assert installed() == before
+
+
+def installed() -> list[Any]:
+    """The handlers of all signals."""
+    return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
 
 
 def test_an_interrupt_that_comes_while_handlers_change_leaves_them_as_they_were(
     handlers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
-    change, changes = signal.signal, 0
-    while True:
-        calls, changes = 0, changes + 1
+    before = installed()
+    change, calls = signal.signal, 0
 
-        def interrupted(number: int, handler: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            result = change(number, handler)
-            if calls == changes:  # noqa: B023
-                raise KeyboardInterrupt
-            return result
+    def interrupted(number: int, handler: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = change(number, handler)
+        if calls == changes:
+            raise KeyboardInterrupt
+        return result
 
+    for changes in itertools.count(1):
+        calls = 0
         try:
-            with monkeypatch.context() as patch, signals_deferred_by(patch, interrupted):
-                pass
+            with monkeypatch.context() as patch:
+                patch.setattr(signal, "signal", interrupted)
+                with signals_deferred():
+                    pass
         except KeyboardInterrupt:
-            now = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
-            assert now == before, changes
+            assert installed() == before, changes
         else:
             break
     assert changes > 6  # three handlers, each replaced and restored
-
-
-def signals_deferred_by(patch: pytest.MonkeyPatch, change: Callable[..., Any]) -> Any:
-    patch.setattr(signal, "signal", change)
-    return signals_deferred()
 
 
 def test_a_signal_that_comes_twice_is_handled_once(handlers: list[int]) -> None:
@@ -166,16 +166,6 @@ def test_other_threads_need_no_deferral(handlers: list[int]) -> None:
 # ---- in finalizers --------------------------------------------------------------------------
 
 
-class Finalized:
-    """Does something when it is gone, where Python ignores what is raised."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-
-    def __del__(self) -> None:
-        self.function()
-
-
 def test_an_iterator_leaves_signals_to_the_program(
     handlers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,27 +175,28 @@ def test_an_iterator_leaves_signals_to_the_program(
     def hook(seen: Any) -> None:
         ignored.append(seen.exc_type)
 
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
     monkeypatch.setattr(sys, "unraisablehook", hook)
-    before = [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+    before = installed()
     others = threading.active_count()  # a library's may stay from another test
     assert len(list(DataLoader(Numbers(8), 4, num_workers=2))) == 2
-    thing = [Finalized(lambda: signal.raise_signal(signal.SIGTERM))]
-    thing.clear()
+    Finalized()
     assert sys.unraisablehook is hook
-    assert [signal.getsignal(number) for number in sorted(signal.valid_signals())] == before
+    assert installed() == before
     wait_until(lambda: threading.active_count() == others)
     assert (ignored, handlers) == ([SystemExit], [signal.SIGTERM])
 
 
-class Stuck:
+class Stuck(Numbers):
     """Only the first four samples come before the test is over."""
 
     def __init__(self) -> None:
+        super().__init__(64)
         # Not an Event, whose set() would wait for a process that ended.
         self.over = multiprocessing.RawValue("b", 0)
-
-    def __len__(self) -> int:
-        return 64
 
     def __getitem__(self, index: int) -> int:
         while index >= 4 and not self.over.value:
