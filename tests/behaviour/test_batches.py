@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from tests.datasets import (
     indices,
     plus_one,
 )
+from tests.parity.material import identity
 from tests.parity.test_collation import ODD
 from tests.selection import each
 
@@ -58,14 +58,9 @@ def test_misfits_in_the_other_orders(order: str, workers: dict[str, Any]) -> Non
         assert_same(batch, default_collate([samples[i]]))
 
 
-def nothing(samples: list[Any]) -> list[Any]:
-    """A ``collate_fn`` that leaves the samples alone."""
-    return samples
-
-
 @each
 def test_custom_collate_fn_in_arrival_order(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Numbers(50), 3, collate_fn=nothing, order="arrival", **workers)
+    loader = DataLoader(Numbers(50), 3, collate_fn=identity, order="arrival", **workers)
     batches = list(loader)
     assert sorted(flat(batches)) == list(range(50))
     assert sorted(map(len, batches)) == [2] + [3] * 16
@@ -96,7 +91,7 @@ class More(Listed):
 
 
 class Whole(Listed):
-    """Its ``__getitems__`` returns something that is no list."""
+    """Its ``__getitems__`` returns the batch itself, which is no list."""
 
     def __getitems__(self, keys: list[int]) -> Any:
         return {"keys": torch.tensor(keys)}
@@ -104,23 +99,17 @@ class Whole(Listed):
 
 @each
 @pytest.mark.parametrize(
-    "dataset", [Listed(11), Fewer(11), More(11)], ids=lambda d: type(d).__name__
+    "dataset", [Listed(11), Fewer(11), More(11), Whole(11)], ids=lambda d: type(d).__name__
 )
 def test_getitems(dataset: Listed, workers: dict[str, Any]) -> None:
-    for options in ({}, {"collate_fn": nothing}):
+    for options in ({}, {"collate_fn": identity})[isinstance(dataset, Whole) :]:
         make = {"dataset": dataset, "batch_size": 3, **options}
         assert_same(list(DataLoader(**make, **workers)), list(TorchLoader(**make)))
 
 
 @each
-def test_getitems_that_builds_the_batch_itself(workers: dict[str, Any]) -> None:
-    make = {"dataset": Whole(11), "batch_size": 3, "collate_fn": nothing}
-    assert_same(list(DataLoader(**make, **workers)), list(TorchLoader(**make)))
-
-
-@each
 def test_getitems_in_arrival_order_and_without_batching(workers: dict[str, Any]) -> None:
-    free = list(DataLoader(Listed(11), 3, order="arrival", collate_fn=nothing, **workers))
+    free = list(DataLoader(Listed(11), 3, order="arrival", collate_fn=identity, **workers))
     assert sorted(key for batch in free for key, _ in batch) == list(range(11))
     assert sorted(map(len, free)) == [2, 3, 3, 3]
     with pytest.raises(AssertionError, match="fetched together"):
@@ -137,7 +126,7 @@ def test_transforms_follow_the_dataset(workers: dict[str, Any]) -> None:
     assert indices(loader) == expected
     alone = DataLoader(Numbers(10), None, transforms=[double, plus_one], **workers)
     assert list(alone) == flat(expected)
-    listed = DataLoader(Fewer(9), 9, transforms=[double, plus_one], collate_fn=nothing, **workers)
+    listed = DataLoader(Fewer(9), 9, transforms=[double, plus_one], collate_fn=identity, **workers)
     assert list(listed) == [[3, 5, 7, 11, 13, 15]]
 
 
@@ -145,9 +134,8 @@ def test_transforms_follow_the_dataset(workers: dict[str, Any]) -> None:
 def test_batches_may_be_changed_in_place(workers: dict[str, Any]) -> None:
     loader = DataLoader(Filled(40, 5), 4, seed=1, shuffle=True, **workers)
     for _ in range(2):
-        seen: Iterator[Any] = iter(loader)
         kept = []
-        for batch in seen:
+        for batch in loader:
             kept += batch[:, 0].tolist()
             batch.fill_(-1)
         assert sorted(kept) == list(range(40))

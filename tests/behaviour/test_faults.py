@@ -148,12 +148,11 @@ def test_a_sample_is_timed_anew_after_the_processes_were_stopped() -> None:
     """Else a worker that has had no time would be ended."""
     process, stacks = Mock(pid=1 << 30), Mock()
     stacks.request.side_effect = ProcessLookupError
-    ledger = Lease()
-    watchdog = SampleWatchdog(ledger, LIMIT_S, stacks)  # type: ignore[arg-type]
+    watchdog = SampleWatchdog(Lease(), LIMIT_S, stacks)  # type: ignore[arg-type]
     watchdog.restart_timers()
     watchdog.end_overdue([process])
     assert stacks.request.mock_calls == []
-    watchdog._since_ns = ledger.state.begun_ns
+    watchdog._since_ns -= HOUR_NS
     watchdog.end_overdue([process])
     assert stacks.request.mock_calls == [call(process.pid)]
 

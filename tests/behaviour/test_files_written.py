@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -187,12 +189,11 @@ def lines_of(parts: list[Any]) -> bytes:
     ]
 )
 @example(parts=[{"minato_order": 2, "epoch": 0, "seed": 0, "first_batch": -1}, [1], {"end": 1}])
-def test_any_recorded_order_is_replayed_or_refused_by_name(
-    parts: list[Any], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = _place(tmp_path_factory) / "order.jsonl"
-    path.write_bytes(lines_of(parts))
-    check_order(path)
+def test_any_recorded_order_is_replayed_or_refused_by_name(parts: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "order.jsonl"
+        path.write_bytes(lines_of(parts))
+        check_order(path)
 
 
 def named(path: Path, refusal: type[Exception], call: Callable[[], Any]) -> Any:
@@ -219,15 +220,6 @@ def check_order(path: Path) -> None:
         loader = DataLoader(Numbers(10), batch_size=None, sampler=range(10), recording=Replay(path))
         assert loader is not None
         assert all(type(key) in (int, str) for keys, _ in batches for key in keys)
-
-
-_PLACES: list[Path] = []
-
-
-def _place(paths: pytest.TempPathFactory) -> Path:
-    if not _PLACES:
-        _PLACES.append(paths.mktemp("fuzzed"))
-    return _PLACES[0]
 
 
 def test_an_order_that_changes_while_it_is_replayed(tmp_path: Path) -> None:
@@ -274,24 +266,20 @@ def test_a_mode_that_the_user_gave_stays(tmp_path: Path) -> None:
 def test_names_of_unfinished_files_cannot_be_guessed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    victim = tmp_path / "victim"
+    victim, path = tmp_path / "victim", tmp_path / "splits.json"
     victim.write_text("important")
-    opened: list[str] = []
-    really = os.open
-
-    def noted(path: Any, *arguments: Any, **more: Any) -> int:
-        opened.append(os.fspath(path))
-        return really(path, *arguments, **more)
-
-    monkeypatch.setattr(os, "open", noted)
-    splits(tmp_path / "splits.json")
-    splits(tmp_path / "splits.json")
-    made = {name for name in opened if "/.splits.json." in name}
+    with monkeypatch.context() as patch:
+        opened = Mock(side_effect=os.open)
+        patch.setattr(os, "open", opened)
+        splits(path)
+        splits(path)
+    names = {os.fspath(call.args[0]) for call in opened.mock_calls}
+    made = {name for name in names if "/.splits.json." in name}
     assert len(made) == 2
     assert not any(str(os.getpid()) == name.rpartition(".")[2] for name in made)
     # And one that was guessed is not written through.
     monkeypatch.setattr("secrets.token_hex", lambda nbytes: "guessed")
     (tmp_path / ".splits.json.guessed").symlink_to(victim)
     with pytest.raises(FileExistsError):
-        splits(tmp_path / "splits.json")
+        splits(path)
     assert victim.read_text() == "important"

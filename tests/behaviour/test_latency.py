@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import random
 import sqlite3
@@ -19,6 +18,7 @@ import minato
 from minato.caching import DiskCache, MemoryCache
 from minato.sources.base import Retry
 from minato.sources.sql import SQLite
+from tests.datasets import flat, indices, tally
 from tests.pairwise import pairwise
 
 COUNT, BATCH, EPOCHS, SEED = 42, 5, 2, 11
@@ -93,15 +93,11 @@ def source(kind: type[SQLite], database: Path) -> SQLite:
     return kind(database, "samples", key="id", decode=of_row, retry=retry)
 
 
-def hashes(dataset: SQLite, **arguments: Any) -> list[list[str]]:
+def delivered(dataset: SQLite, transforms: list[Any], **arguments: Any) -> list[list[Any]]:
     """What each batch of each epoch holds, in the order of their delivery."""
-    loader = minato.DataLoader(
-        dataset, BATCH, shuffle=True, seed=SEED, transforms=[halved, augmented], **arguments
-    )
-    found = [
-        [hashlib.blake2b(batch.numpy().tobytes()).hexdigest() for batch in loader]
-        for _ in range(EPOCHS)
-    ]
+    options = {"shuffle": True, "seed": SEED, "transforms": transforms, **arguments}
+    loader = minato.DataLoader(dataset, BATCH, **options)
+    found = [indices(loader) for _ in range(EPOCHS)]
     dataset.close()
     return found
 
@@ -125,62 +121,39 @@ FETCH: dict[str, Any] = {
     pairwise(itertools.product((Unsteady, UnsteadyLater), WORKERS, FETCH)),
 )
 def test_batches_do_not_depend_on_latency(
-    kind: type[SQLite],
-    workers: str,
-    fetch: str,
-    database: Path,
-    tmp_path: Path,
+    kind: type[SQLite], workers: str, fetch: str, database: Path, tmp_path: Path
 ) -> None:
-    expected = hashes(source(SQLite, database))
-    assert len({batch for epoch in expected for batch in epoch}) == EPOCHS * -(-COUNT // BATCH)
+    transforms = [halved, augmented]
+    expected = delivered(source(SQLite, database), transforms)
+    assert len(tally(flat(map(flat, expected)))) == EPOCHS * COUNT
     how = {"order": "strict", "fetch_concurrency": FETCH[fetch], **WORKERS[workers]}
-    assert hashes(source(kind, database), **how) == expected
+    assert delivered(source(kind, database), transforms, **how) == expected
     # Half of the first epoch fits; the second run finds it there.
     for _ in range(2):
         cache = DiskCache(tmp_path / "cache", quota_bytes=20 * COUNT * 8, after=1)
-        assert hashes(source(kind, database), cache=cache, **how) == expected
+        assert delivered(source(kind, database), transforms, cache=cache, **how) == expected
         report = cache.report()
         assert report.hits
         assert report.full
         cache.close()
 
 
+def drawn(sample: Any) -> Any:
+    return sample + minato.numpy_rng().random(len(sample))
+
+
 @pytest.mark.parametrize("kind", [Unsteady, UnsteadyLater])
 def test_nor_do_they_in_worker_threads(kind: type[SQLite], database: Path) -> None:
-    def drawn(sample: Any) -> Any:
-        return sample + minato.numpy_rng().random(len(sample))
-
-    def batches(dataset: SQLite, **arguments: Any) -> list[bytes]:
-        loader = minato.DataLoader(
-            dataset, BATCH, seed=SEED, shuffle=True, transforms=[halved, drawn], **arguments
-        )
-        found = [batch.numpy().tobytes() for _ in range(EPOCHS) for batch in loader]
-        dataset.close()
-        return found
-
-    expected = batches(source(SQLite, database))
+    threads = {"num_workers": 3, "workers": "thread", "fetch_concurrency": 4, "order": "strict"}
+    expected = delivered(source(SQLite, database), [halved, drawn])
     for cache in (None, MemoryCache(1 << 20, after=1)):
-        got = batches(
-            source(kind, database),
-            num_workers=3,
-            workers="thread",
-            fetch_concurrency=4,
-            order="strict",
-            cache=cache,
-        )
+        got = delivered(source(kind, database), [halved, drawn], cache=cache, **threads)
         assert got == expected
 
 
 @pytest.mark.parametrize("order", ["batch", "arrival", "fast_first"])
 def test_in_other_orders_the_samples_are_the_same(order: str, database: Path) -> None:
-    def samples(dataset: SQLite, **arguments: Any) -> list[bytes]:
-        loader = minato.DataLoader(
-            dataset, BATCH, shuffle=True, seed=SEED, transforms=[augmented], **arguments
-        )
-        found = [row.numpy().tobytes() for batch in loader for row in batch]
-        dataset.close()
-        return sorted(found)
-
-    expected = samples(source(SQLite, database))
-    got = samples(source(Unsteady, database), num_workers=2, fetch_concurrency=5, order=order)
-    assert got == expected
+    how = {"num_workers": 2, "fetch_concurrency": 5, "order": order}
+    expected = delivered(source(SQLite, database), [augmented])
+    got = delivered(source(Unsteady, database), [augmented], **how)
+    assert [sorted(flat(epoch)) for epoch in got] == [sorted(flat(epoch)) for epoch in expected]

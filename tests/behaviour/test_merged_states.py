@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 import minato
 from minato import CostBatches, CostBatchSampler, DataLoader, Replay
+from tests.behaviour.states import Stateful
 from tests.datasets import ORDERS, Draws, Numbers, flat, indices
 from tests.selection import mostly_slow
 
@@ -25,6 +26,10 @@ def rank_of(count: int, rank: int, data: Any = None, **options: Any) -> Any:
     sampler = DistributedSampler(data, count, rank, seed=options.pop("sampler_seed", SEED))
     batch_size = options.pop("batch_size", 4)
     return DataLoader(data, batch_size, sampler=sampler, **options)
+
+
+def ranks(count: int, data: Any = None, **options: Any) -> list[Any]:
+    return [rank_of(count, rank, data, **options) for rank in range(count)]
 
 
 def begun(loaders: list[Any], *takes: int) -> tuple[list[Any], list[Any]]:
@@ -49,37 +54,31 @@ def resumed(loaders: list[Any], state: Any) -> list[Any]:
 def test_two_ranks_go_on_as_three_and_as_one(order: str, num_workers: int) -> None:
     """Samples, with their random numbers, are those of the uninterrupted epoch, and so is the epoch after."""
 
-    def ranks(count: int, **more: Any) -> list[Any]:
+    def drawing(count: int, **more: Any) -> list[Any]:
         fixed = {"order": order, "num_workers": num_workers, "seed": 1, **more}
-        fixed["persistent_workers"] = num_workers > 0  # which begin the next epoch early
-        return [rank_of(count, rank, Draws(SIZE), **fixed) for rank in range(count)]
+        # They begin the next epoch early.
+        return ranks(count, Draws(SIZE), persistent_workers=num_workers > 0, **fixed)
 
     def samples(batches: Any) -> list[Any]:
         return [tuple(map(float, row)) for batch in batches for row in zip(*batch, strict=True)]
 
-    whole = sorted(samples(ranks(1)[0]))
-    got, states = begun(ranks(2), 2, 1)
-    more, states = begun(resumed(ranks(3, batch_size=2), minato.merge_states(states)), 1)
-    last = resumed(ranks(1), minato.merge_states(states[::-1]))
-    rest = list(last[0])
-    assert sorted(samples([*got, *more, *rest])) == whole
-    assert last[0].coverage().delivered == ranks_covered(ranks(1)[0])
-    last[0].set_epoch(1)
-    after = ranks(1)[0]
-    after.set_epoch(1)
-    assert sorted(samples(last[0])) == sorted(samples(after))
-
-
-def ranks_covered(loader: Any) -> Any:
-    list(loader)
-    return loader.coverage().delivered
+    (whole,) = drawing(1)
+    expected = sorted(samples(whole))
+    got, states = begun(drawing(2), 2, 1)
+    more, states = begun(resumed(drawing(3, batch_size=2), minato.merge_states(states)), 1)
+    (last,) = resumed(drawing(1), minato.merge_states(states[::-1]))
+    assert sorted(samples([*got, *more, *last])) == expected
+    assert last.coverage().delivered == whole.coverage().delivered
+    (after,) = drawing(1)
+    for loader in (last, after):
+        loader.set_epoch(1)
+    assert sorted(samples(last)) == sorted(samples(after))
 
 
 def test_indices_that_repeat_are_the_first_that_were_left() -> None:
-    _, states = begun([rank_of(2, rank) for rank in range(2)], 2)
+    _, states = begun(ranks(2), 2)
     left = list(DistributedSampler(Numbers(SIZE), 1, 0, seed=SEED))[16:]
-    merged = minato.merge_states(states)
-    loaders = resumed([rank_of(4, rank) for rank in range(4)], merged)
+    loaders = resumed(ranks(4), minato.merge_states(states))
     found = [flat(indices(loader)) for loader in loaders]
     assert found == [[*left, *left[:3]][rank::4] for rank in range(4)]
     total = [loader.coverage().delivered.samples for loader in loaders]
@@ -88,22 +87,17 @@ def test_indices_that_repeat_are_the_first_that_were_left() -> None:
 
 
 def test_a_merged_state_between_epochs_begins_the_next_one() -> None:
-    def ranks(count: int) -> list[Any]:
-        return [
-            DataLoader(
-                Numbers(SIZE), batch_sampler=CostBatchSampler([1] * SIZE, 4, shard=(rank, count))
-            )
-            for rank in range(count)
-        ]
+    def by_cost(count: int) -> list[Any]:
+        samplers = [CostBatchSampler([1] * SIZE, 4, shard=(rank, count)) for rank in range(count)]
+        return [DataLoader(Numbers(SIZE), batch_sampler=sampler) for sampler in samplers]
 
-    first = ranks(2)
+    first, expected = by_cost(2), by_cost(3)
     assert sorted(flat(flat(map(indices, first)))) == list(range(SIZE))
     merged = minato.merge_states([loader.state_dict() for loader in first])
     assert merged["finished"]
-    expected = ranks(3)
     for loader in expected:
         loader.set_epoch(1)
-    assert list(map(indices, resumed(ranks(3), merged))) == list(map(indices, expected))
+    assert list(map(indices, resumed(by_cost(3), merged))) == list(map(indices, expected))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -111,23 +105,21 @@ def test_the_state_of_one_rank_stands_for_all_that_step_together(
     num_ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As trainers save it, whose ranks load it all."""
-    got, states = begun([rank_of(2, rank) for rank in range(2)], 3)
+    got, states = begun(ranks(2), 3)
     state = states[1] if num_ranks == 2 else minato.merge_states(states[1:], same_step=True)
     with caplog.at_level("INFO"):
-        loaders = resumed([rank_of(num_ranks, rank) for rank in range(num_ranks)], state)
+        loaders = resumed(ranks(num_ranks), state)
     told = "that of rank 1, and stands for this rank: each had 3 batches"
     assert (told in caplog.text) == (num_ranks == 2)
     more, later = begun(loaders, 1)
     if num_ranks == 2:  # the rest of each rank's own batches
-        assert [batch.tolist() for batch in more] == [
-            indices(rank_of(2, rank))[3] for rank in range(2)
-        ]
-    rest = resumed([rank_of(1, 0)], minato.merge_states(later))[0]
+        assert indices(more) == [indices(loader)[3] for loader in ranks(2)]
+    (rest,) = resumed(ranks(1), minato.merge_states(later))
     assert sorted(flat(indices([*got, *more, *rest]))) == list(range(SIZE))
 
 
 def test_states_that_contradict_the_same_step_are_refused() -> None:
-    states = begun([rank_of(4, rank) for rank in range(3)], 2, 2, 1)[1]
+    states = begun(ranks(4)[:3], 2, 2, 1)[1]
     assert minato.merge_states(states[:2], same_step=True)
     with pytest.raises(
         ValueError, match="batches is 2 in the state of rank 1 and 1 in that of rank 2"
@@ -152,7 +144,7 @@ BY_COST = {
 def test_the_state_of_one_rank_that_does_not_stand_for_others_is_refused(
     options: dict[str, Any],
 ) -> None:
-    states = begun([rank_of(2, rank, **options) for rank in range(2)], 1)[1]
+    states = begun(ranks(2, **options), 1)[1]
     why = "that of rank 1 of 2, and does not say what the others had"
     with pytest.raises(ValueError, match=why):
         rank_of(2, 0, **options).load_state_dict(states[1])
@@ -169,7 +161,7 @@ def test_ranks_whose_batches_differ_in_size_go_on_as_others(padded: bool) -> Non
         seen, more, state = list[int](), 0, None
         for stop in (1, 2, SIZE):
             count = draw.randint(1, 3)
-            loaders = [rank_of(count, rank, **BY_COST[padded]) for rank in range(count)]
+            loaders = ranks(count, **BY_COST[padded])
             got, states = begun(resumed(loaders, state) if state else loaders, stop)
             seen += flat(got)
             more += count - 1  # as many fill up what does not divide
@@ -180,15 +172,10 @@ def test_ranks_whose_batches_differ_in_size_go_on_as_others(padded: bool) -> Non
 
 
 def test_nothing_done_and_everything_done() -> None:
-    _, states = begun([rank_of(2, rank) for rank in range(2)], 0)
-    fresh = [rank_of(3, rank) for rank in range(3)]
-    assert list(map(indices, resumed(fresh, minato.merge_states(states)))) == [
-        indices(rank_of(3, rank)) for rank in range(3)
-    ]
-    _, states = begun([rank_of(2, rank) for rank in range(2)], 6)
-    assert not states[0]["finished"]
-    ended = resumed([rank_of(3, rank) for rank in range(3)], minato.merge_states(states))
-    assert list(map(indices, ended)) == [[], [], []]
+    for takes, expected in ((0, [*map(indices, ranks(3))]), (6, [[], [], []])):
+        _, states = begun(ranks(2), takes)
+        assert not states[0]["finished"]
+        assert [*map(indices, resumed(ranks(3), minato.merge_states(states)))] == expected
 
 
 # ---- what is refused ------------------------------------------------------------------------------
@@ -201,16 +188,12 @@ class Nobody(Sampler[int]):
         return iter([[0, 1], [2, 3]])
 
 
-class Kept(Numbers):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+class Kept(Stateful, Numbers):
+    kept = ()
 
 
 def states(takes: int = 1, **options: Any) -> list[Any]:
-    return begun([rank_of(3, rank, **options) for rank in range(3)], takes)[1]
+    return begun(ranks(3, **options), takes)[1]
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -296,12 +279,12 @@ def test_another_order_than_before_is_noticed() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter([(i + self.shift) % SIZE for i in super().__iter__()])
 
-    def ranks(count: int) -> list[Any]:
-        data = Numbers(SIZE)
-        return [DataLoader(data, 4, sampler=Moody(data, count, rank)) for rank in range(count)]
+    def moody(count: int) -> list[Any]:
+        samplers = [Moody(Numbers(SIZE), count, rank) for rank in range(count)]
+        return [DataLoader(Numbers(SIZE), 4, sampler=sampler) for sampler in samplers]
 
-    merged = minato.merge_states(begun(ranks(2), 1)[1])
-    assert len(flat(indices(resumed(ranks(1), merged)[0]))) == SIZE - 8
+    merged = minato.merge_states(begun(moody(2), 1)[1])
+    assert len(flat(indices(resumed(moody(1), merged)[0]))) == SIZE - 8
     Moody.shift = 1
     with pytest.raises(ValueError, match="the sampler yields other indices"):
-        iter(resumed(ranks(1), merged)[0])
+        iter(resumed(moody(1), merged)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -24,7 +25,9 @@ from torch.utils.data import (
 import minato
 from minato import DataLoader, ErrorPolicy, Record, Replay
 from minato.sampling.samplers import SeededSampler, occurrence_counter
+from tests.behaviour.states import begun, resumed
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Draws, Numbers, late_by
+from tests.parity.material import Repeating, identity
 from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -48,16 +51,12 @@ class Own(Numbers):
         return [float(index), minato.python_rng().random()]
 
 
-def uncollated(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 def samples_of(loader: Any) -> list[tuple[float, ...]]:
     return [tuple(sample) for batch in loader for sample in batch]
 
 
 def make(dataset: Any = None, **options: Any) -> Any:
-    options = {"sampler": REPEATED, "seed": 6, "collate_fn": uncollated, **options}
+    options = {"sampler": REPEATED, "seed": 6, "collate_fn": identity, **options}
     return DataLoader(Own(4) if dataset is None else dataset, 3, **options)
 
 
@@ -77,29 +76,13 @@ def test_each_occurrence_draws_anew_whoever_runs_it(order: str, workers: dict[st
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_as_many_augmentations_as_with_torch(num_workers: int) -> None:
-    weights = torch.tensor([1.0] * 5 + [0.001] * 95)
-
     def augmentations(make: Any) -> int:
         torch.manual_seed(0)
-        sampler = WeightedRandomSampler(weights, 200)
+        sampler = WeightedRandomSampler([1.0] * 5 + [0.001] * 95, 200)
         loader = make(Draws(100), 50, sampler=sampler, num_workers=num_workers)
         return len({tuple(sample) for batch in loader for sample in torch.stack(batch).T.tolist()})
 
     assert augmentations(DataLoader) == augmentations(TorchLoader) == 200
-
-
-class Repeating:
-    """A batch sampler without an end (timm, ultralytics)."""
-
-    def __init__(self, batch_sampler: Any) -> None:
-        self.batch_sampler = batch_sampler
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from iter(self.batch_sampler)
 
 
 def multi_epochs(base: Any) -> Any:
@@ -111,12 +94,8 @@ def multi_epochs(base: Any) -> Any:
             self._DataLoader__initialized = True
             self.iterator = super().__iter__()
 
-        def __len__(self) -> int:
-            return len(self.batch_sampler)
-
         def __iter__(self) -> Iterator[Any]:
-            for _ in range(len(self)):
-                yield next(self.iterator)
+            return itertools.islice(self.iterator, len(self.batch_sampler.sampler))
 
     return MultiEpochs
 
@@ -143,16 +122,10 @@ class Lists(Own):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_that_the_dataset_gets_as_a_whole(num_workers: int) -> None:
     batches = [torch.tensor(numbers) for numbers in ([0, 1], [0, 1], [2, 3], [0, 1], [1, 0])]
-
-    def found(**options: Any) -> list[Any]:
-        loader = DataLoader(
-            Lists(4), batch_sampler=batches, seed=2, collate_fn=uncollated, **options
-        )
-        return samples_of(loader)
-
-    expected = found()
+    options: dict[str, Any] = {"batch_sampler": batches, "seed": 2, "collate_fn": identity}
+    expected = samples_of(DataLoader(Lists(4), **options))
     assert len(set(expected)) == 10
-    assert found(num_workers=num_workers) == expected
+    assert samples_of(DataLoader(Lists(4), num_workers=num_workers, **options)) == expected
 
 
 @pytest.mark.parametrize("keys", [list("abacaba"), [(1, 2), (1, 3), (1, 2)], [np.int64(3)] * 4])
@@ -182,20 +155,14 @@ def test_reproduce() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("order", ORDERS)
 def test_resume(order: str, num_workers: int) -> None:
-    def loader(**options: Any) -> Any:
+    def loader(num_workers: int = 0) -> Any:
         generator = torch.Generator().manual_seed(1)
         sampler = WeightedRandomSampler([1.0, 5.0, 2.0, 9.0], 30, generator=generator)
-        return make(sampler=sampler, order=late_by(order, 2), **options)
+        return make(sampler=sampler, order=late_by(order, 2), num_workers=num_workers)
 
-    expected = sorted(samples_of(loader()))
-    first = loader(num_workers=num_workers)
-    iterator = iter(first)
-    got = [tuple(sample) for _ in range(4) for sample in next(iterator)]
-    state = json.dumps(first.state_dict())
-    del iterator
-    later = loader(num_workers=2 - num_workers)
-    later.load_state_dict(json.loads(state))
-    assert sorted(got + samples_of(later)) == expected
+    got, state = begun(loader(num_workers), 4)
+    later = resumed(state, loader(2 - num_workers))
+    assert sorted(samples_of(got) + samples_of(later)) == sorted(samples_of(loader()))
     assert later.coverage().complete
 
 
@@ -230,13 +197,11 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
 ) -> None:
     expected = samples_of(make())
     third = [sample for sample in expected if sample[0] == 3][2]
-    quarantine = tmp_path / "quarantine"
-    loader = make(
-        Torn(third[1]), errors=ErrorPolicy(on_error="skip", retries=2, log=quarantine), **workers
-    )
+    policy = ErrorPolicy(on_error="skip", retries=2, log=tmp_path / "quarantine")
+    loader = make(Torn(third[1]), errors=policy, **workers)
     with pytest.warns(RuntimeWarning, match="1 samples of this epoch were skipped"):
         assert sorted(samples_of(loader)) == sorted({*expected} - {third})
-    (record,) = [json.loads(line) for line in quarantine.read_text().splitlines()]
+    record = json.loads((tmp_path / "quarantine").read_text())
     assert (record["index"], record["occurrence"], record["attempts"]) == (3, 2, 3)
     told = {name: record[name] for name in ("index", "epoch", "seed", "occurrence")}
     with pytest.raises(ValueError, match="torn"):

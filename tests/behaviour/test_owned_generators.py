@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import random
@@ -13,14 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 import minato
 from minato import DataLoader
 from minato.ray.actor import ActorSpec, SampleServer, unpack
 from minato.sampling.epoch import Seeds
 from minato.transforms.compose import Transforms
+from tests.behaviour.states import begun, resumed
 from tests.datasets import ORDERS, TOO_MANY_WORKERS, Numbers, forked
+from tests.parity.material import identity
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
 
@@ -97,12 +100,8 @@ class Augmented(Numbers):
         return sample
 
 
-def uncollated(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 def make(dataset: Any = None, **options: Any) -> Any:
-    options = {"shuffle": True, "seed": 5, "collate_fn": uncollated, **options}
+    options = {"shuffle": True, "seed": 5, "collate_fn": identity, **options}
     dataset = Augmented() if dataset is None else dataset
     return DataLoader(dataset, 4, transforms=[Rotates()], **options)
 
@@ -112,26 +111,20 @@ def epoch(loader: Any) -> dict[float, tuple[float, ...]]:
     return {sample[0]: sample[1:] for sample in samples}
 
 
-EXPECTED: list[dict[float, tuple[float, ...]]] = []
-
-
+@functools.cache
 def expected() -> list[dict[float, tuple[float, ...]]]:
-    if not EXPECTED:
-        loader = make()
-        EXPECTED.extend(epoch(loader) for _ in range(2))
-    return EXPECTED
+    loader = make()
+    return [epoch(loader) for _ in range(2)]
 
 
-class Drawing(Dataset[float]):
+class Drawing(Numbers):
     """Draws, once it has a generator."""
 
     def __init__(self, generator: np.random.Generator | None = None) -> None:
+        super().__init__(SIZE)
         self.generator = generator
 
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> float:
+    def __getitem__(self, index: int) -> float:  # type: ignore[override]
         return 0.0 if self.generator is None else self.generator.random()
 
 
@@ -183,7 +176,7 @@ def test_in_torchs_place() -> None:
     def found() -> dict[float, tuple[float, ...]]:
         torch.manual_seed(2)
         # Forked: torch's own loader pickles no generator of torch's.
-        loader = torch.utils.data.DataLoader(Augmented(), 4, collate_fn=uncollated, **forked(2))
+        loader = torch.utils.data.DataLoader(Augmented(), 4, collate_fn=identity, **forked(2))
         return epoch(loader)
 
     with minato.patch():
@@ -197,12 +190,8 @@ def test_in_torchs_place() -> None:
 def test_the_middle_of_an_epoch_goes_on() -> None:
     loader = make(num_workers=2)
     epoch(loader)
-    iterator = iter(loader)
-    got = [next(iterator) for _ in range(3)]
-    state = loader.state_dict()
-    later = make()
-    later.load_state_dict(state)
-    assert {**epoch(got), **epoch(later)} == expected()[1]
+    got, state = begun(loader, 3)
+    assert {**epoch(got), **epoch(resumed(state, make()))} == expected()[1]
 
 
 def served() -> list[Any]:
@@ -265,7 +254,7 @@ class Seldom(Numbers):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_cheap_samples_that_seem_not_to_draw(num_workers: int) -> None:
-    loader = DataLoader(Seldom(), 50, num_workers=num_workers, seed=1, collate_fn=uncollated)
+    loader = DataLoader(Seldom(), 50, num_workers=num_workers, seed=1, collate_fn=identity)
     drawn = epoch(loader)[2900]
     assert drawn[0] == loader.reproduce(2900)[1] != 0.0
 
@@ -294,7 +283,7 @@ class Draws(Numbers):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_with_torchs_streams_they_are_torchs(num_workers: int) -> None:
     def found(make: Any, **options: Any) -> list[Any]:
-        loader = make(Draws(12), 2, num_workers=num_workers, collate_fn=uncollated, **options)
+        loader = make(Draws(12), 2, num_workers=num_workers, collate_fn=identity, **options)
         return [batch for _ in range(2) for batch in loader]
 
     torchs = found(TorchLoader)

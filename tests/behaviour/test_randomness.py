@@ -23,6 +23,7 @@ from tests.datasets import (
     add_noise,
     three_draws,
 )
+from tests.parity.material import identity
 from tests.selection import each_of
 
 pytestmark = pytest.mark.filterwarnings(TOO_MANY_WORKERS)
@@ -53,22 +54,8 @@ def contents(loader: Any, epochs: int = 2) -> list[dict[int, tuple[float, ...]]]
     return found
 
 
-def uncollated(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 def loader(dataset: Any, **options: Any) -> Any:
-    return DataLoader(dataset, 3, **{"seed": 4, "collate_fn": uncollated, **options})
-
-
-REFERENCE: dict[str, Any] = {}
-
-
-def reference(name: str, make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, made once."""
-    if name not in REFERENCE:
-        REFERENCE[name] = make()
-    return REFERENCE[name]
+    return DataLoader(dataset, 3, **{"seed": 4, "collate_fn": identity, **options})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +64,7 @@ def reference(name: str, make: Callable[[], Any]) -> Any:
 )
 def test_content_is_a_function_of_seed_epoch_and_index(order: str, workers: str) -> None:
     options = {"transforms": [add_draws, add_draws], "shuffle": True}
-    expected = reference("draws", lambda: contents(loader(Draws(22), **options)))
+    expected = contents(loader(Draws(22), **options))
     assert contents(loader(Draws(22), order=order, **options, **PROCESSES[workers])) == expected
 
 
@@ -110,9 +97,8 @@ def helped_draws(sample: list[float]) -> list[float]:
 @pytest.mark.parametrize("order", ["strict", "arrival"])
 def test_minatos_generators_in_processes_and_threads(order: str, workers: dict[str, Any]) -> None:
     options = {"transforms": [helped_draws]}
-    expected = reference("helped", lambda: contents(loader(Helped(22), **options)))
     found = contents(loader(Helped(22), order=order, **options, **workers))
-    assert found == expected
+    assert found == contents(loader(Helped(22), **options))
     drawn = [value for epoch in found for sample in epoch.values() for value in sample[1:]]
     assert len(set(drawn)) == len(drawn) == 2 * 22 * 6
 
@@ -132,33 +118,24 @@ RARE = {
 class Rarely(Numbers):
     """Draws in few of many cheap samples, the first time after many that do not draw."""
 
-    def __init__(self, size: int, draw: str) -> None:
+    def __init__(self, size: int, draw: Callable[[], float]) -> None:
         super().__init__(size)
         self.draw = draw
 
     def __getitem__(self, index: int) -> list[float]:
-        if index % 97 == 96:
-            return [float(index), RARE[self.draw](), RARE[self.draw]()]
-        return [float(index)]
+        return [float(index), *(self.draw() for _ in range(2) if index % 97 == 96)]
 
 
 @pytest.mark.parametrize(
-    ("draw", "num_workers"),
-    [*((draw, n) for draw in RARE for n in (0, 2)), ("numpy", 1), ("helper", 7)],
+    ("name", "num_workers"),
+    [*((name, n) for name in RARE for n in (0, 2)), ("numpy", 1), ("helper", 7)],
 )
-def test_samples_that_rarely_draw(draw: str, num_workers: int) -> None:
-    dataset = Rarely(1000, draw)
-    options = {"batch_size": 50, "collate_fn": uncollated, "seed": 4, "shuffle": True}
-    expected = {
-        (epoch, index): bound_draws(4, epoch, index, RARE[draw])
-        for epoch in (0, 1)
-        for index in range(96, 1000, 97)
-    }
-    for epoch, samples in enumerate(
-        contents(DataLoader(dataset, num_workers=num_workers, **options))
-    ):
-        drawn = {(epoch, i): sample[1:] for i, sample in samples.items() if len(sample) > 1}
-        assert drawn == {key: value for key, value in expected.items() if key[0] == epoch}
+def test_samples_that_rarely_draw(name: str, num_workers: int) -> None:
+    draw = RARE[name]
+    options = {"collate_fn": identity, "seed": 4, "shuffle": True, "num_workers": num_workers}
+    for epoch, samples in enumerate(contents(DataLoader(Rarely(1000, draw), 50, **options))):
+        drawn = {index: sample[1:] for index, sample in samples.items() if len(sample) > 1}
+        assert drawn == {i: bound_draws(4, epoch, i, draw) for i in range(96, 1000, 97)}
 
 
 def bound_draws(seed: int, epoch: int, index: int, draw: Callable[[], float]) -> tuple[float, ...]:
@@ -180,7 +157,7 @@ class Later(Numbers):
 
 def test_in_line_what_the_last_epoch_has_taught_is_not_relied_on() -> None:
     dataset = Later(200)
-    loader = DataLoader(dataset, 50, collate_fn=uncollated, seed=4)
+    loader = DataLoader(dataset, 50, collate_fn=identity, seed=4)
     for epoch in range(3):
         dataset.begun = epoch == 2
         (samples,) = contents(loader, 1)
@@ -202,9 +179,8 @@ class Reseeds(Numbers):
 
 @each_of(FEW)
 def test_samples_that_seed_leave_no_trace_in_others(workers: dict[str, Any]) -> None:
-    expected = reference("reseeds", lambda: contents(loader(Reseeds(22), shuffle=True)))
-    assert contents(loader(Reseeds(22), shuffle=True, **workers)) == expected
-    first, second = expected
+    expected = first, second = contents(loader(Reseeds(22), shuffle=True))
+    assert contents(loader(Reseeds(22), shuffle=True, **workers)) == list(expected)
     for index in range(22):
         assert (first[index] == second[index]) is (index % 3 == 0)
 
@@ -222,23 +198,20 @@ def test_without_a_seed_torchs_generator_decides(workers: dict[str, Any]) -> Non
 
 
 def test_without_a_seed_content_does_not_depend_on_workers() -> None:
-    found = []
-    for workers in ({"num_workers": 0}, {"num_workers": 2}):
-        generator = torch.Generator().manual_seed(3)
-        options = {"generator": generator, "seed": None, "shuffle": True}
-        found.append(contents(loader(Draws(12), **options, **workers)))
-    assert found[0] == found[1]
+    def found(num_workers: int) -> Any:
+        options = {"generator": torch.Generator().manual_seed(3), "seed": None, "shuffle": True}
+        return contents(loader(Draws(12), num_workers=num_workers, **options))
+
+    assert found(0) == found(2)
 
 
 def test_persistent_workers_differ_from_epoch_to_epoch() -> None:
+    stays = {"num_workers": 2, "persistent_workers": True}
     for seed in (None, 8):
-        persistent = loader(
-            Draws(12), seed=seed, num_workers=2, persistent_workers=True, transforms=[add_draws]
-        )
-        first, second, third = contents(persistent, 3)
-        assert all(len({e[i] for e in (first, second, third)}) == 3 for i in range(12))
+        found = contents(loader(Draws(12), seed=seed, transforms=[add_draws], **stays), 3)
+        assert all(len({epoch[i] for epoch in found}) == 3 for i in range(12))
     again = loader(Draws(12), seed=8, transforms=[add_draws])
-    assert contents(again, 3) == [first, second, third]
+    assert contents(again, 3) == found
 
 
 def test_set_epoch_chooses_the_content() -> None:
@@ -269,7 +242,7 @@ def test_keys_other_than_integers_have_their_own_draws() -> None:
         def __getitem__(self, key: Any) -> list[float]:
             return [float(keys.index(key)), *three_draws()]
 
-    options = {"sampler": keys, "collate_fn": uncollated, "seed": 1}
+    options = {"sampler": keys, "collate_fn": identity, "seed": 1}
     expected = contents(DataLoader(Named(), 2, **options))
     assert contents(DataLoader(Named(), 2, num_workers=2, **options)) == expected
     drawn = [value for epoch in expected for sample in epoch.values() for value in sample[1:]]

@@ -12,6 +12,7 @@ import torch
 
 from minato import DataLoader, Record, Replay
 from minato.sampling.epoch import Seeds
+from tests.behaviour.states import begun, resumed
 from tests.datasets import Draws, Numbers, Stream, flat, indices
 
 
@@ -31,22 +32,22 @@ def draws(batches: Any) -> list[list[tuple[float, ...]]]:
 @pytest.mark.parametrize("order", ["arrival", "fast_first", "batch", "strict"])
 def test_a_run_is_repeated_batch_for_batch(order: str, tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
+
+    def loader(num_workers: int, **options: Any) -> Any:
+        return DataLoader(Jerky(30), 4, shuffle=True, num_workers=num_workers, **options)
+
     torch.manual_seed(1)
-    recorded = DataLoader(
-        Jerky(30), 4, shuffle=True, num_workers=3, order=order, recording=Record(path)
-    )
+    recorded = loader(3, order=order, recording=Record(path))
     epochs = [draws(recorded) for _ in range(2)]
     torch.manual_seed(2)
     for workers in (0, 2):
-        loader = DataLoader(
-            Jerky(30), 4, shuffle=True, num_workers=workers, recording=Replay(str(path))
-        )
-        assert loader._options.order == "strict"
-        assert [draws(loader), draws(loader)] == epochs
+        again = loader(workers, recording=Replay(str(path)))
+        assert again._options.order == "strict"
+        assert [draws(again), draws(again)] == epochs
         with pytest.raises(ValueError, match=r"order.jsonl holds no epoch 2, only \[0, 1\]"):
-            iter(loader)
-        loader.set_epoch(1)
-        assert draws(loader) == epochs[1]
+            iter(again)
+        again.set_epoch(1)
+        assert draws(again) == epochs[1]
 
 
 def test_the_file_says_what_came_before_the_loop_has_it(tmp_path: Path) -> None:
@@ -83,15 +84,8 @@ def test_a_resumed_run_goes_on_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
 
     def loader() -> Any:
-        return DataLoader(
-            Jerky(30),
-            4,
-            shuffle=True,
-            num_workers=2,
-            order="arrival",
-            seed=3,
-            recording=Record(path),
-        )
+        options = {"shuffle": True, "num_workers": 2, "order": "arrival", "seed": 3}
+        return DataLoader(Jerky(30), 4, recording=Record(path), **options)
 
     first = loader()
     iterator = iter(first)
@@ -101,28 +95,18 @@ def test_a_resumed_run_goes_on_in_the_file(tmp_path: Path) -> None:
     del iterator
     with path.open("a") as file:
         file.write("[1,2")  # it died while it wrote
-    later = loader()
-    later.load_state_dict(state)
-    got += draws(later)
+    got += draws(resumed(state, loader()))
     replay = DataLoader(Jerky(30), 4, shuffle=True, recording=Replay(path))
     assert draws(replay) == got
 
 
 def test_a_replay_is_resumed_too(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    expected = indices(
-        DataLoader(Numbers(30), 4, num_workers=2, order="arrival", recording=Record(path))
-    )
-
-    def replay() -> Any:
-        return DataLoader(Numbers(30), 4, recording=Replay(path))
-
-    first = replay()
-    iterator = iter(first)
-    got = [next(iterator).tolist() for _ in range(3)]
-    later = replay()
-    later.load_state_dict(first.state_dict())
-    assert got + indices(later) == expected
+    in_any_order = {"num_workers": 2, "order": "arrival", "recording": Record(path)}
+    expected = indices(DataLoader(Numbers(30), 4, **in_any_order))
+    first, later = (DataLoader(Numbers(30), 4, recording=Replay(path)) for _ in range(2))
+    got, state = begun(first, 3)
+    assert got + indices(resumed(state, later)) == expected
     assert later.coverage().complete
 
 

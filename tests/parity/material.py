@@ -127,6 +127,17 @@ class OnlyIter:
         return iter(self.keys)
 
 
+class Repeating:
+    """A sampler that never ends (timm, ultralytics)."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
 class Grumpy(InOrder):
     """Raises after a while."""
 

@@ -43,6 +43,7 @@ from minato._support.loader_class import TorchDataLoader
 from tests.datasets import InOrder, Numbers, Parts, Roll, wait_until
 from tests.edges import test_indices, test_replaced_parts
 from tests.parity.harness import describe
+from tests.parity.material import Repeating
 
 
 @pytest.fixture(autouse=True)
@@ -87,17 +88,6 @@ def living() -> int:
 
 
 # ---- subclasses
-
-
-class Repeating:
-    """A sampler that never ends."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from iter(self.sampler)
 
 
 @pattern("one endless iterator")
