@@ -17,9 +17,19 @@ from tests.disks import small_disk
 SLOW = dict.fromkeys(range(0, 80, 5), 0.01)
 
 
-def loader(**arguments):
-    dataset = Sleepy(80, 0.001, SLOW)
-    return DataLoader(dataset, 4, num_workers=2, workers="thread", **arguments)
+def loader(order="strict", transforms=None, **policy):
+    return DataLoader(
+        *(Sleepy(80, 0.001, SLOW), 4),
+        num_workers=2,
+        workers="thread",
+        order=order,
+        transforms=transforms,
+        stragglers=StragglerPolicy(**policy),
+    )
+
+
+def run_whole(made) -> None:
+    assert sorted(flat(indices(made))) == list(range(80))
 
 
 def threshold_ns(made) -> int:
@@ -28,37 +38,26 @@ def threshold_ns(made) -> int:
 
 
 def test_a_run_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
-    folder = tmp_path / "profiles"
-    first = loader(order="fast_first", stragglers=StragglerPolicy(history=folder))
+    kept = {"order": "fast_first", "history": tmp_path / "profiles"}
+    first = loader(**kept)
     assert threshold_ns(first) == 0
-    assert sorted(flat(indices(first))) == list(range(80))
-    (file,) = folder.iterdir()
-    known = threshold_ns(loader(order="fast_first", stragglers=StragglerPolicy(history=folder)))
-    kept = from_words(json.loads(file.read_text())["recent"])
-    assert known == SlowThreshold(known=kept).decision.threshold_ns > 1_000_000
-    other = loader(
-        order="fast_first", stragglers=StragglerPolicy(history=folder), transforms=[plus_one]
-    )
-    assert threshold_ns(other) == 0
+    run_whole(first)
+    (file,) = kept["history"].iterdir()
+    recent = from_words(json.loads(file.read_text())["recent"])
+    known = SlowThreshold(known=recent).decision.threshold_ns
+    assert threshold_ns(loader(**kept)) == known > 1_000_000
+    assert threshold_ns(loader(transforms=[plus_one], **kept)) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(RuntimeWarning, match="cannot be written"):
-        assert sorted(
-            flat(indices(loader(stragglers=StragglerPolicy(history=tmp_path / "file"))))
-        ) == list(range(80))
+        run_whole(loader(history=tmp_path / "file"))
 
 
-def test_a_limit_in_seconds_holds_from_the_start() -> None:
-    assert (
-        threshold_ns(loader(order="fast_first", stragglers=StragglerPolicy(after_s=0.25)))
-        == 250_000_000
-    )
-
-
-def test_the_percentile_reaches_the_policy() -> None:
-    iterator = iter(loader(order="fast_first", stragglers=StragglerPolicy(percentile=60)))
+def test_limits_reach_the_policy_from_the_start() -> None:
+    assert threshold_ns(loader("fast_first", after_s=0.25)) == 250_000_000
+    iterator = iter(loader("fast_first", percentile=60))
     assert iterator._source.slow_threshold.percentile == pytest.approx(0.6)
 
 
@@ -78,32 +77,29 @@ def test_what_makes_no_sense_is_refused(arguments, error, message) -> None:
 
 def test_a_full_disk_costs_the_profile_and_nothing_else(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        kept = loader(stragglers=StragglerPolicy(history=disk.path / "costs"))
-        assert sorted(flat(indices(kept))) == list(range(80))
-        (file,) = (disk.path / "costs").iterdir()
+        folder = disk.path / "costs"
+        run_whole(loader(history=folder))
+        (file,) = folder.iterdir()
         before = file.read_bytes()
         assert file.stat().st_mode & 0o777 == 0o600
-        assert file.parent.stat().st_mode & 0o777 == 0o700
+        assert folder.stat().st_mode & 0o777 == 0o700
         disk.fill()
         with pytest.warns(RuntimeWarning, match="cannot be written.*No space left"):
-            assert sorted(
-                flat(indices(loader(stragglers=StragglerPolicy(history=disk.path / "costs"))))
-            ) == list(range(80))
+            run_whole(loader(history=folder))
         assert file.read_bytes() == before
-        assert list(file.parent.iterdir()) == [file]
+        assert list(folder.iterdir()) == [file]
 
 
 def test_a_profile_is_not_written_through_a_link(tmp_path: Path) -> None:
     """Another user of the folder puts links where the file, or its unfinished one, will be."""
     folder, victim = tmp_path / "costs", tmp_path / "victim"
     victim.write_text("important")
-    kept = loader(stragglers=StragglerPolicy(history=folder))
-    assert len(list(kept)) > 0
+    run_whole(loader(history=folder))
     (file,) = folder.iterdir()
     file.unlink()
     file.symlink_to(victim)
     for number in (os.getpid(), os.getpid() + 1):
         (folder / f".{file.name}.{number}").symlink_to(victim)
-    assert len(list(loader(stragglers=StragglerPolicy(history=folder)))) > 0
+    run_whole(loader(history=folder))
     assert victim.read_text() == "important"
     assert not file.is_symlink()

@@ -16,6 +16,7 @@ from tests.datasets import ORDERS, Numbers, Sleepy, flat, indices, wait_until
 SLOW = dict.fromkeys((3, 51, 147), 0.8)
 SLOW_AFTER_S = 0.7
 """On a busy machine any sample may take as long."""
+FIXED = StragglerPolicy(after_s=SLOW_AFTER_S)
 
 
 class Timed(Sleepy):
@@ -46,13 +47,7 @@ def test_before_the_first_epoch_nothing_is_known() -> None:
 @pytest.mark.parametrize("workers", [{"num_workers": 3}, {"num_workers": 3, "workers": "thread"}])
 def test_lags_and_shares_are_those_of_the_batches(workers: dict[str, Any]) -> None:
     dataset = Timed(200)
-    loader = DataLoader(
-        dataset,
-        4,
-        order=Arrival(5),
-        stragglers=StragglerPolicy(after_s=SLOW_AFTER_S),
-        **workers,
-    )
+    loader = DataLoader(dataset, 4, order=Arrival(5), stragglers=FIXED, **workers)
     batches = indices(loader)
     slow = dataset.slow()
     assert {*SLOW} <= slow
@@ -67,25 +62,25 @@ def test_lags_and_shares_are_those_of_the_batches(workers: dict[str, Any]) -> No
 
 def test_in_strict_order_nothing_is_late() -> None:
     dataset = Timed(60)
-    loader = DataLoader(dataset, 4, num_workers=2, stragglers=StragglerPolicy(after_s=SLOW_AFTER_S))
-    assert flat(indices(loader)) == list(range(60))
+    loader = DataLoader(dataset, 4, num_workers=2, stragglers=FIXED)
+    batches = indices(loader)
+    assert flat(batches) == list(range(60))
     known = loader.slow_samples()
     assert known.lags == {0: 60}
     slow = dataset.slow()
     assert {3, 51} <= slow
-    assert known.shares == tuple(sum(4 * k + i in slow for i in range(4)) / 4 for k in range(15))
+    assert known.shares == tuple(sum(i in slow for i in batch) / 4 for batch in batches)
 
 
 class Noted(Sleepy):
     """Notes which samples were asked for, in worker threads."""
 
-    def __init__(self, size: int, seconds: float, slower: dict[int, float]) -> None:
-        super().__init__(size, seconds, slower)
-        self.asked: list[int] = []
-
     def __getitem__(self, index: int) -> int:
-        self.asked.append(index)
+        ASKED.append(index)
         return super().__getitem__(index)
+
+
+ASKED: list[int] = []
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -103,20 +98,15 @@ def test_a_slow_sample_starts_earlier_in_the_second_epoch(
     monkeypatch.setattr(engine, "thread_time_ns", int)
     # So slow that it would start first, and that others may take ten times as long.
     dataset = Noted(60, 0.005, {59: 0.7})
-    loader = DataLoader(
-        dataset,
-        4,
-        num_workers=2,
-        workers="thread",
-        prefetch_factor=8,  # all batches of an epoch are open at once
-        order=order,
-        stragglers=StragglerPolicy(after_s=0.35),
-    )
+    policy = StragglerPolicy(after_s=0.35)
+    # All batches of an epoch are open at once.
+    threads = {"num_workers": 2, "workers": "thread", "prefetch_factor": 8}
+    loader = DataLoader(dataset, 4, order=order, stragglers=policy, **threads)
     places = []
     for _ in range(2):
+        ASKED.clear()
         assert sorted(flat(indices(loader))) == list(range(60))
-        places.append(dataset.asked[:60].index(59))
-        del dataset.asked[:60]
+        places.append(ASKED.index(59))
     assert places[0] > 50
     assert places[1] < 45
 
@@ -143,13 +133,8 @@ class Held(Numbers):
 )
 def test_a_slow_sample_is_named_while_it_runs(dataset: Any, transforms: Any, name: Any) -> None:
     SEEN[0] = 0
-    loader = DataLoader(
-        *(dataset(80), 4),
-        num_workers=2,
-        transforms=transforms,
-        order="arrival",
-        stragglers=StragglerPolicy(after_s=0.02),
-    )
+    options = {"num_workers": 2, "transforms": transforms, "order": "arrival"}
+    loader = DataLoader(dataset(80), 4, stragglers=StragglerPolicy(after_s=0.02), **options)
     assert loader.slow_samples().running == ()
     seen: list[Any] = []
 

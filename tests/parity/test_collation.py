@@ -8,7 +8,9 @@ import copy
 import datetime
 import enum
 import fractions
+import functools
 import io
+import operator
 import pickle
 import warnings
 from collections import OrderedDict, UserDict, UserList, UserString, defaultdict, deque
@@ -71,30 +73,21 @@ class Stubborn(Frozen):
         super().__init__(items)
 
 
-class Noted(MutableMapping[str, Any]):
+class Noted(Frozen, MutableMapping[str, Any]):
     """A mapping with an attribute of its own."""
 
     def __init__(self, note: str, **items: Any) -> None:
+        super().__init__(items)
         self.note = note
-        self.parts = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self.parts[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.parts[key] = value
+        self.items_of[key] = value
 
     def __delitem__(self, key: str) -> None:
-        del self.parts[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parts)
-
-    def __len__(self) -> int:
-        return len(self.parts)
+        del self.items_of[key]
 
     def __copy__(self) -> Noted:
-        return Noted(self.note, **self.parts)
+        return Noted(self.note, **self.items_of)
 
 
 class Steps(Sequence[Any]):
@@ -110,31 +103,25 @@ class Steps(Sequence[Any]):
         return len(self.steps)
 
 
-class Track(MutableSequence[Any]):
+class Track(Steps, MutableSequence[Any]):
     """A sequence with an attribute of its own."""
 
     def __init__(self, label: str, items: Any) -> None:
         self.label = label
-        self.points = list(items)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.points[index]
+        self.steps: Any = list(items)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.points[index] = value
+        self.steps[index] = value
 
     def __delitem__(self, index: Any) -> None:
-        del self.points[index]
-
-    def __len__(self) -> int:
-        return len(self.points)
+        del self.steps[index]
 
     def insert(self, index: int, value: Any) -> None:
         """As lists do."""
-        self.points.insert(index, value)
+        self.steps.insert(index, value)
 
     def __copy__(self) -> Track:
-        return Track(self.label, self.points)
+        return Track(self.label, self.steps)
 
 
 class Words(list):
@@ -214,24 +201,9 @@ TENSOR_DTYPES = sorted(
     key=str,
 )
 NUMPY_DTYPES = (
-    *("?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "g", "F", "D", "G"),
-    *(
-        ">i2",
-        ">i4",
-        ">i8",
-        ">u4",
-        ">f4",
-        ">f8",
-        ">c8",
-        "<f4",
-        "S3",
-        "U3",
-        "O",
-        "M8[s]",
-        "m8[ms]",
-        "V5",
-    ),
-)
+    *"?bBhHiIlLqQefdgFDG",
+    *(">i2", ">i4", ">i8", ">u4", ">f4", ">f8", ">c8", "<f4", "S3", "U3", "O", "M8[s]", "m8[ms]", "V5"),
+)  # fmt: skip
 
 
 def of_dtype(dtype: torch.dtype, *shape: int) -> Any:
@@ -459,8 +431,7 @@ def test_default_collate_in_processes() -> None:
     names = [name for name in ALL if name not in STRAIGHTENED_ON_THE_WAY]
     theirs = quietly(lambda: collated(TorchLoader, names, num_workers=1))
     for number in (1, 2):
-        ours = collated(minato.DataLoader, names, num_workers=number)
-        assert ours == theirs
+        assert collated(minato.DataLoader, names, num_workers=number) == theirs
 
 
 @pytest.mark.large
@@ -502,31 +473,26 @@ MUTILATED_BY_TORCH = {"conjugate", "quantized"}
 """Its workers lose what is not in a tensor's storage."""
 
 
-def made_of(collate_fn: Any, names: list[str], make: Any, workers: int = 0) -> Any:
-    samples = [sample for name in names for sample in ALL[name]]
-    iterator = iter(make(Samples(samples), 3, collate_fn=collate_fn, num_workers=workers))
-    return {name: attempt(lambda: next(iterator)) for name in names}
-
-
 @pytest.mark.parametrize("how", mostly_slow(CONVERSIONS, quick=2))
 def test_collate_fn_may_return_anything(how: str) -> None:
-    collate_fn = CONVERSIONS[how]
-    quietly(lambda: made_of(collate_fn, ARRIVES, TorchLoader))
-    same_for_both(lambda make: made_of(collate_fn, ARRIVES, make))
+    def made(names: list[str], make: Any, workers: int) -> Any:
+        return collated(make, names, collate_fn=CONVERSIONS[how], num_workers=workers)
+
     odd = MUTILATED_BY_TORCH | (STRAIGHTENED_ON_THE_WAY if how == "convert" else set())
-    names = [name for name in ARRIVES if name not in odd]
-    quietly(lambda: made_of(collate_fn, names, TorchLoader, 1))
-    same_for_both(lambda make: made_of(collate_fn, names, make, 1))
-    assert made_of(collate_fn, names, minato.DataLoader, 2) == made_of(
-        collate_fn, names, minato.DataLoader, 1
-    )
+    sent = [name for name in ARRIVES if name not in odd]
+    for names, workers in ((ARRIVES, 0), (sent, 1)):
+        case = functools.partial(made, names, workers=workers)
+        quietly(lambda: case(TorchLoader))  # noqa: B023
+        same_for_both(case)
+    assert made(sent, minato.DataLoader, 2) == made(sent, minato.DataLoader, 1)
 
 
 @pytest.mark.parametrize("name", sorted(MUTILATED_BY_TORCH))
 def test_what_torchs_workers_mutilate_arrives_as_without_workers(name: str) -> None:
+    theirs = collated(TorchLoader, [name], collate_fn=identity)
     for workers in (1, 2):
-        ours = made_of(identity, [name], minato.DataLoader, workers)
-        assert ours == made_of(identity, [name], TorchLoader)
+        ours = collated(minato.DataLoader, [name], collate_fn=identity, num_workers=workers)
+        assert ours == theirs
 
 
 class Sums(Samples):
@@ -546,11 +512,10 @@ def test_samples_that_only_the_collate_fn_can_read(workers: Any, own: Any) -> No
 
 
 def test_results_that_cannot_be_sent_are_errors() -> None:
+    errors = TypeError, AttributeError, pickle.PicklingError  # the last from Python 3.14 on
     for result in (lambda: None, (n for n in ()), memoryview(b"")):
-        loader = minato.DataLoader(
-            Samples([1, 2]), 2, collate_fn=lambda samples, result=result: result, num_workers=1
-        )
-        errors = TypeError, AttributeError, pickle.PicklingError  # the last from Python 3.14 on
+        made = functools.partial(operator.getitem, [result] * 2)
+        loader = minato.DataLoader(Samples([1]), None, collate_fn=made, num_workers=1)
         with pytest.raises(errors, match="pickle|local object"):
             next(iter(loader))
 
@@ -606,13 +571,7 @@ def test_user_entries_in_the_function_map(
     names = ["dataclass", "float32", "array-i", "int-subclass", "float-subclass", "dict", "none"]
     names += ["namedtuple", "subclass", "nested-containers", "list-subclass", "user-list"]
     collate_fn_map[kind] = gathered
-    samples = [sample for name in names for sample in ALL[name]]
-
-    def case(make: Any) -> Any:
-        iterator = iter(make(Samples(samples), 3, **workers))
-        return {name: attempt(lambda: next(iterator)) for name in names}
-
-    same_for_both(case, **own)
+    same_for_both(lambda make: collated(make, names, **workers), **own)
 
 
 @each

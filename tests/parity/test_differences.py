@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import get_worker_info
 
 import minato
-from tests.datasets import Numbers, wait_until
+from tests.datasets import Journal, Numbers, wait_until, worker_number
 from tests.parity.harness import TorchLoader
 from tests.parity.material import Tensors
 
@@ -32,23 +31,26 @@ def test_readiness_order_mixes_batches() -> None:
     assert sorted(batches(minato.DataLoader, order="batch")) == whole
 
 
-class Busy(Numbers):
-    """Who loads a sample; the first one keeps its worker busy until so many others were begun."""
+class Head(Journal):
+    """The first sample takes until so many others were begun."""
 
-    def __init__(self, size: int, others: int = 0) -> None:
+    def __init__(self, size: int, others: int) -> None:
         super().__init__(size)
         self.others = others
-        self.begun = multiprocessing.Value("i", 0)
 
     def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
         if index == 0:
-            wait_until(lambda: self.begun.value >= self.others)
-        else:
-            with self.begun:
-                self.begun.value += 1
-        info = get_worker_info()
-        assert info is not None
-        return info.id
+            wait_until(lambda: len(self.begun()) > self.others)
+        return index
+
+
+class Busy(Head):
+    """Who loads a sample."""
+
+    def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
+        return worker_number()
 
 
 def test_who_is_free_takes_the_next_sample() -> None:
@@ -59,33 +61,6 @@ def test_who_is_free_takes_the_next_sample() -> None:
     assert workers(TorchLoader) == alternating
     assert sorted(workers(minato.DataLoader, others=8)) != sorted(alternating)
     assert workers(minato.DataLoader, compat="torch") == alternating
-
-
-class Counted(Numbers):
-    """Counts, over all processes, the samples that were begun."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.begun = multiprocessing.Value("i", 0)
-
-    def __getitem__(self, index: int) -> int:
-        with self.begun:
-            self.begun.value += 1
-        return index
-
-
-class Head(Counted):
-    """The first sample takes until so many others were begun."""
-
-    def __init__(self, size: int, others: int) -> None:
-        super().__init__(size)
-        self.others = others
-
-    def __getitem__(self, index: int) -> int:
-        super().__getitem__(index)
-        if index == 0:
-            wait_until(lambda: self.begun.value > self.others)
-        return index
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -40,6 +40,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import minato
 from minato._support.loader_class import TorchDataLoader
+from tests.behaviour.states import HowFar
 from tests.datasets import InOrder, Numbers, Parts, Roll, wait_until
 from tests.edges import test_indices, test_replaced_parts
 from tests.parity.harness import describe
@@ -246,13 +247,8 @@ def graph_loader(base: Any) -> Any:
         def __init__(self, data: Any, **kwargs: Any) -> None:
             self.data = data
             self.prepared: list[int] = []
-            kwargs.pop("collate_fn", None)
-            super().__init__(
-                range(len(data)),
-                collate_fn=self.gather,
-                worker_init_fn=self.prepare,
-                **kwargs,
-            )
+            kwargs |= {"collate_fn": self.gather, "worker_init_fn": self.prepare}
+            super().__init__(range(len(data)), **kwargs)
 
         def prepare(self, worker: int) -> None:
             self.prepared.append(worker)
@@ -523,9 +519,7 @@ def patched_base(base: Any, workers: int) -> Any:
         patches.setattr(_BaseDataLoaderIter, "_reset", keep)
         loader = Loader(Numbers(9), 2, num_workers=workers, persistent_workers=workers > 0)
         loader.skip = 3
-        seen = []
-        for batch in loader:
-            seen.append((batch.tolist(), loader.iterator._num_yielded))
+        seen = [(batch.tolist(), loader.iterator._num_yielded) for batch in loader]
         return seen, plain(loader), loader.iterator._num_yielded
 
 
@@ -553,29 +547,31 @@ def lifetimes(base: Any, workers: int) -> Any:
 # ---- datasets
 
 
+def refuse(self: Any, state: Any = None) -> Any:
+    """A method for states that nobody may call."""
+    raise AssertionError
+
+
 class WithArguments(Numbers):
     """Its state is asked for by a loader of its own."""
+
+    load_state_dict = refuse
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
         raise AssertionError
 
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError
-
 
 class PartsWithArguments(Parts):
-    def state_dict(self, num_samples: int, *, from_beginning: bool) -> dict[str, int]:
-        raise AssertionError
+    load_state_dict = refuse
 
-    def load_state_dict(self, state: Any) -> None:
+    def state_dict(self, num_samples: int, *, from_beginning: bool) -> dict[str, int]:
         raise AssertionError
 
 
 class InOrderWithArguments(InOrder):
-    def state_dict(self, iterator: Any) -> dict[str, int]:
-        raise AssertionError
+    load_state_dict = refuse
 
-    def load_state_dict(self, state: Any) -> None:
+    def state_dict(self, iterator: Any) -> dict[str, int]:
         raise AssertionError
 
 
@@ -591,12 +587,12 @@ def again_from(loader: Any, batches: int) -> list[Any]:
 
 @pattern("state_dict() with arguments")
 def state_with_arguments(base: Any, workers: int) -> Any:
-    found = []
-    for dataset in (WithArguments(6), PartsWithArguments(6)):
-        found += again_from(base(dataset, 2, num_workers=workers), 2)
-    return found + again_from(
-        base(Numbers(6), 2, sampler=InOrderWithArguments(6), num_workers=workers), 1
-    )
+    in_order = {"sampler": InOrderWithArguments(6)}
+    cases = (WithArguments(6), 2, {}), (PartsWithArguments(6), 2, {}), (Numbers(6), 1, in_order)
+    return [
+        again_from(base(dataset, 2, num_workers=workers, **options), batches)
+        for dataset, batches, options in cases
+    ]
 
 
 class Encoder(torch.nn.Module, Dataset[int]):  # type: ignore[misc]
@@ -625,11 +621,7 @@ def module_dataset(base: Any, workers: int) -> Any:
 class Held(Numbers):
     """What is rebuilt by a wrapper's ``__reduce__`` first takes the class itself."""
 
-    def state_dict(self) -> Any:
-        raise AssertionError
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError
+    state_dict = load_state_dict = refuse
 
 
 @pattern("a class in the dataset's place")
@@ -827,34 +819,16 @@ def sampler_inside(base: Any, workers: int) -> Any:
     return epochs, list(iterator)
 
 
-class HowFar(Sampler[int]):
-    """Its state is how far its last iterator was, from where the next one goes on."""
-
-    def __init__(self) -> None:
-        self.at = 0
-        self.start: int | None = None
-
+class SaysHowFar(HowFar, InOrder):
     def __iter__(self) -> Iterator[int]:
-        self.at, self.start = self.start or 0, None
-        for index in range(self.at, 7):
-            self.at += 1
-            yield index
-
-    def __len__(self) -> int:
-        return 7
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["at"]
+        yield from self.left(range(self.size))
 
 
 @pattern("a sampler that says how far it is")
 def sampler_says_how_far(base: Any, workers: int) -> Any:
     found = []
     for batches in (0, 2, 4):
-        loader = base(Numbers(7), 2, sampler=HowFar(), num_workers=workers)
+        loader = base(Numbers(7), 2, sampler=SaysHowFar(7), num_workers=workers)
         found += [plain(loader), *again_from(loader, batches)]
     return found
 
@@ -951,14 +925,9 @@ def test_processes_that_are_threads() -> None:
     seen = []
     for base in (TorchDataLoader, minato.DataLoader):
         dataset = Seeded(8)
-        loader = base(
-            dataset,
-            2,
-            num_workers=2,
-            multiprocessing_context=Context(),
-            worker_init_fn=seed_from_info,
-            generator=torch.Generator().manual_seed(3),
-        )
+        threads = {"num_workers": 2, "multiprocessing_context": Context()}
+        seeds = {"worker_init_fn": seed_from_info, "generator": torch.Generator().manual_seed(3)}
+        loader = base(dataset, 2, **threads, **seeds)
         for _ in range(2):
             dataset.seeds = {}
             seen.append((plain(loader), dataset.seeds))
@@ -1002,14 +971,9 @@ def test_a_loader_that_its_persistent_workers_refer_to_is_collected() -> None:
 @pytest.mark.slow
 def test_the_loaders_own_methods_with_spawned_workers() -> None:
     seen = []
+    spawned = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"}
     for kind in (OverTorch, OverOurs):
-        loader = kind(
-            torch.arange(6),
-            batch_size=3,
-            num_workers=1,
-            persistent_workers=True,
-            multiprocessing_context="spawn",
-        )
+        loader = kind(torch.arange(6), batch_size=3, **spawned)
         seen.append([[(batch.tolist(), n) for batch, n in loader] for _ in range(2)])
         del loader
         gc.collect()
@@ -1023,17 +987,16 @@ def test_torchdatas_way_to_ask_for_states_less_often() -> None:
         minato.DataLoader(Parts(8), 2, snapshot_every_n_steps=-1)
 
 
+REPLACED = test_replaced_parts.test_what_a_program_has_put_in_the_place_of_a_part_is_used
 ELSEWHERE = {
     "processes that are threads": test_processes_that_are_threads,
     "snapshot_every_n_steps": test_torchdatas_way_to_ask_for_states_less_often,
     "a batch sampler that yields more than indices": (
         test_indices.test_a_dataset_that_takes_lists_gets_the_samplers_object
     ),
-    "a replaced `__next__`": test_replaced_parts.test_what_a_program_has_put_in_the_place_of_a_part_is_used,
-    "a replaced fetcher": test_replaced_parts.test_what_a_program_has_put_in_the_place_of_a_part_is_used,
+    "a replaced `__next__`": REPLACED,
+    "a replaced fetcher": REPLACED,
     "other replaced parts": test_replaced_parts.test_torchs_engine_uses_the_other_parts,
-    "a replaced `default_collate`": (
-        test_replaced_parts.test_what_a_program_has_put_in_the_place_of_a_part_is_used
-    ),
+    "a replaced `default_collate`": REPLACED,
 }
 """Rows with tests of their own."""

@@ -10,7 +10,6 @@ import collections
 import copy
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from tests.parity.harness import (
     same_for_both,
 )
 from tests.parity.material import Failing, Mixed, Stream, Tensors, identity
+from tests.parity.test_collation import Steps, Stubborn, Words
 
 PINNED: list[Any] = []
 
@@ -48,12 +48,14 @@ def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         PINNED.append((type(tensor).__name__, tensor.dtype, tuple(tensor.shape)))
         return tensor.clone()
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
-    )
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    cuda = torch.device("cuda")
+    for name, function in {
+        "is_available": lambda: True,
+        "current_accelerator": lambda *_, **__: cuda,
+        "current_device_index": lambda: 0,
+        "set_device_index": lambda _: None,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, function)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     # torch's thread for pinning limits its own threads; that is not to be seen here
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
@@ -96,7 +98,7 @@ class Slotted:
         self.value = value
         self.pinned = 0
 
-    def pin_memory(self) -> Slotted:
+    def pin_memory(self) -> Any:
         self.pinned += 1
         return self
 
@@ -115,47 +117,6 @@ class PinnedDict(dict):
         return {"by itself": sorted(self)}
 
 
-class Frozen(Mapping):
-    """A mapping that cannot be changed, nor made from another."""
-
-    def __init__(self, **items: Any) -> None:
-        self._items = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Any:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-class Steps(Sequence):
-    """A sequence that is made from a list."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.items[index]
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-
-class Labelled(list):
-    """A list with an attribute."""
-
-    label = "none"
-
-
-def labelled() -> Labelled:
-    made = Labelled([torch.ones(1), "text"])
-    made.label = "kept"
-    return made
-
-
 RESULTS: dict[str, Any] = {
     "tensor": torch.ones(2, 3),
     "list": [torch.ones(1), torch.zeros(2)],
@@ -165,8 +126,8 @@ RESULTS: dict[str, Any] = {
     "ordered dict": collections.OrderedDict(x=torch.ones(1)),
     "default dict": collections.defaultdict(list, x=[torch.ones(1)]),
     "counter": collections.Counter("abca"),
-    "frozen mapping": Frozen(a=torch.ones(1)),
-    "list with an attribute": labelled(),
+    "frozen mapping": Stubborn(items={"a": torch.ones(1)}),
+    "list with an attribute": Words([torch.ones(1), "text"], "kept"),
     "sequence of the user's": Steps([torch.ones(1), 2]),
     "range": range(3),
     "texts": ["a", b"b"],
@@ -242,17 +203,15 @@ def refusing(samples: list[Any]) -> Any:
 
 @AS_TORCH_IS_NOW
 def test_error_of_a_pin_memory_method_and_going_on(accelerator: None) -> None:
-    same_for_both(lambda make: drain(iter(make(range(5), collate_fn=refusing, pin_memory=True))))
+    def found(make: Any, **options: Any) -> Any:
+        return drain(iter(make(range(5), collate_fn=refusing, pin_memory=True, **options)))
+
+    same_for_both(found)
     # With workers torch says "in pin memory thread" and sends the traceback as text.
-    expected = [
-        describe([number]) if number % 2 == 0 else ("raised", "LookupError", "cannot be pinned")
-        for number in range(5)
-    ]
+    failed = ("raised", "LookupError", "cannot be pinned")
+    expected = [failed if number % 2 else describe([number]) for number in range(5)]
     for options in ({}, {"workers": "thread"}):
-        loader = minato.DataLoader(
-            range(5), collate_fn=refusing, pin_memory=True, num_workers=2, **options
-        )
-        assert drain(iter(loader))[:-2] == expected
+        assert found(minato.DataLoader, num_workers=2, **options)[:-2] == expected
 
 
 @each

@@ -172,33 +172,14 @@ class Beginnings(Numbers):
     ("number", "context", "given"),
     [(1, "fork", False), (3, "fork", True), (2, "forkserver", False)],
 )
-@pytest.mark.parametrize("own", [{"compat": "torch"}], ids=repr)
-def test_seeds_of_the_three_generators(number: int, context: str, given: bool, own: Any) -> None:
+def test_seeds_of_the_three_generators(number: int, context: str, given: bool) -> None:
     def case(make: Any) -> Any:
         generator = torch.Generator().manual_seed(2) if given else None
-        loader = make(
-            Beginnings(20 * number),
-            None,
-            num_workers=number,
-            multiprocessing_context=context,
-            generator=generator,
-        )
+        workers = {"num_workers": number, "multiprocessing_context": context}
+        loader = make(Beginnings(20 * number), None, generator=generator, **workers)
         return sorted({repr(sample) for sample in loader})
 
-    outcome = same_for_both(case, **own)
-    assert len(outcome[1]) == number
-
-
-def test_torch_draws_from_the_seed_that_worker_info_names() -> None:
-    for seed, initial in minato.DataLoader(Named(6), None, num_workers=2, compat="torch"):
-        assert seed == initial
-
-
-class Named(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        assert info is not None
-        return info.seed, torch.initial_seed()
+    assert len(same_for_both(case, compat="torch")[1]) == number
 
 
 def reseed(worker: int) -> None:

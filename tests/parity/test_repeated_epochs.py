@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 import minato
+from tests.behaviour.states import begun, resumed
 from tests.datasets import TOO_MANY_WORKERS, Draws
 from tests.parity.harness import TorchLoader
 
@@ -82,17 +83,13 @@ def test_with_a_sampler_that_is_told_its_epoch(make: Any, num_workers: int) -> N
 
 @each
 def test_the_middle_of_an_epoch_goes_on_as_it_would_have(num_workers: int) -> None:
-    run = loader_of(minato.DataLoader, num_workers)
+    run, first = (loader_of(minato.DataLoader, num_workers) for _ in range(2))
     epochs = [epoch(run, 100 + number) for number in range(4)]
-    first = loader_of(minato.DataLoader, num_workers)
     plain(first), plain(first)
     torch.manual_seed(102)
-    iterator = iter(first)
-    got = plain([next(iterator)])
-    state = json.dumps(first.state_dict())
-    later = loader_of(minato.DataLoader, 2 - num_workers)
-    later.load_state_dict(json.loads(state))
-    assert got + plain(later) == epochs[2]
+    got, state = begun(first, 1)
+    later = resumed(state, loader_of(minato.DataLoader, 2 - num_workers))
+    assert plain(got) + plain(later) == epochs[2]
     assert epoch(later, 103) == epochs[3]
 
 
@@ -108,12 +105,9 @@ def test_the_epochs_of_persistent_workers() -> None:
     first = persistent()
     torch.manual_seed(5)
     plain(first)
-    iterator = iter(first)
-    got = plain([next(iterator)])
-    state = json.dumps(first.state_dict())
-    later = persistent()
-    later.load_state_dict(json.loads(state))
-    assert [got + plain(later), plain(later)] == epochs[1:]
+    got, state = begun(first, 1)
+    later = resumed(state, persistent())
+    assert [plain(got) + plain(later), plain(later)] == epochs[1:]
     # The same after the workers were ended in between, which makes the next iterator begin anew.
     loader = persistent()
     for _ in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import deque
 from typing import Any
 
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 from minato import CostBatchSampler, DataLoader
 from minato.sampling.dealing import Stage
 from minato.sampling.samplers import Remaining, dealing_of
-from tests.datasets import Numbers
+from tests.behaviour.states import begun, resumed
+from tests.datasets import Numbers, flat, indices
 
 COSTS = np.random.default_rng(5).integers(1, 200, 500)
 
@@ -32,8 +32,8 @@ def per_rank(ranks: int, *arguments: Any, epoch: int = 0, **options: Any) -> lis
     return found
 
 
-def flat(ranks: list[list[list[int]]]) -> list[int]:
-    return [index for batches in ranks for batch in batches for index in batch]
+def flat_ranks(ranks: list[list[list[int]]]) -> list[int]:
+    return flat(flat(ranks))
 
 
 @settings(max_examples=60)
@@ -58,7 +58,7 @@ def test_the_budget_holds_and_each_index_comes_once(
         paid = [costs[index] for index in batch]
         assert 0 < len(batch) <= (max_size or 80)
         assert (len(batch) * max(paid) if padded else sum(paid)) <= 60
-    indices = flat(found)
+    indices = flat_ranks(found)
     assert {*indices} == {*range(len(costs))}
     if any(len(batch) > 1 for batch in itertools.chain(*found)):
         assert len(indices) == len(costs)
@@ -67,8 +67,8 @@ def test_the_budget_holds_and_each_index_comes_once(
 def test_fewer_samples_than_ranks_come_again() -> None:
     found = per_rank(4, [1, 1, 1], 10)
     assert [len(batches) for batches in found] == [1, 1, 1, 1]
-    assert {*flat(found)} == {0, 1, 2}
-    assert flat(per_rank(3, [], 10)) == []
+    assert {*flat_ranks(found)} == {0, 1, 2}
+    assert flat_ranks(per_rank(3, [], 10)) == []
 
 
 def test_samples_of_similar_cost_are_together_and_little_is_padded() -> None:
@@ -102,9 +102,8 @@ def test_samples_that_are_too_expensive() -> None:
     costs = [3, 50, 4, 70]
     with pytest.raises(ValueError, match=r"index 1 alone costs 50, more than max_cost=10"):
         CostBatchSampler(costs, 10)
-    alone = [*CostBatchSampler(costs, 10, oversized="alone", seed=None)]
-    assert alone == [[0, 2], [1], [3]]
-    assert [*CostBatchSampler(costs, 10, oversized="skip", seed=None)] == [[0, 2]]
+    for oversized, expected in (("alone", [[0, 2], [1], [3]]), ("skip", [[0, 2]])):
+        assert [*CostBatchSampler(costs, 10, oversized=oversized, seed=None)] == expected
 
 
 def test_costs_may_be_foretold_by_a_function() -> None:
@@ -150,27 +149,21 @@ def test_a_function_is_refused() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_loader_goes_from_epoch_to_epoch(persistent: bool) -> None:
     sampler = CostBatchSampler(COSTS, 2000, seed=3)
-    loader = DataLoader(
-        Numbers(500), batch_sampler=sampler, num_workers=1, persistent_workers=persistent
-    )
-    epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
-    assert epochs == [per_rank(1, COSTS, 2000, seed=3, epoch=epoch)[0] for epoch in range(3)]
+    workers = {"num_workers": 1, "persistent_workers": persistent}
+    loader = DataLoader(Numbers(500), batch_sampler=sampler, **workers)
+    for epoch in range(3):
+        assert indices(loader) == per_rank(1, COSTS, 2000, seed=3, epoch=epoch)[0]
     assert len(loader) == len(sampler)
 
 
 def test_an_epoch_goes_on_where_a_state_was_taken() -> None:
-    def make() -> Any:
-        sampler = CostBatchSampler(COSTS, 2000, seed=3)
-        return DataLoader(Numbers(500), batch_sampler=sampler, num_workers=1)
-
-    loader = make()
+    loader, later = (
+        DataLoader(Numbers(500), batch_sampler=CostBatchSampler(COSTS, 2000, seed=3), num_workers=1)
+        for _ in range(2)
+    )
     deque(loader, 0)
-    iterator = iter(loader)
-    got = [next(iterator).tolist() for _ in range(5)]
-    state = json.loads(json.dumps(loader.state_dict()))
-    rest = make()
-    rest.load_state_dict(state)
-    got += [batch.tolist() for batch in rest]
+    got, state = begun(loader, 5)
+    got += indices(resumed(state, later))
     assert got == per_rank(1, COSTS, 2000, seed=3, epoch=1)[0]
 
 

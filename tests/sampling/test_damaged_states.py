@@ -17,14 +17,8 @@ from tests.datasets import Numbers, indices
 
 
 def loader(order: str = "strict") -> DataLoader[Any]:
-    return DataLoader(
-        Numbers(20),
-        3,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(3),
-        num_workers=0,
-        order=order,
-    )
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(Numbers(20), 3, shuffle=True, generator=generator, order=order)
 
 
 @functools.cache
@@ -33,8 +27,7 @@ def states() -> list[dict[str, Any]]:
     found = []
     for batches in (3, 7, 0):
         each = loader()
-        taken = list(itertools.islice(each, batches))
-        assert len(taken) == batches
+        assert len(list(itertools.islice(each, batches))) == batches
         found.append(each.state_dict())
     return [*found, merge_states(found[:1])]
 
@@ -42,12 +35,9 @@ def states() -> list[dict[str, Any]]:
 def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The ways to all parts of a state, other than the signature, which names itself."""
     found = [way] if way else []
-    if isinstance(value, dict):
-        for name, part in value.items():
-            found += places(part, (*way, name))
-    elif isinstance(value, list):
-        for number, part in enumerate(value):
-            found += places(part, (*way, number))
+    parts = enumerate(value) if isinstance(value, list) else getattr(value, "items", list)()
+    for name, part in parts:
+        found += places(part, (*way, name))
     return found
 
 

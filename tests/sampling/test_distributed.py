@@ -43,13 +43,17 @@ def test_ranks_draw_in_turn() -> None:
     assert (len(both), both.batch_size) == (6, 2)
 
 
-class Unequal:
-    """Gives the later ranks fewer batches."""
+class Ranked:
+    """A sampler of the first of two ranks."""
 
     num_replicas = 2
     rank = 0
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+
+class Unequal(Ranked):
+    """Gives the later ranks fewer batches."""
+
+    def __iter__(self) -> Iterator[Any]:
         return iter([[0], [1]][: 2 - self.rank])
 
 
@@ -58,16 +62,13 @@ def test_ranks_with_unequal_parts() -> None:
         list(InterleavedRanks(Unequal(), range(2)))
 
 
-class Drawn:
+class Drawn(Ranked):
     """Each rank takes its part of the same permutation, by a generator of its own."""
-
-    num_replicas = 2
-    rank = 0
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(1)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(8, generator=self.generator)[self.rank :: 2].tolist())
 
 
@@ -139,9 +140,10 @@ SHUFFLES: list[Callable[[], Any]] = [
     Drawn,
     *(partial(Divided, Shuffled(module)) for module in (np.random, random)),
     *(partial(DividedLater, Later(module)) for module in (np.random, random, OfTorch())),
-    lambda: Divided(Shuffled(np.random.default_rng(1))),
-    lambda: Divided(Shuffled(np.random.RandomState(1))),
-    lambda: Divided(Shuffled(random.Random(1))),
+    *(
+        lambda kind=kind: Divided(Shuffled(kind(1)))
+        for kind in (np.random.default_rng, np.random.RandomState, random.Random)
+    ),
     lambda: Divided(RandomSampler(range(8))),
     lambda: Divided(RandomSampler(range(8), generator=torch.Generator().manual_seed(1))),
 ]
@@ -166,21 +168,18 @@ def test_ranks_draw_with_generators_of_their_own(make: Callable[[], Any]) -> Non
 
 def test_ranks_shuffle_their_batches_alike() -> None:
     found = list(InterleavedRanks(Mixed(RankSampler(Numbers(8), 2, 0, False, 0, False)), range(2)))
-    assert [
-        second[0] - first[0] for first, second in zip(found[::2], found[1::2], strict=True)
-    ] == [1] * 4
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert second[0] - first[0] == 1
+    assert len(found) == 8
 
 
-class Fixed:
+class Fixed(Ranked):
     """Has chosen its part before anyone asks for another rank's."""
-
-    num_replicas = 2
-    rank = 0
 
     def __init__(self, batches: list[list[int]]) -> None:
         self.batches = batches
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
 

@@ -166,6 +166,22 @@ class Stage:
         return [position.state(spec) for position, spec in found]
 
 
+def specs_of(size: int, samplers: list[Any], batch_size: int | None, order: str, pool: int) -> Any:
+    """What each rank samples, of which ``pool`` share their batches."""
+    found = []
+    for rank, sampler in enumerate(samplers):
+        first = rank // pool * pool
+        pooled = {"rank": f"{rank} of {len(samplers)}", "pooled": range(first, first + pool)}
+        found.append(spec_of(size, sampler, batch_size, order, **pooled if pool > 1 else {}))
+    return found
+
+
+def counts_of(chance: random.Random, most: int) -> tuple[int, int]:
+    """How many ranks, and how many of them share their batches."""
+    count = chance.randint(1, most)
+    return count, chance.choice([n for n in range(1, count + 1) if count % n == 0])
+
+
 def part(left: list[int], count: int, rank: int, drops: bool) -> list[int]:
     """What DistributedSampler would give a rank of these indices."""
     end = len(left) // count * count if drops else -(-len(left) // count) * count
@@ -192,17 +208,10 @@ def history(number: int) -> None:
     left, got, state = list(alone), list[int](), None
     whole = [*left]
     for last in [*[False] * chance.randint(0, 3), True]:
-        count, batch_size = chance.randint(1, 5), chance.randint(1, 4)
-        pool = chance.choice([n for n in range(1, count + 1) if count % n == 0])
-        specs = []
-        for rank in range(count):
-            sampler = BatchSampler(DISTRIBUTED[kind](size, count, rank, drops), batch_size, False)
-            shares = {
-                "rank": f"{rank} of {count}",
-                "pooled": range(rank // pool * pool, rank // pool * pool + pool),
-            }
-            more = shares if pool > 1 else {}
-            specs.append(spec_of(size, sampler, batch_size, order, **more))
+        (count, pool), batch_size = counts_of(chance, 5), chance.randint(1, 4)
+        dealt = [DISTRIBUTED[kind](size, count, rank, drops) for rank in range(count)]
+        samplers = [BatchSampler(each, batch_size, False) for each in dealt]
+        specs = specs_of(size, samplers, batch_size, order, pool)
         stage = Stage(specs, [state] * count, pool, epoch)
         own = [cut(part(left, count, rank, drops), batch_size) for rank in range(count)]
         for host, drawn in enumerate(stage.drawn):
@@ -228,10 +237,8 @@ def history(number: int) -> None:
     assert set(got) <= set(whole)
     assert 0 <= len(whole) - len(set(got)) < (count if drops else 1)
     found = [each.progress.coverage().delivered for each in stage.epochs[::pool]]
-    assert (
-        sum(each.samples for each in found),
-        sum(each.hash for each in found) % (1 << 64),
-    ) == Tally.of(got)
+    delivered = sum(each.samples for each in found), sum(each.hash for each in found) % (1 << 64)
+    assert delivered == Tally.of(got)
     for each in stage.epochs[::pool]:
         each.progress.finish()
 
@@ -252,40 +259,30 @@ def test_what_is_left_is_dealt_anew_for_long(stress_s: float) -> None:
 
 
 def by_cost(size: int, count: int, rank: int) -> Any:
-    found = [1 + i * i % 7 for i in range(size)]
-    return CostBatchSampler(found, 9, seed=SEED, max_size=3, pool=20, shard=(rank, count))
+    return CostBatchSampler(costs(size), 9, seed=SEED, max_size=3, pool=20, shard=(rank, count))
 
 
 def history_by_cost(number: int) -> None:
     chance = random.Random(number)
     size, order, epoch = chance.randrange(40), chance.choice(["strict", "batch"]), number % 2
-    got, state, pairs = list[int](), None, 0
+    got, state, repeats = list[int](), None, 0
     for last in [*[False] * chance.randint(1, 3), True]:
-        count = chance.randint(1, 4)
-        pool = chance.choice([n for n in range(1, count + 1) if count % n == 0])
-        specs = []
-        for rank in range(count):
-            first = rank // pool * pool
-            shares = {"rank": f"{rank} of {count}", "pooled": range(first, first + pool)}
-            specs.append(
-                spec_of(size, by_cost(size, count, rank), None, order, **shares if pool > 1 else {})
-            )
+        count, pool = counts_of(chance, 4)
+        samplers = [by_cost(size, count, rank) for rank in range(count)]
+        specs = specs_of(size, samplers, None, order, pool)
         stage = Stage(specs, [state] * count, pool, epoch)
-        lengths = {epoch.batches_of_rank() for epoch in stage.epochs}
-        assert len(lengths) == 1
+        (num_batches,) = {epoch.batches_of_rank() for epoch in stage.epochs}
         for drawn in stage.drawn:
-            assert len(drawn) == lengths.copy().pop() * pool
-            assert all(len(batch) * max(1 + i * i % 7 for i in batch) <= 9 for batch in drawn)
-        num_batches = lengths.pop()
-        if number_repeats := num_batches * count - len({tuple(b) for d in stage.drawn for b in d}):
-            pairs += number_repeats
+            assert len(drawn) == num_batches * pool
+            assert all(len(batch) * max(costs(size)[i] for i in batch) <= 9 for batch in drawn)
+        repeats += num_batches * count - len({tuple(b) for d in stage.drawn for b in d})
         for host in range(count // pool):
             takes = [num_batches if last else chance.randint(0, num_batches) for _ in range(pool)]
             got += stage.deliver(host, takes, order, chance)
         if not last:
             state = minato.merge_states(stage.states())
     assert set(got) == set(range(size))
-    assert len(got) <= size + pairs
+    assert len(got) <= size + repeats
     found = [each.progress.coverage().delivered for each in stage.epochs[::pool]]
     assert sum(each.samples for each in found) == len(got)
 
