@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 import minato
 from minato import DataLoader, ErrorPolicy, Record, Replay
@@ -78,7 +71,7 @@ def test_each_occurrence_draws_anew_whoever_runs_it(order: str, workers: dict[st
 def test_as_many_augmentations_as_with_torch(num_workers: int) -> None:
     def augmentations(make: Any) -> int:
         torch.manual_seed(0)
-        sampler = WeightedRandomSampler([1.0] * 5 + [0.001] * 95, 200)
+        sampler = data.WeightedRandomSampler([1.0] * 5 + [0.001] * 95, 200)
         loader = make(Draws(100), 50, sampler=sampler, num_workers=num_workers)
         return len({tuple(sample) for batch in loader for sample in torch.stack(batch).T.tolist()})
 
@@ -157,7 +150,7 @@ def test_reproduce() -> None:
 def test_resume(order: str, num_workers: int) -> None:
     def loader(num_workers: int = 0) -> Any:
         generator = torch.Generator().manual_seed(1)
-        sampler = WeightedRandomSampler([1.0, 5.0, 2.0, 9.0], 30, generator=generator)
+        sampler = data.WeightedRandomSampler([1.0, 5.0, 2.0, 9.0], 30, generator=generator)
         return make(sampler=sampler, order=late_by(order, 2), num_workers=num_workers)
 
     got, state = begun(loader(num_workers), 4)
@@ -214,11 +207,11 @@ def test_what_fails_is_tried_and_told_as_the_same_occurrence(
 @pytest.mark.parametrize(
     "sampler",
     [
-        SequentialSampler(Numbers(5)),
-        RandomSampler(Numbers(5)),
+        data.SequentialSampler(Numbers(5)),
+        data.RandomSampler(Numbers(5)),
         SeededSampler(Numbers(5), 1),
-        DistributedSampler(Numbers(5), 2, 0),
-        BatchSampler(RandomSampler(Numbers(5)), 2, False),
+        data.DistributedSampler(Numbers(5), 2, 0),
+        data.BatchSampler(data.RandomSampler(Numbers(5)), 2, False),
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
@@ -230,10 +223,10 @@ def test_samplers_that_repeat_nothing_are_not_counted(sampler: Any) -> None:
     "sampler",
     [
         [1, 2],
-        RandomSampler(Numbers(5), replacement=True),
-        RandomSampler(Numbers(5), num_samples=6),
-        SubsetRandomSampler([1, 1]),
-        type("Own", (SequentialSampler,), {})(Numbers(5)),
+        data.RandomSampler(Numbers(5), replacement=True),
+        data.RandomSampler(Numbers(5), num_samples=6),
+        data.SubsetRandomSampler([1, 1]),
+        type("Own", (data.SequentialSampler,), {})(Numbers(5)),
     ],
     ids=lambda sampler: type(sampler).__name__,
 )

@@ -15,13 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    get_worker_info,
-)
+from torch.utils import data
 
 from minato import DataLoader
 from tests.behaviour.states import HowFar, Stateful, begun, plain, resumed, saved
@@ -57,7 +51,7 @@ class Remembering(Stateful, InOrder):
         self.start = start + 1
 
 
-class Yielding(HowFar, DistributedSampler[int]):
+class Yielding(HowFar, data.DistributedSampler[int]):
     def __init__(self, size: int) -> None:
         super().__init__(Numbers(size), 1, 0, seed=5)  # type: ignore[arg-type]
 
@@ -70,15 +64,15 @@ SAMPLERS: dict[str, Any] = {
     "shuffled": lambda: {"shuffle": True},
     "own generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
     "sampler's generator": lambda: {
-        "sampler": RandomSampler(Numbers(SIZE), generator=torch.Generator().manual_seed(4))
+        "sampler": data.RandomSampler(Numbers(SIZE), generator=torch.Generator().manual_seed(4))
     },
     "with replacement": lambda: {
-        "sampler": RandomSampler(Numbers(SIZE), replacement=True, num_samples=70)
+        "sampler": data.RandomSampler(Numbers(SIZE), replacement=True, num_samples=70)
     },
     "seeded": lambda: {"shuffle": True, "seed": 9},
-    "distributed": lambda: {"sampler": DistributedSampler(Numbers(SIZE), 2, 1, seed=5)},
+    "distributed": lambda: {"sampler": data.DistributedSampler(Numbers(SIZE), 2, 1, seed=5)},
     "batches": lambda: {
-        "batch_sampler": BatchSampler(RandomSampler(Numbers(SIZE)), 3, False),
+        "batch_sampler": data.BatchSampler(data.RandomSampler(Numbers(SIZE)), 3, False),
         "batch_size": 1,
     },
     "list of batches": lambda: {"batch_sampler": [[1, 2], [], [3], [0, 3, 3]], "batch_size": 1},
@@ -501,14 +495,14 @@ def test_where_a_datasets_state_means_nothing_it_is_refused(options: dict[str, A
         loader.state_dict()
 
 
-class Shared(IterableDataset[int]):
+class Shared(data.IterableDataset[int]):
     """A stream that its workers share; worker n's part is a bit longer than worker n-1's."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def numbers(self) -> range:
-        info = get_worker_info()
+        info = data.get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         return range(100 * worker, 100 * worker + self.size // workers + 2 * worker)
 

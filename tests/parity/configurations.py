@@ -9,33 +9,20 @@ from typing import Any
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    ChainDataset,
-    ConcatDataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    StackDataset,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_convert,
-)
+from torch.utils import data
 
 import minato
 from tests.parity import material
 from tests.parity.harness import (
     TorchLoader,
     attempt,
-    describe,
     drain,
     failure,
     generator_states,
     record_warnings,
     recorded_warnings,
     seed_everything,
+    seen_attributes,
     where_they_part,
 )
 
@@ -53,12 +40,12 @@ DATASETS = {
     "range": range,
     "text": lambda n: "abcdefghijklmnopq"[:n],
     "array": lambda n: torch.arange(2.0 * n).view(n, 2),
-    "subset": lambda n: Subset(material.Listed(2 * n), list(range(2 * n))[::-2]),
-    "concatenated": lambda n: ConcatDataset(
+    "subset": lambda n: data.Subset(material.Listed(2 * n), list(range(2 * n))[::-2]),
+    "concatenated": lambda n: data.ConcatDataset(
         [material.Tensors(n - n // 2), material.Tensors(n // 2)]
     ),
-    "tensor-dataset": lambda n: TensorDataset(torch.arange(n), torch.ones(n, 2)),
-    "stacked": lambda n: StackDataset(number=material.Numbers(n), image=material.Tensors(n)),
+    "tensor-dataset": lambda n: data.TensorDataset(torch.arange(n), torch.ones(n, 2)),
+    "stacked": lambda n: data.StackDataset(number=material.Numbers(n), image=material.Tensors(n)),
 }
 STREAMS = {
     "stream": material.Stream,
@@ -66,7 +53,7 @@ STREAMS = {
     "uneven-stream": material.UnevenStream,
     "lying-stream": material.LyingStream,
     "failing-stream": material.FailingStream,
-    "chained-stream": lambda n: ChainDataset([material.Stream(n), material.DrawingStream(2)]),
+    "chained-stream": lambda n: data.ChainDataset([material.Stream(n), material.DrawingStream(2)]),
 }
 SAMPLERS = {
     "list": lambda n: list(range(n))[::-1],
@@ -76,19 +63,19 @@ SAMPLERS = {
     "generator": lambda n: (i for i in range(n)),
     "only-iter": lambda n: material.OnlyIter(range(n)),
     "tensor": lambda n: torch.arange(n),
-    "sequential": lambda n: SequentialSampler(range(n)),
-    "random": lambda n: RandomSampler(range(n or 1)),
-    "replacement": lambda n: RandomSampler(range(n or 1), replacement=True, num_samples=n + 3),
-    "weighted": lambda n: WeightedRandomSampler([1.0 + i for i in range(n or 1)], n + 1),
-    "subset-random": lambda n: SubsetRandomSampler(range(n // 2)),
-    "distributed": lambda n: DistributedSampler(range(n), num_replicas=2, rank=1),
+    "sequential": lambda n: data.SequentialSampler(range(n)),
+    "random": lambda n: data.RandomSampler(range(n or 1)),
+    "replacement": lambda n: data.RandomSampler(range(n or 1), replacement=True, num_samples=n + 3),
+    "weighted": lambda n: data.WeightedRandomSampler([1.0 + i for i in range(n or 1)], n + 1),
+    "subset-random": lambda n: data.SubsetRandomSampler(range(n // 2)),
+    "distributed": lambda n: data.DistributedSampler(range(n), num_replicas=2, rank=1),
     "grumpy": material.Grumpy,
     "out-of-range": lambda n: [0, n, 1],
     "empty": lambda n: [],
 }
 BATCH_SAMPLERS = {
-    "batches": lambda n: BatchSampler(SequentialSampler(range(n)), 4, drop_last=False),
-    "random": lambda n: BatchSampler(RandomSampler(range(n or 1)), 3, drop_last=True),
+    "batches": lambda n: data.BatchSampler(data.SequentialSampler(range(n)), 4, drop_last=False),
+    "random": lambda n: data.BatchSampler(data.RandomSampler(range(n or 1)), 3, drop_last=True),
     "lists": lambda n: [[i, i] for i in range(n)],
     "tuples": lambda n: (tuple(range(i)) for i in range(1, min(n, 4))),
     "ranges": lambda n: [range(n), range(n // 2)],
@@ -100,7 +87,7 @@ COLLATE = {
     "identity": material.identity,
     "shapes": material.shapes,
     "picky": material.picky,
-    "convert": default_convert,
+    "convert": data.default_convert,
 }
 INITS = {"none": None, "no-op": material.no_op, "draws": material.add_one_more}
 OWN = ("size", "positional", "epochs", "asks_length", "stop_after")
@@ -197,7 +184,7 @@ def observed(kind: type, configuration: Configuration, **own: Any) -> dict[str, 
         else:
             if configuration.asks_length:
                 record["length"] = attempt(lambda: len(loader))
-            record["attributes"] = attributes(loader)
+            record["attributes"] = seen_attributes(loader)
             record["passes"], record["generators"] = [], [generator_states(generator)]
             for number in range(configuration.epochs):
                 stop_after = configuration.stop_after if number == 0 else None
@@ -213,7 +200,7 @@ def one_pass(
     loader: Any, stop_after: int | None, generator: torch.Generator | None
 ) -> tuple[list[Any], list[Any]]:
     """What one pass over a loader gives, and the states of the generators when it begins and ends."""
-    if isinstance(loader.sampler, DistributedSampler):
+    if isinstance(loader.sampler, data.DistributedSampler):
         loader.sampler.set_epoch(loader.sampler.epoch + 1)
     try:
         iterator = iter(loader)
@@ -226,26 +213,6 @@ def one_pass(
     else:
         seen += [attempt(lambda: next(iterator)) for _ in range(stop_after)]
     return seen, [begin, generator_states(generator)]
-
-
-PUBLIC = (
-    *("batch_size", "num_workers", "pin_memory", "pin_memory_device", "drop_last", "timeout"),
-    *("persistent_workers", "in_order", "worker_init_fn", "collate_fn"),
-)
-
-
-def attributes(loader: Any) -> Any:
-    """The attributes that torch documents, and those that trainers read."""
-    return {
-        **{name: describe(getattr(loader, name)) for name in PUBLIC},
-        "dataset": type(loader.dataset),
-        "prefetch_factor": loader.prefetch_factor,
-        "sampler": type(loader.sampler),
-        "batch_sampler": type(loader.batch_sampler),
-        "generator": type(loader.generator),
-        "context": type(loader.multiprocessing_context),
-        "kind": (loader._dataset_kind, loader._auto_collation, type(loader._index_sampler)),
-    }
 
 
 # ---- comparing ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ are compared with ``==`` and a failure shows where they part.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import re
 import traceback
@@ -128,6 +129,25 @@ def failure(error: BaseException) -> tuple[Any, ...]:
     text = _WORKER.sub("in DataLoader worker N", text)
     text = _ADDRESS.sub("0x…", _PIDS.sub("(pid …)", text))
     return ("raised", kind.__qualname__, text)
+
+
+ARGUMENTS = [*inspect.signature(TorchLoader.__init__).parameters][1:]
+
+
+def seen_attributes(loader: Any) -> dict[str, Any]:
+    """All attributes of torch's loader; samplers and contexts by their type, as each loader has its own."""
+    names = {*ARGUMENTS, "_dataset_kind", "_auto_collation", "_index_sampler", "_iterator"}
+    kinds = {"sampler", "batch_sampler", "multiprocessing_context", "generator"}
+    seen = {name: getattr(loader, name) for name in sorted(names - {"shuffle"})}
+    return {
+        name: type(value).__qualname__ if name in kinds else describe_part(value)
+        for name, value in seen.items()
+    }
+
+
+def describe_part(value: Any) -> Any:
+    is_number = type(value) is not bool and type(value).__mro__[-2] is int
+    return int(value) if is_number else describe(value)
 
 
 def attempt(action: Callable[[], Any]) -> Any:

@@ -24,13 +24,14 @@ from torch.utils.data import (
 import minato
 from tests.datasets import Numbers, Samples, Stream, flat
 from tests.parity.harness import (
+    ARGUMENTS,
     AS_TORCH_IS_NOW,
     TORCH_IS_UNTIDY,
     TorchLoader,
     attempt,
-    describe,
     drain,
     same_for_both,
+    seen_attributes,
 )
 from tests.parity.material import OnlyIter, Tensors, identity, no_op
 
@@ -70,24 +71,7 @@ KEYWORD_ONLY = {"prefetch_factor", "persistent_workers", "pin_memory_device", "i
 
 
 def test_every_argument_is_known_here() -> None:
-    assert [*POSSIBLE] == [*inspect.signature(TorchLoader.__init__).parameters][1:]
-
-
-def seen_attributes(loader: Any) -> dict[str, Any]:
-    """All attributes of torch's loader; samplers and contexts by their type, as each loader has its own."""
-    kinds = {"sampler", "batch_sampler", "multiprocessing_context", "generator"}
-    names = {*POSSIBLE, "_dataset_kind", "_auto_collation", "_index_sampler", "_iterator"} - {
-        "shuffle"
-    }
-    seen = {name: getattr(loader, name) for name in sorted(names)}
-    return {
-        name: type(value).__qualname__ if name in kinds else describe_part(value)
-        for name, value in seen.items()
-    }
-
-
-def describe_part(value: Any) -> Any:
-    return int(value) if type(value).__mro__[-2] is int else describe(value)
+    assert [*POSSIBLE] == ARGUMENTS
 
 
 @pytest.mark.parametrize("name", POSSIBLE)

@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-    random_split,
-)
+from torch.utils import data
 
 import minato
 from tests.datasets import Numbers, three_draws
@@ -31,18 +24,20 @@ from tests.selection import mostly_slow
 SAMPLING: dict[str, Callable[[torch.Generator | None], dict[str, Any]]] = {
     "sequential": lambda g: {},
     "shuffled": lambda g: {"shuffle": True, "generator": g},
-    "random sampler": lambda g: {"sampler": RandomSampler(range(9))},
-    "random sampler with a generator": lambda g: {"sampler": RandomSampler(range(9), generator=g)},
-    "replacement": lambda g: {
-        "sampler": RandomSampler(range(9), replacement=True, num_samples=40, generator=g)
+    "random sampler": lambda g: {"sampler": data.RandomSampler(range(9))},
+    "random sampler with a generator": lambda g: {
+        "sampler": data.RandomSampler(range(9), generator=g)
     },
-    "more than there are": lambda g: {"sampler": RandomSampler(range(9), num_samples=21)},
+    "replacement": lambda g: {
+        "sampler": data.RandomSampler(range(9), replacement=True, num_samples=40, generator=g)
+    },
+    "more than there are": lambda g: {"sampler": data.RandomSampler(range(9), num_samples=21)},
     "weighted": lambda g: {
-        "sampler": WeightedRandomSampler([1, 2, 3], 9, generator=g),
+        "sampler": data.WeightedRandomSampler([1, 2, 3], 9, generator=g),
         "generator": g,
     },
-    "subset": lambda g: {"sampler": SubsetRandomSampler([5, 2, 4], generator=g)},
-    "distributed": lambda g: {"sampler": DistributedSampler(range(9), 2, 0)},
+    "subset": lambda g: {"sampler": data.SubsetRandomSampler([5, 2, 4], generator=g)},
+    "distributed": lambda g: {"sampler": data.DistributedSampler(range(9), 2, 0)},
     "a generator, nothing to draw": lambda g: {"generator": g},
 }
 
@@ -135,7 +130,7 @@ def test_numbers_are_those_of_torch_when_epochs_are_left_early() -> None:
 
 def test_random_split_and_two_loaders() -> None:
     def case(make: Any) -> Any:
-        first, second = random_split(range(10), [0.7, 0.3])
+        first, second = data.random_split(range(10), [0.7, 0.3])
         pairs = zip(make(first, 2, True), make(second, 1, True, num_workers=1), strict=False)
         return [*pairs], torch.rand(1)
 
@@ -161,7 +156,7 @@ class Beginnings(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         if self.seen is None:
-            info = get_worker_info()
+            info = data.get_worker_info()
             assert info is not None
             self.seen = info.id, info.seed, torch.initial_seed(), three_draws(), info.num_workers
         time.sleep(0.005)  # for all workers to get something
@@ -191,7 +186,7 @@ def reseed(worker: int) -> None:
 
 def reseed_by_worker_info(worker: int) -> None:
     """Another way that is often seen."""
-    info = get_worker_info()
+    info = data.get_worker_info()
     assert info is not None
     torch.manual_seed(info.seed % 1000 + worker)
 

@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    RandomSampler,
-    Subset,
-    SubsetRandomSampler,
-    default_convert,
-)
+from torch.utils import data
 
 import minato
 from tests.datasets import Numbers, Pair
@@ -58,7 +51,7 @@ class Address:
     number: int
 
 
-class Echo(Dataset[Any]):
+class Echo(data.Dataset[Any]):
     """Tells the type and the value of its key."""
 
     def __getitem__(self, key: Any) -> str:
@@ -90,13 +83,13 @@ def test_getitems_gets_python_integers_and_the_container_that_was_drawn(
     workers: dict[str, Any], own: dict[str, Any]
 ) -> None:
     def case(make: Any) -> Any:
-        subset = Subset(Listed(20), [*range(19, 0, -2)])
+        subset = data.Subset(Listed(20), [*range(19, 0, -2)])
         batches = [[1, 2], (3, 4), range(5), np.arange(3), torch.arange(2), []]
         return [
             [*make(subset, 4, collate_fn=identity, **workers)],
             [*make(subset, 3, shuffle=True, collate_fn=identity, **workers)],
             [*make(Listed(9), batch_sampler=batches, collate_fn=identity, **workers)],
-            [*make(Subset(subset, np.arange(5)), 2, collate_fn=identity, **workers)],
+            [*make(data.Subset(subset, np.arange(5)), 2, collate_fn=identity, **workers)],
             [*make(subset, None, sampler=[2, 1], **workers)],
         ]
 
@@ -232,7 +225,7 @@ def test_generators_after_each_batch(workers: dict[str, Any], own: dict[str, Any
     def case(make: Any) -> Any:
         generator = torch.Generator().manual_seed(3)
         states = []
-        for sampler in (Drawing(range(30)), RandomSampler(range(90), replacement=True)):
+        for sampler in (Drawing(range(30)), data.RandomSampler(range(90), replacement=True)):
             loader = make(
                 Numbers(90), 2, sampler=sampler, generator=generator, **workers, **prefetch
             )
@@ -284,8 +277,8 @@ def test_sampler_that_is_changed_between_passes(
 
         def case(make: Any, persistent: bool = persistent) -> Any:
             keys = [3, 1]
-            subset = SubsetRandomSampler([5, 6, 7])
-            batches = BatchSampler(range(4), 3, drop_last=False)
+            subset = data.SubsetRandomSampler([5, 6, 7])
+            batches = data.BatchSampler(range(4), 3, drop_last=False)
             loaders = [
                 make(Numbers(9), sampler=keys, persistent_workers=persistent, **workers),
                 make(Numbers(9), 2, sampler=subset, persistent_workers=persistent, **workers),
@@ -335,7 +328,7 @@ def test_without_batching(workers: dict[str, Any], own: dict[str, Any]) -> None:
         *(torch.ones(2), [np.arange(2), 1], (np.ones(1), "a"), {"a": np.ones(2), "b": (1, 2)}),
         *(Pair(np.ones(2), 1), {1, 2}, range(3), [], (), {}, [[np.zeros(1)]]),
     ]
-    for collate_fn in (None, default_convert, identity, type):
+    for collate_fn in (None, data.default_convert, identity, type):
         same_for_both(
             lambda make, collate_fn=collate_fn: [
                 *make(samples, None, collate_fn=collate_fn, **workers)
