@@ -31,9 +31,7 @@ TorchLoader = torch.utils.data.DataLoader
 
 @each
 @pytest.mark.parametrize("name", ["keys-in-other-order", "equal-keys"])
-def test_the_keys_are_the_first_samples_even_if_it_comes_last(
-    name: str, workers: dict[str, Any]
-) -> None:
+def test_the_keys_are_the_first_samples_even_if_it_comes_last(name: str, workers: Any) -> None:
     first, *rest = ODD[name]
 
     def late() -> Any:

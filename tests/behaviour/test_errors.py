@@ -34,6 +34,7 @@ from tests.datasets import (
     outcomes,
     wait_until,
 )
+from tests.parity.material import Deadly
 from tests.selection import WORKERS, each, mostly_slow
 
 TorchLoader = torch.utils.data.DataLoader
@@ -43,8 +44,6 @@ NO_SUCCESSORS = ErrorPolicy(on_worker_death="raise")
 
 
 class Torn:
-    """A sampler that fails after 20 indices."""
-
     fails = True
 
     def __iter__(self) -> Iterator[int]:
@@ -144,23 +143,6 @@ def test_result_that_cannot_be_pickled() -> None:
 # ---- workers --------------------------------------------------------------------------------
 
 
-class Deadly(Numbers):
-    """Ends its process at one index."""
-
-    def __init__(self, size: int, how: str) -> None:
-        super().__init__(size)
-        self.how = how
-
-    def __getitem__(self, index: int) -> int:
-        if index == 6:
-            if self.how == "exit":
-                os._exit(3)
-            os.kill(os.getpid(), getattr(signal, self.how))
-            time.sleep(60)
-        time.sleep(0.005)
-        return index
-
-
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -175,7 +157,7 @@ def test_dead_worker_ends_iteration_with_torchs_error(
 ) -> None:
     # The end of a worker wakes the loop, which need not look from time to time.
     monkeypatch.setattr("minato.scheduling.dispatcher._LIVENESS_S", 3600.0)
-    loader = DataLoader(Deadly(400, how), 2, order=order, errors=NO_SUCCESSORS, **PROCESSES)
+    loader = DataLoader(Deadly(400, 6, how), 2, order=order, errors=NO_SUCCESSORS, **PROCESSES)
     iterator = iter(loader)
     with pytest.raises(
         RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"
@@ -230,8 +212,6 @@ def wait_inside(_: object = None) -> None:
 
 
 class Waits(Numbers):
-    """Its samples wait."""
-
     def __getitem__(self, index: int) -> int:
         wait_inside()
         return index

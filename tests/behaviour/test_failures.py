@@ -201,8 +201,6 @@ def test_retries_draw_the_same(workers: dict[str, Any], tmp_path: Path) -> None:
 
 
 class Scripted(Numbers):
-    """Each sample raises what its script says, one by one, and then loads."""
-
     def __init__(self, scripts: list[list[type[BaseException]]]) -> None:
         super().__init__(len(scripts))
         self.scripts = scripts

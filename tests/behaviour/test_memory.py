@@ -243,8 +243,6 @@ def test_sample_larger_than_the_budget_works_with_one_warning(workers: dict[str,
 
 
 class Large(Held):
-    """A quarter of a megabyte for each sample, a megabyte for a batch."""
-
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
         return torch.full((MEGABYTE // 16,), float(super().__getitem__(index)))
 

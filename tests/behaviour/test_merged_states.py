@@ -141,9 +141,7 @@ BY_COST = {
     [{"order": "arrival"}, BY_COST[False], BY_COST[True]],
     ids=["arrival", "by cost", "by cost, padded"],
 )
-def test_the_state_of_one_rank_that_does_not_stand_for_others_is_refused(
-    options: dict[str, Any],
-) -> None:
+def test_the_state_of_one_rank_that_does_not_stand_for_others_is_refused(options: Any) -> None:
     states = begun(ranks(2, **options), 1)[1]
     why = "that of rank 1 of 2, and does not say what the others had"
     with pytest.raises(ValueError, match=why):

@@ -137,8 +137,6 @@ def test_max_lag_holds_for_any_number_of_batches_in_flight(
 
 
 class InStep(Numbers):
-    """Samples that take equally long, whichever of three threads waits for a core."""
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.barrier = threading.Barrier(3)
@@ -213,8 +211,6 @@ def test_fast_first_lets_slow_samples_wait() -> None:
 
 
 class SlowEveryFifth(Journal):
-    """Every fifth sample takes far longer than the others."""
-
     def __getitem__(self, index: int) -> int:
         time.sleep(0.03 if index % 5 == 4 else 0.001)
         return super().__getitem__(index)
@@ -233,8 +229,6 @@ def test_workers_run_ahead_of_a_straggler(method: str) -> None:
 
 
 class HeadSleeps(Journal):
-    """Sample 0 takes long."""
-
     def __getitem__(self, index: int) -> int:
         time.sleep(0.15 if index == 0 else 0)
         return super().__getitem__(index)
@@ -280,8 +274,6 @@ def test_budget_bounds_what_is_loaded_ahead() -> None:
 
 
 class Wide(Journal):
-    """Samples of float32."""
-
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
         return torch.full((1024,), float(super().__getitem__(index)))
 

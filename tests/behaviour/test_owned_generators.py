@@ -242,8 +242,6 @@ def test_a_worker_that_is_replaced(tmp_path: Path) -> None:
 
 
 class Seldom(Numbers):
-    """Cheap samples, one of which draws."""
-
     def __init__(self) -> None:
         super().__init__(3000)
         self.rng = np.random.default_rng(0)

@@ -147,8 +147,6 @@ def bound_draws(seed: int, epoch: int, index: int, draw: Callable[[], float]) ->
 
 
 class Later(Numbers):
-    """Draws from some time on."""
-
     begun = False
 
     def __getitem__(self, index: int) -> list[float]:
@@ -237,8 +235,6 @@ def test_keys_other_than_integers_have_their_own_draws() -> None:
     keys = ["a", "b", ("a", 1), ("a", 2), 1.5, None, 2**70]
 
     class Named:
-        """A dataset of names."""
-
         def __getitem__(self, key: Any) -> list[float]:
             return [float(keys.index(key)), *three_draws()]
 
@@ -280,9 +276,7 @@ def states() -> tuple[Any, ...]:
     ],
     ids=["inline", "processes", "processes-as-torch", "threads"],
 )
-def test_generators_of_the_main_process_are_left_alone(
-    compat: Any, workers: dict[str, Any]
-) -> None:
+def test_generators_of_the_main_process_are_left_alone(compat: Any, workers: Any) -> None:
     random.gauss(0, 1)  # leaves a second value behind, as the next line does
     np.random.standard_normal()
     torch.randn(1)

@@ -17,8 +17,6 @@ from tests.datasets import Draws, Numbers, Stream, flat, indices
 
 
 class Jerky(Draws):
-    """Some samples take longer."""
-
     def __getitem__(self, index: int) -> list[float]:
         if index % 7 == 3:
             torch.randperm(200_000)  # a while, and draws

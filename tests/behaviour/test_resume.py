@@ -32,8 +32,6 @@ def make(size: int = SIZE, **options: Any) -> Any:
 
 
 class Permuted(InOrder):
-    """Draws a permutation when ``iter`` is called."""
-
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.size).tolist())
 
@@ -519,8 +517,6 @@ class Drawing(Shared):
 
 
 class Steps(Stateful, Shared):
-    """It has the state itself, and makes generators of it."""
-
     kept = ("done",)
     done = 0
 
@@ -774,8 +770,6 @@ def test_an_iterator_in_this_process_is_asked_even_before_its_first_batch(batche
 
 
 class Closing(Steps):
-    """Its generators reset it when they are closed."""
-
     def __iter__(self) -> Iterator[int]:
         try:
             yield from super().__iter__()

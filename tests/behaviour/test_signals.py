@@ -63,7 +63,6 @@ def test_signals_are_handled_at_the_end_of_the_block(handlers: list[int]) -> Non
 
 
 def installed() -> list[Any]:
-    """The handlers of all signals."""
     return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
 
 

@@ -198,8 +198,6 @@ class Key:
 
 
 class ByKey(Numbers):
-    """Samples whose keys are objects."""
-
     def __getitem__(self, key: Any) -> int:
         return int(key.number)
 
@@ -249,8 +247,6 @@ def test_collate_fn_that_raises_costs_its_batch(workers: dict[str, Any], order: 
 
 
 def raising(kind: type[BaseException], *given: object) -> Callable[[Any], Any]:
-    """A function of the user's that raises."""
-
     def act(argument: Any) -> Any:
         raise kind(*given)
 
@@ -301,8 +297,6 @@ def test_several_threads_may_share_an_iterator(workers: dict[str, Any], order: s
 
 
 class Ending(Failing):
-    """One sample raises what is no ``Exception``."""
-
     def __init__(self, kind: type[BaseException]) -> None:
         super().__init__(24, {5: kind})
 

@@ -98,8 +98,6 @@ def test_another_order_and_larger_batches_count_too() -> None:
 
 def test_each_epoch_has_the_random_numbers_of_its_thread() -> None:
     class Draws(Numbers):
-        """Samples that are random numbers."""
-
         def __getitem__(self, index: int) -> int:
             return random.getrandbits(32)
 

@@ -243,7 +243,6 @@ def compare_in_threads(configuration: Configuration) -> None:
 
 
 def compare(configuration: Configuration, **own: Any) -> None:
-    """Both classes make the same of it; ``own`` are arguments that only minato has."""
     expected = observed(TorchLoader, configuration)
     found = observed(minato.DataLoader, configuration, **own)
     assert found == expected, where_they_part(found, expected)

@@ -174,7 +174,6 @@ def drain(iterator: Iterator[Any], most: int = 64) -> list[Any]:
 
 
 def seed_everything(seed: int = SEED) -> None:
-    """Put the three global generators in a known state."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -206,7 +205,6 @@ def record_warnings() -> None:
 
 
 def recorded_warnings(caught: list[warnings.WarningMessage]) -> list[tuple[str, str]]:
-    """Category and text of each warning."""
     return [(each.category.__name__, _ADDRESS.sub("0x…", str(each.message))) for each in caught]
 
 
@@ -230,7 +228,6 @@ def same_for_both(case: Callable[[Any], Any], **own: Any) -> Any:
 
 
 def recorded(case: Callable[[Any], Any], make: Any) -> dict[str, Any]:
-    """What a case does with one class."""
     seed_everything()
     with warnings.catch_warnings(record=True) as caught:
         record_warnings()

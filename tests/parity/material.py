@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,22 +33,16 @@ class Unpicklable(Exception):
 
 
 class Tensors(Numbers):
-    """A small matrix that says where it comes from."""
-
     def __getitem__(self, index: int) -> Any:
         return torch.full((2, 3), float(index))
 
 
 class Arrays(Numbers):
-    """An array, a number and a text in a tuple."""
-
     def __getitem__(self, index: int) -> Any:
         return np.arange(index, index + 4, dtype=np.int16), index / 2, f"sample {index}"
 
 
 class Mixed(Numbers):
-    """A dictionary with members of many kinds."""
-
     def __getitem__(self, index: int) -> Any:
         return {
             "image": np.full((2, 2), index, np.uint8),
@@ -73,8 +70,6 @@ class Failing(Numbers):
 
 
 class BadSample(Numbers):
-    """One sample does something."""
-
     def __init__(self, size: int, action: Callable[[], Any]) -> None:
         super().__init__(size)
         self.action = action
@@ -84,11 +79,26 @@ class BadSample(Numbers):
 
 
 class Holding(Numbers):
-    """It holds something."""
-
     def __init__(self, held: Any) -> None:
         super().__init__(4)
         self.held = held
+
+
+class Deadly(Numbers):
+    """One sample ends its process, by ``exit`` or by a signal."""
+
+    def __init__(self, size: int, index: int, how: str) -> None:
+        super().__init__(size)
+        self.index, self.how = index, how
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.index:
+            if self.how == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), getattr(signal, self.how))
+            time.sleep(60)
+        time.sleep(0.005)
+        return index
 
 
 class NoLength(Dataset[int]):
@@ -118,8 +128,6 @@ class Drawing(Numbers):
 
 
 class OnlyIter:
-    """A sampler that can be iterated over and nothing else."""
-
     def __init__(self, keys: Iterable[Any]) -> None:
         self.keys = list(keys)
 
@@ -139,8 +147,6 @@ class Repeating:
 
 
 class Grumpy(InOrder):
-    """Raises after a while."""
-
     def __iter__(self) -> Iterator[int]:
         yield from range(self.size // 2)
         raise LookupError("no more keys")
@@ -172,8 +178,6 @@ class UnevenStream(Stream):
 
 
 class LyingStream(Stream):
-    """Gives more than it says."""
-
     def __len__(self) -> int:
         return self.size // 3
 
@@ -182,8 +186,6 @@ class LyingStream(Stream):
 
 
 class FailingStream(Stream):
-    """Raises in its midst."""
-
     def __iter__(self) -> Iterator[Any]:
         yield from range(self.size // 2)
         raise TwoArguments(self.size, "broken off")
@@ -200,7 +202,6 @@ def shapes(samples: list[Any]) -> Any:
 
 
 def picky(samples: list[Any]) -> Any:
-    """A ``collate_fn`` that refuses some batches."""
     if len(samples) % 2:
         raise ValueError(f"an odd batch of {len(samples)}")
     return samples

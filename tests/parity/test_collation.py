@@ -44,8 +44,6 @@ from tests.selection import mostly_slow
 
 @dataclass
 class Record:
-    """A dataclass, which torch does not collate."""
-
     image: Any
     label: int
 
@@ -67,8 +65,6 @@ class Frozen(Mapping[str, Any]):
 
 
 class Stubborn(Frozen):
-    """A mapping whose constructor takes something else."""
-
     def __init__(self, *, items: Mapping[str, Any]) -> None:
         super().__init__(items)
 
@@ -117,7 +113,6 @@ class Track(Steps, MutableSequence[Any]):
         del self.steps[index]
 
     def insert(self, index: int, value: Any) -> None:
-        """As lists do."""
         self.steps.insert(index, value)
 
     def __copy__(self) -> Track:
@@ -139,8 +134,6 @@ class Table(dict):
 
 
 class Wide(NamedTuple):
-    """A named tuple with a default."""
-
     first: Any
     second: Any = 7
 
@@ -173,8 +166,6 @@ class Measure(np.ndarray):
 
 
 class Colour(enum.IntEnum):
-    """Numbers with names."""
-
     RED = 1
 
 
@@ -226,7 +217,6 @@ def creatable(dtype: torch.dtype) -> bool:
 
 
 def numpy_samples() -> dict[str, list[Any]]:
-    """Arrays and scalars of every dtype."""
     samples: dict[str, list[Any]] = {}
     for code in NUMPY_DTYPES:
         dtype = np.dtype(code)
@@ -557,7 +547,6 @@ def collate_fn_map() -> Iterator[dict[Any, Any]]:
 
 
 def gathered(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """An entry for the map."""
     return ["gathered", *batch]
 
 

@@ -31,7 +31,6 @@ from tests.threads import run_together
 
 
 def in_a_thread(action: Callable[[], Any]) -> Any:
-    """What an action gives in another thread."""
     given: list[Any] = []
     thread = threading.Thread(target=lambda: given.append(action()))
     thread.start()
@@ -104,8 +103,6 @@ def test_what_the_main_thread_draws_stays_drawn() -> None:
 
 
 class Nested(Numbers):
-    """A sample is what a loader gives."""
-
     def __init__(self, size: int, make: Any, workers: int) -> None:
         super().__init__(size)
         self.make = make
@@ -238,8 +235,6 @@ def start_method() -> Iterator[Callable[[str], None]]:
 
 
 class Started(Numbers):
-    """How the process was started that loads a sample."""
-
     def __getitem__(self, index: int) -> str:
         return multiprocessing.get_start_method()
 
@@ -264,7 +259,6 @@ GOT = "0 2\n4 6\n8\n"
 
 
 def outcome(*arguments: str, cwd: Path = ROOT) -> tuple[str, str]:
-    """What a program wrote to stdout and stderr."""
     strict = ("-W", "error", "-W", "ignore:This DataLoader will:UserWarning")
     ended = python(*strict, *arguments, cwd=cwd)
     return ended.stdout, ended.stderr

@@ -43,8 +43,6 @@ from tests.selection import mostly_slow
 
 
 class OnlyByName(Exception):
-    """Its constructor takes no text."""
-
     def __init__(self, *, code: int) -> None:
         super().__init__(code)
         self.code = code
@@ -59,8 +57,6 @@ class WithMessage(Exception):
 
 
 class Silent(Exception):
-    """It has no text."""
-
     def __str__(self) -> str:
         return ""
 
@@ -143,8 +139,6 @@ class BadBatch(BadSample):
 
 
 class BadStream(IterableDataset[Any]):
-    """Does something in its midst."""
-
     def __init__(self, action: Callable[[], Any]) -> None:
         self.action = action
 
@@ -155,8 +149,6 @@ class BadStream(IterableDataset[Any]):
 
 
 class BadIterator(BadStream):
-    """An iterator that goes on afterwards."""
-
     def __iter__(self) -> Iterator[Any]:
         self.number = -1
         return self
@@ -171,8 +163,6 @@ class BadIterator(BadStream):
 
 
 class BadBeginning(BadStream):
-    """Has no iterator."""
-
     def __iter__(self) -> Iterator[Any]:
         self.action()
         return iter(())
@@ -361,8 +351,6 @@ def test_error_of_the_sampler_in_the_midst(workers: Any, own: Any) -> None:
 
 
 class NoIterator:
-    """A sampler that cannot be asked."""
-
     def __iter__(self) -> Iterator[int]:
         raise PermissionError(1, "not now")
 

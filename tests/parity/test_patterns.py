@@ -634,8 +634,6 @@ def class_dataset(base: Any, workers: int) -> Any:
 
 
 class Delegating(Dataset[int]):
-    """Passes every name on to what it wraps."""
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
@@ -671,8 +669,6 @@ def changing_dataset(base: Any, workers: int) -> Any:
 
 
 class Listed(Numbers):
-    """Gets whole batches, as tables of columns do."""
-
     def __getitems__(self, indices: list[int]) -> list[dict[str, int]]:
         return [{"index": index, "of": len(indices)} for index in indices]
 
@@ -910,8 +906,6 @@ def seed_from_info(worker: int) -> None:
 
 
 class Seeded(Numbers):
-    """A sample waits until both workers have begun."""
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.seeds: dict[int, int] = {}

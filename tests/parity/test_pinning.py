@@ -111,8 +111,6 @@ class Other(Slotted):
 
 
 class PinnedDict(dict):
-    """Its own method goes before the rule for mappings."""
-
     def pin_memory(self) -> Any:
         return {"by itself": sorted(self)}
 
@@ -144,8 +142,6 @@ RESULTS: dict[str, Any] = {
 
 
 class Given:
-    """A ``collate_fn`` that has its results ready."""
-
     def __init__(self, results: list[Any]) -> None:
         self.results = results
 
@@ -191,8 +187,6 @@ def test_batches_of_default_collate(accelerator: None, name: str, how: str) -> N
 
 
 class Refuses(Slotted):
-    """It cannot be pinned."""
-
     def pin_memory(self) -> Any:
         raise LookupError("cannot be pinned")
 
@@ -296,8 +290,10 @@ def test_what_is_pinned_ahead_has_not_been_delivered(accelerator: None) -> None:
 def test_the_slot_is_free_once_its_batch_is_pinned(accelerator: None) -> None:
     """What is delivered is the pinned copy: holding it keeps no memory of the arena."""
     loader = minato.DataLoader(Tensors(64), 2, num_workers=2, pin_memory=True)
-    iterator = iter(loader)
+    iterator: Any = iter(loader)
+    arena = iterator._source.arena
     kept = [*iterator]
+    assert arena.num_leased == 0
     assert [batch[:, 0, 0].tolist() for batch in kept] == [[i, i + 1.0] for i in range(0, 64, 2)]
 
 

@@ -150,8 +150,6 @@ def test_same_generator_for_sampler_and_loader_in_two_loaders() -> None:
 
 
 class Beginnings(Numbers):
-    """What a worker's generators began with."""
-
     seen: Any = None
 
     def __getitem__(self, index: int) -> Any:
@@ -223,9 +221,7 @@ def test_augmentations_are_torchs_bit_for_bit(name: str, dataset: Any) -> None:
 
 
 @pytest.mark.parametrize("context", ["forkserver", "spawn"])
-def test_augmentations_with_other_start_methods(
-    context: str,
-) -> None:
+def test_augmentations_with_other_start_methods(context: str) -> None:
     def case(make: Any) -> Any:
         arguments = {"num_workers": 2, "multiprocessing_context": context}
         loader = make(Drawing(9), 2, True, persistent_workers=True, **arguments)

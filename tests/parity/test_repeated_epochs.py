@@ -57,21 +57,17 @@ def test_a_seeded_epoch_comes_again(make: Any, num_workers: int) -> None:
 
 @both
 @each
+@pytest.mark.parametrize("told", [False, True])
 def test_a_run_that_seeds_each_epoch_goes_on_in_another_process(
-    make: Any, num_workers: int
+    make: Any, num_workers: int, told: bool
 ) -> None:
-    run = loader_of(make, num_workers)
-    epochs = [epoch(run, 100 + number) for number in range(4)]
-    later = loader_of(make, num_workers)  # which knows no epoch
-    assert [epoch(later, 102), epoch(later, 103)] == epochs[2:]
+    """By a loader that knows no epoch, also with a sampler that is told it."""
 
-
-@both
-@each
-def test_with_a_sampler_that_is_told_its_epoch(make: Any, num_workers: int) -> None:
     def epochs(numbers: range) -> list[Any]:
         sampler = DistributedSampler(Draws(SIZE), 1, 0)
-        loader = loader_of(make, num_workers, shuffle=None, sampler=sampler)
+        loader = loader_of(
+            make, num_workers, **({"shuffle": None, "sampler": sampler} if told else {})
+        )
         found = []
         for number in numbers:
             sampler.set_epoch(number)

@@ -270,9 +270,7 @@ def test_sampler_that_raises_and_goes_on() -> None:
 
 
 @each
-def test_sampler_that_is_changed_between_passes(
-    workers: dict[str, Any], own: dict[str, Any]
-) -> None:
+def test_sampler_that_is_changed_between_passes(workers: Any, own: Any) -> None:
     for persistent in (False, True) if workers["num_workers"] else (False,):
 
         def case(make: Any, persistent: bool = persistent) -> Any:

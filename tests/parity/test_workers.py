@@ -10,13 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 import minato
 from minato.workers import supervision
@@ -29,10 +28,13 @@ from tests.parity.harness import (
     each,
     same_for_both,
 )
-from tests.parity.material import identity
+from tests.parity.material import Deadly, identity
 from tests.selection import mostly_slow
 
 # ---- who am I -------------------------------------------------------------------------------
+
+
+INFO = ("id", "num_workers", "seed", "rng", "worker_method")
 
 
 def surroundings(dataset: Any = None) -> dict[str, Any]:
@@ -42,11 +44,7 @@ def surroundings(dataset: Any = None) -> dict[str, Any]:
     return {
         "info": info
         and {
-            "id": info.id,
-            "num_workers": info.num_workers,
-            "seed": info.seed,
-            "rng": info.rng,
-            "worker_method": info.worker_method,
+            **{name: getattr(info, name) for name in INFO},
             "dataset": type(info.dataset).__name__,
             "its dataset": info.dataset is dataset,
         },
@@ -66,8 +64,6 @@ def surroundings(dataset: Any = None) -> dict[str, Any]:
 
 
 class Mirror(Numbers):
-    """A sample is what it sees."""
-
     def __getitem__(self, index: int) -> Any:
         return surroundings(self)
 
@@ -76,28 +72,21 @@ LOG: list[Any] = []
 
 
 def log_surroundings(worker: int) -> None:
-    """A ``worker_init_fn`` that takes notes."""
     LOG.append((worker, surroundings()))
 
 
 def with_log(samples: list[Any]) -> Any:
-    """A ``collate_fn`` that adds the notes, and what it sees itself."""
     return samples, surroundings(), LOG
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_everything_that_runs_in_a_worker_knows_where_it_is(workers: int) -> None:
     LOG.clear()
+    functions = {"collate_fn": with_log, "worker_init_fn": log_surroundings}
 
     def case(make: Any) -> Any:
-        loader = make(
-            Mirror(2),
-            2,
-            num_workers=workers,
-            collate_fn=with_log,
-            worker_init_fn=log_surroundings,
-            generator=torch.Generator().manual_seed(8),
-        )
+        generator = torch.Generator().manual_seed(8)
+        loader = make(Mirror(2), 2, num_workers=workers, generator=generator, **functions)
         return [[*loader] for _ in range(2)], surroundings()
 
     same_for_both(case)
@@ -134,14 +123,11 @@ def test_thread_workers_are_no_worker_processes() -> None:
 
 
 class Affinity(Numbers):
-    """The cores that a sample may run on."""
-
     def __getitem__(self, index: int) -> Any:
         return sorted(os.sched_getaffinity(0)), os.nice(0), os.environ.get("MINATO_PARITY", "")
 
 
 def confine(worker: int) -> None:
-    """A ``worker_init_fn`` that changes the process."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[worker % len(cores)]})
     os.nice(3)
@@ -159,8 +145,6 @@ def test_what_worker_init_fn_changes_stays() -> None:
 
 
 class Half(Numbers):
-    """A dataset that ``worker_init_fn`` sets up."""
-
     offset = 0
 
     def __getitem__(self, index: int) -> int:
@@ -168,7 +152,6 @@ class Half(Numbers):
 
 
 def move(worker: int) -> None:
-    """A ``worker_init_fn`` that sets up the worker's dataset."""
     info = get_worker_info()
     info.dataset.offset = 100 * (worker + 1)
 
@@ -178,12 +161,10 @@ def test_worker_init_fn_may_set_up_the_dataset() -> None:
 
 
 def refuse(worker: int) -> None:
-    """A ``worker_init_fn`` that fails."""
     raise PermissionError(13, f"worker {worker} stays out")
 
 
 def leave(worker: int) -> None:
-    """A ``worker_init_fn`` that ends the process."""
     sys.exit(3)
 
 
@@ -229,11 +210,11 @@ class Memory(Numbers):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_copies_of_the_dataset(workers: int, persistent: bool) -> None:
+    stays = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+
     def case(make: Any) -> Any:
         dataset = Memory(5)
-        loader = make(
-            dataset, 2, num_workers=workers, persistent_workers=persistent and workers > 0
-        )
+        loader = make(dataset, 2, **stays)
         seen = []
         for label in ("second", "third", "fourth"):
             seen.append([*loader])
@@ -247,9 +228,8 @@ def test_copies_of_the_dataset(workers: int, persistent: bool) -> None:
 
 def test_threads_share_the_dataset_of_the_main_process() -> None:
     dataset = Memory(5)
-    loader = minato.DataLoader(
-        dataset, 1, num_workers=2, workers="thread", persistent_workers=True, compat="torch"
-    )
+    stays = {"num_workers": 2, "workers": "thread", "persistent_workers": True}
+    loader = minato.DataLoader(dataset, 1, compat="torch", **stays)
     for label in ("second", "third"):
         assert len([*loader]) == 5
         dataset.label = label
@@ -315,14 +295,12 @@ def test_barrier_across_all_workers(method: str, number: int, batch_size: Any) -
     """No worker may keep work for itself while another has none."""
     kind = multiprocessing.Barrier if method == "process" else threading.Barrier
     size = 60 * number
+    workers = {"num_workers": number, "workers": method}
     for options in ({}, {"prefetch_factor": 1}, {"collate_fn": identity}, {"order": "arrival"}):
         dataset = Together(size, number, kind)
-        loader = minato.DataLoader(
-            dataset, batch_size, num_workers=number, workers=method, **options
-        )
-        batches = [batch if isinstance(batch, (list, int)) else batch.tolist() for batch in loader]
-        flat = batches if batch_size is None else [i for batch in batches for i in batch]
-        assert sorted(flat) == [*range(size)]
+        batches = [*minato.DataLoader(dataset, batch_size, **workers, **options)]
+        found = batches if batch_size is None else [int(i) for batch in batches for i in batch]
+        assert sorted(found) == [*range(size)]
 
 
 def test_barrier_with_torchs_own_assignment() -> None:
@@ -351,30 +329,16 @@ def test_share_of_a_worker_that_is_busy_in_readiness_order(prefetch: int) -> Non
 # ---- how they end ---------------------------------------------------------------------------
 
 
-class Deadly(Numbers):
-    """One sample ends its worker."""
-
-    def __init__(self, size: int, how: str) -> None:
-        super().__init__(size)
-        self.how = how
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3:
-            if self.how == "os-exit":
-                os._exit(0)
-            os.kill(os.getpid(), getattr(signal, self.how))
-            time.sleep(20)
-        return index
-
-
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("how", ["os-exit", "SIGKILL", "SIGTERM", "SIGSEGV"])
+@pytest.mark.parametrize("how", ["exit", "SIGKILL", "SIGTERM", "SIGSEGV"])
 def test_worker_that_is_stopped_by_its_own_code(
     how: str, persistent: bool, torch_looks_often: None
 ) -> None:
+    stays = {"num_workers": 1, "persistent_workers": persistent}
+
     def case(make: Any) -> Any:
         try:
-            return next(iter(make(Deadly(8, how), 4, num_workers=1, persistent_workers=persistent)))
+            return next(iter(make(Deadly(8, 3, how), 4, **stays)))
         except RuntimeError as error:
             if make is not TorchLoader:
                 raise
@@ -382,12 +346,8 @@ def test_worker_that_is_stopped_by_its_own_code(
             told = re.sub("is killed by signal: .*", "exited unexpectedly", str(error))
             raise RuntimeError(told) from None
 
-    kind, name, text = same_for_both(case, errors=minato.ErrorPolicy(on_worker_death="raise"))
-    assert (kind, name, text) == (
-        "raised",
-        "RuntimeError",
-        "DataLoader worker (pid …) exited unexpectedly",
-    )
+    told = same_for_both(case, errors=minato.ErrorPolicy(on_worker_death="raise"))
+    assert told == ("raised", "RuntimeError", "DataLoader worker (pid …) exited unexpectedly")
 
 
 class Begun(Held):
@@ -420,19 +380,11 @@ def test_timeout_counts_anew_for_each_batch() -> None:
     same_for_both(lambda make: [*make(dataset, 1, num_workers=1, timeout=9)])
 
 
-class Endless(Numbers):
-    """Its samples take as long as the test lets them."""
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(60 if index else 0)
-        return index
-
-
 def test_iterator_can_be_dropped_while_its_workers_are_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervision, "_GRACE_S", 0.3)
-    iterator = iter(minato.DataLoader(Endless(9), num_workers=2))
+    iterator = iter(minato.DataLoader(Sleepy(9, 60, {0: 0}), num_workers=2))
     assert next(iterator).tolist() == [0]
     del iterator
     gc.collect()
@@ -450,19 +402,13 @@ def test_number_of_processes_is_torchs() -> None:
     assert counts == [2, 2]
 
 
-def stream_of_numbers() -> Iterator[int]:
-    yield from range(3)
-
-
-class Wrapped(Dataset[Any]):
+class Wrapped(Numbers):
     """A dataset that holds what no process can be sent; forked workers do not mind."""
 
     def __init__(self) -> None:
-        self.stream = stream_of_numbers()
+        super().__init__(3)
+        self.stream = (number for number in range(3))
         self.lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return 3
 
     def __getitem__(self, index: int) -> Any:
         with self.lock:

@@ -22,7 +22,6 @@ COSTS = np.random.default_rng(5).integers(1, 200, 500)
 
 
 def per_rank(ranks: int, *arguments: Any, epoch: int = 0, **options: Any) -> list[list[list[int]]]:
-    """The batches of each rank."""
     found = []
     for rank in range(ranks):
         sampler = CostBatchSampler(*arguments, shard=(rank, ranks), **options)

@@ -44,15 +44,11 @@ def test_ranks_draw_in_turn() -> None:
 
 
 class Ranked:
-    """A sampler of the first of two ranks."""
-
     num_replicas = 2
     rank = 0
 
 
 class Unequal(Ranked):
-    """Gives the later ranks fewer batches."""
-
     def __iter__(self) -> Iterator[Any]:
         return iter([[0], [1]][: 2 - self.rank])
 
