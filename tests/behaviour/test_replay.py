@@ -111,38 +111,33 @@ def test_a_replay_is_resumed_too(tmp_path: Path) -> None:
 HEAD = (
     '{"minato_order": 2, "batched": true, "length": 4, "epoch": 0, "seed": 5, "first_batch": 0}\n'
 )
+LATER = HEAD.replace("0}", "1}")
+NO_RECORDS = [
+    ("", "is empty"),
+    ("[1, 2]\n", "line 1: an epoch must begin with a line that names it"),
+    ("hello\n", "line 1: it is no line of a recorded order"),
+    ('{"a": 1}\n', "line 1: it is no line of a recorded order"),
+    (HEAD + "[1, 2", "line 2: it is no line"),
+    (HEAD + "[1.5]\n", "line 2: it is no line"),
+    (HEAD + "[true]\n", "line 2: it is no line"),
+    (HEAD + '[1]\n{"end": 2}\n', "line 3: 1 batches stand before it"),
+    (HEAD + '[1]\n{"end": 1}\n[2]\n', "line 4: a batch after the end of its epoch"),
+    ('{"minato_order": 7}\n', "line 1: version 7, and this minato reads 2: record"),
+    (HEAD.replace("4", "null") + "[1", "line 2: it is no line"),
+    (HEAD.replace("true", "1"), "line 1: it must give batched and the length"),
+    (HEAD.replace("4", "-4"), "line 1: it must give batched and the length"),
+    (HEAD + "[1]\n" + LATER.replace("4", "5"), "line 3: what it goes on from"),
+    ('{"minato_order": 2, "epoch": 0}\n', "line 1: it must give epoch, seed and first_batch"),
+    (HEAD.replace("0}", "3}"), "line 1: what it goes on from does not stand before it"),
+    (HEAD + "[1]\n" + LATER.replace("5", "6"), "line 3: what it goes on from"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        ("[1, 2]\n", "line 1: an epoch must begin with a line that names it"),
-        ("hello\n", "line 1: it is no line of a recorded order"),
-        ('{"a": 1}\n', "line 1: it is no line of a recorded order"),
-        (HEAD + "[1, 2", "line 2: it is no line"),
-        (HEAD + "[1.5]\n", "line 2: it is no line"),
-        (HEAD + "[true]\n", "line 2: it is no line"),
-        (HEAD + '[1]\n{"end": 2}\n', "line 3: 1 batches stand before it"),
-        (HEAD + '[1]\n{"end": 1}\n[2]\n', "line 4: a batch after the end of its epoch"),
-        ('{"minato_order": 7}\n', "line 1: version 7, and this minato reads 2: record"),
-        (HEAD.replace("4", "null") + "[1", "line 2: it is no line"),
-        (HEAD.replace("true", "1"), "line 1: it must give batched and the length"),
-        (HEAD.replace("4", "-4"), "line 1: it must give batched and the length"),
-        (
-            HEAD + "[1]\n" + HEAD.replace("0}", "1}").replace("4", "5"),
-            "line 3: what it goes on from",
-        ),
-        ('{"minato_order": 2, "epoch": 0}\n', "line 1: it must give epoch, seed and first_batch"),
-        (HEAD.replace("0}", "3}"), "line 1: what it goes on from does not stand before it"),
-        (
-            HEAD + "[1]\n" + HEAD.replace("0}", "1}").replace("5", "6"),
-            "line 3: what it goes on from",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), NO_RECORDS)
 def test_what_is_no_record_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
+    with pytest.raises(FileNotFoundError):
+        DataLoader(Numbers(4), recording=Replay(path))
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
         DataLoader(Numbers(4), recording=Replay(path))
@@ -151,19 +146,12 @@ def test_what_is_no_record_is_refused(text: str, message: str, tmp_path: Path) -
 
 def test_an_epoch_that_was_not_recorded_to_its_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "order.jsonl"
-    iterator = iter(DataLoader(Numbers(8), 2, recording=Record(path)))
-    next(iterator)
-    del iterator
+    begun(DataLoader(Numbers(8), 2, recording=Record(path)), 1)
     loader = DataLoader(Numbers(8), 2, recording=Replay(path))
     with pytest.raises(
         ValueError, match="line 1: epoch 0 was recorded only for its first 1 batches"
     ):
         iter(loader)
-
-
-def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(FileNotFoundError):
-        DataLoader(Numbers(4), recording=Replay("/nowhere/at all"))
 
 
 def test_contradictions_are_refused(tmp_path: Path) -> None:

@@ -73,7 +73,11 @@ SAMPLERS: dict[str, Any] = {
         "batch_sampler": data.BatchSampler(data.RandomSampler(Numbers(SIZE)), 3, False),
         "batch_size": 1,
     },
-    "list of batches": lambda: {"batch_sampler": [[1, 2], [], [3], [0, 3, 3]], "batch_size": 1},
+    "list of batches": lambda: {
+        "batch_sampler": [[1, 2], [], [3], [0, 3, 3]],
+        "batch_size": 1,
+        "collate_fn": torch.tensor,
+    },
     "drawn at once": lambda: {"sampler": Permuted(SIZE)},
     "drawn at once, alone": lambda: {"sampler": Permuted(SIZE), "batch_size": None},
     "drawn one by one": lambda: {"sampler": Shuffled(SIZE)},
@@ -86,10 +90,7 @@ SAMPLERS: dict[str, Any] = {
 @pytest.mark.parametrize("sampler", mostly_slow(SAMPLERS, quick=3))
 def test_strict_gives_the_rest_of_the_same_batches(sampler: str, num_workers: int) -> None:
     def loader() -> Any:
-        options = SAMPLERS[sampler]()
-        if options.get("batch_sampler") and [] in list(options["batch_sampler"]):
-            options["collate_fn"] = torch.tensor
-        return make(num_workers=num_workers, **options)
+        return make(num_workers=num_workers, **SAMPLERS[sampler]())
 
     torch.manual_seed(1)
     expected = plain(loader())
@@ -278,19 +279,16 @@ def test_skipped_samples_are_accounted_for(order: str) -> None:
 @pytest.mark.parametrize("options", [{"seed": 4}, {"generator": 1}, {"generator": 1, "seed": 4}])
 def test_persistent_workers_and_the_epochs_after(options: dict[str, Any]) -> None:
     def loader() -> Any:
-        given = dict(options)
-        if "generator" in given:
-            given["generator"] = torch.Generator().manual_seed(7)
-        return DataLoader(
-            Draws(SIZE), BATCH, shuffle=True, num_workers=2, persistent_workers=True, **given
-        )
+        stays = {"num_workers": 2, "persistent_workers": True, **options}
+        if "generator" in options:
+            stays["generator"] = torch.Generator().manual_seed(7)
+        return DataLoader(Draws(SIZE), BATCH, shuffle=True, **stays)
 
     def epoch(batches: Any) -> list[Any]:
         return [indices_and_draws(batch) for batch in batches]
 
-    reference = loader()
+    reference, first = loader(), loader()
     expected = [epoch(reference) for _ in range(4)]
-    first = loader()
     assert epoch(first) == expected[0]
     iterator = iter(first)
     got = epoch(next(iterator) for _ in range(2))
@@ -313,7 +311,7 @@ def test_a_distributed_sampler_is_told_its_epoch() -> None:
 @pytest.mark.parametrize("order", mostly_slow(["strict", "arrival"]))
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_sampler_whose_state_is_how_far_it_was(num_workers: int, order: str) -> None:
-    def loader(epoch: int) -> Any:
+    def loader(epoch: int = 0) -> Any:
         made = make(sampler=Yielding(SIZE), num_workers=num_workers, order=order)
         made.sampler.set_epoch(epoch)
         return made
@@ -322,25 +320,25 @@ def test_a_sampler_whose_state_is_how_far_it_was(num_workers: int, order: str) -
         made.sampler.set_epoch(epoch)
         return flat(plain(made))
 
-    reference = loader(0)
+    reference = loader()
     expected = [epoch_of(reference, epoch) for epoch in range(4)]
     assert sorted(expected[0]) == sorted(expected[3]) == list(range(SIZE))
     for epoch in (0, 1):
         for batches in (0, 1, 3, math.ceil(SIZE / BATCH), None)[:: 1 + bool(num_workers)]:
-            first = loader(0)
+            first = loader()
             for earlier in range(epoch):
                 epoch_of(first, earlier)
             first.sampler.set_epoch(epoch)
             iterator = iter(first)
             got = flat(plain(itertools.islice(iterator, batches)))
-            ended = batches is None
-            later = resumed(saved(first), loader(epoch + ended))
-            rest = [] if ended else flat(plain(later))
+            later = resumed(saved(first), loader(epoch + (batches is None)))
+            if batches is not None:
+                got += flat(plain(later))
             following = epoch_of(later, epoch + 1)
-            assert sorted(got + rest) == sorted(expected[epoch]), (epoch, batches)
+            assert sorted(got) == sorted(expected[epoch]), (epoch, batches)
             assert sorted(following) == sorted(expected[epoch + 1]), (epoch, batches)
             if order == "strict":
-                assert (got + rest, following) == (expected[epoch], expected[epoch + 1])
+                assert (got, following) == (expected[epoch], expected[epoch + 1])
 
 
 def test_the_default_generator_decides_the_next_epoch_as_in_torch() -> None:
@@ -476,12 +474,11 @@ def test_a_map_style_dataset_is_not_asked_for_its_state_while_it_is_in_use() -> 
 
 def test_a_map_style_dataset_keeps_its_state_when_a_sample_raises() -> None:
     keys = [[0, 1], [2, 1000], [3, 4]]
-    loader = DataLoader(Counting(5), batch_sampler=keys, num_workers=1)
+    loader, later = (DataLoader(Counting(5), batch_sampler=keys, num_workers=1) for _ in range(2))
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(ValueError, match="broken"):
         next(iterator)
-    later = DataLoader(Counting(5), batch_sampler=keys, num_workers=1)
     assert indices(resumed(saved(loader), later)) == [[304, 405]]
 
 
