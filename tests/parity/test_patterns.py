@@ -7,6 +7,7 @@ gives. Rows whose programs are more than that have tests of their own below.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import inspect
 import itertools
@@ -458,10 +459,7 @@ def several_iterators(base: Any, workers: int) -> Any:
     nested = [(a.tolist(), b.tolist()) for a in loader for b in loader]
     zipped = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
     cycled = plain(itertools.islice(itertools.cycle(loader), 7))
-    for batch in loader:
-        first = batch.tolist()
-        break
-    return nested, zipped, cycled, first, plain(loader)
+    return nested, zipped, cycled, plain(itertools.islice(loader, 1)), plain(loader)
 
 
 @pattern("next() after the end")
@@ -675,8 +673,11 @@ class Listed(Numbers):
 
 @pattern("__getitems__")
 def getitems(base: Any, workers: int) -> Any:
-    loader = base(Listed(7), 3, num_workers=workers, collate_fn=list)
-    return plain(loader), describe([*base(Listed(4), 2, num_workers=workers)])
+    loaders = (
+        base(Listed(7), 3, num_workers=workers, collate_fn=list),
+        base(Listed(4), 2, num_workers=workers),
+    )
+    return [describe([*loader]) for loader in loaders]
 
 
 @pattern("a stream that the loop feeds")
@@ -700,25 +701,25 @@ def fed_stream(base: Any, workers: int) -> Any:
 
 @pattern("an endless sampler shared by a stream's workers")
 def sampler_in_a_stream(base: Any, workers: int) -> Any:
+    def endless() -> Iterator[int]:
+        generator = torch.Generator().manual_seed(11)
+        while True:
+            yield from torch.randperm(9, generator=generator).tolist()
+
     class Sampled(IterableDataset[Any]):
         def __iter__(self) -> Any:
             info = get_worker_info()
             first, step = (info.id, info.num_workers) if info else (0, 1)
             return itertools.islice(endless(), first, None, step)
 
-    def endless() -> Iterator[int]:
-        generator = torch.Generator().manual_seed(11)
-        while True:
-            yield from torch.randperm(9, generator=generator).tolist()
-
     pairs: dict[int, list[int]] = {0: [], 1: []}
     grouped = []
-    loader = base(Sampled(), None, num_workers=workers, collate_fn=abs)
-    for number in loader:
-        pairs[number % 2].append(number)
-        if len(pairs[number % 2]) == 2:
-            grouped.append(pairs[number % 2][:])
-            pairs[number % 2].clear()
+    for number in base(Sampled(), None, num_workers=workers, collate_fn=abs):
+        pair = pairs[number % 2]
+        pair.append(number)
+        if len(pair) == 2:
+            grouped.append(pair[:])
+            pair.clear()
         if len(grouped) == 12:
             return grouped
     raise AssertionError
@@ -727,16 +728,12 @@ def sampler_in_a_stream(base: Any, workers: int) -> Any:
 # ---- samplers
 
 
+@dataclasses.dataclass
 class Cut:
     """What a sampler gives: neither a number nor hashable."""
 
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, name: str, seconds: float) -> None:
-        self.name, self.seconds = name, seconds
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other)
+    name: str
+    seconds: float
 
 
 class Cuts(Sampler[Any]):
@@ -767,11 +764,8 @@ class Cuts(Sampler[Any]):
 
 
 class Speech(Dataset[Any]):
-    def __getitem__(self, cuts: list[Cut]) -> dict[str, Any]:
-        return {
-            "names": [cut.name for cut in cuts],
-            "seconds": torch.tensor([cut.seconds for cut in cuts]),
-        }
+    def __getitem__(self, cuts: list[Cut]) -> Any:
+        return [cut.name for cut in cuts], torch.tensor([cut.seconds for cut in cuts])
 
 
 @pattern("indices that are objects")
@@ -781,7 +775,7 @@ def object_indices(base: Any, workers: int) -> Any:
     epochs = []
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
-        epochs.append([(batch["names"], batch["seconds"].tolist()) for batch in loader])
+        epochs.append([(names, seconds.tolist()) for names, seconds in loader])
     return epochs, sampler.state_dict()
 
 
@@ -888,8 +882,7 @@ class Queue(queue.Queue):  # type: ignore[type-arg]
     def close(self) -> None:
         pass
 
-    def cancel_join_thread(self) -> None:
-        pass
+    cancel_join_thread = close
 
 
 class Context(SpawnContext):
@@ -937,7 +930,7 @@ def test_a_context_of_threads_that_is_set_later() -> None:
     loader.multiprocessing_context = "fork"
     assert loader._options.workers == loader.workers == "process"
     stream = minato.DataLoader(Parts(4), num_workers=2, multiprocessing_context=Context())
-    assert sorted(batch for (batch,) in plain(stream)) == [0, 1, 2, 3]
+    assert sorted(plain(stream)) == [[0], [1], [2], [3]]
 
 
 def test_threads_are_no_shared_pool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,23 +125,18 @@ def test_indexing_means_the_type() -> None:
 
 @each
 def test_mappings_and_sequences_as_dataset(workers: dict[str, Any], own: dict[str, Any]) -> None:
-    datasets: list[tuple[Any, Any]] = [
-        ({"a": 1, "b": 2}, ["b", "a"]),
-        ("text", None),
-        (b"bytes", None),
-        (range(5, 9), None),
-        (np.arange(6.0).reshape(3, 2), None),
-        (torch.arange(6).view(3, 2), None),
-        (((1, "a"), (2, "b")), None),
-        ([None, 1], [1, 1]),
-    ]
-    for dataset, sampler in datasets:
-        same_for_both(
-            lambda make, dataset=dataset, sampler=sampler: [
-                *make(dataset, 2, sampler=sampler, **workers)
-            ],
-            **own,
-        )
+    samplers = {"sampler": ["b", "a"]}, {"sampler": [1, 1]}
+    for dataset, options in (
+        ({"a": 1, "b": 2}, samplers[0]),
+        ("text", {}),
+        (b"bytes", {}),
+        (range(5, 9), {}),
+        (np.arange(6.0).reshape(3, 2), {}),
+        (torch.arange(6).view(3, 2), {}),
+        (((1, "a"), (2, "b")), {}),
+        ([None, 1], samplers[1]),
+    ):
+        same_for_both(lambda make: [*make(dataset, 2, **options, **workers)], **own)  # noqa: B023
 
 
 # ---- samplers -------------------------------------------------------------------------------
@@ -242,9 +237,6 @@ def test_generators_after_each_batch(workers: dict[str, Any], own: dict[str, Any
 class Reluctant:
     """An iterator that raises now and then, and yet goes on."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-
     def __iter__(self) -> Reluctant:
         self.calls = 0
         return self
@@ -259,14 +251,13 @@ class Reluctant:
 
 
 def test_sampler_that_raises_and_goes_on() -> None:
-    def case(make: Any) -> Any:
-        return [
-            drain(iter(make(Numbers(9), None, sampler=Reluctant()))),
-            drain(iter(make(Numbers(9), 2, sampler=Reluctant()))),
-            drain(iter(make(Numbers(9), batch_sampler=[[1], 2, "34", [5]], collate_fn=identity))),
-        ]
-
-    same_for_both(case)
+    batches = {"batch_sampler": [[1], 2, "34", [5]], "collate_fn": identity}
+    for options in (
+        {"sampler": Reluctant(), "batch_size": None},
+        {"sampler": Reluctant(), "batch_size": 2},
+        batches,
+    ):
+        same_for_both(lambda make: drain(iter(make(Numbers(9), **options))))  # noqa: B023
 
 
 @each
@@ -326,13 +317,9 @@ def test_without_batching(workers: dict[str, Any], own: dict[str, Any]) -> None:
         *(torch.ones(2), [np.arange(2), 1], (np.ones(1), "a"), {"a": np.ones(2), "b": (1, 2)}),
         *(Pair(np.ones(2), 1), {1, 2}, range(3), [], (), {}, [[np.zeros(1)]]),
     ]
-    for collate_fn in (None, data.default_convert, identity, type):
-        same_for_both(
-            lambda make, collate_fn=collate_fn: [
-                *make(samples, None, collate_fn=collate_fn, **workers)
-            ],
-            **own,
-        )
+    for function in (None, data.default_convert, identity, type):
+        options = {"collate_fn": function, **workers}
+        same_for_both(lambda make: [*make(samples, None, **options)], **own)  # noqa: B023
 
 
 # ---- iterators ------------------------------------------------------------------------------
