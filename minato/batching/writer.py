@@ -69,10 +69,13 @@ class BatchWriter:
 
     Attributes:
         indices: The indices, or the names, of the samples in flight.
+        state: Returns the state of the worker's dataset, which goes with each batch; None: there is none.
         collates: Whether batches are built by calling ``collate_fn`` instead of in fields.
         has_texts: Whether the last samples were texts, which have no fields: a list of them is stored at once.
         handover_ns: What it takes to store one sample for the worker that collates its batch; 0: not measured yet.
     """
+
+    state: GetState | None = None
 
     def __init__(
         self,
@@ -116,7 +119,6 @@ class BatchWriter:
         error: BaseException | None = None,
         *,
         whole: bool = False,
-        state: GetState | None = None,
     ) -> None:
         """Deliver samples k, k+1, … of a batch to their own places.
 
@@ -124,21 +126,20 @@ class BatchWriter:
             indices: Of the samples, and of those that were not run because one before them raised.
             error: Exception of the sample after these.
             whole: They are all samples of the batch: if they do not fit its fields, they are collated at once.
-            state: Returns the state of the worker's dataset, which goes with the batch; None: there is none.
         """
         if error is not None:
             # As with torch, the samples after a bad one are not run. The place of the error is filled before the
             # others, which then need no data.
             failed = len(samples)
             place = self._ledger.describe(batch).first + k + failed
-            self._blobs.attach_error(batch, place, error, indices[failed], state)
+            self._blobs.attach_error(batch, place, error, indices[failed], self.state)
             self._fill(batch, k + failed, 1)
             self._fill_all(batch, k, samples)
             if rest := len(indices) - failed - 1:
                 self._fill(batch, k + failed + 1, rest)
             return
         has_skipped = self._skips and any(map(_is_skipped, samples))
-        in_one = whole and (self.collates or has_skipped or state is not None)
+        in_one = whole and (self.collates or has_skipped or self.state is not None)
         if in_one:
             kept, skipped = samples, list[int]()
             if has_skipped:
@@ -146,7 +147,7 @@ class BatchWriter:
                 skipped = [i for i, sample in enumerate(samples) if sample is SKIP]
             if self.collates:
                 self._note_types(kept)
-            self._collate(batch, kept, skipped, state)
+            self._collate(batch, kept, skipped)
         if has_skipped:
             self._fill_all(batch, k, samples, None if in_one else indices)
             return
@@ -233,15 +234,14 @@ class BatchWriter:
         indices: Sequence[object],
         result: object,
         error: BaseException | None = None,
-        state: GetState | None = None,
     ) -> None:
         """Deliver a whole batch that one call of the dataset has returned, which may be any object."""
         record = self._ledger.describe(batch)
         count = record.count
         if error is not None:
-            self._blobs.attach_error(batch, record.first, error, indices, state)
-        elif state is not None:
-            self._collate(batch, result, state=state)
+            self._blobs.attach_error(batch, record.first, error, indices, self.state)
+        elif self.state is not None:
+            self._collate(batch, result)
         elif self.collates or type(result) is not list or len(result) != count:
             self._note_types(result)
             self._collate(batch, result)
@@ -264,9 +264,8 @@ class BatchWriter:
         """Collate a full batch from the samples that its workers wrote, and publish it."""
         start_ns = self._tracer.now()
         offsets = [offset for _, offset, _ in self._ledger.blobs(batch)]
-        self._ledger.set_ready(
-            batch, *self._collated(batch, functools.partial(self._gather, batch))
-        )
+        gather = functools.partial(self._gather, batch)
+        self._ledger.set_ready(batch, *self._collated(batch, gather))
         # Not before: after an interruption the batch is collated again from the same samples.
         for offset in offsets:
             self._store.drop(offset)
@@ -301,27 +300,17 @@ class BatchWriter:
 
     # ---- writing; the caller then fills the places
 
-    def _collate(
-        self,
-        batch: int,
-        samples: object,
-        skipped: Sequence[int] = (),
-        state: GetState | None = None,
-    ) -> None:
-        """Collate a batch of which this worker has all samples.
+    def _collate(self, batch: int, samples: object, skipped: Sequence[int] = ()) -> None:
+        """Collate a batch of which this worker has all samples, but the ``skipped`` ones.
 
         The result is set last. From then on the batch is complete, even if the worker dies.
-
-        Args:
-            skipped: Which samples are left out.
-            state: Goes to the place of the first sample.
         """
         start_ns, first = self._tracer.now(), self._ledger.describe(batch).first
         is_empty = bool(skipped) and not samples
         result = (SKIP_BLOB, 0) if is_empty else self._collated(batch, lambda: samples)
-        if state is not None and not is_empty:
+        if self.state is not None and not is_empty:
             k = next(k for k in itertools.count() if k not in skipped)
-            self._blobs.attach_state(batch, first + k, state)
+            self._blobs.attach_state(batch, first + k, self.state)
         for k in skipped:
             self._ledger.attach(first + k, SKIP_BLOB, 0)
         self._ledger.set_result(batch, *result)
@@ -357,7 +346,9 @@ class BatchWriter:
                 begun_ns = now_ns()
                 self._attach(batch, k, indices, samples)
                 self._note_handover((now_ns() - begun_ns) / len(samples))
-            elif len(samples) == 1 or not self._pack_run(fields, k, samples):
+            elif len(samples) == 1 or not fields.packer.pack_run(
+                samples, self._segment.address + fields.offset, k
+            ):
                 self._pack_singly(batch, fields, k, indices, samples, whole)
         self._tracer.slice("copy", start_ns)
 
@@ -483,10 +474,6 @@ class BatchWriter:
 
     # ---- fields
 
-    def _pack_run(self, fields: _Fields, k: int, samples: list[object]) -> bool:
-        """Copy samples to consecutive places; False if one does not fit the layout or holds strings."""
-        return fields.packer.pack_run(samples, self._segment.address + fields.offset, k)
-
     def _fields(self, batch: int, sample: object) -> _Fields | None:
         """Return the fields of a batch; None if it has none yet and this sample has no layout."""
         now = self._ledger.describe(batch)
@@ -497,20 +484,15 @@ class BatchWriter:
         if now.layout:
             record = read_layout(self._segment, now.layout)
         else:
-            layout = self._infer(sample)
+            layout = Layout.infer(sample, self._last)
             if layout is None:
                 return None
+            self._last = layout
             record = share_layout(self._ledger, self._segment, batch, count, layout)
         packer = record.layout.packer(count)
         fields = _Fields(generation, record.layout, packer, record.fields, now.first, count)
         self._open[batch] = fields
         return fields
-
-    def _infer(self, sample: object) -> Layout | None:
-        layout = Layout.infer(sample, self._last)
-        if layout is not None:
-            self._last = layout
-        return layout
 
 
 def _is_skipped(sample: object) -> bool:

@@ -27,9 +27,8 @@ class Fetcher:
     """Loads samples from a map-style dataset and runs the transforms on them.
 
     Args:
-        dataset: Has the samples; its ``__getitems__`` is used where it has one and batches are collated from lists of
-            indices.
-        batched: Whether indices come in lists, as with ``batch_size`` or a ``batch_sampler``.
+        dataset: Has the samples; its ``__getitems__`` is used where indices come in lists.
+        batched: Whether they do, as with ``batch_size`` or a ``batch_sampler``.
         keeps_state: Whether the dataset's state goes with each batch.
     """
 
@@ -46,7 +45,7 @@ class Fetcher:
         self.takes_lists = batched and takes_lists(dataset)
         self.has_rows = batched and self._run is None and has_rows(dataset)
         """Whether samples are rows of tensors or arrays, which are copied together."""
-        self.keeps_state = self.sends_state = keeps_state
+        self.keeps_state = keeps_state
 
     def state(self) -> DatasetState:
         """The dataset's state."""
@@ -129,11 +128,7 @@ class _Transformed:
 
 
 class ReplacedFetcher(Fetcher):
-    """Has the fetcher that a program has put in the place of torch's make whole batches, collated.
-
-    Args:
-        dataset, transforms, batched, keeps_state: As of :class:`Fetcher`.
-    """
+    """Has the fetcher that a program has put in the place of torch's make whole batches, collated."""
 
     def __init__(
         self,

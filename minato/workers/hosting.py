@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -15,14 +14,10 @@ from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
 from minato._core.codes import READING
 from minato._support.items import item_of
 from minato.batching.serialization import Store
-from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
-from minato.workers.fetch import Fetcher
-from minato.workers.plan import WorkerPlan
 from minato.workers.reading import Host, Taken
-from minato.workers.runner import Ran, Runner
-from minato.workers.shared_state import SharedState
-from minato.workers.worker import ALL_SAMPLES, RUN_NS, Worker
+from minato.workers.runner import Ran
+from minato.workers.worker import ALL_SAMPLES, RUN_NS, Worker, WorkerParts
 
 __all__ = ["HostWorker", "OfferedItems", "ReadingWorker"]
 
@@ -88,10 +83,7 @@ class OfferedItems:
         return nbytes
 
     def take(self, record: BatchRecord, k: int, count: int) -> list[Any]:
-        """The items of samples that this worker has claimed, from ``k`` on; ``_MISSING`` for one that is not there.
-
-        None at all if none was offered.
-        """
+        """The items of claimed samples, ``_MISSING`` for one that is not there; none at all if none was offered."""
         table = self._table(record)[k : k + count]
         if not table["offset"].any():
             return []
@@ -104,12 +96,16 @@ class OfferedItems:
 
 
 class _Unread(NamedTuple):
-    """A sample that this host has claimed, and whose item its reader has not given."""
+    """A claimed sample whose item its reader has not given."""
 
     batch: int
     record: BatchRecord
     k: int
     key: int
+
+    @property
+    def position(self) -> int:
+        return self.record.first + self.k
 
 
 class HostWorker(Worker):
@@ -119,21 +115,12 @@ class HostWorker(Worker):
     without it they idle while a worker is slow, has a larger share, or while there are fewer readers than workers.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        store: Store,
-        plan: WorkerPlan,
-        ledger: WorkerLedger,
-        state: SharedState,
-        fetcher: Fetcher,
-        runner: Runner,
-        writer: BatchWriter,
-    ) -> None:
-        super().__init__(plan, ledger, state, fetcher, runner, writer)
+    def __init__(self, host: Host, store: Store, parts: WorkerParts) -> None:
+        super().__init__(parts)
+        plan, runner = parts.plan, parts.runner
         self.sample_name = item_of
         self._host = host
-        self._items: Any = fetcher.dataset
+        self._items: Any = parts.fetcher.dataset
         self._runs_items = len(plan.pipeline.transforms) > 0
         if not self._runs_items:
             runner.cost_estimate.draws = False  # nothing runs that could
@@ -141,7 +128,7 @@ class HostWorker(Worker):
         self._offers = self._lays_aside = plan.offers_items
         self._times_items = plan.times_items
         self.whole_batches = plan.order.keeps_places
-        self._offered = OfferedItems(ledger, store)
+        self._offered = OfferedItems(parts.ledger, store)
         self._stock: deque[tuple[int, int]] = deque()  # positions and sizes of offered items
         self._stock_nbytes = 0
         self._unread: deque[_Unread] = deque()
@@ -178,10 +165,11 @@ class HostWorker(Worker):
             return
         items = items or [_MISSING] * len(keys)
         for k, (key, item) in enumerate(zip(keys, items, strict=True), lease.k):
+            each = _Unread(lease.batch, record, k, key)
             if item is _MISSING:
-                self._unread.append(_Unread(lease.batch, record, k, key))
+                self._unread.append(each)
             else:
-                self._run_item(lease.batch, record, k, key, item)
+                self._run_item(each, item)
 
     # ---- items that any worker runs
 
@@ -232,7 +220,7 @@ class HostWorker(Worker):
                 break
             run.append(each)
         self.runner.enter(record.seed)
-        items, error = self._read(record, record.first + k, [each.key for each in run])
+        items, error = self._read(record, self._unread[0].position, [each.key for each in run])
         for each, item in zip(run, items, strict=False):
             self._unread.popleft()
             self._offer(each, item)
@@ -240,11 +228,8 @@ class HostWorker(Worker):
         missing = run[len(items) :]
         if error is not None:
             failed = self._unread.popleft()
-            sample: Any = None
-            position = record.first + failed.k
-            if self.sample_retry is not None:
-                sample, error = self.sample_retry.give_up(position, record.epoch, failed.key, error)
-            self._deliver(failed, [] if error is not None else [sample], error)
+            made, error = self._given_up(failed.position, record.epoch, failed.key, error)
+            self._deliver(failed, made, error)
         else:
             for each in missing:
                 self._unread.popleft()
@@ -278,25 +263,24 @@ class HostWorker(Worker):
             except Exception:  # it cannot be pickled, and need not be where its reader is
                 self._offers = False
             else:
-                position = each.record.first + each.k
-                self.ledger.offer(position)
-                self._stock.append((position, nbytes))
+                self.ledger.offer(each.position)
+                self._stock.append((each.position, nbytes))
                 self._stock_nbytes += nbytes
                 cost_ns = now_ns() - begun_ns
                 self._offer_ns = min(self._offer_ns or cost_ns, cost_ns)
                 self._num_measured += 1
                 return
-        self._run_item(each.batch, each.record, each.k, each.key, item)
+        self._run_item(each, item)
 
-    def _run_item(self, batch: int, record: BatchRecord, k: int, key: int, item: object) -> None:
+    def _run_item(self, each: _Unread, item: object) -> None:
         """Run the transforms of an item, and deliver the sample."""
-        position = record.first + k
-        self._items.hold([key], [item])
-        if record.bound:
-            samples, error = self.run_retrying(position, record.epoch, [key])
-            self._deliver(_Unread(batch, record, k, key), samples, error)
+        epoch, keys = each.record.epoch, Keys([each.key])
+        self._items.hold(keys, [item])
+        if each.record.bound:
+            samples, error = self.run_retrying(each.position, epoch, keys)
+            self._deliver(each, samples, error)
         else:
-            self.run_free(position, record.epoch, [key])
+            self.run_free(each.position, epoch, keys)
         self._note_costs(1)
 
     def _note_costs(self, count: int) -> None:
@@ -314,7 +298,14 @@ class HostWorker(Worker):
         if each.record.bound:
             self.writer.deliver(each.batch, each.k, names, samples, error)
         else:
-            self.writer.deliver_free(each.record.first + each.k, names, samples, error)
+            self.writer.deliver_free(each.position, names, samples, error)
+
+    def _given_up(self, position: int, epoch: int, key: int, error: BaseException) -> Ran:
+        """The outcome of an item that its reader has not given."""
+        if self.sample_retry is None:
+            return [], error
+        sample, remaining = self.sample_retry.give_up(position, epoch, key, error)
+        return [sample] if remaining is None else [], remaining
 
     # ---- items that this worker runs itself
 
@@ -357,19 +348,14 @@ class HostWorker(Worker):
             samples += items
             if error is None:
                 break
-            if self.sample_retry is not None:
-                failed = len(samples)
-                sample, error = self.sample_retry.give_up(
-                    position + failed, record.epoch, keys[failed], error
-                )
-                samples += [sample] if error is None else []
+            failed = len(samples)
+            made, error = self._given_up(position + failed, record.epoch, keys[failed], error)
+            samples += made
             if error is not None:
                 return samples, error
         return samples, None
 
-    def _read(
-        self, record: BatchRecord, position: int, keys: Keys
-    ) -> tuple[list[Any], BaseException | None]:
+    def _read(self, record: BatchRecord, position: int, keys: Keys) -> Ran:
         """The items that a reader gives for some keys, and what the next one raised."""
         host, slot, epoch, lease = self._host, record.epoch_slot, record.epoch, self.ledger.lease
 
@@ -405,10 +391,7 @@ class HostWorker(Worker):
                 if keys:
                     self.writer.deliver_free(position, keys, [SKIP] * len(keys))
                 return
-            sample: Any = None
-            if self.sample_retry is not None:
-                sample, error = self.sample_retry.give_up(position, record.epoch, keys[0], error)
-            made = [] if error is not None else [sample]
+            made, error = self._given_up(position, record.epoch, keys[0], error)
             self.writer.deliver_free(position, [item_of(keys[0])], made, error)
             position, keys = position + 1, keys[1:]
 
@@ -432,8 +415,6 @@ class ReadingWorker(HostWorker):
 
     def sleeper(self) -> Callable[[int, float], bool]:
         sleep = super().sleeper()
-        return functools.partial(_briefly, sleep) if self._stock else sleep
-
-
-def _briefly(sleep: Callable[[int, float], bool], seen: int, timeout_s: float) -> bool:
-    return sleep(seen, min(timeout_s, _LOOK_S))
+        if not self._stock:
+            return sleep
+        return lambda seen, timeout_s: sleep(seen, min(timeout_s, _LOOK_S))

@@ -111,9 +111,7 @@ class Read:
 
 
 class Reads(ABC):
-    """The reads of a worker, and a queue of those that have finished.
-
-    Only the worker's own thread may call the methods.
+    """The reads of a worker, and a queue of those that have finished; only the worker's own thread calls the methods.
 
     Attributes:
         limit: Largest number of reads in flight.
@@ -446,8 +444,7 @@ class Hedging:
         self._quantile = percentile / 100
         self._durations = Histogram()
         self._allowed = 0.0
-        self._limit_ns = 0
-        self._pending = 0
+        self._limit_ns = self._pending = 0
 
     def note(self, duration_ns: int) -> None:
         """Record the duration of a read."""

@@ -6,6 +6,7 @@ sample between two transforms, and resume it later.
 
 from __future__ import annotations
 
+import functools
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -55,11 +56,9 @@ Occurrences = Callable[[int, int], list[int] | None]
 
 @dataclass(eq=False)
 class DeferredSample:
-    """A sample between two of its transforms.
+    """A sample between two of its transforms, claimed as before; ``value`` is the result of those so far.
 
     Attributes:
-        position: Its position in the ledger, where it stays claimed.
-        value: The result of the transforms so far.
         step: The transform that is next.
         randomness: State of its generators (``SampleRandomness.capture``); None: they are not bound to samples.
         active_ns: Time spent on it so far.
@@ -84,12 +83,10 @@ class Deferral:
 
     Deferral changes the order of work, not its amount. A worker therefore defers a sample only while the consumer waits
     for a batch that quicker samples can fill. It resumes the sample when the consumer no longer waits, or when few
-    other samples remain: otherwise the other workers would idle at the end while this one completes it.
+    other samples remain: otherwise the other workers would idle at the end while this one completes it. It defers one
+    sample at a time: more would only pile up work, and need memory.
 
-    A worker defers one sample at a time: more would only pile up work, and need memory.
-
-    Args:
-        num_workers: Returns how many workers share the samples that are left to claim.
+    ``num_workers`` returns how many workers share the samples that are left to claim.
     """
 
     ledger: WorkerLedger
@@ -141,9 +138,8 @@ class Deferral:
 class StageRunner:
     """Runs samples stage by stage, so that it can time the stages and defer a slow sample.
 
-    Args:
-        lease: The worker's; its step always names the stage that runs, -1 being the dataset's.
-        meters: Receive the times of the stages of measured samples.
+    The step of the worker's ``lease`` always names the stage that runs, -1 being the dataset's. ``meters`` receive the
+    times of the stages of measured samples.
     """
 
     def __init__(
@@ -187,11 +183,7 @@ class StageRunner:
         return self.transformed(index, value, end_ns - begin_ns, cpu_ns)
 
     def transformed(self, index: object, value: object, dataset_ns: int, cpu_ns: int) -> Any:
-        """The sample of an index whose read took ``dataset_ns``, measured; a DeferredSample if it was deferred.
-
-        Args:
-            cpu_ns: Thread time at which its work in this thread began.
-        """
+        """``measured`` for a read that took ``dataset_ns``; the thread time was ``cpu_ns`` when it began here."""
         self._meters.dataset.record(dataset_ns)
         self._meters.size.record(nbytes_of(value))
         self._longest = -1, dataset_ns
@@ -231,10 +223,11 @@ class StageRunner:
         if deferral is not None:
             deadline_ns = max(lease.started_ns + self.slow_ns - active_ns, 1)
         while step < num_steps:
-            if is_slow and deferral is not None and deferral.allows(_position(lease)):
+            position = lease.position if is_slow and deferral is not None else None
+            if position is not None and deferral is not None and deferral.allows(position):
                 now = now_ns()
                 sample = DeferredSample(
-                    position=_position(lease),
+                    position=position,
                     index=index,
                     value=value,
                     step=step,
@@ -274,12 +267,6 @@ class StageRunner:
                 begin_ns = end_ns
 
 
-def _position(lease: Lease) -> int:
-    position = lease.position
-    assert position is not None
-    return position
-
-
 @dataclass
 class CostEstimate:
     """A worker's estimate of the samples that it runs.
@@ -306,7 +293,7 @@ class Runner:
 
     Args:
         lease: The worker's; it always says which sample runs.
-        make_randomness: ``seed -> SampleRandomness`` that binds the generators to each sample; None leaves them alone.
+        make_randomness: Makes, of a seed, what binds the generators to each sample; None leaves them alone.
         stage_runner: Runs samples stage by stage; None: they have no stages.
         cost_estimate: That of an earlier worker on the same samples.
         occurrences: Returns how often the index of each of ``count`` samples from a position on came before in the
@@ -377,11 +364,7 @@ class Runner:
         return 0 if self.randomness is None else self.randomness.base_seed
 
     def enter(self, seed: int, *, looks: bool = False) -> None:
-        """Bind randomness to this seed.
-
-        Args:
-            looks: Search for generators also if the seed is the same: the program may have made others since.
-        """
+        """Bind randomness to this seed; ``looks``: search for generators again, as the program may have made others."""
         randomness = self.randomness
         if randomness is not None:
             if (looks or randomness.base_seed != seed) and randomness.restart(seed):
@@ -404,8 +387,8 @@ class Runner:
     def may_run_unbound(self, count: int, collates: bool) -> bool:
         """Whether ``count`` samples need no randomness of theirs, nor with ``collates`` what the program makes of them.
 
-        Binding costs as much as these samples, and earlier ones did not draw. The caller watches them, and
-        runs them again, bound, if one draws after all.
+        Binding costs as much as these samples, and earlier ones did not draw. The caller watches them, and runs them
+        again, bound, if one draws after all.
         """
         estimate = self.cost_estimate
         mean_ns = estimate.mean_ns
@@ -442,7 +425,7 @@ class Runner:
         if self.failure is not None:
             return None, self.failure
         if self.tracer.enabled:
-            take = _recorded_read(take, self.tracer, epoch)
+            take = _recorded_many(take, self.tracer, epoch, lambda taken: len(taken.items) or None)
         results, error = self._run(position, epoch, [keys], take, None)
         self._stages.clear()
         if results and (count := len(results[0].items)):
@@ -480,10 +463,9 @@ class Runner:
         return randomness.bound(epoch, index, ~occurrence, restores=self._in_main_process)
 
     def transformed(self, read: Read, transform: Fetch) -> Any:
-        """The sample of a read that has finished in another thread; raises what it raised.
+        """The sample of a read that has finished in another thread, by ``transform`` where it has no stages.
 
-        Args:
-            transform: Runs the transforms, where the sample has no stages.
+        Raises what the read raised.
         """
         if read.error is not None:
             self.lease.step = read.step
@@ -501,13 +483,8 @@ class Runner:
     ) -> Ran:
         """Run samples until one raises, stage by stage where that costs little, or where one may be deferred.
 
-        Args:
-            position: Position of the first; the others follow it.
-            plain: Runs a sample without a clock between its stages.
-            slow_ns: A sample that has taken longer may be deferred; 0: none may.
-
-        Returns:
-            The samples, with a DeferredSample in place of one that was deferred; and what the next one raised, or None.
+        ``plain`` runs a sample without a clock between its stages. One that has taken longer than ``slow_ns`` may be
+        deferred; 0: none may. A DeferredSample stands for one that was.
         """
         stage_runner = self._stage_runner
         if stage_runner is None:
@@ -522,10 +499,15 @@ class Runner:
             return self.run(position, epoch, indices, stage_runner.measured)
         fetch = stage_runner.straight if slow_ns else plain
         every = _MEASURE_OFTEN if mean_ns * _EXPENSIVE >= worth_ns else _MEASURE_EVERY
-        if self._runs % every == 1:
-            last = position + len(indices) - 1
-            fetch = _measured_at(last, self.lease, stage_runner.measured, fetch)
-        return self.run(position, epoch, indices, fetch)
+        if self._runs % every != 1:
+            return self.run(position, epoch, indices, fetch)
+        lease, last, measured = self.lease, position + len(indices) - 1, stage_runner.measured
+        return self.run(
+            position,
+            epoch,
+            indices,
+            lambda index: measured(index) if lease.position == last else fetch(index),
+        )
 
     def run(
         self,
@@ -549,7 +531,8 @@ class Runner:
             return [], self.failure
         if self.tracer.enabled:
             if batch_size:
-                fetch = _recorded_batch(fetch, self.tracer, batch_size, epoch)
+                count_of = functools.partial(_size_of, batch_size)
+                fetch = _recorded_many(fetch, self.tracer, epoch, count_of)
             else:
                 fetch = _recorded(fetch, self.tracer, self.lease, epoch, repeats=repeats)
         randomness, draws = self.randomness, self.cost_estimate.draws
@@ -605,18 +588,16 @@ class Runner:
     def resume(self, deferred: DeferredSample, epoch: int) -> Ran:
         """Resume a deferred sample; returns it, complete or deferred again, or no sample and what it raised."""
         stage_runner, randomness = self._stage_runner, self.randomness
+        captured = deferred.randomness
         assert stage_runner is not None
-
-        def rebind(epoch: int, deferred: DeferredSample) -> None:
-            assert randomness is not None
-            assert deferred.randomness is not None
-            randomness.restore(deferred.randomness)
 
         self._stages.clear()
         fetch: Fetch = stage_runner.resume
         if self.tracer.enabled:
             fetch = _recorded(fetch, self.tracer, self.lease, epoch)
-        bind = None if randomness is None else rebind
+        bind = None
+        if randomness is not None and captured is not None:
+            bind = functools.partial(_restore, randomness, captured)
         samples, error = self._run(deferred.position, epoch, [deferred], fetch, bind)
         self.durations[0] += deferred.active_ns
         self._record(samples, [deferred.index], epoch)
@@ -705,19 +686,14 @@ class Runner:
                 slowest.offer(indices[i], epoch, durations[i], stage, stage_ns)
 
 
-def _measured_at(last: int, lease: Lease, measured: Fetch, fetch: Fetch) -> Fetch:
-    """``fetch``, but ``measured`` for the sample at position ``last``."""
-    return lambda index: measured(index) if lease.position == last else fetch(index)
+def _restore(randomness: SampleRandomness, captured: Captured, epoch: int, index: object) -> None:
+    randomness.restore(captured)
 
 
 def _recorded(
     fetch: Fetch, tracer: Tracer, lease: Lease, epoch: int, *, repeats: bool = False
 ) -> Fetch:
-    """Return a function like ``fetch`` that also records each sample.
-
-    Args:
-        repeats: The samples have run before, and the earlier results count.
-    """
+    """``fetch``, but each sample is recorded; ``repeats``: it has run before, and the earlier result counts."""
 
     def fetched(index: object) -> Any:
         begin_ns, position = tracer.now(), lease.position or 0
@@ -737,27 +713,20 @@ def _recorded(
     return fetched
 
 
-def _recorded_read(take: Fetch, tracer: Tracer, epoch: int) -> Fetch:
-    """Return a function like ``take``, which has a reader give items, that also records them."""
+def _size_of(batch_size: int, made: object) -> int:
+    return len(made) if isinstance(made, list) else batch_size
 
-    def taken(keys: object) -> Any:
+
+def _recorded_many(
+    fetch: Fetch, tracer: Tracer, epoch: int, count_of: Callable[[Any], int | None]
+) -> Fetch:
+    """``fetch``, which loads several samples, but these are recorded, unless their number is None."""
+
+    def fetched(indices: object) -> Any:
         begin_ns = tracer.now()
-        found = take(keys)
-        if count := len(found.items):
+        found = fetch(indices)
+        if (count := count_of(found)) is not None:
             tracer.slice(f"{SAMPLE}s", begin_ns, args={"count": count, "epoch": epoch})
         return found
-
-    return taken
-
-
-def _recorded_batch(fetch: Fetch, tracer: Tracer, batch_size: int, epoch: int) -> Fetch:
-    """Return a function like ``fetch``, which loads a whole batch, that also records it."""
-
-    def fetched(index: object) -> Any:
-        begin_ns = tracer.now()
-        samples = fetch(index)
-        count = len(samples) if isinstance(samples, list) else batch_size
-        tracer.slice(f"{SAMPLE}s", begin_ns, args={"count": count, "epoch": epoch})
-        return samples
 
     return fetched

@@ -8,11 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from minato._core import BatchRecord, Claim, WorkerLedger, now_ns
 from minato._fork_safety import end_copy
-from minato.batching.blobs import GetState
 from minato.batching.writer import BatchWriter
 from minato.errors import SKIP
 from minato.observe.tracer import Tracer
@@ -24,15 +23,14 @@ from minato.workers.reads import BegunLists, InFlight, Read, close_reads
 from minato.workers.runner import DeferredSample, Fetch, Ran, Runner
 from minato.workers.shared_state import SharedState
 
-__all__ = ["ConcurrentWorker", "Worker", "run_again"]
+__all__ = ["ConcurrentWorker", "Worker", "WorkerParts", "run_again"]
 
 RUN_NS = 1_000_000
 """Expected duration of the samples of one lease: dispatch then costs one per cent, and no worker claims too many."""
 _LONG_RUN_NS = 4_000_000
 """The same in the main process, and where a function collates batches, because samples of one worker need no copy."""
 _LEAST_RUN_NS = 50_000
-"""Expected duration of the samples that a worker may claim although less is left for the others: a lease itself takes
-microseconds."""
+"""The same for samples that are claimed although less is left for the others: a lease itself takes microseconds."""
 _LEAST_ROWS = 8
 """Fewer samples that are rows are copied sooner one by one."""
 _HANDOVERS = 10
@@ -47,12 +45,25 @@ _WORTH_NOTING_NS = 100_000
 """The costs of samples that cost more are recorded for the next epoch."""
 
 
-class Worker:
-    """Runs samples until the ledger says stop.
+class WorkerParts(NamedTuple):
+    """What a worker consists of.
 
-    Args:
+    Attributes:
         state: Where it sleeps, and learns whether it is active.
         sample_retry: What to do about samples that raise; None: they are errors.
+    """
+
+    plan: WorkerPlan
+    ledger: WorkerLedger
+    state: SharedState
+    fetcher: Fetcher
+    runner: Runner
+    writer: BatchWriter
+    sample_retry: SampleRetry | None = None
+
+
+class Worker:
+    """Runs samples until the ledger says stop.
 
     Attributes:
         events: Counts the changes of the ledger that give workers something to do.
@@ -61,24 +72,15 @@ class Worker:
         endings: The functions that ``close`` calls; none refers to the worker.
     """
 
-    def __init__(
-        self,
-        plan: WorkerPlan,
-        ledger: WorkerLedger,
-        state: SharedState,
-        fetcher: Fetcher,
-        runner: Runner,
-        writer: BatchWriter,
-        sample_retry: SampleRetry | None = None,
-    ) -> None:
+    def __init__(self, parts: WorkerParts) -> None:
+        plan, ledger, state, fetcher, runner, writer, self.sample_retry = parts
         self.ledger = ledger
         self._number = ledger.number
         self._shared = state
         self.events = state.work
         self._active = state.active
         self.read_indices = writer.indices.read
-        self._fetcher = self.fetcher = fetcher
-        self.runner, self.writer = runner, writer
+        self.fetcher, self.runner, self.writer = fetcher, runner, writer
         self._slow_to_newest = plan.order.slow_to_newest
         self._deferral = runner.deferral
         self._is_alone = plan.in_processes and plan.most_workers == 1 and self._deferral is None
@@ -86,7 +88,6 @@ class Worker:
         self._takes_rows = fetcher.has_rows and not writer.collates and runner.failure is None
         if self._takes_rows:
             runner.cost_estimate.draws = False
-        self.sample_retry = sample_retry
         self._run_ns = _LONG_RUN_NS if writer.collates else RUN_NS
         self.idle_since = now_ns()
         self._lacks_room = self._was_inactive = False
@@ -164,8 +165,9 @@ class Worker:
         rest = self.events.wait if self.is_empty else self.rest
         if not self.tracer.enabled:
             return rest
-        reason = "enough is loaded" if self._lacks_room else "nothing is left to begin"
-        reason = reason if self.idle else "for reads"
+        reason = "for reads"
+        if self.idle:
+            reason = "enough is loaded" if self._lacks_room else "nothing is left to begin"
         return functools.partial(_recorded, self.tracer, f"wait ({reason})", rest)
 
     def close(self) -> None:
@@ -211,7 +213,7 @@ class Worker:
         given = self.read_indices(batch, k, count)
         indices = list(given)
         whole = count == record.count
-        fetcher = self._fetcher
+        fetcher = self.fetcher
         done = self._run_rows(first + k, epoch, indices) if self._takes_rows else 0
         if done and done == count:
             pass  # they are in their places
@@ -220,8 +222,7 @@ class Worker:
             self.run_list(fetch, batch, record, given)
         elif bound:
             samples, error = self.run_retrying(first + k, epoch, indices)
-            state = self.dataset_state()
-            self.writer.deliver(batch, k, indices, samples, error, whole=whole, state=state)
+            self.writer.deliver(batch, k, indices, samples, error, whole=whole)
         else:
             self.run_free(first + k + done, epoch, indices[done:])
 
@@ -268,14 +269,12 @@ class Worker:
 
     def _run(self, position: int, epoch: int, indices: list[object]) -> Ran:
         """Run samples until one raises; returns them, a DeferredSample in place of a deferred one, and the error."""
-        fetcher = self._fetcher
+        fetcher, runner = self.fetcher, self.runner
         if fetcher.takes_lists:
-            return self.runner.run(position, epoch, indices, fetcher.each(indices))
+            return runner.run(position, epoch, indices, fetcher.each(indices))
         slow_ns = 0 if self._deferral is None else self.ledger.slow_ns
-        runner = self.runner
-        samples, error = runner.run_steps(
-            position, epoch, indices, fetcher.now(len(indices)), slow_ns
-        )
+        plain = fetcher.now(len(indices))
+        samples, error = runner.run_steps(position, epoch, indices, plain, slow_ns)
         is_expensive = runner.cost_estimate.mean_ns >= _WORTH_NOTING_NS
         if is_expensive or 0 < self.ledger.slow_ns < runner.longest_ns:
             self.ledger.note_costs(position, runner.durations, len(samples))
@@ -283,13 +282,9 @@ class Worker:
 
     def _run_singly(self, position: int, epoch: int, indices: list[object]) -> Ran:
         """``_run``, but with one call of the dataset for each sample."""
-        if self._fetcher.takes_lists:
-            return self.runner.run(position, epoch, indices, self._fetcher.single)
+        if self.fetcher.takes_lists:
+            return self.runner.run(position, epoch, indices, self.fetcher.single)
         return self._run(position, epoch, indices)
-
-    def dataset_state(self) -> GetState | None:
-        """The function that returns the state of the dataset, if that goes with the current batch."""
-        return self.fetcher.state if self.fetcher.sends_state else None
 
     def deliver_free(
         self,
@@ -352,23 +347,21 @@ class Worker:
     def run_retrying(self, position: int, epoch: int, indices: list[object]) -> Ran:
         """Run samples until one raises for good; SKIP stands for those that are skipped."""
         samples, error = self._run(position, epoch, indices)
-        if self.sample_retry is None:
+        if error is None or self.sample_retry is None:
             return samples, error
-        if error is not None and self._fetcher.takes_lists:
+        if self.fetcher.takes_lists:
             # One call for all of them failed: single calls find the sample that raises.
             samples, error = self._run_singly(position, epoch, indices)
-        if error is not None:
+        run = functools.partial(self._run_rest, epoch)
+        return self.sample_retry.complete(position, epoch, indices, samples, error, run)
 
-            def run(position: int, rest: list[object]) -> Ran:
-                return self._run_singly(position, epoch, rest)
-
-            return self.sample_retry.complete(position, epoch, indices, samples, error, run)
-        return samples, error
+    def _run_rest(self, epoch: int, position: int, rest: list[object]) -> Ran:
+        return self._run_singly(position, epoch, rest)
 
     def _run_rows(self, position: int, epoch: int, indices: list[object]) -> int:
         """Copy samples that are rows into places; returns how many, and the others must be loaded one by one."""
         begun_ns = now_ns()
-        rows = self._fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
+        rows = self.fetcher.rows(indices) if len(indices) >= _LEAST_ROWS else None
         done = 0 if rows is None else self.writer.deliver_rows(position, rows)
         if done:
             self.runner.record_rows(indices[:done], epoch, begun_ns)
@@ -388,11 +381,9 @@ class Worker:
         if error is not None and self.sample_retry is not None and divisible:
             single = list(indices)
             samples, error = self.run_retrying(first, epoch, single)
-            state = self.dataset_state()
-            self.writer.deliver(batch, 0, single, samples, error, whole=True, state=state)
+            self.writer.deliver(batch, 0, single, samples, error, whole=True)
             return
-        result = results[0] if results else None
-        self.writer.deliver_list(batch, indices, result, error, self.dataset_state())
+        self.writer.deliver_list(batch, indices, results[0] if results else None, error)
 
     def _run_free_list(self, fetch: Fetch, record: BatchRecord, indices: list[object]) -> None:
         """``run_list`` for samples that may go to any batch: the call returns one for each index."""
@@ -411,7 +402,7 @@ class Worker:
     def run_free(self, position: int, epoch: int, indices: list[object]) -> None:
         """Run samples that may go to any batch; those after one that raised are run, too."""
         samples, error = self._run(position, epoch, indices)
-        if error is not None and self._fetcher.takes_lists and len(indices) > 1:
+        if error is not None and self.fetcher.takes_lists and len(indices) > 1:
             # One call for all of them failed: single calls find the sample that raises.
             samples, error = self._run_singly(position, epoch, indices)
         while True:
@@ -492,26 +483,15 @@ class ConcurrentWorker(Worker):
     complete. With :class:`BegunLists` a read is one of a whole batch, and so is what it claims and writes.
     """
 
-    def __init__(
-        self,
-        flight: InFlight,
-        plan: WorkerPlan,
-        ledger: WorkerLedger,
-        state: SharedState,
-        fetcher: Fetcher,
-        runner: Runner,
-        writer: BatchWriter,
-        sample_retry: SampleRetry | None = None,
-    ) -> None:
-        super().__init__(plan, ledger, state, fetcher, runner, writer, sample_retry)
+    def __init__(self, flight: InFlight, parts: WorkerParts) -> None:
+        super().__init__(parts)
         self._flight = flight
         self._reads = reads = flight.reads
         reads.on_finished = self._wake
         # Weakly: the end of an engine must not keep the dataset, which the reads refer to.
         self.endings.append(functools.partial(close_reads, weakref.ref(reads)))
-        self._transform = fetcher.transform
         self._reads_lists = isinstance(reads, BegunLists)
-        self._seeds = plan.seeds_samples
+        self._seeds = parts.plan.seeds_samples
         self._sleeping = False
         self._lease = self.ledger.lease
         self.runner.cost_estimate.draws = True  # a sample costs far more than binding it does
@@ -543,14 +523,13 @@ class ConcurrentWorker(Worker):
         straggling_s = self._flight.hedge()
         if straggling_s is not None:
             timeout_s = min(timeout_s, straggling_s)
-        self._sleeping = True
+        self._sleeping = True  # a worker that is not asleep checks for reads before it sleeps
         try:
             return self._reads.wait(0) or super().rest(seen, timeout_s)
         finally:
             self._sleeping = False
 
-    def _wake(self) -> None:
-        # Runs in the thread of a read. A worker that is not asleep checks for reads before it sleeps.
+    def _wake(self) -> None:  # in the thread of a read
         if self._sleeping:
             self.events.notify()
 
@@ -612,10 +591,8 @@ class ConcurrentWorker(Worker):
             self.runner.enter(record.seed)
             self.run_list(list, batch, record, indices)
             return
-        held: dict[int, Any] | None = (
-            {} if whole and record.bound and count == record.count else None
-        )
-        run = _ClaimedRun(claimed, record, indices, held)
+        is_whole = whole and record.bound and count == record.count
+        run = _ClaimedRun(claimed, record, indices, {} if is_whole else None)
         seed = record.seed if self._seeds else None
         start = record.first + k
         occurrences = self.ledger.occurrences(start, count) or [0] * count
@@ -649,7 +626,7 @@ class ConcurrentWorker(Worker):
     def _finish_list(self, read: Read, position: int) -> int:
         """Make the samples of a batch from what has arrived, and write them; returns their number."""
         claimed: Claim = read.tag
-        fetcher, complete = self._fetcher, read.complete
+        fetcher, complete = self.fetcher, read.complete
         record = self.ledger.describe(claimed.batch)
         self.runner.enter(record.seed)
 
@@ -670,30 +647,26 @@ class ConcurrentWorker(Worker):
         claimed, epoch, runner = run.claimed, run.record.epoch, self.runner
         runner.enter(run.record.seed)
         runner.ahead_ns = read.duration_ns
+        transform = self.fetcher.transform
         samples, error = runner.run(
-            position, epoch, [read.index], lambda _: runner.transformed(read, self._transform)
+            position, epoch, [read.index], lambda _: runner.transformed(read, transform)
         )
         cost_ns = runner.durations[0]
         self.ledger.note_costs(position, runner.durations, len(samples))
         if error is not None:
             samples, error = self._settled(position, epoch, read.index, error)
-        if run.held is not None:
+        held = run.held
+        if held is None and run.record.bound:
+            self.writer.deliver(claimed.batch, claimed.k + i, [read.index], samples, error)
+        elif held is None:
+            self.deliver_free(position, [read.index], samples, [cost_ns], error)
+        else:
             if error is None:
-                run.held[i] = samples[0]
+                held[i] = samples[0]
             else:
                 run.errors[i] = error
-            if len(run.held) + len(run.errors) == len(run.indices):
-                done = min(run.errors, default=len(run.held))
-                samples, error = [run.held[i] for i in range(done)], run.errors.get(done)
-                state = self.dataset_state()
-                self.writer.deliver(
-                    claimed.batch, 0, run.indices, samples, error, whole=True, state=state
-                )
-        elif run.record.bound:
-            state = self.dataset_state()
-            self.writer.deliver(
-                claimed.batch, claimed.k + i, [read.index], samples, error, state=state
-            )
-        else:
-            self.deliver_free(position, [read.index], samples, [cost_ns], error)
+            if len(held) + len(run.errors) == len(run.indices):
+                done = min(run.errors, default=len(held))
+                samples, error = [held[i] for i in range(done)], run.errors.get(done)
+                self.writer.deliver(claimed.batch, 0, run.indices, samples, error, whole=True)
         return 1

@@ -56,7 +56,7 @@ from minato.workers.reads import BegunLists, InFlight, Reads, reads_of
 from minato.workers.runner import Deferral, Runner, StageRunner
 from minato.workers.sample_timeout import StackFile
 from minato.workers.shared_state import SharedLayout, SharedState
-from minato.workers.worker import ConcurrentWorker, Worker, run_again
+from minato.workers.worker import ConcurrentWorker, Worker, WorkerParts, run_again
 
 if sys.platform != "win32":  # which has threads only
     import fcntl
@@ -130,17 +130,15 @@ class WorkerContext:
             skips=retry is not None or plan.offers_items,
             tracer=runner.tracer,
         )
-        flight = None if failure is not None else _flight(plan, number, state, reads)
+        if fetcher.keeps_state:
+            writer.state = fetcher.state
+        parts = WorkerParts(plan, ledger, state, fetcher, runner, writer, retry)
         if host is not None:
             host.catches = errors.kinds
             writer.indices = StoredIndices(ledger, self.store, item_of)
-            parts = plan, ledger, state, fetcher, runner, writer
-            worker = kind(host, self.store, *parts)
-            worker.sample_retry = retry
-            return worker
-        if flight is None:
-            return Worker(plan, ledger, state, fetcher, runner, writer, retry)
-        return ConcurrentWorker(flight, plan, ledger, state, fetcher, runner, writer, retry)
+            return kind(host, self.store, parts)
+        flight = None if failure is not None else _flight(plan, number, state, reads)
+        return Worker(parts) if flight is None else ConcurrentWorker(flight, parts)
 
 
 def _runner(

@@ -14,7 +14,7 @@ from minato._core import (
     ConsumerLedger,
     EventCount,
 )
-from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB, STATE_BLOB
+from minato._core.codes import ERROR_BLOB, MUST_COLLATE, SAMPLE_BLOB
 from minato._core.segment import Segment
 from minato.batching.arena import Arena
 from minato.batching.serialization import LocalStore, StoredIndices
@@ -336,13 +336,12 @@ class Journal:
         error: BaseException | None = None,
         *,
         whole: bool = False,
-        state: Any = None,
     ) -> None:
         record = self._ledger.describe(batch)
         if error is not None:
             self._error(record.first + k + len(samples), indices[len(samples)], error)
-        elif whole and (self.collates or state is not None):
-            self._collated(batch, samples, state)
+        elif whole and self.collates:
+            self._collated(batch, samples)
         else:
             self._samples(record.first + k, k, samples)
         self._collate_if_left(batch, self._ledger.fill_run(batch, k, len(indices)))
@@ -386,9 +385,6 @@ class Journal:
         self.journal.append(("error", index, str(error)))
         self._ledger.attach(place, 64 | ERROR_BLOB, 0)
 
-    def _collated(self, batch: int, samples: Any, state: Any) -> None:
+    def _collated(self, batch: int, samples: Any) -> None:
         self.journal.append(("collated", samples))
-        if state is not None:
-            self.journal.append(("state", state()))
-            self._ledger.attach(self._ledger.describe(batch).first, 64 | STATE_BLOB, 0)
         self._ledger.set_result(batch, 64 | SAMPLE_BLOB, 0)

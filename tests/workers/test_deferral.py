@@ -27,7 +27,7 @@ from minato.transforms.rng import SampleRandomness, numpy_rng
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Deferral, DeferredSample, Runner, StageRunner
 from minato.workers.shared_state import SharedState
-from minato.workers.worker import Worker
+from minato.workers.worker import Worker, WorkerParts
 from tests.datasets import TOO_MANY_WORKERS, Numbers, late_by, three_draws
 from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
 
@@ -256,7 +256,7 @@ class Case:
         )
         runner.cost_estimate.mean_ns = mean_ns
         runner.cost_estimate.draws = {1.0: False, 1e5: None, 4e6: True}[mean_ns]
-        return Worker(
+        parts = WorkerParts(
             worker_plan(),
             ledger,
             cast(SharedState, Shared(self.bench, len(self.bench.workers))),
@@ -264,6 +264,7 @@ class Case:
             runner,
             cast(BatchWriter, self.writer),
         )
+        return Worker(parts)
 
     def kill(self, number: int) -> None:
         """A worker is killed between two leases."""

@@ -14,7 +14,7 @@ from minato.transforms.compose import Transforms
 from minato.workers.fetch import Fetcher
 from minato.workers.runner import Runner, StageRunner
 from minato.workers.shared_state import SharedState
-from minato.workers.worker import Worker
+from minato.workers.worker import Worker, WorkerParts
 from tests.scheduling.fakes import Bench, Journal, Shared, worker_plan
 
 
@@ -57,7 +57,7 @@ class Setting:
             stage_runner=stage_runner,
         )
         self.runner.failure = failure
-        self.worker = Worker(
+        parts = WorkerParts(
             worker_plan(most_workers=most_workers),
             ledger,
             cast(SharedState, Shared(self.bench, active)),
@@ -65,6 +65,7 @@ class Setting:
             self.runner,
             cast(BatchWriter, self.writer),
         )
+        self.worker = Worker(parts)
         self.bench.begin(batches)
 
     def run(self) -> list[Any]:
